@@ -48,6 +48,7 @@ from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, StepRunner, unpack_outputs, unpack_told
+from jpaged.device.step.told import ToldArrays
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.executor import (
     I32,
@@ -111,6 +112,7 @@ class JaxExecutor:
         self._runner = StepRunner(
             params, last_tokens, (packings, several), self._pool, self._programs, counts, geometry.vocab_size
         )
+        self._told = ToldArrays()
         self._is_shut_down = False
 
     @classmethod
@@ -312,11 +314,11 @@ class JaxExecutor:
             InternalError: a fault of the device, also when the results are waited for.
         """
         with self._calling(f"telling of {inputs.num_rows} hidden states failed"):
-            array: Any = self._runner.tell(hidden, inputs)
+            wait = self._told.add(self._runner.tell(hidden, inputs))
 
         def collect() -> ToldOutputs:
             with self._calling("the device failed in telling of hidden states"):
-                return unpack_told(np.asarray(array), inputs, self._geometry.vocab_size)
+                return unpack_told(wait(), inputs, self._geometry.vocab_size)
 
         return collect
 
@@ -343,6 +345,7 @@ class JaxExecutor:
         self._pool.release()
         self._host.release()
         self._runner.release()
+        self._told.release()
         self._programs.release()
 
     @contextmanager

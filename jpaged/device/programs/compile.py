@@ -29,8 +29,8 @@ class ProgramSpec:
     """One program: `forward` for T tokens, `sample` for R rows and what is told of their tokens, `decode`, or a move.
 
     `decode` is several steps of R rows, which are told of tokens alone. `edited` is a sample of rows whose logits are
-    changed before, `count` counts so many tokens for it. `tell` is of so many hidden states. `load_adapter` fills one
-    adapter slot.
+    changed before, and takes for an argument what is told; `count` counts so many tokens for it. `tell` is of so many
+    hidden states. `load_adapter` fills one adapter slot.
     """
 
     kind: Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"] | MoveKind
@@ -57,6 +57,9 @@ TELLS = {tell: ProgramSpec("tell", size, tell=tell) for tell, size in zip(Tell, 
 """The tells; that of all log-probabilities has few rows, each of which is as wide as the vocabulary."""
 COUNT = ProgramSpec("count", 256)
 """A sequence that is longer is counted in parts."""
+_EDITED_EVERY = 2
+"""Of the numbers of rows every second has a program that edits: it takes five times as long to compile as a sample, and
+edited rows are fewer."""
 _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
     Detail.TOKENS: (),
     Detail.LOGPROBS: ("logprobs",),
@@ -74,7 +77,7 @@ def program_specs(
     forwards = [ProgramSpec("forward", size) for size in reversed(tokens)]
     details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
     samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
-    edited = [ProgramSpec("edited", size, detail) for detail in (Detail.TOP_LOGPROBS, Detail.TOKENS) for size in rows]
+    edited = [ProgramSpec("edited", size) for size in rows[::-1][::_EDITED_EVERY]]
     moves = [ProgramSpec(kind, size) for size in move_sizes for kind in _move_kinds(has_host_blocks)]
     several = [ProgramSpec("decode", size) for size in buckets.decodes]
     first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0]), *several[:1]]
@@ -88,7 +91,7 @@ def least_programs(
     return [
         ProgramSpec("forward", buckets.tokens[-1]),
         ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
-        ProgramSpec("edited", buckets.rows[-1], Detail.TOP_LOGPROBS),
+        ProgramSpec("edited", buckets.rows[-1]),
         *TELLS.values(),
         COUNT,
         *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks)),

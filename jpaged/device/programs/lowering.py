@@ -19,7 +19,7 @@ from jpaged.device.adapters import AdapterRoom, fill_slot, matrices_of
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.host_pool import num_host_blocks
 from jpaged.device.linear import choose_linear_backend, params_for
-from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
+from jpaged.device.mesh import LOGITS_SPEC, POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
 from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import Step, forward_packing
@@ -28,7 +28,7 @@ from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.executor import BucketTable, Geometry
 from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
-from jpaged.engine.executor.telling import TELL_IDS
+from jpaged.engine.executor.telling import TELL_IDS, Tell
 from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.kv_groups import group_layers
 from jpaged.models.layer_kinds import stacks_of
@@ -116,11 +116,15 @@ def sized_step(
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
     """Decode steps of one dispatch at most: one where several processes run them, which are told of single steps."""
-    if len({device.process_index for device in mesh.devices.flat}) > 1:
+    if _is_of_several_processes(mesh):
         return 1
     on_its_own = _NUM_STEPS.get(first_device(mesh).platform, _NUM_STEPS_ELSEWHERE)
     chosen = options.scheduler.num_scheduler_steps
     return chosen if chosen > 0 else on_its_own
+
+
+def _is_of_several_processes(mesh: Mesh) -> bool:
+    return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def abstract_serving(
@@ -192,16 +196,22 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=of_all)
             return jitted.lower(matrices, shape((), np.int32), one)
         if spec.kind == "tell":
-            jitted = jax.jit(functools.partial(step.tell, tell=spec.tell), compiler_options=options["sample"])
+            # What the host reads has to be whole in its own devices: they have all columns together, or each has all.
+            is_split = spec.tell == Tell.ALL_LOGPROBS and not _is_of_several_processes(step.mesh)
+            told = NamedSharding(step.mesh, LOGITS_SPEC) if is_split else whole
+            tell = functools.partial(step.tell, tell=spec.tell)
+            jitted = jax.jit(tell, out_shardings=told, compiler_options=options["sample"])
             return jitted.lower(head, hidden, shape((spec.size * (1 + TELL_IDS),), np.int32))
         if spec.kind == "count":
             jitted = jax.jit(step.count, donate_argnums=0, out_shardings=of_counts)
             return jitted.lower(counts, shape((NUM_COUNT_WORDS + spec.size,), np.int32))
         if spec.kind == "edited":
-            edited = functools.partial(step.packed_edited_sample, detail=spec.detail)
-            results = of_counts, whole, whole
-            jitted = jax.jit(edited, donate_argnums=1, out_shardings=results, compiler_options=options["sample"])
-            words, edit_words = shape((spec.size * ROW_WORDS,), np.int32), shape((spec.size * EDIT_WORDS,), np.int32)
+            results, of_head = (of_counts, whole, whole), options["sample"]
+            jitted = jax.jit(
+                step.packed_edited_sample, donate_argnums=1, out_shardings=results, compiler_options=of_head
+            )
+            words = shape((spec.size * ROW_WORDS,), np.int32)
+            edit_words = shape((spec.size * EDIT_WORDS + 1,), np.int32)
             mask = shape((spec.size, num_mask_words(step.vocab_size)), np.int32)
             singles = shape((spec.size, NUM_SINGLES, 3), np.int32)
             return jitted.lower(head, counts, hidden, words, edit_words, singles, mask)

@@ -7,7 +7,8 @@
     weights       the parameters of one device
     pool          every block, and the null block, in all layers: a step updates it in place, so it counts once
     temporaries   working memory of the two hungriest programs: one step's may still run when the next one's are given
-    kept          what lies between calls: inputs and outputs of two overlapped steps, last tokens, blocks being moved
+    kept          what lies between calls: inputs and outputs of two overlapped steps, last tokens, blocks being moved,
+                  counts of tokens, what tells gave and the host has not read
     code          of all programs
 
 All sizes of programs are the compiler's own (`memory_analysis`). They do not depend on the size of the pool once it is

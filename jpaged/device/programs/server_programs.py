@@ -15,7 +15,7 @@ from pathlib import Path
 from jpaged.config import CacheOptions, platform_default
 from jpaged.device.host_pool import MAX_ON_THE_WAY
 from jpaged.device.mesh import first_device, local_bytes
-from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.compile import TELLS, ProgramSpec
 from jpaged.device.programs.kept import KeptPrograms
 from jpaged.device.programs.lowering import program_lowerings
 from jpaged.device.programs.memory_plan import PoolRequest, ProgramMemory
@@ -23,9 +23,12 @@ from jpaged.device.programs.report import ProgramReport
 from jpaged.device.programs.saved import SavedPrograms
 from jpaged.device.programs.store import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
 from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.runner import ROW_WORDS
+from jpaged.device.step.runner import EDIT_WORDS, ROW_WORDS
+from jpaged.device.step.told import MOST_BYTES
 from jpaged.device.transfers import content_bytes
 from jpaged.engine.executor import Geometry, Progress
+from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.telling import Tell
 from jpaged.models.layers import Params
 
 _MARGIN, _MARGIN_BYTES = 8, 16 << 20  # a part of so many, and bytes, for programs that are not compiled yet
@@ -77,7 +80,7 @@ class ServerPrograms:
 
     @property
     def decisive_specs(self) -> list[ProgramSpec]:
-        """The largest program of each kind, of `sample` the one with top log-probabilities; in the list's order.
+        """The largest program of each kind and every tell, of `sample` that with top log-probabilities, as listed.
 
         None of `decode`, which is a forward and a sample of no more tokens and rows.
         """
@@ -133,11 +136,12 @@ class ServerPrograms:
         if len(reports) < len(self.sources):
             temp_bytes += temp_bytes // _MARGIN + _MARGIN_BYTES
             code_bytes += code_bytes // _MARGIN
-        return ProgramMemory(temp_bytes, self._kept_bytes(of_kind), code_bytes)
+        return ProgramMemory(temp_bytes, self._kept_bytes(of_kind) + self._told_bytes(reports), code_bytes)
 
     def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
         buckets, layout = self.geometry.buckets, self.step.layout
-        outputs = sum(of_kind[kind].output_bytes - of_kind[kind].alias_bytes for kind in ("forward", "sample"))
+        results = {kind: report.output_bytes - report.alias_bytes for kind, report in of_kind.items()}
+        outputs = results["forward"] + max(results["sample"], results["edited"])
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
         # Some on their way to the host, one being read from the pool, one from the host.
         moving = (MAX_ON_THE_WAY + 2) * (content_bytes(layout) // layout.num_shards)
@@ -145,15 +149,31 @@ class ServerPrograms:
         loading = of_kind.get("load_adapter")
         if loading is not None:  # one adapter on its way to its slot
             moving += loading.argument_bytes - loading.alias_bytes
-        return _OVERLAPPED * (outputs + 4 * words + last_tokens) + moving
+        return _OVERLAPPED * (outputs + 4 * words + last_tokens) + moving + self._edit_bytes(of_kind)
+
+    def _edit_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
+        """The counts of tokens, what changes the rows of two steps, and neutral values of it for each number of rows.
+
+        An edit's words go along with what is given for each step: records, single tokens and masks.
+        """
+        sizes = [spec.size for spec in self.sources if spec.kind == "edited"]
+        row_words = EDIT_WORDS + 3 * NUM_SINGLES + num_mask_words(self.step.vocab_size)
+        return of_kind["count"].alias_bytes + 4 * row_words * (sum(sizes) + _OVERLAPPED * max(sizes))
+
+    def _told_bytes(self, reports: Mapping[ProgramSpec, ProgramReport]) -> int:
+        """What tells of two steps leave, which ask of each hidden state at most, as far as it may lie on the device."""
+        num_hidden = self.step.num_places + self.step.num_told
+        tells = [(spec.size, reports[spec].output_bytes) for spec in TELLS.values()]
+        largest = max(-(-num_hidden // size) * num_bytes for size, num_bytes in tells)
+        return min(_OVERLAPPED * largest, max(MOST_BYTES, *(num_bytes for _, num_bytes in tells)))
 
 
 def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
-    largest: dict[str, ProgramSpec] = {}
+    largest: dict[tuple[str, Tell], ProgramSpec] = {}
     for spec in specs:
         if spec.kind == "decode":
             continue
-        best = largest.setdefault(spec.kind, spec)
+        best = largest.setdefault((spec.kind, spec.tell), spec)
         if (spec.size, spec.detail) > (best.size, best.detail):
-            largest[spec.kind] = spec
-    return [spec for spec in specs if largest.get(spec.kind) == spec]
+            largest[spec.kind, spec.tell] = spec
+    return [spec for spec in specs if largest.get((spec.kind, spec.tell)) == spec]

@@ -4,6 +4,7 @@ forward.py     the model over packed tokens, then the sampler over rows
 decode.py      the two again and again, in one program
 runner.py      what a call takes in one buffer, the pool between two calls, and the calls
 edits.py       logits that are changed before a token is sampled
+told.py        what tells gave, on its way to the host
 sampling.py    logits -> the next token of each row
 experts.py     experts over the devices of a mesh
 products.py    quantised matrices over them, where a kernel multiplies

@@ -111,9 +111,7 @@ def edited(
     vocabulary: Vocabulary,
 ) -> Float[Array, "R V"]:
     """The logits as they are sampled from; minus infinity for what cannot be."""
-    ids_v = vocabulary.ids(logits_rv.shape[1])
-    words_rv = jnp.take(edits.mask_rw, ids_v // MASK_BITS, axis=1, mode="clip")
-    x_rv = jnp.where((words_rv >> (ids_v % MASK_BITS)) & 1 == 1, logits_rv, -jnp.inf)
+    x_rv = jnp.where(_is_allowed(edits.mask_rw, logits_rv.shape[1], vocabulary), logits_rv, -jnp.inf)
     x_rv = _with_single_tokens(x_rv, edits, counts.last_tokens_p[edits.slots_r], vocabulary)
     has_penalties = (edits.repetition_r != 1) | (edits.frequency_r != 0) | (edits.presence_r != 0)
     x_rv = lax.cond(
@@ -131,6 +129,15 @@ def edited(
         lambda x_rv: x_rv,
         x_rv,
     )
+
+
+def _is_allowed(mask_rw: Int[Array, "R W"], num_columns: int, vocabulary: Vocabulary) -> Bool[Array, "R V"]:
+    """The bits of the columns that are here. Whole words are spread out: a gather of a word for each column is slow."""
+    first, num_words = vocabulary.first(num_columns), num_columns // MASK_BITS + 2
+    padded_rw = jnp.pad(mask_rw, ((0, 0), (0, num_words)))
+    words_rw = lax.dynamic_slice_in_dim(padded_rw, first // MASK_BITS, num_words, axis=1)
+    bits_rwb = (words_rw[:, :, None] >> jnp.arange(MASK_BITS)) & 1
+    return lax.dynamic_slice_in_dim(bits_rwb.reshape(len(mask_rw), -1), first % MASK_BITS, num_columns, axis=1) == 1
 
 
 def _with_single_tokens(

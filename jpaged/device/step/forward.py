@@ -185,14 +185,14 @@ class Step:
         edit_words: Int[Array, "W"],
         singles_rx3: Int[Array, "R X 3"],
         mask_rw: Int[Array, "R W"],
-        *,
-        detail: Detail,
     ) -> tuple[TokenCounts, Int[Array, "S"], Int[Array, "R C"]]:
-        """As `packed_sample`, of rows whose logits are changed before. The counts are donated, and updated in place."""
-        how, edits = (
-            RowSampling(**unpack_rows(words)),
-            RowEdits(**unpack_edits(edit_words), singles_rx3=singles_rx3, mask_rw=mask_rw),
-        )
+        """As `packed_sample`, of rows whose logits are changed before. The counts are donated, and updated in place.
+
+        Args:
+            edit_words: the `Detail` comes last. Outputs have the columns of the most; what is not told holds 0.
+        """
+        how, detail = RowSampling(**unpack_rows(words)), edit_words[-1]
+        edits = RowEdits(**unpack_edits(edit_words[:-1]), singles_rx3=singles_rx3, mask_rw=mask_rw)
         num_rows = how.temperature_r.shape[0]
         counts, sampled = self.sample_edited(params, counts, hidden_se[:num_rows], how, edits, detail)
         return counts, *self._told(sampled)
@@ -214,13 +214,13 @@ class Step:
         hidden_re: Float[Array, "R E"],
         how: RowSampling,
         edits: RowEdits,
-        detail: Detail,
+        detail: Int[Array, ""],
     ) -> tuple[TokenCounts, Sampled]:
         """As `sample`, of rows whose logits are changed before; with the tokens counted."""
         vocabulary = self._vocabulary
 
         def sample(
-            logits_rv: jax.Array, counts: TokenCounts, how: RowSampling, edits: RowEdits
+            logits_rv: jax.Array, counts: TokenCounts, how: RowSampling, edits: RowEdits, detail: jax.Array
         ) -> tuple[TokenCounts, Sampled]:
             logits_rv = vocabulary.without_padding(logits_rv)
             x_rv = edited(logits_rv, edits, counts, how.temperature_r, vocabulary)
@@ -230,8 +230,8 @@ class Step:
 
         logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
         of_counts = _of_counts(LOGITS_SPEC, whole)
-        run = on_shards(sample, self.mesh, (LOGITS_SPEC, of_counts, whole, whole), (of_counts, whole))
-        return run(logits_rv, counts, how, edits)
+        run = on_shards(sample, self.mesh, (LOGITS_SPEC, of_counts, whole, whole, whole), (of_counts, whole))
+        return run(logits_rv, counts, how, edits, detail)
 
     def count(self, counts: TokenCounts, words: Int[Array, "W"]) -> TokenCounts:
         """Counts a part of a sequence's tokens: slot, is it the first, tokens of the prompt, of all, and they."""

@@ -24,7 +24,7 @@ from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, TELLS, ProgramSp
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.edits import TokenCounts
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
-from jpaged.engine.executor.edits import EDIT_FIELDS, CountDue, no_singles, num_mask_words, words_of_singles
+from jpaged.engine.executor.edits import EDIT_FIELDS, CountDue, EditInputs, no_singles, num_mask_words, words_of_singles
 from jpaged.engine.executor.telling import TELL_IDS, Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
@@ -284,35 +284,39 @@ class StepRunner:
         return hidden_se
 
     def sample(self, hidden_se: jax.Array, inputs: SamplingInputs) -> jax.Array:
-        """Starts sampling; the outputs as one array, on their way to the host."""
-        spec = ProgramSpec("sample" if inputs.edits is None else "edited", len(inputs.rows_r), inputs.detail)
-        ready = self._programs.ready
-        if spec not in ready:
-            spec = next((one for one in spec.stand_ins if one in ready), spec)
-        program = self._find(spec)
-        if inputs.edits is None:
-            self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
+        """Starts sampling; the outputs as one array, on their way to the host. Edited rows may be padded to more."""
+        if inputs.edits is not None:
+            outputs_rc = self._sample_edited(hidden_se, inputs, inputs.edits)
         else:
-            edits = inputs.edits
-            for due in edits.due:
-                self._count(due)
-            no_singles_rx3, no_mask_rw = self._none_of(spec.size)
-            self._counts, self._last_tokens, outputs_rc = program(
-                self._head_params,
-                self._counts,
-                hidden_se,
-                inputs.words,
-                edits.words,
-                no_singles_rx3 if edits.singles_rx is None else edits.single_words,
-                no_mask_rw if edits.mask_rw is None else edits.mask_rw,
-            )
+            spec = ProgramSpec("sample", len(inputs.rows_r), inputs.detail)
+            ready = self._programs.ready
+            if spec not in ready:
+                spec = next((one for one in spec.stand_ins if one in ready), spec)
+            self._last_tokens, outputs_rc = self._find(spec)(self._head_params, hidden_se, inputs.words)
         outputs_rc.copy_to_host_async()
         return outputs_rc
 
+    def _sample_edited(self, hidden_se: jax.Array, inputs: SamplingInputs, edits: EditInputs) -> jax.Array:
+        for due in edits.due:
+            self._count(due)
+        num_rows = len(inputs.rows_r)
+        size = next((size for size in self._programs.sizes("edited") if size >= num_rows), num_rows)
+        inputs, edits = inputs.padded(size), edits.padded(size)
+        no_singles_rx3, no_mask_rw = self._none_of(size)
+        self._counts, self._last_tokens, outputs_rc = self._find(ProgramSpec("edited", size))(
+            self._head_params,
+            self._counts,
+            hidden_se,
+            inputs.words,
+            np.append(edits.words, np.int32(inputs.detail)),
+            no_singles_rx3 if edits.singles_rx is None else edits.single_words,
+            no_mask_rw if edits.mask_rw is None else edits.mask_rw,
+        )
+        return outputs_rc
+
     def tell(self, hidden_he: jax.Array, inputs: TellInputs) -> jax.Array:
-        """Starts telling of hidden states; the outputs as one array, on their way to the host."""
-        outputs = self._find(TELLS[inputs.tell])(self._head_params, hidden_he, inputs.words)
-        outputs.copy_to_host_async()
+        """Starts telling of hidden states; the outputs as one array."""
+        outputs: jax.Array = self._find(TELLS[inputs.tell])(self._head_params, hidden_he, inputs.words)
         return outputs
 
     def _count(self, due: CountDue) -> None:

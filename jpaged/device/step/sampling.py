@@ -99,34 +99,43 @@ def sample(
     return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
 
 
-def tell(logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabulary, detail: Detail) -> Sampled:
+def tell(logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabulary, detail: Int[Array, ""]) -> Sampled:
     """What the model's own distribution says of tokens that were sampled from logits that had been changed.
 
     Args:
         logits_rv: as the model gave them.
+        sampled: tokens alone.
+        detail: a `Detail`; what it leaves out is 0.
     """
+    num_rows, num_top = len(logits_rv), min(TOP_WIDTH, vocabulary.size)
+    no_floats_r1 = jnp.zeros((num_rows, 1), logits_rv.dtype)
+
+    def of_tokens() -> tuple[jax.Array, ...]:
+        chosen_r1 = vocabulary.pick(logits_rv, sampled.token_ids_r)
+        log_total_r1 = vocabulary.log_sum_exp(vocabulary.max(logits_rv), logits_rv)
+        return log_total_r1, chosen_r1 - log_total_r1, 1 + _count(vocabulary, logits_rv > chosen_r1)
+
+    def of_none() -> tuple[jax.Array, ...]:
+        return no_floats_r1, no_floats_r1, jnp.zeros(num_rows, jnp.int32)
+
+    def of_top() -> tuple[jax.Array, ...]:
+        top_rk, top_ids_rk = vocabulary.top_k(logits_rv, num_top)
+        return top_rk - log_total_r1, top_ids_rk
+
+    def of_no_top() -> tuple[jax.Array, ...]:
+        return jnp.zeros((num_rows, num_top), logits_rv.dtype), jnp.zeros((num_rows, num_top), jnp.int32)
+
+    log_total_r1, logprobs_r1, ranks_r = lax.cond(detail >= Detail.LOGPROBS, of_tokens, of_none)
+    top_logprobs_rk, top_ids_rk = lax.cond(detail >= Detail.TOP_LOGPROBS, of_top, of_no_top)
     is_sound_r = sampled.is_sound_r & vocabulary.all_below_infinity(logits_rv)[:, 0]
-    sampled = dataclasses.replace(sampled, is_sound_r=is_sound_r)
-    if detail == Detail.TOKENS:
-        return sampled
-    largest_r1, chosen_r1 = vocabulary.max(logits_rv), vocabulary.pick(logits_rv, sampled.token_ids_r)
-    log_total_r1 = vocabulary.log_sum_exp(largest_r1, logits_rv)
-    sampled = dataclasses.replace(
-        sampled,
-        logprobs_r=(chosen_r1 - log_total_r1)[:, 0],
-        ranks_r=1 + _count(vocabulary, logits_rv > chosen_r1),
-    )
-    if detail == Detail.LOGPROBS:
-        return sampled
-    top_rk, top_ids_rk = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size))
-    return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
+    return Sampled(sampled.token_ids_r, is_sound_r, logprobs_r1[:, 0], ranks_r, top_ids_rk, top_logprobs_rk)
 
 
 def told_columns(
     logits_rv: Float[Array, "R V"], ids_rk: Int[Array, "R K"], log_total_r1: Float[Array, "R 1"], vocabulary: Vocabulary
 ) -> Int[Array, "R C"]:
     """What is told of given tokens: is the row sound, the first one's rank, log-probabilities of all, the likeliest."""
-    values_rk = jnp.concatenate([vocabulary.pick(logits_rv, ids_rk[:, k]) for k in range(ids_rk.shape[1])], axis=1)
+    values_rk = vocabulary.pick_some(logits_rv, ids_rk)
     ranks_r = 1 + _count(vocabulary, logits_rv > values_rk[:, :1])
     is_sound_r1 = vocabulary.all_below_infinity(logits_rv) & jnp.isfinite(log_total_r1)
     top_rk, top_ids_rk = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size))

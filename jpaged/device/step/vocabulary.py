@@ -13,7 +13,6 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -35,11 +34,11 @@ class Vocabulary:
 
     def ids(self, num_columns: int) -> Int[Array, "V"]:
         """The token of each column that is here; padding goes on counting from the size."""
-        return self._first(num_columns) + jnp.arange(num_columns, dtype=jnp.int32)
+        return self.first(num_columns) + jnp.arange(num_columns, dtype=jnp.int32)
 
     def columns(self, ids: Int[Array, "..."], num_columns: int) -> Int[Array, "..."]:
         """The inverse of `ids`; the number of columns for a token that is not here."""
-        columns = ids - self._first(num_columns)
+        columns = ids - self.first(num_columns)
         return jnp.where((columns >= 0) & (columns < num_columns), columns, num_columns)
 
     def without_padding(self, x_rv: Float[Array, "R V"]) -> Float[Array, "R V"]:
@@ -50,13 +49,17 @@ class Vocabulary:
 
     def pick(self, x_rv: Float[Array, "R V"], ids_r: Int[Array, "R"]) -> Float[Array, "R 1"]:
         """Each row's value of one token."""
-        here_r1 = self.pick_here(x_rv, ids_r[:, None], 0)
-        return here_r1 if self.axis is None else lax.psum(here_r1, self.axis)
+        return self.pick_some(x_rv, ids_r[:, None])
 
-    def pick_here(self, x_rv: Float[Array, "R V"], ids_r1: Int[Array, "R 1"], missing: float) -> Float[Array, "R 1"]:
-        """Each row's value of one token where this device has it, and what counts as its value where not."""
-        columns_r1 = self.columns(ids_r1, x_rv.shape[1])
-        return jnp.take_along_axis(x_rv, columns_r1, axis=1, mode="fill", fill_value=missing)
+    def pick_some(self, x_rv: Float[Array, "R V"], ids_rk: Int[Array, "R K"]) -> Float[Array, "R K"]:
+        """Each row's values of some tokens."""
+        here_rk = self.pick_here(x_rv, ids_rk, 0)
+        return here_rk if self.axis is None else lax.psum(here_rk, self.axis)
+
+    def pick_here(self, x_rv: Float[Array, "R V"], ids_rk: Int[Array, "R K"], missing: float) -> Float[Array, "R K"]:
+        """Each row's values of some tokens where this device has them, and what counts as their value where not."""
+        columns_rk = self.columns(ids_rk, x_rv.shape[1])
+        return jnp.take_along_axis(x_rv, columns_rk, axis=1, mode="fill", fill_value=missing)
 
     def max(self, x_rv: Float[Array, "R V"]) -> Float[Array, "R 1"]:
         """The largest of each row."""
@@ -96,11 +99,12 @@ class Vocabulary:
         if self.axis is None:
             return x_rk, columns_rk
         # The best of each device, in order of tokens among equals: the order in which top_k takes equals.
-        ids_rk = columns_rk + self._first(x_rv.shape[1])
+        ids_rk = columns_rk + self.first(x_rv.shape[1])
         x_rn = lax.all_gather(x_rk, self.axis, axis=1, tiled=True)
         ids_rn = lax.all_gather(ids_rk, self.axis, axis=1, tiled=True)
         x_rk, places_rk = lax.top_k(x_rn, k)
         return x_rk, jnp.take_along_axis(ids_rn, places_rk, axis=1)
 
-    def _first(self, num_columns: int) -> jax.Array | int:
+    def first(self, num_columns: int) -> Int[Array, ""] | int:
+        """The token of the first column that is here."""
         return 0 if self.axis is None else lax.axis_index(self.axis) * num_columns

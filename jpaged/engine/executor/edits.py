@@ -85,6 +85,19 @@ class EditInputs:
         """The records as a program takes them, row after row."""
         return self.rows_r.view(np.int32)
 
+    def padded(self, num_rows: int) -> EditInputs:
+        """With more rows of which nothing is changed; itself where it has so many."""
+        num_more = num_rows - len(self.rows_r)
+        if num_more == 0:
+            return self
+        singles_rx, mask_rw = self.singles_rx, self.mask_rw
+        return EditInputs(
+            np.concatenate([self.rows_r, _NEUTRAL.repeat(num_more)]),
+            None if singles_rx is None else np.concatenate([singles_rx, no_singles(num_more)]),
+            None if mask_rw is None else np.pad(mask_rw, ((0, num_more), (0, 0)), constant_values=-1),
+            self.due,
+        )
+
     def reordered(self, order: list[int]) -> EditInputs:
         """With the first rows in another order, `order[new] = old`."""
         whole = [*order, *range(len(order), len(self.rows_r))]

@@ -101,6 +101,14 @@ class SamplingInputs:
         """Rows that sample the likeliest token, whatever it is."""
         return cls(_NEUTRAL_ROW.repeat(num_rows), detail)
 
+    def padded(self, num_rows: int) -> SamplingInputs:
+        """With more rows, without edits; itself where it has so many."""
+        if num_rows == len(self.rows_r):
+            return self
+        more = _NEUTRAL_ROW.repeat(num_rows - len(self.rows_r))
+        more["is_padding_r"] = 1
+        return SamplingInputs(np.concatenate([self.rows_r, more]), self.detail)
+
     @property
     def words(self) -> I32:
         """The same memory as a program takes it, row after row."""

@@ -1,0 +1,72 @@
+"""What tells gave, on its way to the host: a bounded number of bytes of the device at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_BYTES = 64 << 20
+"""Of one device; a row of all log-probabilities of Llama 3 is half a MiB."""
+
+
+@dataclass(slots=True, eq=False)
+class _Told:
+    array: jax.Array | None
+    value: NDArray[np.generic] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What a device holds of it."""
+        if self.array is None:
+            return 0
+        return math.prod(self.array.sharding.shard_shape(self.array.shape)) * self.array.dtype.itemsize
+
+    def land(self) -> NDArray[np.generic]:
+        """Waits for it, and lets go of the device's part."""
+        if self.value is None:
+            self.value, self.array = np.asarray(self.array), None
+        return self.value
+
+
+class ToldArrays:
+    """Holds arrays of devices until the host has them. Those that nobody waits for are dropped as others come."""
+
+    def __init__(self) -> None:
+        self._on_the_way: deque[_Told] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """What a device holds of all of them."""
+        return sum(told.num_bytes for told in self._on_the_way)
+
+    def add(self, array: jax.Array) -> Callable[[], NDArray[np.generic]]:
+        """Starts the copy to the host, and returns what waits for it. Where there are too many the oldest land first.
+
+        Raises:
+            JaxRuntimeError: the device failed in what is waited for.
+        """
+        told = _Told(array)
+        copies: Any = array  # jax's annotations lack the method
+        copies.copy_to_host_async()
+        self._on_the_way.append(told)
+        while len(self._on_the_way) > 1 and self.num_bytes > MOST_BYTES:
+            self._on_the_way.popleft().land()
+
+        def wait() -> NDArray[np.generic]:
+            value = told.land()
+            while self._on_the_way and self._on_the_way[0].array is None:
+                self._on_the_way.popleft()
+            return value
+
+        return wait
+
+    def release(self) -> None:
+        """Lets go of all of them. Idempotent."""
+        self._on_the_way.clear()
