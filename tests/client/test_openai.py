@@ -317,7 +317,9 @@ def test_fields_that_ask_for_nothing_pass(body):
         (chat(include_reasoning="no"), "body.reasoning.include"),
         (chat(reasoning={"thinking_token_budget": -1}), "body.reasoning.thinking_token_budget"),
         (completion(tools=[TOOL]), "body.tools"),
-        (chat(response_format={"type": "json_object"}), "body.response_format"),
+        (chat(response_format={"type": "xml"}), "body.response_format"),
+        (chat(response_format={"type": "json_schema"}), "body.response_format.json_schema"),
+        (chat(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}), "body.response_format"),
         (chat(prompt="x"), "body.prompt"),
     ],
 )
