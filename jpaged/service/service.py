@@ -401,7 +401,7 @@ class Service:
 
         async def prepare() -> tuple[Request, ChatAnswers | None]:
             request, answers = await self._workers.run(make, call.size)
-            if model.grammars is not None:
+            if model.grammars is not None and request.sampling.structured_outputs is not None:
                 request = await model.grammars.bind(request)
             return request, answers
 
