@@ -236,7 +236,7 @@ def test_geometry_is_what_was_asked_for(executor: JaxExecutor) -> None:
     assert (geometry.vocab_size, geometry.buckets.tokens, geometry.buckets.rows) == (97, (8, 16), (8,))
     assert geometry.num_host_blocks == 40
     steps = ["forward[8]", "forward[16]", "sample[8]", "sample[8, top]", "sample[8, logprobs]", "decode[8]"]
-    edits = ["edited[8]", "edited[8, top]", "count[256]"]
+    edits = ["edited[8]", "count[256]"]
     tells = ["tell[64, logprobs]", "tell[8, all-logprobs]", "tell[64, hidden]"]
     moves = [f"{kind}[{size}]" for kind in ("copy", "swap_out", "swap_in") for size in (8, 64)]
     assert sorted(map(str, executor._programs.ready)) == sorted(steps + edits + tells + moves)

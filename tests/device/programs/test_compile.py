@@ -35,11 +35,11 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 def test_the_list_of_programs() -> None:
     buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9)
     tells = ["tell[64, logprobs]", "tell[8, all-logprobs]", "tell[64, hidden]"]
-    least = ["forward[32]", "sample[9, top]", "edited[9, top]", *tells, "count[256]", "copy[8]"]
+    least = ["forward[32]", "sample[9, top]", "edited[9]", *tells, "count[256]", "copy[8]"]
     steps = ["forward[8]", "forward[16]", "sample[8, top]", "sample[8]", "sample[9]"]
     steps += ["sample[8, logprobs]", "sample[9, logprobs]"]
     names = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False)))
-    assert names == [*least, *steps, "copy[64]", "edited[8, top]", "edited[8]", "edited[9]"]
+    assert names == [*least, *steps, "copy[64]"]
     swaps = ["swap_out[8]", "swap_in[8]", "swap_out[64]", "swap_in[64]"]
     with_swaps = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=True)))
     assert with_swaps[: len(least) + 2] == [*least, "swap_out[8]", "swap_in[8]"]
