@@ -38,7 +38,7 @@ from jpaged.version import __version__
 
 MANIFEST = "programs.json"
 FORMAT = 1
-_SOURCES = ("device/**/*.py", "kernels/**/*.py", "kernels/**/*.json", "models/**/*.py", "engine/executor.py")
+_SOURCES = ("device/**/*.py", "kernels/**/*.py", "kernels/**/*.json", "models/**/*.py", "engine/executor/*.py")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,16 +34,24 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_list_of_programs() -> None:
     buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9)
-    least = ["forward[32]", "sample[9, top]", "copy[8]"]
+    tells = ["tell[64, logprobs]", "tell[8, all-logprobs]", "tell[64, hidden]"]
+    least = ["forward[32]", "sample[9, top]", "edited[9]", *tells, "count[256]", "copy[8]"]
     steps = ["forward[8]", "forward[16]", "sample[8, top]", "sample[8]", "sample[9]"]
     steps += ["sample[8, logprobs]", "sample[9, logprobs]"]
     names = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False)))
     assert names == [*least, *steps, "copy[64]"]
     swaps = ["swap_out[8]", "swap_in[8]", "swap_out[64]", "swap_in[64]"]
     with_swaps = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=True)))
-    assert with_swaps[:5] == [*least, "swap_out[8]", "swap_in[8]"]
+    assert with_swaps[: len(least) + 2] == [*least, "swap_out[8]", "swap_in[8]"]
     assert len(with_swaps) == len(set(with_swaps))
     assert sorted(with_swaps) == sorted([*names, *swaps])
+
+
+def test_every_second_number_of_rows_has_a_program_that_edits() -> None:
+    buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=100)
+    assert buckets.rows == (8, 16, 32, 64, 100)
+    specs = program_specs(buckets, (8,), has_host_blocks=False)
+    assert [str(spec) for spec in specs if spec.kind == "edited"] == ["edited[100]", "edited[32]", "edited[8]"]
 
 
 def test_several_steps_are_compiled_last_but_for_the_fewest_rows() -> None:

@@ -21,6 +21,8 @@ from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 
 TIMEOUT_S = 60
+NUM_LEAST = 10
+"""A forward, a sample, one that edits, three tells, a count, and a move of each kind."""
 FIRST, SECOND, THIRD = (ProgramSpec("forward", size) for size in (3, 4, 5))
 
 
@@ -138,11 +140,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds back every program behind the least set, until it is set."""
     gate = threading.Event()
     begun: list[Callable[[], jax.stages.Lowered]] = []
-    num_least = 5
 
     def held(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         begun.append(lowering)
-        if len(begun) > num_least:
+        if len(begun) > NUM_LEAST:
             assert gate.wait(TIMEOUT_S)
         return lowering().compile()
 
@@ -171,7 +172,7 @@ def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, detail: Det
     early.warm_up(report)
     least = early.geometry.buckets
     assert (least.tokens, least.rows) == ((16,), (8,))
-    assert len(early._programs.ready) == 5 < len(early._programs.specs)
+    assert len(early._programs.ready) == NUM_LEAST < len(early._programs.specs)
     on_least = tokens_of(early, detail=detail)
     gate.set()
     assert report.is_complete.wait(TIMEOUT_S)
