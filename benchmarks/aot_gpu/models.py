@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,11 +44,11 @@ _MODULES = {"mxfp4": r"\.experts\."}
 
 @dataclass(frozen=True, slots=True)
 class ModelCase:
-    """A step of a published model with fewer layers, or the sampler behind it."""
+    """A step of a published model with fewer layers, or what runs behind it."""
 
     model: str
     numbers: Numbers = "bfloat16"
-    program: Literal["forward", "sample"] = "forward"
+    program: Literal["forward", "sample", "edited", "count", "tell"] = "forward"
     num_tokens: int = 64
     num_parts: int = 1
     gpu: str = "h200"
@@ -102,18 +103,23 @@ class ModelCase:
         }
         step, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
         lowerings = program_lowerings(step, params, geometry)
-        is_step = self.program == "forward"
+        is_step, is_counting = self.program == "forward", self.program in ("edited", "count")
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = lowerings[ProgramSpec(self.program, self.num_tokens)]()
-        layout = step.layout
+        layout, counts = step.layout, step.abstract_counts(geometry.max_num_seqs).counts_pv
+        in_place = layout.local.shape
+        num_bytes = layout.num_bytes // self.num_parts if is_step else 0
+        if is_counting:
+            in_place = counts.sharding.shard_shape(counts.shape)
+            num_bytes = math.prod(in_place) * counts.dtype.itemsize
         return Program(
             lowered,
-            layout.num_bytes // self.num_parts if is_step else 0,
-            layout.local.shape,
+            num_bytes,
+            in_place,
             frozenset(),
             512 << 20,
             0,
-            model.config.num_layers if is_step else 0,
+            model.config.num_layers if is_step else int(is_counting),
             has_weights=True,
             calls=self.calls() if is_step else {},
         )
@@ -138,4 +144,7 @@ MODEL_CASES: tuple[ModelCase, ...] = (
     *(ModelCase(model, num_tokens=8) for model in ("deepseek-v2-lite", "falcon-7b")),
     ModelCase("qwen3-30b-a3b", num_tokens=2048),
     *(ModelCase(model, program="sample") for model in ("llama-3-8b", "gemma-2-9b", "gpt2-xl")),
+    *(ModelCase("llama-3-8b", program="edited", num_parts=num_parts) for num_parts in (1, 2)),
+    ModelCase("llama-3-8b", program="count", num_tokens=256),
+    ModelCase("llama-3-8b", program="tell"),
 )

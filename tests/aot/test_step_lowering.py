@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,9 @@ from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.programs.lowering import abstract_serving
 from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import forward_packing
-from jpaged.device.step.runner import DecodePacking
+from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
+from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.telling import Tell
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel
@@ -40,6 +43,7 @@ from jpaged.models.quantisation.rules import Quantisation
 
 NUM_TOKENS = 16
 TRITON_CALL = "__gpu$xla.gpu.triton"
+NUM_WORDS = {"rows": 8 * ROW_WORDS, "edits": 8 * EDIT_WORDS + 1, "count": NUM_COUNT_WORDS + 256, "tell": 64 * 34}
 OPTIONS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": NUM_TOKENS,
@@ -134,6 +138,38 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     assert target.call in text
     assert text.count("stablehlo.while") >= (2 if program == "decode" else 1), "layers, and the steps around them"
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+@pytest.mark.parametrize("program", ["edited", "count", "tell"])
+@pytest.mark.parametrize("name", ["v6e", "h200"])
+def test_what_edits_and_tells_lowers_and_counts_in_place(name: str, program: str) -> None:
+    target = TARGETS[name]
+    model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
+    step, _, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
+    step = dataclasses.replace(step, sampler=choose_kernel(target.backend, 1, model.config.vocab_size))
+    counts = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), step.abstract_counts(8))
+    params = {key: tree for key, tree in step.model.abstract_params("scan").items() if key != "layers"}
+    hidden = jax.ShapeDtypeStruct((step.num_places + step.num_told, 4096), model.dtype)
+    words = {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in NUM_WORDS.items()}
+    singles = jax.ShapeDtypeStruct((8, NUM_SINGLES, 3), np.int32)
+    mask = jax.ShapeDtypeStruct((8, num_mask_words(model.config.vocab_size)), np.int32)
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "edited": (
+            jax.jit(step.packed_edited_sample, donate_argnums=1),
+            (params, counts, hidden, words["rows"], words["edits"], singles, mask),
+        ),
+        "count": (jax.jit(step.count, donate_argnums=0), (counts, words["count"])),
+        "tell": (jax.jit(functools.partial(step.tell, tell=Tell.LOGPROBS)), (params, hidden, words["tell"])),
+    }
+    jitted, arguments = calls[program]
+    with on(target):
+        checks = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+        text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(*arguments).mlir_module()
+    in_place = text.count("tf.aliasing_output") + text.count("jax.buffer_donor")
+    assert in_place == (0 if program == "tell" else 2)
+    if program == "edited":
+        # Counts and last tokens; a TPU adds single tokens in passes, for it scatters one number after the other.
+        assert text.count('"stablehlo.scatter"') == 2 + (name == "h200")
 
 
 # Of a layer's four matrices each has one product with A, and one with B of each part: 3 + 1 + 2 + 1.

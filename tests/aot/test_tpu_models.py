@@ -107,6 +107,45 @@ def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
         check_exchanges(result)
 
 
+EDITING = "edited[64],count[256],tell[64, logprobs],tell[8, all-logprobs],tell[64, hidden]"
+COUNTS_BYTES = 65 * (2 * 128256 + 4)
+"""Of 64 rows, slot 0 and all tokens of the vocabulary."""
+
+
+@pytest.mark.parametrize(
+    ("topology", "num_devices", "programs"),
+    long(("v6e:2x2", 4, EDITING), ("v5e:1x1", 1, "edited[64],count[256]"))
+    + deep(("v6e:1x1", 1, EDITING), ("tpu7x:1x1x1", 2, EDITING), ("v5e:2x4", 8, EDITING)),
+)
+def test_edits_and_tells_are_of_each_devices_own_tokens(topology: str, num_devices: int, programs: str) -> None:
+    """Counts are updated in place, and what is exchanged is as little as a sample's."""
+    results = compile_cells(f"llama-3-8b@{topology}#{programs}")
+    assert len(results) == programs.count("[")
+    for result in results:
+        report, (kind, _, sizes) = result.report, result.program.partition("[")
+        assert report is not None and result.made == ()
+        assert result.num_devices == num_devices
+        counts = COUNTS_BYTES // num_devices if kind in ("edited", "count") else 0
+        assert counts <= report.alias_bytes <= counts * 5 / 4  # a TPU has 8 rows or 16 in a tile
+        # Logits twice: as they are, and as they are changed.
+        assert report.temp_bytes < (2 * 64 * 128256 * 4 // num_devices + 8 * MIB if kind == "edited" else 4 * MIB)
+        check_told(result, int(sizes.partition(",")[0].strip("]")))
+
+
+def check_told(result: ProgramResult, rows: int) -> None:
+    """Numbers of rows: one, a search's fifteen, one for each token that is asked of; and the best 32 of each device."""
+    if result.num_devices == 1 or result.program.startswith("count") or "hidden" in result.program:
+        assert result.collectives == ()
+        return
+    most = {1, 15} if result.program.startswith("edited") else {1, 33} if ", logprobs" in result.program else {1}
+    sums = [math.prod(dims) for one in result.collectives if one.opcode == "all-reduce" for dims in one.dims]
+    assert {size / rows for size in sums} == most
+    gathered = [one for one in result.collectives if one.opcode != "all-reduce"]
+    assert {one.opcode for one in gathered} <= {"all-gather"}
+    best = [math.prod(dims) for one in gathered for dims in one.dims]
+    assert best == ([] if "all-logprobs" in result.program else [rows * 32 * result.num_devices] * 2)
+
+
 # One of every architecture that is not above, whose widths divide badly: heads, embeddings, routers and parts of gates
 # that are no multiple of 128 numbers. Experts 192 or 352 wide a device are padded to 256 and 384.
 ARCHITECTURES = {

@@ -31,6 +31,10 @@ IN_PROMPT = -(1 << 15)
 """The bit of a count, as an int16, that says that the prompt has the token."""
 
 
+_OF_A_PASS = 8
+"""Single tokens that TPUs look for at once; it divides `NUM_SINGLES`."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
@@ -146,13 +150,34 @@ def _with_single_tokens(
     ids_rx, after_rx, bits_rx = (edits.singles_rx3[..., i] for i in range(3))
     applies_rx = (after_rx == ANY_TOKEN) | (after_rx == last_tokens_r[:, None])
     columns_rx = jnp.where(applies_rx, vocabulary.columns(ids_rx, x_rv.shape[1]), x_rv.shape[1])
-    rows_r1, values_rx = jnp.arange(len(x_rv))[:, None], lax.bitcast_convert_type(bits_rx, jnp.float32)
+    values_rx = lax.bitcast_convert_type(bits_rx, jnp.float32)
+    num_used = jnp.max(jnp.where(ids_rx < vocabulary.size, jnp.arange(1, ids_rx.shape[1] + 1), 0))
+    return lax.platform_dependent(x_rv, columns_rx, values_rx, num_used, tpu=_added_in_passes, default=_added_singly)
+
+
+def _added_singly(
+    x_rv: jax.Array, columns_rx: jax.Array, values_rx: jax.Array, num_used: jax.Array
+) -> Float[Array, "R V"]:
+    rows_r1 = jnp.arange(len(x_rv))[:, None]
     return lax.cond(
-        jnp.any(ids_rx < vocabulary.size),
-        lambda x_rv: x_rv.at[rows_r1, columns_rx].add(values_rx, mode="drop"),
-        lambda x_rv: x_rv,
-        x_rv,
+        num_used > 0, lambda x_rv: x_rv.at[rows_r1, columns_rx].add(values_rx, mode="drop"), lambda x_rv: x_rv, x_rv
     )
+
+
+def _added_in_passes(
+    x_rv: jax.Array, columns_rx: jax.Array, values_rx: jax.Array, num_used: jax.Array
+) -> Float[Array, "R V"]:
+    """A pass over all logits for each few tokens: TPUs scatter one number after the other, of neutral tokens too."""
+    columns_v = jnp.arange(x_rv.shape[1])
+
+    def add(i: jax.Array, x_rv: jax.Array) -> jax.Array:
+        columns_rp = lax.dynamic_slice_in_dim(columns_rx, i * _OF_A_PASS, _OF_A_PASS, axis=1)
+        values_rp = lax.dynamic_slice_in_dim(values_rx, i * _OF_A_PASS, _OF_A_PASS, axis=1)
+        for j in range(_OF_A_PASS):
+            x_rv += jnp.where(columns_v == columns_rp[:, j : j + 1], values_rp[:, j : j + 1], 0)
+        return x_rv
+
+    return lax.fori_loop(0, (num_used + _OF_A_PASS - 1) // _OF_A_PASS, add, x_rv)
 
 
 def _penalised(x_rv: jax.Array, edits: RowEdits, counts_rv: Int16[Array, "R V"]) -> Float[Array, "R V"]:

@@ -47,6 +47,13 @@ def test_the_list_of_programs() -> None:
     assert sorted(with_swaps) == sorted([*names, *swaps])
 
 
+def test_every_second_number_of_rows_has_a_program_that_edits() -> None:
+    buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=100)
+    assert buckets.rows == (8, 16, 32, 64, 100)
+    specs = program_specs(buckets, (8,), has_host_blocks=False)
+    assert [str(spec) for spec in specs if spec.kind == "edited"] == ["edited[100]", "edited[32]", "edited[8]"]
+
+
 def test_several_steps_are_compiled_last_but_for_the_fewest_rows() -> None:
     buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9, max_num_steps=2)
     assert buckets.decodes == buckets.rows == (8, 9)

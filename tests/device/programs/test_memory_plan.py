@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,21 @@ from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.mesh import serving_mesh
 from jpaged.device.programs import memory_plan
+from jpaged.device.programs.compile import COUNT, TELLS, ProgramSpec
+from jpaged.device.programs.lowering import sized_step
 from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
+from jpaged.device.programs.report import ProgramReport
+from jpaged.device.programs.server_programs import ServerPrograms
+from jpaged.engine.executor import TOP_WIDTH
+from jpaged.engine.executor.edits import EDIT_FIELDS, NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.telling import TELL_IDS
 from jpaged.errors import InternalError, InvalidArgument
 from tests.device import tiny_model
 
 GIB, MIB = 1 << 30, 1 << 20
+MESH = serving_mesh(1)
 REQUEST = PoolRequest(
     bytes_per_block=MIB, blocks_per_seq=63, max_num_seqs=8, max_model_len=1000, memory_utilization=0.5, weight_bytes=GIB
 )
@@ -33,6 +43,23 @@ class Device:
 
     def memory_stats(self) -> dict[str, int] | None:
         return self._stats
+
+
+class Reported:
+    """A program of which the compiler says this."""
+
+    def __init__(self, report: ProgramReport) -> None:
+        self._report = report
+
+    def memory_analysis(self) -> SimpleNamespace:
+        report = self._report
+        return SimpleNamespace(
+            argument_size_in_bytes=report.argument_bytes,
+            output_size_in_bytes=report.output_bytes,
+            alias_size_in_bytes=report.alias_bytes,
+            temp_size_in_bytes=report.temp_bytes,
+            generated_code_size_in_bytes=report.code_bytes,
+        )
 
 
 def plan(memory: DeviceMemory, programs: ProgramMemory, **changes: Any) -> MemoryPlan:
@@ -223,3 +250,35 @@ def test_a_server_says_what_to_change_where_its_pool_does_not_fit(monkeypatch: p
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 96 * MIB)
     with pytest.raises(InvalidArgument, match=r"num_blocks: 1000000 blocks do not fit: .*lower num_blocks to \d+"):
         JaxExecutor.create(tiny_model.model(), tiny_model.params(), options(num_blocks=1_000_000))
+
+
+def test_what_edits_and_tells_keep_is_planned() -> None:
+    """Counts of every slot and token, what changes the rows of two steps, and what two steps were told."""
+    served = ServerPrograms.of(*sized_step(tiny_model.model(), options(), "loop", 56, MESH), tiny_model.params())
+    compiled = served.compile(served.decisive_specs)
+    assert {*TELLS.values(), COUNT, ProgramSpec("edited", 8)} <= set(compiled)
+    found = served.memory(compiled)
+    num_slots, vocab_size = tiny_model.OPTIONS.scheduler.max_num_seqs + 1, tiny_model.CONFIG.vocab_size
+    counts = num_slots * (2 * vocab_size + 4)
+    edits = 3 * 4 * 8 * (len(EDIT_FIELDS) + 3 * NUM_SINGLES + num_mask_words(vocab_size))
+    num_hidden = served.step.num_places + served.step.num_told
+    columns = 2 + TELL_IDS + 2 * TOP_WIDTH
+    told = 2 * 4 * max(-(-num_hidden // 8) * 8 * vocab_size, -(-num_hidden // 64) * 64 * columns)
+    assert served._edit_bytes({"count": ProgramReport.of(compiled[COUNT].executable)}) == counts + edits
+    assert served._told_bytes({spec: ProgramReport.of(one.executable) for spec, one in compiled.items()}) == told
+    outputs = ProgramReport.of(compiled[ProgramSpec("forward", 16)].executable)
+    assert found.kept_bytes > counts + edits + told + 2 * (outputs.output_bytes - outputs.alias_bytes)
+
+
+def test_the_analysis_of_programs_that_edit_and_tell_counts() -> None:
+    """Each of them where it is the hungriest, its code, and what it gives back beside a forward."""
+    served = ServerPrograms.of(*sized_step(tiny_model.model(), options(), "loop", 56, MESH), tiny_model.params())
+    compiled = dict(served.compile(served.decisive_specs))
+    before = served.memory(compiled)
+    for spec in (ProgramSpec("edited", 8), COUNT, *TELLS.values()):
+        report = ProgramReport.of(compiled[spec].executable)
+        more = dataclasses.replace(report, temp_bytes=report.temp_bytes + GIB, code_bytes=report.code_bytes + MIB)
+        fake = dataclasses.replace(compiled[spec], executable=Reported(more))
+        found = served.memory({**compiled, spec: fake})
+        assert found.temp_bytes > before.temp_bytes + GIB - MIB, spec
+        assert found.code_bytes > before.code_bytes + MIB - 1, spec

@@ -16,11 +16,14 @@ from jpaged.config import EngineConfig
 from jpaged.device.aot.hlo import collectives
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import MODEL_AXIS, build_mesh
-from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.compile import COUNT, TELLS, ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.step import products
+from jpaged.device.step.edits import IN_PROMPT
 from jpaged.device.transfers import lower_move
-from jpaged.engine.executor import Detail
+from jpaged.engine.executor import TOP_WIDTH, Detail
+from jpaged.engine.executor.edits import CountDue
+from jpaged.engine.executor.telling import TELL_IDS, Tell
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.on_device import PartedMatrix
 from jpaged.models.model import Model
@@ -56,6 +59,49 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
     assert opcodes(sample)["all-gather"] == 2  # of the best few of each device
     widths = re.findall(r"all-gather\S*\(\w+\[(\d+),(\d+)\]", sample.as_text() or "")
     assert all(int(width) <= 32 for _, width in widths)
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_what_edits_and_tells_is_split_over_the_vocabulary(num_parts: int) -> None:
+    """A device counts its own tokens, in place; none sees the logits of another but the best few of each row."""
+    where = place(model_of("llama3_tied"), num_parts, "loop")
+    step, geometry, params = abstract_serving(model_of("llama3_tied"), EngineConfig.load(OPTIONS), where.mesh, "loop")
+    vocab_size, num_slots = step.model.config.vocab_size, OPTIONS["max_num_seqs"] + 1
+    counts = step.abstract_counts(OPTIONS["max_num_seqs"])
+    assert counts.counts_pv.sharding.shard_shape(counts.counts_pv.shape) == (num_slots, vocab_size // num_parts)
+    lowerings = program_lowerings(step, params, geometry)
+    edited = next(spec for spec in lowerings if spec.kind == "edited")
+    for spec in (edited, COUNT, *TELLS.values()):
+        executable = lowerings[spec]().compile()
+        exchanged = collectives(executable)
+        gathered = [math.prod(dims) for one in exchanged if one.opcode != "all-reduce" for dims in one.dims]
+        has_top = spec.kind == "edited" or spec == TELLS[Tell.LOGPROBS]
+        best = spec.size * num_parts * min(TOP_WIDTH, vocab_size // num_parts)
+        assert gathered == ([best, best] if has_top else []), spec
+        summed = [math.prod(dims) for one in exchanged if one.opcode == "all-reduce" for dims in one.dims]
+        assert all(size <= spec.size * TELL_IDS for size in summed), spec
+        memory = executable.memory_analysis()
+        assert memory is not None
+        in_place = num_slots * (2 * vocab_size // num_parts + 4) if spec.kind in ("edited", "count") else 0
+        assert memory.alias_size_in_bytes == in_place, spec
+
+
+def test_each_device_holds_the_counts_of_its_own_tokens() -> None:
+    where = place(model_of("llama3_tied"), 2)
+    params = random_params(where.model, where.layer_mode, seed=0, shardings=where.shardings)
+    executor = JaxExecutor.create(model_of("llama3_tied"), params, EngineConfig.load(OPTIONS), mesh=where.mesh)
+    executor.warm_up(lambda what, done, total: None)
+    padded, num_slots = where.model.config.vocab_size, OPTIONS["max_num_seqs"] + 1
+    tokens = [0, 3, 3, padded // 2 - 1, padded // 2, padded // 2]
+    executor._runner._count(CountDue(2, tokens, 3))
+    shards = executor._runner._counts.counts_pv.addressable_shards
+    assert [shard.data.shape for shard in shards] == [(num_slots, padded // 2)] * 2
+    first, second = (np.asarray(shard.data)[2] for shard in shards)
+    assert np.flatnonzero(first).tolist() == [0, 3, padded // 2 - 1]
+    assert (first[0], first[3], first[-1]) == (IN_PROMPT, IN_PROMPT, 1)
+    assert np.flatnonzero(second).tolist() == [0]
+    assert second[0] == 2
+    executor.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["copy", "swap_out", "swap_in"])

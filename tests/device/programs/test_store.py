@@ -21,6 +21,8 @@ from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 
 TIMEOUT_S = 60
+NUM_LEAST = 10
+"""A forward, a sample, one that edits, three tells, a count, and a move of each kind."""
 FIRST, SECOND, THIRD = (ProgramSpec("forward", size) for size in (3, 4, 5))
 
 

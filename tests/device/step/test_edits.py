@@ -11,10 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.device.step.edits import IN_PROMPT, RowEdits, TokenCounts, edited
+from jpaged.device.step.edits import (
+    _OF_A_PASS,
+    IN_PROMPT,
+    RowEdits,
+    TokenCounts,
+    _added_in_passes,
+    _added_singly,
+    edited,
+)
 from jpaged.device.step.runner import unpack_edits
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor.edits import EditInputs, no_singles, num_mask_words, words_of_singles
+from jpaged.engine.executor.edits import NUM_SINGLES, EditInputs, no_singles, num_mask_words, words_of_singles
 from tests.device.step import edits_oracle as oracle
 from tests.device.step.edits_oracle import Edits
 
@@ -115,6 +123,21 @@ def test_tokens_of_typical_information_are_kept(edits: Edits, typical_p: float, 
     assert not (sure & ~is_kept).any()
     assert not (is_kept & ~possible).any()
     assert (got[1:] == logits[1:]).all()
+
+
+@pytest.mark.parametrize("num_used", [0, 1, 9, 576])
+def test_passes_over_all_logits_add_what_is_added_one_by_one(num_used: int) -> None:
+    """Those of TPUs, where no row uses the last tokens of all rows; some are named twice, some are not here."""
+    rng = np.random.default_rng(num_used)
+    logits = rng.normal(size=(R, V)).astype(np.float32)
+    columns = np.full((R, NUM_SINGLES), V, np.int32)
+    columns[:, :num_used] = rng.integers(0, V + 3, (R, num_used))
+    values = rng.choice([0.25, -8.0, 1.5, -np.inf], (R, NUM_SINGLES)).astype(np.float32)
+    assert NUM_SINGLES % _OF_A_PASS == 0
+    arguments = logits, np.minimum(columns, V), values, jnp.int32(num_used)
+    want = np.asarray(jax.jit(_added_singly)(*arguments))
+    np.testing.assert_allclose(np.asarray(jax.jit(_added_in_passes)(*arguments)), want, atol=1e-4)
+    assert (want != logits).any() == (num_used > 0)
 
 
 def test_a_sampled_token_is_counted_and_is_the_last() -> None:
