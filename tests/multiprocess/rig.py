@@ -126,6 +126,38 @@ def questions() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
+def changed_questions() -> list[tuple[list[int], SamplingParams]]:
+    """What changes logits, with tokens that are counted, and what is told of prompts and of all tokens."""
+    kinds = [
+        SamplingParams(temperature=0.0, frequency_penalty=0.8, presence_penalty=0.5, max_tokens=40, logprobs=3),
+        SamplingParams(temperature=0.9, repetition_penalty=1.3, typical_p=0.9, seed=5, max_tokens=40, n=2),
+        SamplingParams(temperature=0.7, allowed_token_ids=[*range(20, 60)], seed=6, max_tokens=30),
+        SamplingParams(temperature=0.8, logit_bias={9: 4.0, 30: -100.0}, top_n_sigma=1.5, seed=7, max_tokens=30),
+        SamplingParams(temperature=0.0, max_tokens=8, prompt_logprobs=3, logprob_token_ids=[3, 77]),
+        SamplingParams(temperature=0.0, max_tokens=8, prompt_logprobs=-1, logprobs=-1),
+    ]
+    return [(prompt(23 + 4 * i, 70 + i), replace(kind, ignore_eos=True)) for i, kind in enumerate([*kinds, *kinds[:4]])]
+
+
+def assert_told_alike(got: Sequence[RequestOutput], want: Sequence[RequestOutput]) -> None:
+    """What is told of each token of prompts and outputs, up to rounding; some tell of all tokens."""
+    num_told = 0
+    for a, b in zip(got, want, strict=True):
+        pairs = [*zip(a.prompt_logprobs or (), b.prompt_logprobs or (), strict=True)]
+        for one, other in zip(a.outputs, b.outputs, strict=True):
+            pairs += zip(one.logprobs or (), other.logprobs or (), strict=True)
+        for mine, theirs in pairs:
+            assert (mine is None) == (theirs is None)
+            if mine is None or theirs is None:
+                continue
+            num_told += len(mine.top)
+            assert mine.chosen.token_id == theirs.chosen.token_id
+            assert abs(mine.chosen.logprob - theirs.chosen.logprob) < 1e-3
+            values = [[token.logprob for token in position.top] for position in (mine, theirs)]
+            np.testing.assert_allclose(values[0], values[1], atol=1e-3)
+    assert num_told > 131 * (30 + 8), "all tokens of the vocabulary, at every position"
+
+
 def ask(client: Client, many: Sequence[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
     """All at once, in this order of arrival as far as threads have one."""
     answers: dict[int, RequestOutput] = {}

@@ -12,7 +12,18 @@ from jpaged.client import Client
 from jpaged.errors import JpagedError, Unavailable
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import open_llm
-from tests.multiprocess.rig import SIZES, Group, ask, assert_same, prompt, questions, running, write_model
+from tests.multiprocess.rig import (
+    SIZES,
+    Group,
+    ask,
+    assert_same,
+    assert_told_alike,
+    changed_questions,
+    prompt,
+    questions,
+    running,
+    write_model,
+)
 from tests.processes import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -109,6 +120,25 @@ def test_two_processes_sample_what_one_samples_and_end_together(
         check_tokens(group, alone, swaps=True)
         assert not any(member.find("listening on") for member in group.members[1:])
         kill_one(group, 1)
+
+
+@pytest.mark.long
+def test_two_processes_edit_and_tell_what_one_does(model: str, programs: Path) -> None:
+    """With few blocks, so that sequences lose their rows and are counted anew."""
+    many, options = changed_questions(), {"max_logprobs": -1, "enable_prefix_caching": False}
+    sizes = {"block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 200}
+    with open_llm(model, **sizes, **options) as llm:
+        want = llm.generate([{"prompt_token_ids": tokens} for tokens, _ in many], [params for _, params in many])
+    words = (model, *SIZES, "--num-blocks", "30", "--max-logprobs", "-1", "--no-enable-prefix-caching")
+    with running(2, words, programs) as group, Client(group.target) as client:
+        got = ask(client, many)
+        assert_same(got, want)
+        assert_told_alike(got, want)
+        load = client.load()
+        assert load.num_preemptions > 0
+        assert load.num_compiles_after_warm_up == 0
+        group.signal(0, signal.SIGTERM)
+        assert group.codes() == [0, 0], group.log()
 
 
 @pytest.mark.deep
