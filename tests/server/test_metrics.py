@@ -50,6 +50,7 @@ NAMES = {
     "jpaged:recomputed_tokens_total",
     "jpaged:cascade_steps_total",
     "jpaged:cascade_tokens_total",
+    "jpaged:forced_tokens_total",
     "jpaged:nonfinite_requests_total",
     "jpaged:compiles_after_warm_up_total",
     "jpaged:steps_total",
