@@ -1,6 +1,6 @@
 """Decodes the demo model on one core: rows without edits with two trees of code, and rows with edits with this one.
 
-    git worktree add ../before COMMIT     a tree from before there were edits, in which `python -m jpaged.kernels.cpu.build` ran
+    git worktree add ../before COMMIT     a tree from before there were edits, with its CPU kernels built in it
     taskset -c 0 python -m benchmarks.edits --before ../before [--rows 1 8 32] [--turns 15]
 
 One process for each tree; they take turns, A B B A, and the medians of the turns count, in processor's time, which a
