@@ -153,8 +153,8 @@ def show(comparisons: list[Comparison], measured: list[Cost]) -> None:
     Console().print(table)
     table = Table("way", "rows", "edited", "ms", "greedy, 1 step", "greedy, several", title="rows with edits")
     for cost in measured:
-        numbers = f"{cost.step_ms:.3f}", f"{cost.greedy_ms:.3f}", f"{cost.several_ms:.3f}"
-        table.add_row(cost.way, str(cost.rows), str(cost.num_edited), *numbers)
+        costs_ms = f"{cost.step_ms:.3f}", f"{cost.greedy_ms:.3f}", f"{cost.several_ms:.3f}"
+        table.add_row(cost.way, str(cost.rows), str(cost.num_edited), *costs_ms)
     Console().print(table)
 
 

@@ -109,7 +109,7 @@ def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
 
 EDITING = "edited[64],count[256],tell[64, logprobs],tell[8, all-logprobs],tell[64, hidden]"
 COUNTS_BYTES = 65 * (2 * 128256 + 4)
-"""Of 64 rows, slot 0 and all tokens of the vocabulary."""
+"""The counts of 64 rows and slot 0, for all tokens of the vocabulary."""
 
 
 @pytest.mark.parametrize(
