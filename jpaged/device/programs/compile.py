@@ -58,7 +58,7 @@ TELLS = {tell: ProgramSpec("tell", size, tell=tell) for tell, size in zip(Tell, 
 COUNT = ProgramSpec("count", 256)
 """A sequence that is longer is counted in parts."""
 _EDITED_EVERY = 2
-"""One in so many numbers of rows has a program that edits: it takes five times as long to compile as a sample, and
+"""How many numbers of rows share a program that edits: it takes five times as long to compile as a sample, and
 edited rows are fewer."""
 _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
     Detail.TOKENS: (),

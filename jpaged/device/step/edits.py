@@ -136,7 +136,7 @@ def edited(
 
 
 def _is_allowed(mask_rw: Int[Array, "R W"], num_columns: int, vocabulary: Vocabulary) -> Bool[Array, "R V"]:
-    """The bits of the columns that are here. Whole words are spread out: a gather of a word for each column is slow."""
+    """Which columns a row may have. Words are spread out as they lie: a gather of one for each column would be slow."""
     first, num_words = vocabulary.first(num_columns), num_columns // MASK_BITS + 2
     padded_rw = jnp.pad(mask_rw, ((0, 0), (0, num_words)))
     words_rw = lax.dynamic_slice_in_dim(padded_rw, first // MASK_BITS, num_words, axis=1)

@@ -331,9 +331,13 @@ class StepRunner:
 
     def _none_of(self, num_rows: int) -> tuple[jax.Array, jax.Array]:
         if num_rows not in self._nothing:
-            nothing = words_of_singles(no_singles(num_rows)), np.full((num_rows, self._num_mask_words), -1, np.int32)
-            self._nothing[num_rows] = jax.device_put(nothing, self._last_tokens.sharding)
+            masks = np.full((num_rows, self._num_mask_words), -1, np.int32)
+            self._nothing[num_rows] = self._put(words_of_singles(no_singles(num_rows))), self._put(masks)
         return self._nothing[num_rows]
+
+    def _put(self, array: I32) -> jax.Array:
+        """The array on every device. Where there are several processes, `device_put` would compile a comparison."""
+        return jax.make_array_from_callback(array.shape, self._last_tokens.sharding, lambda part: array[part])
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

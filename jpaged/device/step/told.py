@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_BYTES = 64 << 20
-"""Bytes of one device that tells leave there; a row of all log-probabilities of Llama 3 is half a MiB."""
+"""Bytes of one device at most; a row of all log-probabilities of Llama 3 is half a MiB."""
 
 
 @dataclass(slots=True, eq=False)

@@ -114,8 +114,8 @@ def test_another_process_counts_edits_and_tells_as_it_was_said(executors: list[J
     assert counts[0][2].any()
     assert counts[0][4].any()
     np.testing.assert_array_equal(counts[0], counts[1])
-    last = [np.asarray(executor._runner._counts.last_tokens_p) for executor in executors]
-    np.testing.assert_array_equal(last[0], last[1])
+    last_tokens = [np.asarray(executor._runner._counts.last_tokens_p) for executor in executors]
+    np.testing.assert_array_equal(last_tokens[0], last_tokens[1])
 
 
 def test_what_is_said_of_a_sample_is_all_of_it(executors: list[JaxExecutor]) -> None:

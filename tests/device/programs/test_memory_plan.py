@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,7 +259,7 @@ def test_what_edits_and_tells_keep_is_planned() -> None:
     compiled = served.compile(served.decisive_specs)
     assert {*TELLS.values(), COUNT, ProgramSpec("edited", 8)} <= set(compiled)
     found = served.memory(compiled)
-    num_slots, vocab_size = int(tiny_model.OPTIONS.scheduler.max_num_seqs or 0) + 1, tiny_model.CONFIG.vocab_size
+    num_slots, vocab_size = served.geometry.max_num_seqs + 1, tiny_model.CONFIG.vocab_size
     counts = num_slots * (2 * vocab_size + 4)
     edits = 3 * 4 * 8 * (len(EDIT_FIELDS) + 3 * NUM_SINGLES + num_mask_words(vocab_size))
     num_hidden = served.step.num_places + served.step.num_told
@@ -278,8 +279,7 @@ def test_the_analysis_of_programs_that_edit_and_tell_counts() -> None:
     for spec in (ProgramSpec("edited", 8), COUNT, *TELLS.values()):
         report = ProgramReport.of(compiled[spec].executable)
         more = dataclasses.replace(report, temp_bytes=report.temp_bytes + GIB, code_bytes=report.code_bytes + MIB)
-        reported: Any = Reported(more)
-        fake = dataclasses.replace(compiled[spec], executable=reported)
+        fake = dataclasses.replace(compiled[spec], executable=cast(jax.stages.Compiled, Reported(more)))
         found = served.memory({**compiled, spec: fake})
         assert found.temp_bytes > before.temp_bytes + GIB - MIB, spec
         assert found.code_bytes > before.code_bytes + MIB - 1, spec
