@@ -23,7 +23,7 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.progress_bar import MakeBar, ProgressBar
 from jpaged.service.chat.answers import ChatAnswers
-from jpaged.service.scoring import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, score_of
+from jpaged.service.scoring import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, errors_named, score_of
 from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score
 
 
@@ -163,7 +163,9 @@ class LLM:
         requests: list[_Asked] = []
         for prompt, each in zip(many, of_each, strict=True):
             given = continued(self._serving.input_processor, _prompt_of(prompt), list(each))
-            requests += [self._request(SCORE_SAMPLING, given.prompt(i), adapter) for i in range(len(given))]
+            for i in range(len(given)):
+                with errors_named(f"continuations[{i}]"):
+                    requests.append(self._request(SCORE_SAMPLING, given.prompt(i), adapter))
         outputs = iter(self._run(requests, use_tqdm))
         return [[score_of(next(outputs)) for _ in each] for each in of_each]
 
@@ -190,8 +192,12 @@ class LLM:
             NotFound: there is no such adapter; likewise.
         """
         many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        pooled = [dataclasses.replace(_prompt_of(one), pooling=pooling) for one in many]
-        outputs = self._run([self._request(EMBED_SAMPLING, prompt, adapter) for prompt in pooled], use_tqdm)
+        requests: list[_Asked] = []
+        for i, one in enumerate(many):
+            with errors_named(f"prompts[{i}]"):
+                pooled = dataclasses.replace(_prompt_of(one), pooling=pooling)
+                requests.append(self._request(EMBED_SAMPLING, pooled, adapter))
+        outputs = self._run(requests, use_tqdm)
         return [embedding_of(output, normalize=normalize) for output in outputs]
 
     def load_adapter(self, name: str, path: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.structured.libraries import Library
 from benchmarks.structured.vocabularies import Tokens
 
-_PERSON = {
+_PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},
@@ -31,7 +31,7 @@ _PERSON = {
     "required": ["name", "age", "address"],
     "additionalProperties": False,
 }
-_PERSON["properties"]["address"]["properties"]["zip"]["type"] = "string"  # type: ignore[index]
+_PERSON["properties"]["address"]["properties"]["zip"]["type"] = "string"
 _PERSON_TEXT = (
     '{"name":"Tim Lowell","age":42,"email":"tim@example.org","address":{"street":"Long Lane 3","city":"Little Town",'
     '"zip":"12345"},"tags":["red","blue"]}'

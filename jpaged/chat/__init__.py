@@ -3,7 +3,6 @@
 tools.py        tools, and the choice among them
 options.py      what a chat asks for beside its messages
 pieces.py       an answer in pieces, and put together
-thinking.py     how long a model may think
 json_bounds.py  JSON that callers send, bounded
 """
 
@@ -29,9 +28,6 @@ from jpaged.chat.pieces import (
     ReasoningPiece,
     ToolCall,
     ToolCallPiece,
-)
-from jpaged.chat.thinking import (
-    ThinkingBudget,
 )
 from jpaged.chat.tools import (
     MAX_CALL_ID_CHARS,
@@ -64,7 +60,6 @@ __all__ = [
     "Piece",
     "ReasoningOptions",
     "ReasoningPiece",
-    "ThinkingBudget",
     "Tool",
     "ToolCall",
     "ToolCallPiece",

@@ -184,5 +184,5 @@ def _too_much(failure: str) -> JpagedError:
 
 def _nothing_left(name: str, sequence: Sequence) -> JpagedError:
     number = len(sequence.token_ids) - sequence.num_prompt_tokens + 1
-    problem = f"leaves no token that structured_outputs allows as output token {number}"
+    problem = f"leaves no token that its grammar allows as output token {number}"
     return InvalidArgument(f"sampling.{name}", problem)

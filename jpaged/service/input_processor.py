@@ -19,6 +19,7 @@ from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupp
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, text_bytes
+from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     MAX_DETOKENIZE_IDS,
@@ -93,6 +94,7 @@ class InputProcessor:
         self._check_beams(sampling)
         self._check_stops(sampling)
         self._check_logprobs(sampling)
+        thinking: ThinkingBudget | None = None
         if prompt.messages is not None:
             self._answering.check(prompt.chat_options, sampling)
         token_ids = self._prompt_ids(prompt, sampling)
@@ -100,6 +102,7 @@ class InputProcessor:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
+            thinking = self._answering.thinking(prompt.chat_options, token_ids)
         bad_word_ids = self._bad_word_ids(sampling)
         number = next(self._counter)
         if sampling.seed is None and not sampling.beam_width:
@@ -117,6 +120,8 @@ class InputProcessor:
             bad_word_ids=bad_word_ids,
             told_from=1 if prompt.told_from is None and sampling.prompt_logprobs is not None else prompt.told_from,
             pooling=prompt.pooling,
+            grammar=None if thinking is None else ThinkingGrammar(thinking),
+            thinking=thinking,
         )
 
     def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatAnswers | None:

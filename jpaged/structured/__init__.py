@@ -2,6 +2,7 @@
 
 outputs.py  StructuredOutputs: one constraint, and how JSON is written
 grammar.py  what a compiled one does for the engine
+thinking.py budgets of thinking, as grammars
 """
 
 from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
@@ -13,6 +14,7 @@ from jpaged.structured.outputs import (
     response_format_of,
     structured_outputs_of,
 )
+from jpaged.structured.thinking import ThinkingBudget, ThinkingGrammar
 
 __all__ = [
     "MAX_CHOICES",
@@ -22,6 +24,8 @@ __all__ = [
     "GrammarState",
     "Kind",
     "StructuredOutputs",
+    "ThinkingBudget",
+    "ThinkingGrammar",
     "response_format_of",
     "structured_outputs_of",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class FakeGrammarState:
         return next((i for i, token_id in enumerate(token_ids) if not state.accept(token_id)), len(token_ids))
 
     def closing(self, num_tokens_left: int) -> None:
-        raise NotImplementedError("its texts have one length")
+        self.grammar = replace(self.grammar, length=min(self.grammar.length, len(self.token_ids) + num_tokens_left))
 
     def copy(self) -> FakeGrammarState:
         return FakeGrammarState(self.grammar, list(self.token_ids), self.failure)

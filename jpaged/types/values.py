@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
-from jpaged.structured import Grammar
+from jpaged.structured import Grammar, ThinkingBudget
 from jpaged.types.sampling import SamplingParams
 
 MAX_CHAT_MESSAGES = 8192
@@ -135,7 +135,8 @@ class Request:
         bad_word_ids: the tokens of sampling.bad_words, each in every form that it has.
         told_from: the first token of the prompt whose log-probability is told; None tells of none.
         pooling: the hidden states of the prompt are told, pooled so.
-        grammar: that of sampling.structured_outputs, which its text follows.
+        grammar: what its text follows: sampling.structured_outputs, and a budget of thinking.
+        thinking: the budget; None is no bound.
     """
 
     request_id: str
@@ -151,6 +152,7 @@ class Request:
     told_from: int | None = None
     pooling: Pooling | None = None
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
 
     @property
     def told_positions(self) -> range:

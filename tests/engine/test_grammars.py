@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InvalidArgument
+from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.testing import FakeExecutor
 from jpaged.testing.fake_grammar import FakeGrammar
 from tests.engine.harness import Harness
@@ -121,7 +122,7 @@ def test_nothing_left_between_a_grammar_and_allowed_tokens_ends_that_request_alo
     h.run()
     error = h.last("a").error
     assert isinstance(error, InvalidArgument)
-    assert "sampling.allowed_token_ids: leaves no token that structured_outputs allows as output token 1" in str(error)
+    assert "sampling.allowed_token_ids: leaves no token that its grammar allows as output token 1" in str(error)
     assert len(h.tokens("b")) == 9
 
 
@@ -133,7 +134,7 @@ def test_nothing_left_between_a_grammar_and_bad_words_is_said():
     h.run()
     error = h.last("a").error
     assert isinstance(error, InvalidArgument)
-    assert "sampling.bad_words: leaves no token that structured_outputs allows as output token 1" in str(error)
+    assert "sampling.bad_words: leaves no token that its grammar allows as output token 1" in str(error)
 
 
 def test_a_text_shorter_than_min_tokens_ends_when_those_are_there():
@@ -157,3 +158,19 @@ def test_a_grammar_that_takes_too_much_ends_its_request_with_why():
 def test_beams_and_grammars_are_not_asked_for_together():
     with pytest.raises(InvalidArgument, match="structured_outputs"):
         harness().submit("a", [3], grammar=FakeGrammar(V, EOS, 30), beam_width=2)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_thinking_ends_when_its_budget_is_used_up(budget, overlap):
+    h, plain, closes = harness(overlap=overlap), harness(overlap=overlap), (50, 51, 52)
+    thinking = ThinkingGrammar(ThinkingBudget((), closes, budget, is_open_at_start=True))
+    h.submit("a", [5, 6], max_tokens=12, temperature=1.0, seed=3, grammar=thinking)
+    plain.submit("a", [5, 6], max_tokens=12, temperature=1.0, seed=3)
+    h.run()
+    plain.run()
+    tokens = h.tokens("a")
+    assert tokens[:budget] == plain.tokens("a")[:budget]
+    assert tuple(tokens[budget : budget + 3]) == closes
+    assert len(tokens) == 12
+    assert h.engine.load().num_forced_tokens == (3 if budget else 2)  # the first is sampled with the prompt

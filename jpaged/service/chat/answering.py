@@ -12,7 +12,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.chat.parsers.formats import AnswerFormat
 from jpaged.service.chat.structural_tag import SpecialTokens, structural_tag_for
-from jpaged.structured import StructuredOutputs
+from jpaged.structured import StructuredOutputs, ThinkingBudget
 from jpaged.types import SamplingParams
 
 _NUM_TAIL_TOKENS = 16
@@ -61,7 +61,7 @@ class ChatAnswering:
             Unsupported: the server does not know how this model writes what is asked for, or cannot hold it to that.
         """
         if options.reasoning.thinking_token_budget is not None:
-            raise Unsupported("reasoning.thinking_token_budget: this server does not end thinking")
+            self._check_budget(sampling)
         if not options.reasoning.include and self._format.reasoning is None:
             raise Unsupported(
                 "reasoning.include: how this model writes reasoning is not known, so that it cannot be left out; name "
@@ -108,6 +108,14 @@ class ChatAnswering:
         except InvalidArgument as error:
             raise InvalidArgument("tools", f"as a grammar they are {error.problem}") from error
 
+    def thinking(self, options: ChatOptions, prompt_token_ids: Sequence[int]) -> ThinkingBudget | None:
+        """The budget of an answer's thinking, whose tags are the model's; None where it has no bound."""
+        budget, reasoning = options.reasoning.thinking_token_budget, self._format.reasoning
+        if budget is None or reasoning is None:
+            return None
+        opens, closes = (self._tag_ids(tag) for tag in (reasoning.open_tag, reasoning.close_tag))
+        return ThinkingBudget(opens, closes, budget, is_open_at_start=self._is_open(prompt_token_ids))
+
     def answers(
         self, options: ChatOptions, sampling: SamplingParams, prompt_token_ids: Sequence[int]
     ) -> ChatAnswers | None:
@@ -127,6 +135,20 @@ class ChatAnswering:
             has_reasoning=options.reasoning.include,
             hidden_tokens=self._special_tokens if is_kept and sampling.skip_special_tokens else (),
         )
+
+    def _check_budget(self, sampling: SamplingParams) -> None:
+        if self._format.reasoning is None:
+            raise Unsupported(
+                "reasoning.thinking_token_budget: how this model writes reasoning is not known; name it with "
+                "--reasoning-parser"
+            )
+        if sampling.beam_width:
+            raise InvalidArgument("reasoning.thinking_token_budget", "must be left out with sampling.beam_width")
+
+    def _tag_ids(self, tag: str) -> list[int]:
+        if isinstance(self._tokenizer, KnowsSpecialTokens):
+            return self._tokenizer.tag_ids(tag)
+        return self._tokenizer.encode(tag, add_special_tokens=False)
 
     def _is_open(self, prompt_token_ids: Sequence[int]) -> bool:
         tail = list(prompt_token_ids[-_NUM_TAIL_TOKENS:])

@@ -27,8 +27,8 @@ from jpaged.service.grammars.masks import LlguidanceMasks
 from jpaged.service.grammars.sources import refusal, source_key, source_of
 from jpaged.service.grammars.state import LlguidanceState
 from jpaged.service.grammars.trial_process import TrialProcess
-from jpaged.service.grammars.vocabulary import Vocabulary
-from jpaged.structured import StructuredOutputs
+from jpaged.service.grammars.vocabulary import Vocabulary, num_words
+from jpaged.structured import Grammar, StructuredOutputs, ThinkingGrammar
 from jpaged.types import Request
 
 _MAX_COMPLETION_TOKENS = 4096
@@ -258,7 +258,7 @@ class ServedGrammars:
 
     def make_masks(self) -> LlguidanceMasks:
         """What fills masks, for one engine."""
-        return LlguidanceMasks(self._made().vocabulary)
+        return LlguidanceMasks(num_words(self._vocab_size))
 
     def close(self) -> None:
         """End the processes that try grammars."""
@@ -276,7 +276,8 @@ class ServedGrammars:
 
 def _bound(request: Request, grammar: CompiledGrammar) -> Request:
     grammar.check_max_tokens(request.sampling.max_tokens)
-    return dataclasses.replace(request, grammar=grammar)
+    bound: Grammar = grammar if request.thinking is None else ThinkingGrammar(request.thinking, grammar)
+    return dataclasses.replace(request, grammar=bound)
 
 
 def compile_now(compiler: GrammarCompiler, outputs: StructuredOutputs) -> CompiledGrammar:

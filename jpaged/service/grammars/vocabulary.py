@@ -46,7 +46,7 @@ class Vocabulary:
             self.tokenizer = _read(spec)
         except ValueError as error:
             raise Unsupported(f"structured_outputs: llguidance cannot read this tokenizer: {error}") from error
-        self.num_words = (spec.vocab_size + 31) // 32
+        self.num_words = num_words(spec.vocab_size)
 
     @classmethod
     def of(cls, tokenizer: object, vocab_size: int, eos_token_ids: Iterable[int]) -> Vocabulary:
@@ -120,6 +120,11 @@ class Vocabulary:
         num_known = min(self.spec.vocab_size, self.tokenizer.vocab_size)
         known = [self.tokenizer.decode_bytes([token_id]) for token_id in range(num_known)]
         return [*known, *[b""] * (self.spec.vocab_size - num_known)]
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of a mask, W."""
+    return (vocab_size + 31) // 32
 
 
 def allowed_ids(mask_w: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -202,11 +202,18 @@ def test_tools_that_are_too_large_for_a_grammar_are_named():
             "reasoning.include: .* --reasoning-parser",
         ),
         (
-            QWEN,
+            AnswerFormat(),
             ChatOptions(reasoning=ReasoningOptions(thinking_token_budget=0)),
             {},
             Unsupported,
-            "reasoning.thinking_token_budget: ",
+            "reasoning.thinking_token_budget: .* --reasoning-parser",
+        ),
+        (
+            QWEN,
+            ChatOptions(reasoning=ReasoningOptions(thinking_token_budget=0)),
+            {"beam_width": 2},
+            InvalidArgument,
+            "reasoning.thinking_token_budget: must be left out with sampling.beam_width",
         ),
     ],
 )

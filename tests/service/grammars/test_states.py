@@ -146,7 +146,7 @@ def test_copies_go_their_own_way(compiler):
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_masks_of_a_batch_are_those_of_its_rows(compiler, num_threads):
-    masks: GrammarMasks = LlguidanceMasks(packaged_vocabulary(), num_threads)
+    masks: GrammarMasks = LlguidanceMasks(packaged_vocabulary().num_words, num_threads)
     states = [grammar_of(compiler, **fields).start() for fields in FORCING]
     states[0].accept(ids("{")[0])
     closing = grammar_of(compiler, regex="[a-z]*").start()

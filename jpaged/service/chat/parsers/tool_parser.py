@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ def num_held(text: str, tags: tuple[str, ...]) -> int:
     return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)
 
 
-class ToolParser:
+class ToolParser(abc.ABC):
     """A state machine: each state takes what it understands from the text that waits, and names the next one.
 
     Text that begins like a call and turns out to be none is content, to the last character, its tags too. That is
@@ -55,9 +56,9 @@ class ToolParser:
             return "" if is_space else self._waiting
         return self._raw + self._waiting
 
+    @abc.abstractmethod
     def _begin(self, tag: str) -> None:
         """The state behind a tag, which is in `_raw`."""
-        raise NotImplementedError
 
     def _content(self) -> bool:
         found = min(((at, tag) for tag in self.tags if (at := self._waiting.find(tag)) >= 0), default=None)

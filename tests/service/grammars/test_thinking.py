@@ -1,10 +1,12 @@
 """Thinking ends when its budget is used up, in the tag's own tokens, and can be taken back."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.chat import ThinkingBudget
+from jpaged.structured import ThinkingBudget, ThinkingGrammar
+from jpaged.testing.fake_grammar import FakeGrammar
 
 OPEN, CLOSE = (7,), (8,)
 
@@ -83,3 +85,45 @@ def test_thinking_is_never_longer_than_its_budget(tokens, tag, budget):
 def test_a_budget_needs_a_tag_and_a_number(close, budget):
     with pytest.raises(ValueError, match=r"close_ids must hold|budget -1 must be"):
         ThinkingBudget(OPEN, close, budget, is_open_at_start=True)
+
+
+def may_come(state):
+    """The tokens that a state allows, of 64."""
+    mask_w = np.zeros(2, np.int32)
+    state.fill(mask_w)
+    return np.flatnonzero(np.unpackbits(mask_w.view(np.uint8), bitorder="little")).tolist()
+
+
+def test_a_state_allows_everything_until_the_tag_is_due():
+    state = ThinkingGrammar(ThinkingBudget(OPEN, (8, 40), 2, is_open_at_start=True)).start()
+    assert may_come(state) == list(range(64))
+    assert state.forced(9) == []
+    assert state.num_accepted([1, 2, 3]) == 2
+    assert state.num_accepted([1, 2, 8, 40, 3]) == 5
+    assert state.accept(1)
+    assert state.accept(2)
+    assert may_come(state) == [8]
+    assert state.forced(9) == [8, 40]
+    assert state.forced(1) == [8]
+    twin = state.copy()
+    assert twin.accept(8)
+    assert may_come(twin) == [40]
+    assert may_come(state) == [8]
+    assert twin.accept(40)
+    assert may_come(twin) == list(range(64))
+
+
+@pytest.mark.parametrize("salt", range(20))
+def test_a_budget_gives_way_to_what_the_text_follows(salt):
+    """The grammar of the text knows no tags: it is followed, and the tag comes where it may."""
+    text = FakeGrammar(64, 63, 12, salt=salt)
+    alone, state = text.start(), ThinkingGrammar(ThinkingBudget(OPEN, CLOSE, 0, is_open_at_start=True), text).start()
+    while not alone.is_complete:
+        allowed = sorted(set(alone.allowed()))
+        is_due = state.budget.is_open and 8 in allowed
+        assert may_come(state) == ([8] if is_due else allowed)
+        token_id = 8 if is_due else allowed[-1]
+        assert alone.accept(token_id)
+        assert state.accept(token_id)
+        assert (state.is_complete, state.has_ended, state.failure) == (alone.is_complete, alone.has_ended, None)
+    assert not state.accept(1)

@@ -1,0 +1,166 @@
+"""How long a model may think: counts tokens between two tags, and closes when the budget is used up.
+
+A budget is a grammar like any other to the engine: one that allows every token, or those of another grammar, until the
+closing tag is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.structured.grammar import Grammar, GrammarState
+
+
+class ThinkingBudget:
+    """Told each token of one sequence; says which token must come next. Not for several threads.
+
+    All thinking of a sequence is of one budget: when it is used up, what is opened again is closed at once. The tags
+    count nothing; of a closing tag of several tokens those that come before the last count until it is whole.
+
+    Where a tag is several tokens that a tokenizer could also cut otherwise beside other text, one that the model writes
+    so goes unseen; those of reasoning models are tokens of their own.
+
+    Args:
+        open_ids: the opening tag's tokens; none where a sequence only ever begins open.
+        close_ids: the closing tag's, at least one.
+        budget: tokens of thinking, 0 or more.
+        is_open_at_start: the prompt ends with the opening tag.
+    """
+
+    __slots__ = ("_budget", "_close_ids", "_num_matched", "_num_used", "_open_ids", "is_open")
+
+    def __init__(
+        self, open_ids: Sequence[int], close_ids: Sequence[int], budget: int, *, is_open_at_start: bool
+    ) -> None:
+        if not close_ids:
+            raise ValueError("close_ids must hold at least one token")
+        if budget < 0:
+            raise ValueError(f"budget {budget} must be at least 0")
+        self._open_ids = tuple(open_ids)
+        self._close_ids = tuple(close_ids)
+        self._budget = budget
+        self._num_used = 0
+        self._num_matched = 0
+        self.is_open = is_open_at_start
+
+    @property
+    def num_used(self) -> int:
+        """Tokens of thinking so far."""
+        return self._num_used
+
+    def push(self, token_id: int) -> None:
+        """Takes note of the token that has come."""
+        tag = self._close_ids if self.is_open else self._open_ids
+        self._num_used += self.is_open
+        if not tag:
+            return
+        self._num_matched = _next_match(tag, self._num_matched, token_id)
+        if self._num_matched == len(tag):
+            self._num_used -= len(tag) if self.is_open else 0
+            self._num_matched = 0
+            self.is_open = not self.is_open
+
+    def forced(self) -> int | None:
+        """The token that must come next: the next one of the closing tag; None where any may."""
+        if not self.is_open or self._num_used < self._budget:
+            return None
+        return self._close_ids[self._num_matched]
+
+    def copy(self) -> ThinkingBudget:
+        """Another that goes on from here, for tokens that may be taken back."""
+        twin = ThinkingBudget(self._open_ids, self._close_ids, self._budget, is_open_at_start=self.is_open)
+        twin._num_used, twin._num_matched = self._num_used, self._num_matched
+        return twin
+
+
+def _next_match(tag: Sequence[int], num_matched: int, token_id: int) -> int:
+    """How many tokens of a tag stand at the end, when so many stood there and one more has come."""
+    seen = (*tag[:num_matched], token_id)
+    return next(size for size in range(len(seen), -1, -1) if seen[len(seen) - size :] == tuple(tag[:size]))
+
+
+@dataclass(slots=True)
+class ThinkingState:
+    """A `GrammarState` that ends thinking when its budget is used up.
+
+    Attributes:
+        text: where the text is in a grammar of its own; None allows everything.
+    """
+
+    budget: ThinkingBudget
+    text: GrammarState | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.text is None or self.text.is_complete
+
+    @property
+    def has_ended(self) -> bool:
+        return self.text is not None and self.text.has_ended
+
+    @property
+    def failure(self) -> str | None:
+        return None if self.text is None else self.text.failure
+
+    def fill(self, mask_w: NDArray[np.int32]) -> None:
+        if self.text is None:
+            mask_w[:] = -1
+        else:
+            self.text.fill(mask_w)
+        due = self.budget.forced()
+        if due is not None and mask_w.view(np.uint32)[due // 32] >> np.uint32(due % 32) & 1:
+            mask_w[:] = 0
+            mask_w.view(np.uint32)[due // 32] = np.uint32(1) << np.uint32(due % 32)
+
+    def accept(self, token_id: int) -> bool:
+        if self.text is not None and not self.text.accept(token_id):
+            return False
+        self.budget.push(token_id)
+        return True
+
+    def forced(self, limit: int) -> list[int]:
+        state, found = self.copy(), list[int]()
+        while len(found) < limit:
+            due = state.budget.forced()
+            if due is None or not state.accept(due):
+                of_text = [] if state.text is None else state.text.forced(1)
+                if not of_text or not state.accept(of_text[0]):
+                    break
+                due = of_text[0]
+            found.append(due)
+        return found
+
+    def num_accepted(self, token_ids: Sequence[int]) -> int:
+        state = self.copy()
+        for index, token_id in enumerate(token_ids):
+            due = state.budget.forced()
+            is_due = due is None or token_id == due or (state.text is not None and not state.text.num_accepted([due]))
+            if not is_due or not state.accept(token_id):
+                return index
+        return len(token_ids)
+
+    def closing(self, num_tokens_left: int) -> None:
+        if self.text is not None:
+            self.text.closing(num_tokens_left)
+
+    def copy(self) -> ThinkingState:
+        return ThinkingState(self.budget.copy(), None if self.text is None else self.text.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingGrammar:
+    """A `Grammar` of a budget, and of what the text follows besides.
+
+    Attributes:
+        budget: as it is before the first token.
+    """
+
+    budget: ThinkingBudget
+    text: Grammar | None = None
+
+    def start(self) -> ThinkingState:
+        return ThinkingState(self.budget.copy(), None if self.text is None else self.text.start())
