@@ -20,7 +20,8 @@ import numpy as np
 from jpaged.engine.executor import BEYOND_TOKENS, I32, SamplingInputs
 from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, num_mask_words
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.schedule import Sampled, Schedule, ScheduledRow
+from jpaged.engine.scheduling.rows import DecodingRows
+from jpaged.engine.scheduling.schedule import Sampled, Schedule
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError, InvalidArgument, JpagedError
 from jpaged.structured import GrammarMasks, GrammarState
@@ -34,21 +35,34 @@ class BoundRow(NamedTuple):
 
     Attributes:
         place: of the row on the device.
+        entered: its place among the rows as they were entered.
+        is_plain: nothing but the grammar takes tokens from it.
     """
 
     place: int
-    row: ScheduledRow
+    entered: int
+    group: Group
+    sequence: Sequence
     state: GrammarState
+    is_plain: bool
 
 
 def bound_rows(schedule: Schedule) -> list[BoundRow]:
     """The rows of a step that sample for sequences with a grammar."""
-    num_decodes, new_places = len(schedule.decodes), {place: new for new, place in enumerate(schedule.order)}
-    return [
-        BoundRow(new_places.get(place, place), row, row.sequence.grammar)
-        for place, row in enumerate(schedule.rows, num_decodes)
-        if row.samples_token and row.sequence.grammar is not None
-    ]
+    decodes, found = schedule.decodes, list[BoundRow]()
+    new_places = {place: new for new, place in enumerate(schedule.order)}
+    for place in np.flatnonzero(decodes.are_bound_s).tolist():
+        sequence = decodes.sequences[place]
+        if sequence.grammar is not None:
+            group, state = decodes.groups[place], sequence.grammar
+            found.append(BoundRow(new_places.get(place, place), place, group, sequence, state, is_plain=True))
+    for place, row in enumerate(schedule.rows, len(decodes)):
+        if row.samples_token and row.sequence.grammar is not None:
+            params = row.group.request.sampling
+            is_plain = not params.bad_words and row.output_index >= params.min_tokens
+            new = new_places.get(place, place)
+            found.append(BoundRow(new, place, row.group, row.sequence, row.sequence.grammar, is_plain))
+    return found
 
 
 @dataclass(slots=True)
@@ -57,22 +71,25 @@ class Grammars:
 
     Args:
         make_masks: None where there are no grammars.
+        decoding: those of its rows that decode.
     """
 
     make_masks: MakeMasks | None
     vocab_size: int
+    decoding: DecodingRows
     _masks: GrammarMasks | None = None
-    _under_way: dict[Sequence, ScheduledRow] = field(default_factory=dict)
+    _schedule: Schedule | None = None
+    _under_way: dict[Sequence, BoundRow] = field(default_factory=dict)
     _num_forced: int = 0
 
-    def begin(self, rows: list[BoundRow]) -> None:
+    def begin(self, schedule: Schedule, rows: list[BoundRow]) -> None:
         """A step's forward pass is under way; its sample waits for `narrow`."""
-        self._under_way = {bound.row.sequence: bound.row for bound in rows}
+        self._schedule, self._under_way = schedule, {bound.sequence: bound for bound in rows}
 
     def narrow(self, rows: list[BoundRow], sampling: SamplingInputs) -> Iterator[tuple[Group, JpagedError]]:
         """Leaves each row the tokens that its grammar allows; yields requests that have none, and why."""
-        self._under_way = {}
-        rows = [bound for bound in rows if bound.row.samples_token and bound.row.sequence.is_live]
+        rows = [bound for bound in rows if bound.sequence in self._under_way and bound.sequence.is_live]
+        self._schedule, self._under_way = None, {}
         edits = sampling.edits
         if not rows:
             return
@@ -84,11 +101,10 @@ class Grammars:
         edits.mask_rw[places] = filled_rw
         are_left = [bool(mask_w.any()) for mask_w in filled_rw]
         for bound, is_left in zip(rows, are_left, strict=True):
-            params = bound.row.group.request.sampling
-            is_plain = is_left and not (params.bad_words or bound.row.output_index < params.min_tokens)
+            is_plain = is_left and bound.is_plain
             if (error := _failure(bound) or (None if is_plain else self._left(bound, sampling))) is not None:
                 edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
-                yield bound.row.group, error
+                yield bound.group, error
 
     def follow(self, sampled: Sampled, output: OutputProcessor) -> Iterator[tuple[Group, Sequence, JpagedError | None]]:
         """Takes in the tokens of a step and appends what follows them without a choice.
@@ -117,18 +133,21 @@ class Grammars:
 
         None where each token has to be told of, counted, or held against more than the grammar.
         """
-        state, sampling, row = sequence.grammar, group.request.sampling, self._under_way.get(sequence)
+        state, sampling, bound = sequence.grammar, group.request.sampling, self._under_way.get(sequence)
         if state is None or sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None:
             return []
-        if sequence.num_in_flight_tokens > 0 and row is None:
+        if sequence.num_in_flight_tokens > 0 and bound is None:
             return []
         num_known = len(sequence.token_ids) - sequence.num_prompt_tokens
         token_ids = state.forced(sampling.max_tokens - num_known)
         for token_id in token_ids:
             if not state.accept(token_id):
                 raise InternalError(f"token {token_id} follows without a choice, and may not come")
-        if token_ids and row is not None:
-            row.samples_for_nobody()
+        if token_ids:
+            self.decoding.leave(sequence)
+            if bound is not None and self._schedule is not None:
+                self._schedule.know_token(bound.entered)
+                del self._under_way[sequence]
         self._num_forced += len(token_ids)
         return token_ids
 
@@ -148,7 +167,7 @@ class Grammars:
 
     def _left(self, bound: BoundRow, sampling: SamplingInputs) -> JpagedError | None:
         """Why a row has no token left, where other fields of its request have taken them."""
-        edits, sequence, params = sampling.edits, bound.row.sequence, bound.row.group.request.sampling
+        edits, sequence, params = sampling.edits, bound.sequence, bound.group.request.sampling
         if edits is None or edits.mask_rw is None:
             return None
         mask_w = edits.mask_rw[bound.place].copy()

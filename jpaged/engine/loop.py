@@ -234,7 +234,7 @@ class EngineLoop:
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
         self._sharing = PrefixSharing()
-        self._grammars = Grammars(make_masks, geometry.vocab_size)
+        self._grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows)
         self._num_arrivals = 0
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class EngineLoop:
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
         bound = bound_rows(schedule)
-        self._grammars.begin(bound)
+        self._grammars.begin(schedule, bound)
         return _Started(schedule, hidden, sampling, tells, bound)
 
     def _give_up(self, group: Group, error: JpagedError) -> None:

@@ -208,7 +208,7 @@ class Group:
     Attributes:
         arrival: position in the order of arrival.
         changes_logits: its logits are changed before a token is sampled; asked at every step.
-        is_by_name: its rows are made by name in each step.
+        is_by_name: of its sampling parameters, as often.
         is_forked: every sequence has its own table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
         first_token_s: when the results of the first step that sampled a token for it were here.
@@ -244,7 +244,7 @@ class Group:
     def __post_init__(self, max_blocks: int, num_kv_groups: int) -> None:
         request, sampling = self.request, self.request.sampling
         self.changes_logits = sampling.changes_logits or request.grammar is not None
-        self.is_by_name = sampling.is_by_name or self.changes_logits
+        self.is_by_name = sampling.is_by_name
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         whose = request.cache_tenant, request.adapter_number
         root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None

@@ -327,8 +327,8 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Logits are changed before a token is sampled, by more than temperature, truncation and min_tokens."""
-        return any(getattr(self, name) != unset for name, unset in _NO_EDITS.items())
+        """Logits are changed before a token is sampled, by more than temperature, truncation, min_tokens, a grammar."""
+        return any(getattr(self, name) != unset for name, unset in _NO_EDITS.items() if name != "structured_outputs")
 
     @property
     def asks_more_of_samples(self) -> bool:

@@ -137,14 +137,18 @@ class Editing:
     def __post_init__(self) -> None:
         self.slots = CountSlots(self.num_slots)
 
-    def inputs(self, rows: list[EditedRow], num_padded: int) -> EditInputs | None:
-        """How the logits of the rows of a step are changed; None where no row's are."""
+    def inputs(self, rows: list[EditedRow], num_padded: int, *, has_masks: bool = False) -> EditInputs | None:
+        """How the logits of the rows of a step are changed; None where no row's are.
+
+        Args:
+            has_masks: other rows will have masks.
+        """
         edited = [row for row in rows if row.group.changes_logits]
-        if not edited:
+        if not edited and not has_masks:
             return None
         records, due = EditInputs.neutral(num_padded).rows_r, list[CountDue]()
         singles_rx: NDArray[np.void] | None = None
-        mask_rw: I32 | None = None
+        mask_rw = no_masks(num_padded, self.vocab_size) if has_masks else None
         for place, group, sequence, is_last_known in edited:
             constant = self._constant(group)
             records[place] = constant.record

@@ -53,6 +53,8 @@ class Decodes:
         block_tables_gsm, sampling_s: views, good until the rows are edited.
         adapters_s: a view; the adapter slot of each.
         is_random_s: who samples at random.
+        are_bound_s: whose text follows a grammar.
+        known: places whose token is known before it is sampled.
         detail: what the row that wants most is told.
         ending_ids_sx: a view; what ends each row, as `Executor.decode` takes it.
         num_steps: decode steps of the dispatch; above 1 there are no other rows.
@@ -69,6 +71,8 @@ class Decodes:
     adapters_s: I32 = field(default_factory=_none)
     sampling_s: NDArray[np.void] = field(default_factory=lambda: SamplingInputs.neutral(0).rows_r)
     is_random_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
+    are_bound_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
+    known: set[int] = field(default_factory=set)
     detail: Detail = Detail.TOKENS
     ending_ids_sx: I32 = field(default_factory=lambda: np.zeros((0, BANNED_WIDTH), np.int32))
     num_steps: int = 1
@@ -110,6 +114,7 @@ class DecodingRows:
         self._sampling = SamplingInputs.neutral(most)
         self._neutral = SamplingInputs.neutral(1).rows_r[0]
         self._is_random_s = np.zeros(most, np.bool_)
+        self._are_bound_s = np.zeros(most, np.bool_)
         self._details_s = np.zeros(most, np.int32)
         self._eos_token_ids = eos_token_ids
         self._ending_ids_sx = np.full((most, BANNED_WIDTH), BEYOND_TOKENS, np.int32)
@@ -147,6 +152,7 @@ class DecodingRows:
             self._sampling.rows_r[place] = self._neutral
             self._details_s[place] = Detail.of(params)
             self._is_random_s[place] = not params.is_greedy
+            self._are_bound_s[place] = sequence.grammar is not None
             ending_ids = sorted(params.ending_ids(self._eos_token_ids))[:BANNED_WIDTH]
             self._ending_ids_sx[place] = BEYOND_TOKENS
             self._ending_ids_sx[place, : len(ending_ids)] = ending_ids
@@ -201,9 +207,10 @@ class DecodingRows:
         return bool(self._may_end_s[: len(self)].any())
 
     @property
-    def detail(self) -> Detail:
-        """What the row that wants most is told."""
-        return Detail(self._details_s[: len(self)].max(initial=Detail.TOKENS))
+    def go_singly(self) -> bool:
+        """Some row is told of more than tokens, or follows a grammar, which is asked at every step."""
+        num_rows = len(self)
+        return bool(self._are_bound_s[:num_rows].any() or (self._details_s[:num_rows] > Detail.TOKENS).any())
 
     def grown(self, sequence: Sequence) -> None:
         """A sequence has other blocks than before: it has got some, or its windows have moved on."""
@@ -230,7 +237,8 @@ class DecodingRows:
             adapters_s=self._adapters_s[:num_rows],
             sampling_s=self._sampling.rows_r[:num_rows],
             is_random_s=self._is_random_s[:num_rows],
-            detail=self.detail,
+            are_bound_s=self._are_bound_s[:num_rows].copy(),
+            detail=Detail(self._details_s[:num_rows].max(initial=Detail.TOKENS)),
             ending_ids_sx=self._ending_ids_sx[:num_rows],
             num_steps=num_steps,
         )
@@ -271,6 +279,7 @@ class DecodingRows:
             self._adapters_s,
             self._sampling.rows_r,
             self._is_random_s,
+            self._are_bound_s,
             self._details_s,
             self._ending_ids_sx,
             self._may_end_s,

@@ -52,10 +52,6 @@ class ScheduledRow:
     output_index: int
     told: range = range(0)
 
-    def samples_for_nobody(self) -> None:
-        """The token is known before it is sampled."""
-        self.samples_token = False
-
 
 @dataclass(slots=True)
 class Sampled:
@@ -196,6 +192,13 @@ class Schedule:
             elif self.rows[place - num_decodes].samples_token:
                 self.rows[place - num_decodes].sequence.moved_to_row(new)
 
+    def know_token(self, place: int) -> None:
+        """The token of the row that was entered there is known before it is sampled: its sample is nobody's."""
+        if place < len(self.decodes):
+            self.decodes.known.add(place)
+        else:
+            self.rows[place - len(self.decodes)].samples_token = False
+
     def row_at(self, row: int, step: int = 0) -> ScheduledRow:
         """What the device has in a row, in one of the steps."""
         place, decodes = self.order[row] if self.order else row, self.decodes
@@ -207,7 +210,7 @@ class Schedule:
             sequence=decodes.sequences[place],
             start=start,
             num_tokens=1,
-            samples_token=True,
+            samples_token=place not in decodes.known,
             sample_row=place,
             prev_sampled_row=decodes.prev_rows[place] if decodes.prev_rows else None,
             output_index=start + 1 - decodes.prompt_lens_s.item(place),
@@ -221,6 +224,8 @@ class Schedule:
         """
         decodes, is_last_step = self.decodes, step + 1 == self.num_steps
         live = [place for place, one in enumerate(decodes.sequences) if one.status is not Status.FINISHED]
+        if decodes.known:
+            live = [place for place in live if place not in decodes.known]
         groups, sequences = [*decodes.groups], [*decodes.sequences]
         are_last = decodes.are_last_s.tolist() if is_last_step else [False] * len(decodes)
         if len(live) < len(decodes):
@@ -338,7 +343,7 @@ def build_sampling_inputs(
         inputs.fill_columns(places, random_columns(params_r, indices, positions))
     inputs.rows_r["is_padding_r"][num_rows:] = 1
     rows = [EditedRow(i, row.group, row.sequence, row.prev_sampled_row is None) for i, row, _ in sampled]
-    edits = editing.inputs(rows, num_padded)
+    edits = editing.inputs(rows, num_padded, has_masks=bool(decodes.are_bound_s.any()))
     if schedule.order:
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
         edits = edits and edits.reordered(schedule.order)

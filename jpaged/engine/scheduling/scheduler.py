@@ -17,7 +17,7 @@ from itertools import chain
 
 from jpaged.config import SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
-from jpaged.engine.executor import Detail, DeviceRates, Geometry
+from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.lookahead import Lookahead
@@ -285,7 +285,7 @@ class Scheduler:
         For several steps where there are no others and all are told of tokens alone, unless who waits may join them.
         """
         rows, num_steps = self.rows, 1
-        if not (is_joined or any(parts.values()) or rows.detail > Detail.TOKENS):
+        if not (is_joined or any(parts.values()) or rows.go_singly):
             has_room = self.queues.num_rows < self.max_num_seqs
             num_steps = self.lookahead.num_steps(len(rows), rows.least_left, may_end=rows.may_end, has_room=has_room)
         due = changed = self.rows.due(num_steps)
