@@ -99,8 +99,8 @@ class Grammars:
         places = [bound.place for bound in rows]
         filled_rw &= edits.mask_rw[places]
         edits.mask_rw[places] = filled_rw
-        are_left = [bool(mask_w.any()) for mask_w in filled_rw]
-        for bound, is_left in zip(rows, are_left, strict=True):
+        are_left_r = np.any(filled_rw, axis=1).tolist()
+        for bound, is_left in zip(rows, are_left_r, strict=True):
             is_plain = is_left and bound.is_plain
             if (error := _failure(bound) or (None if is_plain else self._left(bound, sampling))) is not None:
                 edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
@@ -133,13 +133,13 @@ class Grammars:
 
         None where each token has to be told of, counted, or held against more than the grammar.
         """
-        state, sampling, bound = sequence.grammar, group.request.sampling, self._under_way.get(sequence)
-        if state is None or sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None:
+        state, bound = sequence.grammar, self._under_way.get(sequence)
+        if state is None or not group.may_jump:
             return []
         if sequence.num_in_flight_tokens > 0 and bound is None:
             return []
         num_known = len(sequence.token_ids) - sequence.num_prompt_tokens
-        token_ids = state.forced(sampling.max_tokens - num_known)
+        token_ids = state.forced(group.request.sampling.max_tokens - num_known)
         for token_id in token_ids:
             if not state.accept(token_id):
                 raise InternalError(f"token {token_id} follows without a choice, and may not come")

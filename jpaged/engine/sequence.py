@@ -209,6 +209,7 @@ class Group:
         arrival: position in the order of arrival.
         changes_logits: its logits are changed before a token is sampled; asked at every step.
         is_by_name: of its sampling parameters, as often.
+        may_jump: tokens that follow without a choice need not be sampled to be told of, or counted.
         is_forked: every sequence has its own table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
         first_token_s: when the results of the first step that sampled a token for it were here.
@@ -229,6 +230,7 @@ class Group:
     is_forked: bool = field(init=False)
     changes_logits: bool = field(init=False)
     is_by_name: bool = field(init=False)
+    may_jump: bool = field(init=False)
     status: Status = Status.WAITING
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -245,6 +247,7 @@ class Group:
         request, sampling = self.request, self.request.sampling
         self.changes_logits = sampling.changes_logits or request.grammar is not None
         self.is_by_name = sampling.is_by_name
+        self.may_jump = not (sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None)
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         whose = request.cache_tenant, request.adapter_number
         root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None

@@ -94,7 +94,7 @@ class EditInputs:
         return EditInputs(
             np.concatenate([self.rows_r, _NEUTRAL.repeat(num_more)]),
             None if singles_rx is None else np.concatenate([singles_rx, no_singles(num_more)]),
-            None if mask_rw is None else np.pad(mask_rw, ((0, num_more), (0, 0)), constant_values=-1),
+            None if mask_rw is None else np.concatenate([mask_rw, np.full((num_more, mask_rw.shape[1]), -1, np.int32)]),
             self.due,
         )
 

@@ -55,10 +55,8 @@ class LlguidanceState:
             self._closing.narrow(self.matcher, mask_w)
 
     def accept(self, token_id: int) -> bool:
-        if self.has_ended:
-            return token_id in self.vocabulary.eos_token_ids
         if self.matcher.try_consume_tokens([token_id]) != 1:
-            return False
+            return self.has_ended and token_id in self.vocabulary.eos_token_ids
         if self._closing is not None:
             self._closing.moved(token_id)
         return True
