@@ -100,7 +100,8 @@ class StepStats:
         self._histograms = {name: Histogram(one.bounds_s) for name, one in DURATIONS.items()}
         # Sequences that run together have the same gap, so that a step has few different ones.
         self._token_gaps_s: dict[float, int] = {}
-        self._num_ended = dict.fromkeys([*(reason.value for reason in FinishReason), DEADLINE, ERROR], 0)
+        of_engine = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT  # calls are seen in the text
+        self._num_ended = dict.fromkeys([*(reason.value for reason in of_engine), DEADLINE, ERROR], 0)
 
     def count_step(self, schedule: Schedule) -> None:
         self._counts["num_steps"] += schedule.num_steps if schedule.num_rows else 0

@@ -13,6 +13,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from jpaged._proto.v1 import inference_pb2
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull
 
 _LOG = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ _LOG = logging.getLogger(__name__)
 ERROR_DOMAIN = "jpaged"
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_OF_CHATS = frozenset(spec.name for spec in inference_pb2.ChatPrompt.DESCRIPTOR.fields)
 _MAX_MESSAGE_BYTES = 1024
 """Messages travel in trailers, of which clients take 8 KiB by default; a byte can take three, and it goes twice."""
 
@@ -48,6 +50,8 @@ def status_of(error: JpagedError) -> status_pb2.Status:
     Every status carries ErrorInfo, whose reason is the error's class name in capitals (QUEUE_FULL); InvalidArgument
     adds BadRequest with the field, QueueFull adds RetryInfo.
     """
+    if isinstance(error, InvalidArgument) and (name := name_on_wire(error.field)) != error.field:
+        error = type(error)(name, error.problem)
     code = grpc.StatusCode[error.grpc_status].value[0]
     status = status_pb2.Status(code=code, message=_shortened(str(error)))
     _attach(status, error_details_pb2.ErrorInfo(reason=_reason_of(error), domain=ERROR_DOMAIN))
@@ -77,6 +81,14 @@ def error_for(error: Exception) -> JpagedError:
         return error
     _LOG.error("a call failed", exc_info=error)
     return InternalError(f"{type(error).__name__}: {error}")
+
+
+def name_on_wire(field: str) -> str:
+    """A field's path in a request: what a chat asks for is in its `chat`, and tools and calls have no `function`."""
+    first, _, rest = field.partition(".")
+    if first.partition("[")[0] in _OF_CHATS:
+        first = f"chat.{first}"
+    return f"{first}.{rest}".removesuffix(".").replace(".function.", ".")
 
 
 async def refuse(context: CallContext, error: JpagedError) -> NoReturn:

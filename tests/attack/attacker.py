@@ -24,6 +24,8 @@ MAX_ROUNDS_OF_UNPINNING = 600
 MAX_REQUEST_BYTES = 1 << 20
 """The server's own default; what is longer is refused by gRPC, which knows no field."""
 WHOLE_MESSAGE = "request"
+_NO_MESSAGE = b"\x08"
+"""The begin of a number, and no more."""
 """The field that is named when the bytes are no message at all."""
 TENANT_KEY = "x-jpaged-tenant"
 _FROM_OUR_SIDE = "Internal error from Core"
@@ -214,8 +216,12 @@ class Attacker:
         self._pins: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 
     async def fire(self, num_shots: int) -> Verdict:
-        """Fires so many shots, waits until all have ended, lets go of everything pinned, and says how it went."""
-        shots = iter([self._aim() for _ in range(num_shots)])
+        """Fires so many shots, waits until all have ended, lets go of everything pinned, and says how it went.
+
+        The first ones are no message of any kind, one for each method; the others are drawn.
+        """
+        none = [_Shot(method, _NO_MESSAGE, False, (), timeout_s=None, cancels_after=None) for method in METHODS]
+        shots = iter([*none, *(self._aim() for _ in range(num_shots - len(none)))])
         async with aio.insecure_channel(self._target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._num_at_once):

@@ -26,7 +26,8 @@ _STANDSTILL, _AGAIN = 4, 1
 """What a token costs after which the same tokens may come as before it, and as somewhere before.
 
 A bracket that closes (-2) and stands still may be in a text, where a quote (0) is better, or one of several that close,
-where it is better than another comma (3).
+where it is better than another comma (3). What goes around in a circle, as the digits of a number do, costs more each
+time, so that a comma comes at last.
 """
 _FIRST_PART = 2048
 _NUM_PLACES = 96
@@ -51,6 +52,7 @@ BRIEF = Effort(width=1, num_states=150)
 QUICK = Effort(width=2, num_states=400)
 THOROUGH = Effort(width=8, num_states=3000)
 LONG = Effort(width=1, num_states=8_000)
+WIDE = Effort(width=32, num_states=12_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class _Path:
     num_bytes: int
     mask: bytes
     seen: frozenset[int] = frozenset()
+    num_again: int = 0
 
 
 def find_completion(
@@ -160,7 +163,7 @@ def find_way(
     for way in ways:
         if len(way) <= limit and is_completion(vocabulary, matcher, way):
             return way
-    for effort in efforts or (QUICK, LONG):
+    for effort in efforts or (QUICK, THOROUGH, LONG, WIDE):
         if (found := find_completion(vocabulary, matcher, limit, effort, ways)) is not None:
             return found
     return None
@@ -216,14 +219,14 @@ def _child(vocabulary: Vocabulary, path: _Path, token_id: int) -> _Path | None:
         return None
     # Where something is forced, it is jumped over before the mask is wanted.
     mask = b"" if matcher.is_stopped() or matcher.compute_ff_tokens() else matcher.compute_bitmask()
-    cost = int(vocabulary.openness_v[token_id])
+    cost, num_again = int(vocabulary.openness_v[token_id]), 0
     if mask == path.mask:
-        cost += _STANDSTILL
+        cost, num_again = cost + _STANDSTILL, path.num_again
     elif hash(mask) in path.seen:
-        cost += _AGAIN
+        cost, num_again = cost + _AGAIN + path.num_again, path.num_again + 1
     cost += path.cost
     num_bytes = path.num_bytes + int(vocabulary.byte_lens_v[token_id])
-    return _Path(matcher, (*path.token_ids, token_id), cost, num_bytes, mask, path.seen)
+    return _Path(matcher, (*path.token_ids, token_id), cost, num_bytes, mask, path.seen, num_again)
 
 
 def _first_allowed(vocabulary: Vocabulary, mask: bytes, order_v: NDArray[np.int64], count: int) -> list[int]:
