@@ -45,10 +45,12 @@ def require_score_size(size: int) -> None:
 
 @contextmanager
 def errors_named(field: str) -> Iterator[None]:
-    """Errors of a part's prompt name the part, as its caller knows it."""
+    """Errors of a part's prompt name the part, as its caller knows it; what all parts have keeps its name."""
     try:
         yield
     except InvalidArgument as error:
+        if error.field in ("pooling", "adapter"):
+            raise
         raise type(error)(field, error.problem) from error
 
 
