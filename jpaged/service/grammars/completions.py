@@ -52,6 +52,7 @@ BRIEF = Effort(width=1, num_states=150)
 QUICK = Effort(width=2, num_states=400)
 THOROUGH = Effort(width=8, num_states=3000)
 LONG = Effort(width=1, num_states=8_000)
+STEADY = Effort(width=4, num_states=20_000)
 WIDE = Effort(width=32, num_states=12_000)
 
 
@@ -125,7 +126,7 @@ def endings_of(vocabulary: Vocabulary, matcher: LLMatcher, limit: int) -> Ending
     """Look for ways to end from the beginning, and from the first places that a text may come to."""
     shortest = find_completion(vocabulary, matcher, limit, LONG)
     if shortest is None:
-        shortest = find_completion(vocabulary, matcher, limit, THOROUGH)
+        shortest = find_way(vocabulary, matcher, limit, (), (THOROUGH, STEADY, WIDE))
     elif len(shortest) > 1:
         shortest = find_completion(vocabulary, matcher, len(shortest) - 1, THOROUGH) or shortest
     if shortest is None:

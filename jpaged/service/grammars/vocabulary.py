@@ -107,8 +107,9 @@ class Vocabulary:
 
     @cached_property
     def closers_first_v(self) -> NDArray[np.int64]:
-        """Ids in the order in which they are likely to lead to an end, int64 `[V]`: closing and short ones first."""
-        return np.lexsort((self.byte_lens_v, self.openness_v))
+        """Ids in the order in which they are likely to lead to an end, int64 `[V]`: what closes, then single bytes."""
+        is_long_v = (self.openness_v > 0) & (self.byte_lens_v > 1)
+        return np.lexsort((self.byte_lens_v, self.openness_v, is_long_v))
 
     @cached_property
     def longest_first_v(self) -> NDArray[np.int64]:
@@ -143,10 +144,10 @@ def _read(spec: VocabularySpec) -> LLTokenizer:
 
 def _openness(part: bytes) -> int:
     if not part:
-        return 100
+        return 8
     closing, opening = sum(byte in b"}]" for byte in part), sum(byte in b"{[(<," for byte in part)
     if all(byte in _CLOSING for byte in part):
         return -2 * min(closing, 1)
     if part.isspace():
-        return 3
+        return 8
     return 1 + 2 * opening - closing
