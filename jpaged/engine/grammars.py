@@ -198,7 +198,7 @@ def _failure(bound: BoundRow) -> JpagedError | None:
 
 
 def _too_much(failure: str) -> JpagedError:
-    return InvalidArgument("structured_outputs", f"the grammar takes more than a step may: {failure}")
+    return InvalidArgument("sampling.structured_outputs", f"the grammar takes more than a step may: {failure}")
 
 
 def _nothing_left(name: str, sequence: Sequence) -> JpagedError:

@@ -19,7 +19,7 @@ MAX_GRAMMAR_BYTES = 512 << 10
 MAX_CHOICES = 4096
 MAX_PATTERN_CHARS = 1024
 """Characters of `whitespace_pattern`."""
-FIELD = "structured_outputs"
+FIELD = "sampling.structured_outputs"
 
 
 class Kind(enum.Enum):

@@ -10,12 +10,14 @@ A way to end is known for where the grammar is, of c tokens, and b are left:
 So a way is always known that fits, from an admission on that found one. `reach` is measured, and not proven: a place
 that no walk came to may be further from an end than twice the furthest that was seen. What comes of that is a text that
 is cut, as without this.
+
+What may come depends on the tokens that came alone, whoever asked for masks on the way: a position that is left without
+its mask, as one of a token that was forced or proposed, has its ways looked for first.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 
 import numpy as np
 from llguidance import LLMatcher
@@ -41,23 +43,27 @@ class Closing:
         self._ways: list[tuple[int, ...]] = []
         if endings is not None and endings.shortest is not None:
             self._ways.append(endings.shortest)
-        self._tried: dict[int, tuple[int, ...]] = {}
+        self._tried: dict[int, tuple[int, ...]] | None = None
 
     def copy(self) -> Closing:
         """One that moves by itself."""
-        other = copy.copy(self)
-        other._ways, other._tried = list(self._ways), dict(self._tried)
-        return other
+        return copy.copy(self)  # lists and dicts of either are replaced, never changed
 
-    def moved(self, token_id: int) -> None:
-        """Count a token that was accepted."""
-        self._left -= 1
-        way = self._way
+    def move(self, matcher: LLMatcher, token_id: int) -> None:
+        """Count a token that comes next; the matcher has not taken it yet."""
+        way = self._known(matcher)
         if way and way[0] == token_id:
             self._way = way[1:]
-        else:
+        elif way is not None and len(way) < self._left and self._is_near(way):
+            if self._tried is None:
+                self._tried = self._finishable(matcher, self._vocabulary.allowed_by(matcher), way)
             self._way = self._tried.get(token_id)
-        self._tried = {}
+            if self._way is not None:
+                self._remember(self._way)
+        else:
+            self._way = None
+        self._left -= 1
+        self._tried = None
 
     def way(self, matcher: LLMatcher) -> tuple[int, ...] | None:
         """The tokens that have to come, where no others are left time for; None where there is a choice."""
@@ -72,10 +78,15 @@ class Closing:
         vocabulary = self._vocabulary
         if len(way) >= self._left:
             mask_w[:] = vocabulary.mask_of(way[:1]) if way else vocabulary.eos_mask_w
-        elif self._reach is None or self._left - len(way) <= self._reach:
-            keep = self._finishable(matcher, (int(one) for one in allowed_ids(mask_w)), way)
+        elif self._is_near(way):
+            if self._tried is None:
+                self._tried = self._finishable(matcher, mask_w, way)
             ends = mask_w & vocabulary.eos_mask_w
-            mask_w[:] = vocabulary.mask_of(keep) | ends
+            mask_w[:] = vocabulary.mask_of(list(self._tried)) | ends
+
+    def _is_near(self, way: tuple[int, ...]) -> bool:
+        """Whether a token may come after which too few are left."""
+        return self._reach is None or self._left - len(way) <= self._reach
 
     def _known(self, matcher: LLMatcher) -> tuple[int, ...] | None:
         """A way to end from here, of no more tokens than are left where one is found."""
@@ -85,15 +96,16 @@ class Closing:
                 self._remember(self._way)
         return self._way
 
-    def _finishable(self, matcher: LLMatcher, allowed: Iterable[int], way: tuple[int, ...]) -> list[int]:
-        """The tokens after which a way is known that fits; each with its way in `_tried`."""
+    def _finishable(
+        self, matcher: LLMatcher, mask_w: NDArray[np.int32], way: tuple[int, ...]
+    ) -> dict[int, tuple[int, ...]]:
+        """The tokens after which a way is known that fits, each with its way."""
         vocabulary, left = self._vocabulary, self._left - 1
         tried: dict[int, tuple[int, ...]] = {way[0]: way[1:]} if way else {}
         ways = [one for one in dict.fromkeys((way, (), *self._ways)) if len(one) <= left]
+        allowed = [token_id for token_id in allowed_ids(mask_w).tolist() if token_id not in vocabulary.eos_token_ids]
         unknown = []
-        for index, token_id in enumerate(token_id for token_id in allowed if token_id not in vocabulary.eos_token_ids):
-            if index >= _MAX_TRIED:
-                break
+        for token_id in allowed[:_MAX_TRIED]:
             found = next((one for one in ways if is_completion(vocabulary, matcher, (token_id, *one))), None)
             if found is None:
                 unknown.append(token_id)
@@ -107,9 +119,7 @@ class Closing:
             found = find_way(vocabulary, after, left, tuple(tried.values())[:1] + tuple(self._ways), (BRIEF,))
             if found is not None:
                 tried[token_id] = found
-                self._remember(found)
-        self._tried = tried
-        return list(tried)
+        return tried
 
     def _remember(self, way: tuple[int, ...]) -> None:
         self._ways = [way, *(one for one in self._ways if one != way)][:_MAX_WAYS]

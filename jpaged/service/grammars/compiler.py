@@ -33,7 +33,7 @@ from jpaged.types import Request
 
 _MAX_COMPLETION_TOKENS = 4096
 """A grammar whose every text is longer, as far as is found, cannot be promised to end in time."""
-_ALWAYS_COMPLETE = "structured_outputs.always_complete"
+_ALWAYS_COMPLETE = "sampling.structured_outputs.always_complete"
 _REFUSAL_BYTES = 1024
 
 

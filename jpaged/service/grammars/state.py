@@ -45,7 +45,7 @@ class LlguidanceState:
         if num_words == self.vocabulary.num_words and mask_w.flags.c_contiguous:
             self.matcher.unsafe_compute_mask_ptr(mask_w.ctypes.data, mask_w.nbytes)
         else:
-            mask_w[:] = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)[: mask_w.nbytes].view(np.int32)
+            mask_w[:] = self.vocabulary.allowed_by(self.matcher)
         self.finish_mask(mask_w)
 
     def finish_mask(self, mask_w: NDArray[np.int32]) -> None:
@@ -55,11 +55,12 @@ class LlguidanceState:
             self._closing.narrow(self.matcher, mask_w)
 
     def accept(self, token_id: int) -> bool:
-        if self.matcher.try_consume_tokens([token_id]) != 1:
-            return self.has_ended and token_id in self.vocabulary.eos_token_ids
-        if self._closing is not None:
-            self._closing.moved(token_id)
-        return True
+        if self._closing is None or self.matcher.validate_tokens([token_id]) != 1:
+            is_taken = self.matcher.try_consume_tokens([token_id]) == 1
+            return is_taken or (self.has_ended and token_id in self.vocabulary.eos_token_ids)
+        if token_id not in self.vocabulary.eos_token_ids:
+            self._closing.move(self.matcher, token_id)
+        return self.matcher.try_consume_tokens([token_id]) == 1
 
     def forced(self, limit: int) -> list[int]:
         if self.matcher.is_stopped():

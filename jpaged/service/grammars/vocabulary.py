@@ -100,6 +100,10 @@ class Vocabulary:
         """Bytes of text of each token, int32 `[V]`."""
         return np.array([len(part) for part in self._bytes_v], np.int32)
 
+    def allowed_by(self, matcher: LLMatcher) -> NDArray[np.int32]:
+        """The mask of the tokens that may come, int32 `[W]`."""
+        return np.frombuffer(matcher.compute_bitmask(), np.uint8)[: 4 * self.num_words].view(np.int32) & self.all_mask_w
+
     @cached_property
     def openness_v(self) -> NDArray[np.int32]:
         """How little a token leads to an end, roughly, int32 `[V]`: least of those that close brackets."""

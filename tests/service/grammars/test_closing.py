@@ -98,6 +98,25 @@ def test_what_is_left_to_come_is_forced_where_no_token_is_to_spare(compiler):
     assert state.num_accepted([shortest[0], *packaged_tokenizer().encode(" ")]) == 1
 
 
+@pytest.mark.parametrize("extra", EXTRA_TOKENS)
+def test_what_may_come_depends_on_the_tokens_alone(compiler, extra):
+    for seed in range(8):
+        rng = np.random.default_rng([seed, extra])
+        grammar = complete(compiler, json=with_definitions(random_schema(seed)))
+        asked, taken = grammar.start(), grammar.start()
+        num_tokens = len(grammar.endings.shortest) + extra
+        for state in (asked, taken):
+            state.closing(num_tokens)
+        for _ in range(num_tokens):
+            choices = allowed(asked)
+            if rng.random() < 0.3:
+                assert allowed(taken.copy()) == choices
+            if (token_id := int(rng.choice(choices))) == EOS:
+                break
+            assert asked.accept(token_id) and taken.accept(token_id)
+        assert asked.is_complete and taken.is_complete
+
+
 def test_copies_count_by_themselves(compiler):
     state = complete(compiler, regex="[a-z]*").start()
     state.closing(2)

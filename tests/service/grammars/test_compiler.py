@@ -24,7 +24,7 @@ def compiled(compiler, **fields):
 def problem_of(compiler, **fields):
     with pytest.raises(InvalidArgument) as caught:
         compiled(compiler, **fields)
-    assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
+    assert caught.value.field == f"sampling.structured_outputs.{next(iter(fields))}"
     return caught.value.problem
 
 

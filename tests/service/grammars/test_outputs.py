@@ -36,33 +36,45 @@ def test_values_become_text_that_keeps_their_order():
 @pytest.mark.parametrize(
     ("fields", "field", "problem"),
     [
-        ({}, "structured_outputs", "has none: must have exactly one of json, regex"),
-        ({"json_object": False}, "structured_outputs", "has none"),
-        ({"json": "{}", "regex": "a"}, "structured_outputs", "has json and regex"),
-        ({"json": {"a": {1, 2}}}, "structured_outputs.json", "is not JSON"),
-        ({"regex": ""}, "structured_outputs.regex", "is empty"),
-        ({"regex": 7}, "structured_outputs.regex", "must be a text, not int"),
-        ({"grammar": "a" * (MAX_GRAMMAR_BYTES + 1)}, "structured_outputs.grammar", f"limit of {MAX_GRAMMAR_BYTES}"),
-        ({"regex": "\ud800"}, "structured_outputs.regex", "is not UTF-8"),
-        ({"choice": []}, "structured_outputs.choice", "list of 1 to"),
-        ({"choice": "ab"}, "structured_outputs.choice", "a text: must be a list"),
-        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "structured_outputs.choice", "4097 texts"),
-        ({"choice": ["a", ""]}, "structured_outputs.choice[1]", "not empty"),
-        ({"choice": ["a" * (MAX_GRAMMAR_BYTES // 2 + 1)] * 2}, "structured_outputs.choice", "bytes in all"),
-        ({"json_object": 1}, "structured_outputs.json_object", "true or false"),
-        ({"regex": "a", "always_complete": "yes"}, "structured_outputs.always_complete", "true or false"),
-        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern", "no part in regex"),
+        ({}, "sampling.structured_outputs", "has none: must have exactly one of json, regex"),
+        ({"json_object": False}, "sampling.structured_outputs", "has none"),
+        ({"json": "{}", "regex": "a"}, "sampling.structured_outputs", "has json and regex"),
+        ({"json": {"a": {1, 2}}}, "sampling.structured_outputs.json", "is not JSON"),
+        ({"regex": ""}, "sampling.structured_outputs.regex", "is empty"),
+        ({"regex": 7}, "sampling.structured_outputs.regex", "must be a text, not int"),
+        (
+            {"grammar": "a" * (MAX_GRAMMAR_BYTES + 1)},
+            "sampling.structured_outputs.grammar",
+            f"limit of {MAX_GRAMMAR_BYTES}",
+        ),
+        ({"regex": "\ud800"}, "sampling.structured_outputs.regex", "is not UTF-8"),
+        ({"choice": []}, "sampling.structured_outputs.choice", "list of 1 to"),
+        ({"choice": "ab"}, "sampling.structured_outputs.choice", "a text: must be a list"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "sampling.structured_outputs.choice", "4097 texts"),
+        ({"choice": ["a", ""]}, "sampling.structured_outputs.choice[1]", "not empty"),
+        ({"choice": ["a" * (MAX_GRAMMAR_BYTES // 2 + 1)] * 2}, "sampling.structured_outputs.choice", "bytes in all"),
+        ({"json_object": 1}, "sampling.structured_outputs.json_object", "true or false"),
+        ({"regex": "a", "always_complete": "yes"}, "sampling.structured_outputs.always_complete", "true or false"),
+        (
+            {"regex": "a", "whitespace_pattern": " "},
+            "sampling.structured_outputs.whitespace_pattern",
+            "no part in regex",
+        ),
         (
             {"regex": "a", "disable_any_whitespace": True},
-            "structured_outputs.disable_any_whitespace",
+            "sampling.structured_outputs.disable_any_whitespace",
             "no part in regex",
         ),
         (
             {"json": "{}", "whitespace_pattern": " ", "disable_any_whitespace": True},
-            "structured_outputs.whitespace_pattern",
+            "sampling.structured_outputs.whitespace_pattern",
             "left out",
         ),
-        ({"json": "{}", "whitespace_pattern": " " * 1025}, "structured_outputs.whitespace_pattern", "limit of 1024"),
+        (
+            {"json": "{}", "whitespace_pattern": " " * 1025},
+            "sampling.structured_outputs.whitespace_pattern",
+            "limit of 1024",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(fields, field, problem):
@@ -76,7 +88,7 @@ def test_a_value_of_nothing_but_depth_is_refused():
     value: list = []
     for _ in range(100_000):
         value = [value]
-    with pytest.raises(InvalidArgument, match=r"structured_outputs.json: is nested too deep"):
+    with pytest.raises(InvalidArgument, match=r"sampling.structured_outputs.json: is nested too deep"):
         StructuredOutputs(json={"enum": value})
 
 

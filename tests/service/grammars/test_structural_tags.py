@@ -140,6 +140,6 @@ def test_a_special_token_is_named_by_its_text_or_id(compiler):
 def test_what_is_refused_is_named_with_its_place(compiler, form, place, problem):
     with pytest.raises(InvalidArgument) as caught:
         compiled(compiler, form)
-    assert caught.value.field == "structured_outputs.structural_tag"
+    assert caught.value.field == "sampling.structured_outputs.structural_tag"
     assert caught.value.problem.startswith(f"at {place}: ")
     assert problem in caught.value.problem
