@@ -9,7 +9,8 @@ import numpy as np
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.stats import StepStats
 from jpaged.errors import InternalError

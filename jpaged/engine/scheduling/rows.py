@@ -216,6 +216,14 @@ class DecodingRows:
         """A sequence has other blocks than before: it has got some, or its windows have moved on."""
         self._block_tables_gsm[:, self._places[sequence]] = sequence.kv.ids_gm
 
+    def went_on(self, sequence: Sequence, num_tokens: int) -> None:
+        """A sequence is further by so many tokens than a step takes it; nothing happens where it has no row."""
+        place = self._places.get(sequence)
+        if place is not None:
+            self._starts_s[place] += num_tokens
+            self._num_left_s[place] -= num_tokens
+            self.grown(sequence)
+
     def group_of(self, sequence: Sequence) -> Group:
         """The group of a sequence that has a row."""
         return self._groups[self._places[sequence]]
