@@ -297,7 +297,7 @@ def test_facts_and_load_cross_whole():
     other = EngineLoad(**{name: 100 + number for name, number in numbers.items()})
     load = client_wire._load_of(server_wire.load_of(EngineLoad(**numbers), [EngineLoad(**numbers), other]))
     assert names_of(control_pb2.GetLoadResponse) == {f.name for f in dataclasses.fields(Load)}
-    names = names_of(control_pb2.GetLoadResponse) - {"replicas"}
+    told = names_of(control_pb2.GetLoadResponse) - {"replicas"}
     assert {name: getattr(load, name) for name in names} == {name: numbers[name] for name in names}
     names = names_of(control_pb2.ReplicaLoad)
     first, second = map(dataclasses.asdict, load.replicas)

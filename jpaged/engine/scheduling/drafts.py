@@ -56,10 +56,12 @@ def add_drafts(
     schedule: Schedule, proposals: Proposals, memory: KVMemory, rows: DecodingRows, geometry: Geometry
 ) -> None:
     """Enters what is proposed for rows that decode, as far as there are rows, tokens and blocks for it."""
-    decoding = _decoding(schedule)
+    decoding = decoding_rows(schedule)
     found = [_cut(one, proposals.token_ids.get(one.sequence, []), rows) for one in decoding]
     num_others = schedule.num_tokens - len(decoding)
-    chosen = proposals.choose([one.sequence for one in decoding], [len(token_ids) for token_ids, _ in found], num_others)
+    chosen = proposals.choose(
+        [one.sequence for one in decoding], [len(token_ids) for token_ids, _ in found], num_others
+    )
     num_tokens = geometry.max_num_batched_tokens - schedule.num_tokens
     room = min(geometry.max_num_seqs - schedule.num_rows, num_tokens)
     for one, (token_ids, states), num_chosen in zip(decoding, found, chosen, strict=True):
@@ -119,27 +121,32 @@ class Accepted:
         return {self.device_rows[place]: self.schedule.entered(place) for place in places}
 
 
-class _Row(NamedTuple):
+class Decoding(NamedTuple):
+    """A row that decodes, and its place among those that were entered."""
+
     place: int
     group: Group
     sequence: Sequence
     start: int
 
 
-def _decoding(schedule: Schedule) -> list[_Row]:
+def decoding_rows(schedule: Schedule) -> list[Decoding]:
     """The rows of a step that decode, as they were entered."""
     decodes = schedule.decodes
     columns = decodes.groups, decodes.sequences, decodes.starts_s.tolist()
-    found = [_Row(place, *columns) for place, columns in enumerate(zip(*columns, strict=True))]
+    found = [Decoding(place, *columns) for place, columns in enumerate(zip(*columns, strict=True))]
     for place, row in enumerate(schedule.rows, len(decodes)):
-        if row.samples_token and row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens:
-            found.append(_Row(place, row.group, row.sequence, row.start))
+        if (
+            row.samples_token
+            and row.proposed is None
+            and row.num_tokens == 1
+            and row.start >= row.sequence.num_prompt_tokens
+        ):
+            found.append(Decoding(place, row.group, row.sequence, row.start))
     return found
 
 
-def _cut(
-    row: _Row, token_ids: list[int], rows: DecodingRows
-) -> tuple[list[int], list[GrammarState | None]]:
+def _cut(row: Decoding, token_ids: list[int], rows: DecodingRows) -> tuple[list[int], list[GrammarState | None]]:
     """As many of the proposals as the sequence and its grammar may have, and the grammar behind each of them."""
     sequence = row.sequence
     num_left = row.group.request.sampling.max_tokens - sequence.num_output_tokens

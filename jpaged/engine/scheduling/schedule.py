@@ -116,7 +116,7 @@ class Schedule:
                 grammar=state,
             )
             self.rows.append(row)
-        self.drafts.append(Draft(sequence, place, token_ids, range(first, first + len(token_ids))))
+        self.drafts.append(Draft(group, sequence, place, token_ids, range(first, first + len(token_ids))))
         self.num_tokens += len(token_ids)
 
     def recomputes(self, num_tokens: int) -> None:

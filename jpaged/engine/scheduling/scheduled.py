@@ -49,6 +49,7 @@ class Draft:
         rows: places of the others.
     """
 
+    group: Group
     sequence: Sequence
     place: int
     token_ids: list[int]

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings

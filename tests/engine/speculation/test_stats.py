@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from jpaged.engine.speculation.stats import SpeculationLoad, SpeculationStats
+from jpaged.engine.speculation.stats import SpeculationStats
+from jpaged.load import SpeculationLoad
 
 
 def test_drafts_and_accepted_tokens_are_counted_by_position():
