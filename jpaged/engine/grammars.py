@@ -111,7 +111,7 @@ class Grammars:
             if (error := _failure(bound) or (None if is_plain else self._left(bound, sampling))) is not None:
                 edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
                 if bound.is_ahead and schedule is not None:
-                    schedule.entered(bound.entered).is_usable = False
+                    schedule.entered(bound.entered).cannot_sample()
                 else:
                     yield bound.group, error
 

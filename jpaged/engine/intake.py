@@ -14,12 +14,12 @@ from jpaged.engine.executor import StepOutputs
 from jpaged.engine.grammars import Grammars
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.drafts import Accepted
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import Sampled, ScheduledRow
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.soundness import Soundness
+from jpaged.engine.speculation.drafts import Accepted
 from jpaged.engine.stats import StepStats
 from jpaged.errors import JpagedError
 
@@ -53,7 +53,7 @@ class Intake:
         for depth in range(1, accepted.depth + 1):
             self._take_behind(accepted.at(depth), outputs, now_s, accepted.beyond(depth))
         for draft, count in zip(schedule.drafts, accepted.num_accepted, strict=True):
-            self.scheduler.went_on(draft.group, draft.sequence, count)
+            self.scheduler.drafts.ran(draft.group, draft.sequence, count)
         self.stats.count_drafts([len(draft.token_ids) for draft in schedule.drafts], accepted.num_accepted)
         return accepted.num_accepted
 

@@ -24,7 +24,6 @@ from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.drafts import Proposals
 from jpaged.engine.scheduling.schedule import (
     Schedule,
     build_ending_ids,
@@ -37,6 +36,7 @@ from jpaged.engine.scheduling.tells import StepTell, build_tells
 from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.soundness import Soundness
 from jpaged.engine.speculation.drafting import Drafting
+from jpaged.engine.speculation.drafts import Proposals
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (

@@ -10,9 +10,80 @@ PACE = ("scheduling/test_pace.py",)
 COHORTS = ("scheduling/test_cohorts.py",)
 SCHEDULER = ("scheduling/test_scheduler.py",)
 POLICIES = ("scheduling/test_policies.py",)
-OUTGROWING = ("scheduling/test_outgrowing.py",)
+DRAFTING = ("speculation/test_drafting.py",)
+OUTGROWING = ("kv/test_outgrowing.py",)
 
 POLICY_FAULTS = (
+    Fault(
+        "a token behind a proposal that was not drawn is taken in",
+        "speculation/drafts.py",
+        "return cls(schedule, device_rows, done.num_accepted)",
+        "return cls(schedule, device_rows, num_usable_r.tolist())",
+        DRAFTING,
+    ),
+    Fault(
+        "what is sampled behind a proposal is drawn for its place",
+        "scheduling/schedule.py",
+        "start=start + number,\n                num_tokens=1,",
+        "start=start,\n                num_tokens=1,",
+        DRAFTING,
+    ),
+    Fault(
+        "a row behind a proposal may end before min_tokens",
+        "scheduling/schedule.py",
+        "output_index=start + number + 1 - sequence.num_prompt_tokens",
+        "output_index=start + number + 2 - sequence.num_prompt_tokens",
+        DRAFTING,
+    ),
+    Fault(
+        "blocks of proposals that were not drawn are kept",
+        "speculation/drafts.py",
+        "            self.memory.rewind(sequence)\n",
+        "",
+        DRAFTING,
+    ),
+    Fault(
+        "the row of a sequence stays where the step left it",
+        "speculation/drafts.py",
+        "self.rows.grown(sequence, num_accepted)",
+        "self.rows.grown(sequence)",
+        DRAFTING,
+    ),
+    Fault(
+        "a draft takes blocks that nobody has",
+        "speculation/drafts.py",
+        "if count > 0 and self.memory.can_grow([(one.sequence, count)]):",
+        "if count > 0:",
+        LIVES,
+    ),
+    Fault(
+        "proposals go beyond the last token",
+        "speculation/drafts.py",
+        "token_ids = token_ids[: max(0, num_left)]",
+        "token_ids = list(token_ids)",
+        DRAFTING,
+    ),
+    Fault(
+        "a row behind a proposal follows the grammar of the row before",
+        "grammars.py",
+        "of_row = row.grammar if is_ahead else row.sequence.grammar",
+        "of_row = row.sequence.grammar",
+        ("test_grammars.py",),
+    ),
+    Fault(
+        "requests whose tokens are counted have drafts",
+        "speculation/drafts.py",
+        "sampling.beam_width or sampling.needs_counts or",
+        "sampling.beam_width or",
+        DRAFTING,
+    ),
+    Fault(
+        "a proposer hears of a token twice",
+        "speculation/drafting.py",
+        "        self._num_told[sequence] = len(sequence.token_ids)\n",
+        "        self._num_told[sequence] = num_told\n",
+        DRAFTING,
+    ),
     Fault(
         "a size between two powers of two is beyond the limit",
         "executor/shapes.py",
@@ -142,7 +213,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a preempted group keeps its rows",
-        "scheduling/scheduler.py",
+        "scheduling/queues.py",
         "        self.running.remove(group)\n        self.num_rows -= group.num_rows\n",
         "        self.running.remove(group)\n",
         LIVES,
@@ -184,14 +255,14 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a swapped group comes before an earlier one that is computed again",
-        "scheduling/scheduler.py",
+        "scheduling/queues.py",
         "return waiting if is_earlier or self._policy",
         "return waiting if self._policy",
         SCHEDULER,
     ),
     Fault(
         "a swapped group comes before an urgent one",
-        "scheduling/scheduler.py",
+        "scheduling/queues.py",
         "return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped",
         "return waiting if is_earlier else swapped",
         SCHEDULER,
@@ -255,7 +326,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "keys that a sequence has outgrown stay",
-        "scheduling/outgrowing.py",
+        "kv/outgrowing.py",
         "            sequence.outgrew(self._length)\n            self._memory.rewind(sequence)\n",
         "            sequence.rope_len = self._length + 1\n",
         OUTGROWING,
@@ -304,7 +375,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "what a dispatch that ended early did not compute is cached",
-        "loop.py",
+        "intake.py",
         "                sequence.ended_on_the_way()\n",
         "                pass\n",
         LOOKAHEAD,
@@ -318,9 +389,9 @@ POLICY_FAULTS = (
     ),
     Fault(
         "the steps of a dispatch are all counted as its first",
-        "loop.py",
-        "self._take_in(schedule, outputs.at(step), now, step)",
-        "self._take_in(schedule, outputs.at(step), now)",
+        "intake.py",
+        "self._take_step(schedule, outputs.at(step), now_s, step)",
+        "self._take_step(schedule, outputs.at(step), now_s)",
         LOOKAHEAD,
     ),
     Fault(

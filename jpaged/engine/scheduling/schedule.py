@@ -164,7 +164,7 @@ class Schedule:
         if place < len(self.decodes):
             self.decodes.known.add(place)
         else:
-            self.rows[place - len(self.decodes)].samples_token = False
+            self.entered(place).samples_for_nobody()
 
     def row_at(self, row: int, step: int = 0) -> ScheduledRow:
         """What the device has in a row, in one of the steps."""

@@ -39,6 +39,14 @@ class ScheduledRow:
     grammar: GrammarState | None = None
     is_usable: bool = True
 
+    def samples_for_nobody(self) -> None:
+        """Its token is known before it is sampled."""
+        self.samples_token = False
+
+    def cannot_sample(self) -> None:
+        """Nothing may come behind what is proposed."""
+        self.is_usable = False
+
 
 @dataclass(slots=True)
 class Draft:

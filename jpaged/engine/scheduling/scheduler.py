@@ -17,10 +17,9 @@ from jpaged.config import SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
+from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
-from jpaged.engine.scheduling.drafts import Proposals, add_drafts
 from jpaged.engine.scheduling.lookahead import Lookahead
-from jpaged.engine.scheduling.outgrowing import Outgrowing
 from jpaged.engine.scheduling.pace import Pace
 from jpaged.engine.scheduling.policies import POLICIES
 from jpaged.engine.scheduling.preemption import Preemption
@@ -29,6 +28,7 @@ from jpaged.engine.scheduling.rows import DecodingRows
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens
+from jpaged.engine.speculation.drafts import DraftRows, Proposals
 
 
 class Scheduler:
@@ -39,6 +39,7 @@ class Scheduler:
         pace: bounds what prompts add to the steps of streams, and is told of each step; None without a bound.
         rows: those that decode, which every step takes as they are.
         lookahead: chooses how many steps of them go in one dispatch, and is told of each.
+        drafts: enters what is proposed behind rows that decode.
         adapters: where on the device those of running groups are.
 
     Args:
@@ -59,7 +60,6 @@ class Scheduler:
         most = geometry.max_num_batched_tokens
         self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
         self._is_static = options.batching == "static"  # as request-level servers do
-        self._geometry = geometry
         self._memory = memory
         self._policy = POLICIES[options.policy]()
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
@@ -69,6 +69,7 @@ class Scheduler:
         self.lookahead = Lookahead(options.num_scheduler_steps, bound_s, rates, geometry)
         outgrowing = None if outgrown_len is None else Outgrowing(memory, outgrown_len)
         self.rows = DecodingRows(geometry, outgrowing, eos_token_ids)
+        self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
         self.adapters = AdapterSlots(geometry.max_loras)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
@@ -104,16 +105,9 @@ class Scheduler:
         if not self._is_static:  # in a batch that is, who has ended keeps its blocks
             self.rows.enter([(row.group, row.sequence) for row in schedule.rows if _decodes(row)])
         if proposals is not None:
-            add_drafts(schedule, proposals, self._memory, self.rows, self._geometry)
+            self.drafts.add(schedule, proposals)
         schedule.move_first(self._memory.take_ops())
         return schedule
-
-    def went_on(self, group: Group, sequence: Sequence, num_tokens: int) -> None:
-        """So many proposals of a sequence's draft were drawn; it gives back what it took for the others."""
-        self._policy.served(group, 0, num_tokens)
-        if sequence.is_live:
-            self._memory.rewind(sequence)
-            self.rows.went_on(sequence, num_tokens)
 
     def finish(self, group: Group) -> None:
         """Ends a group in whatever state it is; its blocks are free at once (steps run in order of dispatch)."""

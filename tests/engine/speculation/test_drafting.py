@@ -128,3 +128,18 @@ def test_logits_that_are_not_finite_behind_a_proposal_fail_at_that_token_and_no_
             ends.append((h.tokens("a"), str(error)))
         assert ends[0] == ends[1]
         assert ends[0][0] == answer[: len(ends[0][0])]
+
+
+def test_what_was_not_drawn_holds_no_blocks():
+    h = harness(7, block_size=1, num_blocks=100)
+    right(h, "b", "c")
+    while h.step():
+        held = [
+            (sequence.kv.num_blocks, sequence.num_computed_tokens)
+            for group in h.engine._loop.scheduler.queues.running
+            for sequence in group.live
+            if not sequence.num_in_flight_tokens
+        ]
+        assert all(num_blocks == num_tokens for num_blocks, num_tokens in held)
+    load = h.engine.load().speculation
+    assert 0 < load.num_accepted_tokens < load.num_draft_tokens

@@ -6,7 +6,7 @@
     r + 2    b, proposed        9    10
 
 What such a row samples is the sequence's if everything before it was drawn as it was proposed; see
-`speculation/verification.py`. So a step with drafts computes nothing that decoding step by step does not, row by row.
+`verification.py`. So a step with drafts computes nothing that decoding step by step does not, row by row.
 Its results are waited for: where the next one begins is not known before.
 
 Blocks are taken for what is proposed, and given back where that was not drawn. Nobody leaves for a draft.
@@ -22,6 +22,7 @@ import numpy as np
 
 from jpaged.engine.executor import Geometry, StepOutputs
 from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.scheduling.policies import SchedulingPolicy
 from jpaged.engine.scheduling.rows import DecodingRows
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import ScheduledRow
@@ -52,26 +53,39 @@ def takes_drafts(group: Group) -> bool:
     return not (sampling.beam_width or sampling.needs_counts or sampling.asks_more_of_samples)
 
 
-def add_drafts(
-    schedule: Schedule, proposals: Proposals, memory: KVMemory, rows: DecodingRows, geometry: Geometry
-) -> None:
-    """Enters what is proposed for rows that decode, as far as there are rows, tokens and blocks for it."""
-    decoding = decoding_rows(schedule)
-    found = [_cut(one, proposals.token_ids.get(one.sequence, []), rows) for one in decoding]
-    num_others = schedule.num_tokens - len(decoding)
-    chosen = proposals.choose(
-        [one.sequence for one in decoding], [len(token_ids) for token_ids, _ in found], num_others
-    )
-    num_tokens = geometry.max_num_batched_tokens - schedule.num_tokens
-    room = min(geometry.max_num_seqs - schedule.num_rows, num_tokens)
-    for one, (token_ids, states), num_chosen in zip(decoding, found, chosen, strict=True):
-        count = min(num_chosen, room)
-        if count > 0 and memory.can_grow([(one.sequence, count)]):
-            memory.grow(one.sequence, count)
-            if one.sequence in rows:
-                rows.grown(one.sequence)
-            schedule.add_draft(one.group, one.sequence, one.place, token_ids[:count], states[:count])
-            room -= count
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Enters what is proposed into steps, for one scheduler, and gives back what was taken in vain."""
+
+    memory: KVMemory
+    rows: DecodingRows
+    geometry: Geometry
+    policy: SchedulingPolicy
+
+    def add(self, schedule: Schedule, proposals: Proposals) -> None:
+        """Enters what is proposed for rows that decode, as far as there are rows, tokens and blocks for it."""
+        decoding = decoding_rows(schedule)
+        found = [_cut(one, proposals.token_ids.get(one.sequence, []), self.rows) for one in decoding]
+        sequences, nums = [one.sequence for one in decoding], [len(token_ids) for token_ids, _ in found]
+        chosen = proposals.choose(sequences, nums, schedule.num_tokens - len(decoding))
+        num_rows = self.geometry.max_num_seqs - schedule.num_rows
+        room = min(num_rows, self.geometry.max_num_batched_tokens - schedule.num_tokens)
+        for one, (token_ids, states), num_chosen in zip(decoding, found, chosen, strict=True):
+            count = min(num_chosen, room)
+            if count > 0 and self.memory.can_grow([(one.sequence, count)]):
+                self.memory.grow(one.sequence, count)
+                if one.sequence in self.rows:
+                    self.rows.grown(one.sequence)
+                schedule.add_draft(one.group, one.sequence, one.place, token_ids[:count], states[:count])
+                room -= count
+
+    def ran(self, group: Group, sequence: Sequence, num_accepted: int) -> None:
+        """So many tokens of a sequence's draft were drawn; it gives back what it took for the others."""
+        self.policy.served(group, 0, num_accepted)
+        if sequence.is_live:
+            self.memory.rewind(sequence)
+            if sequence in self.rows:
+                self.rows.grown(sequence, num_accepted)
 
 
 @dataclass(frozen=True, slots=True)
