@@ -87,7 +87,7 @@ class StepStats:
 
     def __init__(self, geometry: Geometry, clock: Callable[[], float], num_speculative_tokens: int = 0) -> None:
         self._clock = clock
-        self._drafts = SpeculationStats(num_speculative_tokens)
+        self._drafts = SpeculationStats(num_speculative_tokens) if num_speculative_tokens else None
         self._load = EngineLoad(
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
@@ -95,7 +95,8 @@ class StepStats:
             num_blocks_free=geometry.num_blocks,
             num_blocks_empty=geometry.num_blocks,
         )
-        self._counts = asdict(self._load)  # the next load while it is counted
+        # The next load while it is counted.
+        self._counts = asdict(self._load) | {"speculation": self._load.speculation}
         self._sum_stored_tokens = 0
         self._sum_first_token_s = 0.0
         self._recent_ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
@@ -144,7 +145,8 @@ class StepStats:
 
     def count_drafts(self, num_proposals: Sequence[int], num_accepted: Sequence[int]) -> None:
         """Counts the drafts of a step, and how many of their tokens were accepted."""
-        self._drafts.count(num_proposals, num_accepted)
+        if self._drafts is not None:
+            self._drafts.count(num_proposals, num_accepted)
 
     def count_end(self, group: Group) -> None:
         """Counts a request by what ended it."""
@@ -192,7 +194,8 @@ class StepStats:
         now["num_blocks_swapped_in"] = done.num_swapped_in
         now["num_prefix_query_tokens"] = done.num_prefix_query_tokens
         now["num_prefix_hit_tokens"] = done.num_prefix_hit_tokens
-        now["speculation"] = self._drafts.snapshot()
+        if self._drafts is not None:
+            now["speculation"] = self._drafts.snapshot()
         self._load = EngineLoad(**now)
 
     def snapshot(self, num_compiles_after_warm_up: int) -> EngineLoad:

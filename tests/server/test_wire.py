@@ -294,7 +294,8 @@ def test_facts_and_load_cross_whole():
     assert names_of(control_pb2.GetModelInfoResponse) == {f.name for f in dataclasses.fields(ModelInfo)}
     assert dataclasses.asdict(client_wire._model_info_of(info)) == dataclasses.asdict(MODEL)
     numbers = {f.name: i + 1 for i, f in enumerate(dataclasses.fields(EngineLoad))}
-    other = EngineLoad(**{name: 100 + number for name, number in numbers.items()})
+    more: dict[str, Any] = {name: 100 + number for name, number in numbers.items()}
+    other = EngineLoad(**more)
     load = client_wire._load_of(server_wire.load_of(EngineLoad(**numbers), [EngineLoad(**numbers), other]))
     assert names_of(control_pb2.GetLoadResponse) == {f.name for f in dataclasses.fields(Load)}
     told = names_of(control_pb2.GetLoadResponse) - {"replicas"}

@@ -15,7 +15,7 @@ from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import engine_of, open_llm
 from tests.engine.proposing import Always
-from tests.service.grammars.schemas import random_schema
+from tests.service.grammars.schemas import random_schema, with_definitions
 
 VOCAB_SIZE = 3072
 SIZES = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "num_blocks": 160, "block_size": 8}
@@ -65,6 +65,8 @@ def a_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
         fields["temperature"] = 0.9
     if fields.get("best_of") and fields.get("n"):
         del fields["n"]
+    if "logprob_token_ids" in fields:
+        fields.pop("logprobs", None)
     fields["max_tokens"] = max(fields["max_tokens"], fields.get("min_tokens", 0))
     if rng.random() < 0.35 and not {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"} & fields.keys():
         fields["structured_outputs"] = a_grammar(rng)
@@ -77,7 +79,7 @@ def a_grammar(rng: random.Random) -> StructuredOutputs:
         return StructuredOutputs(choice=["yes", "no", "perhaps not today"])
     if kind == 1:
         return StructuredOutputs(regex="(a|b|the cat )+[0-9]{2,5}")
-    return StructuredOutputs(json=random_schema(rng.randrange(1000)), always_complete=kind == 2)
+    return StructuredOutputs(json=with_definitions(random_schema(rng.randrange(1000))), always_complete=kind == 2)
 
 
 @contextmanager
