@@ -69,7 +69,9 @@ def a_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
         fields.pop("logprobs", None)
     fields["max_tokens"] = max(fields["max_tokens"], fields.get("min_tokens", 0))
     if rng.random() < 0.35 and not {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"} & fields.keys():
-        fields["structured_outputs"] = a_grammar(rng)
+        fields["structured_outputs"] = outputs = a_grammar(rng)
+        if outputs.always_complete:
+            fields["max_tokens"] = 160
     return prompt, SamplingParams(**fields)
 
 
