@@ -116,6 +116,59 @@ class Load(LoadTotals):
     replicas: tuple[ReplicaLoad, ...]
 
 
+PER_POSITION = Metric(
+    "vllm:spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were accepted, by their position."
+)
+"""A counter for each position, from 0, in the label `position`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationLoad:
+    """What was proposed and accepted since the start, under vLLM's names.
+
+    acceptance rate     num_accepted_tokens / num_draft_tokens
+    tokens of a step    1 + num_accepted_tokens / num_drafts, the draw behind them included
+    of a position       num_accepted_tokens_per_pos[i] / num_drafts
+
+    The names and their meaning: https://docs.vllm.ai/en/latest/design/metrics/ and
+    https://github.com/vllm-project/vllm/blob/main/vllm/v1/spec_decode/metrics.py.
+
+    Attributes:
+        num_accepted_tokens_per_pos: accepted proposals by their position in a draft.
+    """
+
+    num_drafts: int = counter(Metric("vllm:spec_decode_num_drafts", "Rows that were run with proposed tokens."))
+    num_draft_tokens: int = counter(Metric("vllm:spec_decode_num_draft_tokens", "Tokens proposed."))
+    num_accepted_tokens: int = counter(
+        Metric("vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.")
+    )
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+
+    @classmethod
+    def total(cls, loads: Sequence[SpeculationLoad]) -> SpeculationLoad:
+        """What several engines counted together; positions that one of them does not have count as 0 there."""
+        width = max((len(load.num_accepted_tokens_per_pos) for load in loads), default=0)
+        places = [load.num_accepted_tokens_per_pos for load in loads]
+        return cls(
+            num_drafts=sum(load.num_drafts for load in loads),
+            num_draft_tokens=sum(load.num_draft_tokens for load in loads),
+            num_accepted_tokens=sum(load.num_accepted_tokens for load in loads),
+            num_accepted_tokens_per_pos=tuple(
+                sum(counts[i] for counts in places if i < len(counts)) for i in range(width)
+            ),
+        )
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted tokens of those that were proposed; 0 before the first."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_len(self) -> float:
+        """Tokens that a row with proposals goes on by, the draw behind them included; 1 before the first."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad(LoadTotals):
     """How busy an engine is, and what it has done since it started.
@@ -139,6 +192,7 @@ class EngineLoad(LoadTotals):
     sum_reserved_slots: int = counter()
     num_first_tokens: int = counter()
     time_to_first_token_s: float = mean("num_first_tokens")
+    speculation: SpeculationLoad = field(default_factory=SpeculationLoad, metadata={"total": SpeculationLoad.total})
     host_s: float = counter(
         Metric("jpaged:host_seconds", "Seconds that the host spent deciding, packing and publishing steps.")
     )
@@ -147,9 +201,9 @@ class EngineLoad(LoadTotals):
     )
 
 
-def metrics_of(kind: str) -> list[tuple[str, Metric]]:
-    """The fields of an EngineLoad with a metric of a kind, "gauge", "counter" or "replica", and that metric."""
-    return [(one.name, one.metadata[kind]) for one in fields(EngineLoad) if one.metadata.get(kind)]
+def metrics_of(kind: str, load: type = EngineLoad) -> list[tuple[str, Metric]]:
+    """The fields of a load with a metric of a kind, "gauge", "counter" or "replica", and that metric."""
+    return [(one.name, one.metadata[kind]) for one in fields(load) if one.metadata.get(kind)]
 
 
 def total_load(loads: Sequence[EngineLoad]) -> EngineLoad:
@@ -161,6 +215,8 @@ def _total(one: Field[Any], loads: Sequence[EngineLoad]) -> Any:
     values = [getattr(load, one.name) for load in loads]
     if one.metadata.get("is_alike"):
         return values[0]
+    if "total" in one.metadata:
+        return one.metadata["total"](values)
     if "weight" not in one.metadata:
         return sum(values)
     weights = [getattr(load, one.metadata["weight"]) for load in loads]

@@ -1,5 +1,7 @@
 """Options have one home: their names, limits and help, and nobody else reads the environment."""
 
+import json
+
 import pytest
 
 from jpaged.config import (
@@ -102,7 +104,7 @@ def test_resolving_leaves_nothing_open():
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}
     assert (
-        left_out == {"pin_prefix", "metrics_port", "compiled", "lora"} | several
+        left_out == {"pin_prefix", "metrics_port", "compiled", "lora", "speculative_config"} | several
     )  # nothing of the kind unless asked for
 
 
@@ -170,3 +172,32 @@ def test_adapters_that_cannot_be_are_refused(options, field, problem):
     with pytest.raises(InvalidArgument, match=problem) as error:
         EngineConfig.load(options)
     assert error.value.field == field
+
+
+def test_speculation_is_a_json_object_or_what_it_says():
+    assert EngineConfig.load({}).speculation is None
+    wanted = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+    found = EngineConfig.load({"speculative_config": wanted})
+    assert found == EngineConfig.load({"speculative_config": json.dumps(wanted)})
+    assert found.speculation is not None
+    assert (found.speculation.method, found.speculation.prompt_lookup_max) == ("ngram", 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "problem"),
+    [
+        ("ngram", "", "ngram is not JSON"),
+        (3, "", "3 is not of type str"),
+        ({"method": "ngram"}, ".num_speculative_tokens", "is missing"),
+        ({"method": {1}}, "", "is no JSON object: Object of type set"),
+        (
+            {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2},
+            ".method",
+            "eagle3 is not served; one of ngram, suffix, draft_model",
+        ),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(value, field, problem):
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        EngineConfig.load({"speculative_config": value})
+    assert error.value.field == f"speculative_config{field}"

@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from jpaged.config import SECTIONS, EngineConfig, iter_options
-from jpaged.config.option import option_type
+from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument
 from jpaged.structured import StructuredOutputs, structured_outputs_of
 from jpaged.types import SamplingParams
@@ -42,7 +42,7 @@ def add_config_flags(
             keywords.update(type=_bytes_of, metavar="BYTES")
         else:
             keywords["type"] = option_type(spec)
-            keywords["metavar"] = "N" if option_type(spec) in (int, float) else "NAME"
+            keywords["metavar"] = "N" if option_type(spec) in (int, float) else "JSON" if is_json(spec) else "NAME"
         if option_type(spec) is tuple:
             keywords.update(action="append", type=str)
         if spec.metadata["choices"]:

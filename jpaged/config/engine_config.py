@@ -28,6 +28,7 @@ from jpaged.config.groups import (
     StartupOptions,
 )
 from jpaged.config.option import checked
+from jpaged.config.speculative import NAME, SERVED_METHODS, SpeculativeOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost
 
@@ -90,6 +91,19 @@ class EngineConfig:
             )
         self.parallel.check()
         self.lora.check()
+        if self.speculation is not None and self.speculation.method not in SERVED_METHODS:
+            served = ", ".join(SERVED_METHODS)
+            raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} is not served; one of {served}")
+
+    @property
+    def speculation(self) -> SpeculativeOptions | None:
+        """Who proposes tokens ahead of the model, and how many; None where nobody does.
+
+        Raises:
+            InvalidArgument: `speculative_config` is not as it has to be; never of options that were loaded.
+        """
+        text = self.scheduler.speculative_config
+        return None if text is None else SpeculativeOptions.parse(text)
 
     def multihost(self) -> MultiHost | None:
         """The place of this process among several: the options', else a launcher's; None where it is alone.

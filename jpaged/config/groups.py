@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jpaged.config.option import option
+from jpaged.config.option import JsonText, option
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import split_address
 
@@ -163,6 +163,11 @@ class SchedulerOptions:
         low=0.0,
         high=3600.0,
         unit="s",
+    )
+    speculative_config: JsonText | None = option(
+        None,
+        "a JSON object as vLLM takes it, which says who proposes tokens ahead of the model (methods ngram, suffix and "
+        'draft_model), such as {"method": "suffix"}; what is proposed never changes what is generated',
     )
     max_num_queued_reqs: int = option(4096, "waiting requests before new ones are refused", low=1, high=1 << 20)
 

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
+from jpaged import json_text
 from jpaged.errors import InvalidArgument
 from jpaged.types import require_whole_characters
+
+JsonText = str
+"""A JSON object as text; options that are given in Python may be the object."""
 
 
 def option(
@@ -34,8 +38,13 @@ def option_type(spec: dataclasses.Field[Any]) -> type:
     """Return the type of an option: `int | None` is an int that may be left out, a tuple is of words."""
     if spec.metadata["choices"]:
         return str
-    kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple}
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple, "JsonText": str}
     return kinds[str(spec.type).removesuffix(" | None")]
+
+
+def is_json(spec: dataclasses.Field[Any]) -> bool:
+    """Whether an option is a JSON object."""
+    return str(spec.type).startswith("JsonText")
 
 
 def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
@@ -51,6 +60,8 @@ def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
         value = float(value)
     if kind is tuple and isinstance(value, list):
         value = tuple(value)
+    if is_json(spec) and isinstance(value, Mapping):
+        value = _as_json(spec.name, value)
     if type(value) is not kind:
         name = "list of str" if kind is tuple else kind.__name__
         raise InvalidArgument(spec.name, f"{value!r} is not of type {name}")
@@ -65,6 +76,13 @@ def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
     if meta["high"] is not None and not value <= meta["high"]:
         raise InvalidArgument(spec.name, f"{value} is above the limit of {meta['high']}")
     return value
+
+
+def _as_json(name: str, value: Mapping[str, Any]) -> str:
+    try:
+        return json_text.dumps(dict(value))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(name, f"{value!r} is no JSON object: {error}") from None
 
 
 def _checked_word(name: str, word: Any) -> str:

@@ -10,6 +10,7 @@ sequence.py    one request's life: a group, and its sequences
 garbage.py     Python's own collector, kept out of the steps
 tokenizer.py   what the engine asks of a tokenizer
 grammars.py    rows whose text follows a grammar
+intake.py      what becomes of a step's results
 soundness.py   rows whose logits are not finite
 stats.py       counts of what the engine did, and how long it took
 scheduling/    who runs in the next step

@@ -11,7 +11,7 @@ So a step waits for the one before it between its forward and its sample, if it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ from jpaged.engine.executor import BEYOND_TOKENS, I32, SamplingInputs
 from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, num_mask_words
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.rows import DecodingRows
-from jpaged.engine.scheduling.schedule import Sampled, Schedule
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduled import Sampled
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError, InvalidArgument, JpagedError
 from jpaged.structured import GrammarMasks, GrammarState
@@ -37,6 +38,7 @@ class BoundRow(NamedTuple):
         place: of the row on the device.
         entered: its place among the rows as they were entered.
         is_plain: nothing but the grammar takes tokens from it.
+        is_ahead: it is behind a token that is proposed.
     """
 
     place: int
@@ -45,6 +47,7 @@ class BoundRow(NamedTuple):
     sequence: Sequence
     state: GrammarState
     is_plain: bool
+    is_ahead: bool = False
 
 
 def bound_rows(schedule: Schedule) -> list[BoundRow]:
@@ -57,11 +60,13 @@ def bound_rows(schedule: Schedule) -> list[BoundRow]:
             group, state = decodes.groups[place], sequence.grammar
             found.append(BoundRow(new_places.get(place, place), place, group, sequence, state, is_plain=True))
     for place, row in enumerate(schedule.rows, len(decodes)):
-        if row.samples_token and row.sequence.grammar is not None:
+        is_ahead = row.proposed is not None
+        of_row = row.grammar if is_ahead else row.sequence.grammar
+        if row.samples_token and of_row is not None:
             params = row.group.request.sampling
             is_plain = not params.bad_words and row.output_index >= params.min_tokens
             new = new_places.get(place, place)
-            found.append(BoundRow(new, place, row.group, row.sequence, row.sequence.grammar, is_plain))
+            found.append(BoundRow(new, place, row.group, row.sequence, of_row, is_plain, is_ahead))
     return found
 
 
@@ -84,12 +89,13 @@ class Grammars:
 
     def begin(self, schedule: Schedule, rows: list[BoundRow]) -> None:
         """A step's forward pass is under way; its sample waits for `narrow`."""
-        self._schedule, self._under_way = schedule, {bound.sequence: bound for bound in rows}
+        self._schedule = schedule
+        self._under_way = {bound.sequence: bound for bound in rows if not bound.is_ahead}
 
     def narrow(self, rows: list[BoundRow], sampling: SamplingInputs) -> Iterator[tuple[Group, JpagedError]]:
         """Leaves each row the tokens that its grammar allows; yields requests that have none, and why."""
         rows = [bound for bound in rows if bound.sequence in self._under_way and bound.sequence.is_live]
-        self._schedule, self._under_way = None, {}
+        schedule, self._schedule, self._under_way = self._schedule, None, {}
         edits = sampling.edits
         if not rows:
             return
@@ -104,10 +110,17 @@ class Grammars:
             is_plain = is_left and bound.is_plain
             if (error := _failure(bound) or (None if is_plain else self._left(bound, sampling))) is not None:
                 edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
-                yield bound.group, error
+                if bound.is_ahead and schedule is not None:
+                    schedule.entered(bound.entered).cannot_sample()
+                else:
+                    yield bound.group, error
 
-    def follow(self, sampled: Sampled, output: OutputProcessor) -> Iterator[tuple[Group, Sequence, JpagedError | None]]:
+    def follow(
+        self, sampled: Sampled, output: OutputProcessor, going_on: Collection[Sequence] = ()
+    ) -> Iterator[tuple[Group, Sequence, JpagedError | None]]:
         """Takes in the tokens of a step and appends what follows them without a choice.
+
+        Not behind sequences that are going on, of which the next token was sampled in the same step.
 
         Yields the sequences that end there, and those whose requests cannot go on, and why.
         """
@@ -116,7 +129,11 @@ class Grammars:
                 continue
             if (error := self._accept(sequence)) is not None:
                 yield group, sequence, error
-            elif (token_ids := self._forced(group, sequence)) and output.jump(group, sequence, token_ids):
+            elif (
+                sequence not in going_on
+                and (token_ids := self._forced(group, sequence))
+                and output.jump(group, sequence, token_ids)
+            ):
                 yield group, sequence, None
 
     def _accept(self, sequence: Sequence) -> JpagedError | None:

@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jpaged.config import CacheOptions, EngineConfig
-from jpaged.engine.executor import Executor, Geometry, SamplingInputs, StepOutputs
+from jpaged.engine.executor import Executor, Geometry, SamplingInputs
 from jpaged.engine.executor.telling import ToldOutputs
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import BoundRow, Grammars, MakeMasks, bound_rows
+from jpaged.engine.intake import Intake
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import (
     Schedule,
@@ -33,14 +33,15 @@ from jpaged.engine.scheduling.schedule import (
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
 from jpaged.engine.scheduling.tells import StepTell, build_tells
-from jpaged.engine.sequence import Group, Sequence, Sink
+from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.soundness import Soundness
+from jpaged.engine.speculation.drafting import Drafting
+from jpaged.engine.speculation.drafts import Proposals
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (
     AlreadyExists,
     DeadlineExceeded,
-    JpagedError,
     QueueFull,
     RequestTooLong,
     Unavailable,
@@ -179,6 +180,7 @@ class _Dispatched(NamedTuple):
     """A dispatch whose results were not collected yet: what it was, and the executor's handles."""
 
     schedule: Schedule
+    begin_s: float
     handle: Any
     tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]] = ()
 
@@ -219,7 +221,8 @@ class EngineLoop:
         geometry = executor.geometry
         self.memory = _make_memory(geometry, config.cache, max_cached_tokens)
         self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, outgrown_len)
-        self.stats = StepStats(geometry, clock)
+        options = config.speculation
+        self.stats = StepStats(geometry, clock, 0 if options is None else options.num_speculative_tokens)
         self.in_flight = InFlight(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs)
         self.groups: dict[str, Group] = {}
         self._clock = clock
@@ -227,14 +230,16 @@ class EngineLoop:
         self._eos_token_ids = eos_token_ids
         self._overlap = config.scheduler.overlap
         self._output = OutputProcessor(tokenizer, eos_token_ids)
-        self._soundness = Soundness(self.memory, self._output, self.stats)
         self._deadlines = Deadlines()
         self._dispatched: _Dispatched | None = None
-        self._device_wait_s = 0.0
+        self._device_wait_s = self._last_end_s = 0.0
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
         self._sharing = PrefixSharing()
         self._grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows)
+        soundness = Soundness(self.memory, self._output, self.stats)
+        self._intake = Intake(self.scheduler, self._output, soundness, self._grammars, self.stats, self._release)
+        self._drafting = None if options is None else Drafting.of(options, executor.rates, geometry)
         self._num_arrivals = 0
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -245,23 +250,23 @@ class EngineLoop:
         self._look_at_device()
         self._expire()
         self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
-        schedule = self.scheduler.schedule()
-        earlier, self._dispatched = self._dispatched, None
-        started, was_in_flight = self._start(schedule), earlier is not None
+        was_in_flight = self._dispatched is not None
+        schedule = self.scheduler.schedule(self._proposals())
+        started = self._start(schedule)
         if isinstance(started, _Started):
-            if started.bound and earlier is not None:
-                self._collect(earlier)
-                earlier = None
+            if started.bound:
+                self._collect_earlier()
             for group, error in self._grammars.narrow(started.bound, started.sampling):
-                self._give_up(group, error)
+                self._intake.give_up(group, error)
             self._newest = self._executor.sample(started.hidden, started.sampling)
-            started = _Dispatched(started.schedule, self._newest, started.tells)
+            started = _Dispatched(started.schedule, start_s, self._newest, started.tells)
         collect_if_due()
-        if self._overlap:
-            started, self._dispatched = earlier, started
-        if started is not None:
-            self._collect(started)
-        has_run = schedule.num_rows > 0 or started is not None or was_in_flight
+        earlier, self._dispatched = self._dispatched, started
+        if earlier is not None:
+            self._collect(earlier)
+        if schedule.drafts or not self._overlap:
+            self._collect_earlier()
+        has_run = schedule.num_rows > 0 or was_in_flight
         if has_run:
             self.stats.count_host(self._clock() - start_s - self._device_wait_s)
         self.stats.end_step(self.memory, self.scheduler)
@@ -281,6 +286,21 @@ class EngineLoop:
         self.scheduler.rows.check()
         if self._executor.geometry.max_loras:
             self.scheduler.adapters.check(self.scheduler.queues.running)
+
+    def _proposals(self) -> Proposals | None:
+        """What is proposed for the next step; None where nothing is."""
+        drafting, queues = self._drafting, self.scheduler.queues
+        limit = 0 if drafting is None else drafting.limit(queues)
+        if drafting is None or not limit:
+            return None
+        self._collect_earlier()  # what is proposed goes by all tokens
+        return drafting.propose(queues.running, limit)
+
+    def _collect_earlier(self) -> None:
+        """Waits for what is in flight, if anything is."""
+        if self._dispatched is not None:
+            earlier, self._dispatched = self._dispatched, None
+            self._collect(earlier)
 
     def _start(self, schedule: Schedule) -> _Started | _Dispatched | None:
         """Starts a step: its moves, which there may be without a row, and its rows as far as the sample."""
@@ -304,7 +324,7 @@ class EngineLoop:
             self._newest = self._executor.decode(
                 inputs, sampling, build_ending_ids(schedule, len(sampling.rows_r)), schedule.num_steps
             )
-            return _Dispatched(schedule, self._newest)
+            return _Dispatched(schedule, begin_s, self._newest)
         self._end_idle()
         hidden = self._executor.forward(inputs)
         self._newest = None  # what was the newest has this behind it
@@ -314,11 +334,6 @@ class EngineLoop:
         bound = bound_rows(schedule)
         self._grammars.begin(schedule, bound)
         return _Started(schedule, hidden, sampling, tells, bound)
-
-    def _give_up(self, group: Group, error: JpagedError) -> None:
-        """Ends a request, which runs, with an error of its own."""
-        self._output.fail(group, error)
-        self._release(group)
 
     def _end_idle(self) -> None:
         """Notes that the device is given something to do."""
@@ -332,12 +347,12 @@ class EngineLoop:
             self._idle.seen_done(self._clock())
 
     def _collect(self, dispatched: _Dispatched) -> None:
-        schedule, handle, tells = dispatched
+        schedule, begin_s, handle, tells = dispatched
         waiting_since_s = self._clock()
         told = [(tell, collect()) for tell, collect in tells]
         outputs = self._executor.collect(handle)
         now = self._clock()
-        self._device_wait_s = now - waiting_since_s
+        self._device_wait_s += now - waiting_since_s
         if handle is self._newest:
             self._newest = None
             self._idle.seen_done(now)
@@ -345,44 +360,10 @@ class EngineLoop:
             self.scheduler.pace.steps.ended(now)
         self.scheduler.lookahead.ended(now)
         self._output.told.take(told)
-        if schedule.num_steps == 1:
-            self._take_in(schedule, outputs, now)
-        else:
-            for step in range(schedule.num_steps):
-                self._take_in(schedule, outputs.at(step), now, step)
-
-    def _take_in(self, schedule: Schedule, outputs: StepOutputs, now: float, step: int = 0) -> None:
-        """Has what one step of a dispatch sampled judged, counted and published."""
-        for group in self._soundness.fail_unsound(schedule, outputs, step):
-            self._release(group)
-        tokens, beams = schedule.live_tokens(step)
-        self.stats.count_tokens([*tokens.groups, *beams.groups], now, schedule.num_steps)
-        for group, sequence in self._output.publish(tokens, outputs):
-            if max(schedule.num_steps, sequence.num_in_flight_tokens) > 1:
-                sequence.ended_on_the_way()
-            self._end_sequence(group, sequence)
-        for group, sequence, error in self._grammars.follow(tokens, self._output):
-            if error is None:
-                self._end_sequence(group, sequence)
-            else:
-                self._give_up(group, error)
-        self.stats.count_forced(self._grammars.take_num_forced())
-        for group, rows in beams.by_group().items():
-            self._advance_beams(group, rows, outputs)
-
-    def _end_sequence(self, group: Group, sequence: Sequence) -> None:
-        if len(group.live) > 1:
-            self.scheduler.finish_sequence(group, sequence)
-        else:
-            self._output.finish(group)
-            self._release(group)
-
-    def _advance_beams(self, group: Group, rows: dict[Sequence, int], outputs: StepOutputs) -> None:
-        search = self._output.search(group)
-        advance_beams(group, rows, outputs, search, self.scheduler)
-        if search.is_done:
-            self._output.finish(group)
-            self._release(group)
+        num_accepted = self._intake.take(schedule, outputs, now)
+        if self._drafting is not None:
+            self._drafting.observe(schedule, num_accepted, now - max(begin_s, self._last_end_s))
+        self._last_end_s = now
 
     def _expire(self) -> None:
         """Ends requests whose deadline has passed."""
@@ -442,6 +423,8 @@ class EngineLoop:
         self._send_last([group])
         self.scheduler.finish(group)
         self.scheduler.rows.editing.forget(group)
+        if self._drafting is not None:
+            self._drafting.forget(group)
         self._deadlines.discard(group)
         del self.groups[group.request.request_id]
         self.in_flight.note_idle()

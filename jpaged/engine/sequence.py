@@ -148,6 +148,11 @@ class Sequence:
         """It ended with its last token, and steps behind that were dispatched: what they write is not its."""
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
+    def went_on(self) -> None:
+        """The token behind its last one was proposed and is the one that was drawn: what comes behind is there, too."""
+        self.num_computed_tokens += 1
+        self.num_in_flight_tokens += 1
+
     def discard_in_flight(self) -> None:
         """The oldest token in flight is collected, and means nothing: a beam goes on with tokens that are chosen."""
         self.num_in_flight_tokens -= 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import numpy as np
 
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.stats import StepStats
 from jpaged.errors import InternalError
@@ -41,6 +43,8 @@ class Soundness:
     def fail_unsound(self, schedule: Schedule, outputs: StepOutputs, step: int = 0) -> list[Group]:
         """Fails the requests whose rows are not sound; the groups, which hold their blocks still.
 
+        Rows of what is proposed fail nobody: `fail_rows` judges those of which something is taken in.
+
         Args:
             outputs: of one step of the dispatch.
             step: which one it is.
@@ -50,9 +54,18 @@ class Soundness:
             scheduled = schedule.row_at(row, step)
             if not scheduled.sequence.is_live:
                 self._forget(scheduled.sequence)
-            elif scheduled.samples_token and scheduled.group not in failed:
+            elif scheduled.samples_token and scheduled.proposed is None and scheduled.group not in failed:
                 failed[scheduled.group] = None
                 self._fail(scheduled)
+        return list(failed)
+
+    def fail_rows(self, rows: Mapping[int, ScheduledRow], outputs: StepOutputs) -> list[Group]:
+        """The same for some rows, by their places on the device."""
+        failed: dict[Group, None] = {}
+        for place, row in rows.items():
+            if not outputs.is_sound_rn[place, 0] and row.group not in failed:
+                failed[row.group] = None
+                self._fail(row)
         return list(failed)
 
     def _fail(self, row: ScheduledRow) -> None:

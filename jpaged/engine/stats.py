@@ -12,6 +12,7 @@ from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
+from jpaged.engine.speculation.stats import SpeculationStats
 from jpaged.load import DURATIONS, EngineLoad
 from jpaged.types import FinishReason
 
@@ -84,8 +85,9 @@ ERROR, DEADLINE = "error", "deadline"
 class StepStats:
     """Gathers the counts; the engine's thread calls everything but what answers questions, at the end."""
 
-    def __init__(self, geometry: Geometry, clock: Callable[[], float]) -> None:
+    def __init__(self, geometry: Geometry, clock: Callable[[], float], num_speculative_tokens: int = 0) -> None:
         self._clock = clock
+        self._drafts = SpeculationStats(num_speculative_tokens) if num_speculative_tokens else None
         self._load = EngineLoad(
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
@@ -93,7 +95,8 @@ class StepStats:
             num_blocks_free=geometry.num_blocks,
             num_blocks_empty=geometry.num_blocks,
         )
-        self._counts = asdict(self._load)  # the next load while it is counted
+        # The next load while it is counted.
+        self._counts = asdict(self._load) | {"speculation": self._load.speculation}
         self._sum_stored_tokens = 0
         self._sum_first_token_s = 0.0
         self._recent_ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
@@ -139,6 +142,11 @@ class StepStats:
         """Counts tokens that followed from a grammar, and took no step of their own."""
         self._counts["num_generation_tokens"] += num_tokens
         self._counts["num_forced_tokens"] += num_tokens
+
+    def count_drafts(self, num_proposals: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Counts the drafts of a step, and how many of their tokens were accepted."""
+        if self._drafts is not None:
+            self._drafts.count(num_proposals, num_accepted)
 
     def count_end(self, group: Group) -> None:
         """Counts a request by what ended it."""
@@ -186,6 +194,8 @@ class StepStats:
         now["num_blocks_swapped_in"] = done.num_swapped_in
         now["num_prefix_query_tokens"] = done.num_prefix_query_tokens
         now["num_prefix_hit_tokens"] = done.num_prefix_hit_tokens
+        if self._drafts is not None:
+            now["speculation"] = self._drafts.snapshot()
         self._load = EngineLoad(**now)
 
     def snapshot(self, num_compiles_after_warm_up: int) -> EngineLoad:

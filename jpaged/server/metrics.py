@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import InvalidArgument
-from jpaged.load import DURATIONS, metrics_of
+from jpaged.load import DURATIONS, PER_POSITION, SpeculationLoad, metrics_of
 from jpaged.server.scrapes import ScrapeServer
 from jpaged.service.loaded_model import LoadedModel
 
@@ -38,6 +38,8 @@ class EngineCollector(Collector):
             for index, one in enumerate(replica_loads):
                 gauge.add_metric((name, str(index)), getattr(one, field))
             yield gauge
+        if load.speculation.num_accepted_tokens_per_pos:
+            yield from self._speculation(load.speculation)
         # "perc" is vLLM's name; the value is a fraction from 0 to 1.
         use = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=("model_name",))
         use.add_metric((name,), load.num_blocks_used / load.num_blocks)
@@ -46,6 +48,17 @@ class EngineCollector(Collector):
         for field, durations in DURATIONS.items():
             yield self._histogram(durations.metric.name, durations.metric.help, engine.histogram(field))
         yield self._cache_config()
+
+    def _speculation(self, load: SpeculationLoad) -> Iterator[Metric]:
+        name = self._serving.model.name
+        for field, metric in metrics_of("counter", SpeculationLoad):
+            counter = CounterMetricFamily(metric.name, metric.help, labels=("model_name",))
+            counter.add_metric((name,), getattr(load, field))
+            yield counter
+        by_position = CounterMetricFamily(PER_POSITION.name, PER_POSITION.help, labels=("model_name", "position"))
+        for position, count in enumerate(load.num_accepted_tokens_per_pos):
+            by_position.add_metric((name, str(position)), count)
+        yield by_position
 
     def _ended(self) -> Metric:
         counter = CounterMetricFamily(

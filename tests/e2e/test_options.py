@@ -48,7 +48,7 @@ SERVER_VALUES = {
     "max_messages_per_second": 9,
 }
 APART = {"enable_expert_parallel", "quantization", "max_logprobs", *field_names(LoraOptions)}
-APART |= {"tool_call_parser", "reasoning_parser"}
+APART |= {"tool_call_parser", "reasoning_parser", "speculative_config"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 
 Test = TypeVar("Test", bound=Callable[..., None])

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.speculation.drafting import Drafting
 from jpaged.service.input_processor import InputProcessor
 from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.testing.fake_grammar import FakeMasks
 from jpaged.types import OutputEvent, Prompt, SamplingParams
+from tests.engine.proposing import Always, Guesses
 
 NO_EOS: frozenset[int] = frozenset()
 
 MAX_NUM_IDLE_STEPS = 10
 """Steps that may run nothing while there is work: nothing changes meanwhile, so it would stay so."""
+
+
+def _speculative_config(num_tokens):
+    return json.dumps({"method": "ngram", "num_speculative_tokens": num_tokens}) if num_tokens else None
 
 
 @dataclass
@@ -36,6 +43,7 @@ class Harness:
     max_pinned_blocks: int | None = None
     max_inter_token_latency: float = 0.0
     num_scheduler_steps: int = 1
+    num_speculative_tokens: int = 0  # of somebody who knows what comes, mostly
     max_num_steps: int = 20_000
 
     def __post_init__(self):
@@ -52,6 +60,7 @@ class Harness:
             max_pinned_blocks=self.max_pinned_blocks,
             max_inter_token_latency=self.max_inter_token_latency,
             num_scheduler_steps=self.num_scheduler_steps,
+            speculative_config=_speculative_config(self.num_speculative_tokens),
         )
         self.engine = Engine(
             self.executor,
@@ -63,10 +72,16 @@ class Harness:
             clock=self.clock,
             make_masks=lambda: FakeMasks(self.executor.geometry.vocab_size),
         )
+        self.guesses = Guesses(self.outputs, self.executor.geometry.vocab_size)
+        self.adaptation = Always(self.num_speculative_tokens)
+        if self.num_speculative_tokens:
+            drafting = Drafting(self.guesses, self.adaptation, self.num_speculative_tokens)
+            self.engine._loop._drafting = drafting
         self.input_processor = InputProcessor(
             self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids, max_logprobs=-1
         )
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
+        self.known_outputs: list[list[int]] = []
         self.num_steps = self.num_idle_steps = 0
 
     def submit(
@@ -101,6 +116,10 @@ class Harness:
 
     def receive(self, event):
         self.events[event.request_id].append(event)
+
+    def outputs(self):
+        """What is generated, as far as it is known."""
+        return self.known_outputs
 
     def step(self):
         """One step, and the checks after it; a life that no longer moves, or does not end, is a failure."""
@@ -165,6 +184,9 @@ class CheckedHarness(Harness):
     def __post_init__(self):
         super().__post_init__()
         self.expected = {}
+
+    def outputs(self):
+        return [output for outputs in self.expected.values() for output in outputs]
 
     def receive(self, event):
         expected = self.expected[event.request_id][event.index]  # no event comes of a request that was dropped

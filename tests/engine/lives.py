@@ -62,6 +62,7 @@ class Life:
             "enable_prefix_caching": sample(1, 8) > 1,
         }
         sampled["num_scheduler_steps"] = random.Random(2 * ~seed).choice([1, 2, 3, 8])
+        sampled["num_speculative_tokens"] = random.Random(3 * ~seed).choice([0, 0, 1, 3, 7])
         # A step of the fake is said to take a microsecond a token: some of these leave prompts less than there is room.
         sampled["max_inter_token_latency"] = random.Random(~seed).choice([0.0, 0.0, 1e-6, 2e-5])
         self.h = CheckedHarness(executor=executor, max_num_steps=6000, **sampled | options)

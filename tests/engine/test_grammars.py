@@ -18,13 +18,14 @@ def harness(**fields: Any) -> Harness:
     executor = FakeExecutor(
         vocab_size=V,
         num_blocks=fields.pop("num_blocks", 64),
+        max_num_seqs=fields.pop("max_num_seqs", 8),
         num_host_blocks=fields.pop("num_host_blocks", 0),
         max_num_batched_tokens=fields.pop("max_num_batched_tokens", 32),
     )
     return Harness(executor=executor, eos_token_ids=frozenset({EOS}), **fields)
 
 
-def alone(prompt: list[int], grammar: FakeGrammar, **sampling: Any) -> list[int]:
+def alone(prompt: list[int], grammar: FakeGrammar | None = None, **sampling: Any) -> list[int]:
     """The tokens of a request by itself, each sampled in a step of its own."""
     h = harness(overlap=False)
     h.submit("alone", prompt, grammar=grammar, logprobs=0, **sampling)
@@ -52,6 +53,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 9},
     "static": {"batching": "static"},
     "several steps": {"num_scheduler_steps": 4},
+    "drafts": {"num_speculative_tokens": 5, "max_num_seqs": 32},
+    "drafts, few blocks": {"num_speculative_tokens": 3, "num_blocks": 20, "max_num_seqs": 16},
 }
 
 
@@ -61,8 +64,8 @@ def test_tokens_are_those_of_one_step_at_a_time(way, seed):
     h, expected = harness(**WAYS[way]), {}
     for number, (prompt, fields) in enumerate(requests_of(seed)):
         h.submit(str(number), prompt, **fields)
-        if "grammar" in fields:
-            expected[str(number)] = alone(prompt, **fields)
+        expected[str(number)] = alone(prompt, **fields)
+        h.known_outputs.append(expected[str(number)])
         if number % 4 == 3:
             h.step()
     h.run()
@@ -71,6 +74,7 @@ def test_tokens_are_those_of_one_step_at_a_time(way, seed):
         assert h.last(request_id).finish.reason.value == ("stop" if tokens[-1] == EOS else "length")
         assert h.last(request_id).usage.completion_tokens == len(tokens)
     assert h.engine.load().num_forced_tokens > 0
+    assert h.adaptation.num_accepted > 0 or "drafts" not in way
 
 
 def test_forced_tokens_take_no_step_of_their_own():

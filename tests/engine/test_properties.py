@@ -69,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         max_cached_tokens=st.sampled_from([None, None, 7]),
         num_scheduler_steps=st.sampled_from([1, 2, 3, 8]),
+        num_speculative_tokens=st.sampled_from([0, 1, 3, 7]),
     )
     def start(self, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, num_host_blocks, **options):
         executor = SeveralStepsExecutor(
@@ -171,6 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.h.step()
         load = self.h.engine.load()
         assert load.num_blocks_free == load.num_blocks and load.num_running == load.num_waiting == 0
+        assert self.h.guesses.num_sequences == 0
         for name, sampling in self.sampling.items():
             self.check_end(name, sampling)
         type(self).num_steps += self.h.num_steps

@@ -10,7 +10,7 @@ PACE = ("scheduling/test_pace.py",)
 COHORTS = ("scheduling/test_cohorts.py",)
 SCHEDULER = ("scheduling/test_scheduler.py",)
 POLICIES = ("scheduling/test_policies.py",)
-OUTGROWING = ("scheduling/test_outgrowing.py",)
+OUTGROWING = ("kv/test_outgrowing.py",)
 
 POLICY_FAULTS = (
     Fault(
@@ -142,7 +142,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a preempted group keeps its rows",
-        "scheduling/scheduler.py",
+        "scheduling/queues.py",
         "        self.running.remove(group)\n        self.num_rows -= group.num_rows\n",
         "        self.running.remove(group)\n",
         LIVES,
@@ -184,14 +184,14 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a swapped group comes before an earlier one that is computed again",
-        "scheduling/scheduler.py",
+        "scheduling/queues.py",
         "return waiting if is_earlier or self._policy",
         "return waiting if self._policy",
         SCHEDULER,
     ),
     Fault(
         "a swapped group comes before an urgent one",
-        "scheduling/scheduler.py",
+        "scheduling/queues.py",
         "return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped",
         "return waiting if is_earlier else swapped",
         SCHEDULER,
@@ -255,7 +255,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "keys that a sequence has outgrown stay",
-        "scheduling/outgrowing.py",
+        "kv/outgrowing.py",
         "            sequence.outgrew(self._length)\n            self._memory.rewind(sequence)\n",
         "            sequence.rope_len = self._length + 1\n",
         OUTGROWING,
@@ -304,7 +304,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "what a dispatch that ended early did not compute is cached",
-        "loop.py",
+        "intake.py",
         "                sequence.ended_on_the_way()\n",
         "                pass\n",
         LOOKAHEAD,
@@ -318,9 +318,9 @@ POLICY_FAULTS = (
     ),
     Fault(
         "the steps of a dispatch are all counted as its first",
-        "loop.py",
-        "self._take_in(schedule, outputs.at(step), now, step)",
-        "self._take_in(schedule, outputs.at(step), now)",
+        "intake.py",
+        "self._take_step(schedule, outputs.at(step), now_s, step)",
+        "self._take_step(schedule, outputs.at(step), now_s)",
         LOOKAHEAD,
     ),
     Fault(

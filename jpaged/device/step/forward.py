@@ -223,7 +223,9 @@ class Step:
             logits_rv: jax.Array, counts: TokenCounts, how: RowSampling, edits: RowEdits, detail: jax.Array
         ) -> tuple[TokenCounts, Sampled]:
             logits_rv = vocabulary.without_padding(logits_rv)
-            x_rv = edited(logits_rv, edits, counts, how.temperature_r, vocabulary)
+            # What cannot be sampled has no part in what is typical of the rest.
+            allowed_rv, _ = sampling.without_banned(logits_rv, how.banned_token_ids_rx, vocabulary)
+            x_rv = edited(allowed_rv, edits, counts, how.temperature_r, vocabulary)
             found = sampling.sample(x_rv, how, vocabulary, Detail.TOKENS, self.sampler)
             told = sampling.tell(logits_rv, found, vocabulary, detail)
             return counts.counted(edits.slots_r, told.token_ids_r, vocabulary), told

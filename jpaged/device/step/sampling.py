@@ -79,7 +79,7 @@ def sample(
         is_read_r1 = is_below_r1 & jnp.isfinite(largest_r1)
     # What needs all logits is done by then, and the loop depends on it: so it may change them where they lie.
     banned_token_ids_rx = jnp.where(is_read_r1, how.banned_token_ids_rx, vocabulary.size)
-    allowed_rv, taken_rx = _ban(logits_rv, banned_token_ids_rx, vocabulary)
+    allowed_rv, taken_rx = without_banned(logits_rv, banned_token_ids_rx, vocabulary)
     token_ids_r = lax.cond(
         jnp.any(how.temperature_r > 0),
         lambda x_rv: _sample(x_rv, how, vocabulary),
@@ -165,7 +165,7 @@ def _if_any(
     return lax.cond(jnp.any(is_needed), lambda x: change(x, how, vocabulary), lambda x: x, x)
 
 
-def _ban(
+def without_banned(
     logits_rv: jax.Array, ids_rx: Int[Array, "R X"], vocabulary: Vocabulary
 ) -> tuple[Float[Array, "R V"], Float[Array, "R X"]]:
     """The logits with minus infinity for the banned tokens, and what those had (of a device, its own).

@@ -19,7 +19,7 @@ from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
 from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.engine.output.text import Decoder, IncrementalDetokenizer, NoText, RememberedTexts
 from jpaged.engine.output.told import Told
-from jpaged.engine.scheduling.schedule import Sampled
+from jpaged.engine.scheduling.scheduled import Sampled
 from jpaged.engine.sequence import Group, Sequence, collected_one_each
 from jpaged.engine.stats import DEADLINE, ERROR
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer

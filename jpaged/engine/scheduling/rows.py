@@ -30,8 +30,8 @@ from jpaged.engine.executor import (
     SamplingInputs,
     random_columns,
 )
+from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.editing import Editing
-from jpaged.engine.scheduling.outgrowing import Outgrowing
 from jpaged.engine.scheduling.told_budget import ToldBudget
 from jpaged.engine.sequence import Group, Sequence, Status, dispatched_each
 from jpaged.errors import InternalError
@@ -212,9 +212,16 @@ class DecodingRows:
         num_rows = len(self)
         return bool(self._are_bound_s[:num_rows].any() or (self._details_s[:num_rows] > Detail.TOKENS).any())
 
-    def grown(self, sequence: Sequence) -> None:
-        """A sequence has other blocks than before: it has got some, or its windows have moved on."""
-        self._block_tables_gsm[:, self._places[sequence]] = sequence.kv.ids_gm
+    def grown(self, sequence: Sequence, num_accepted: int = 0) -> None:
+        """A sequence has other blocks than before: it has got some, or its windows have moved on, or it had a draft.
+
+        Args:
+            num_accepted: tokens of the draft, by which it is further than the step took it.
+        """
+        place = self._places[sequence]
+        self._starts_s[place] += num_accepted
+        self._num_left_s[place] -= num_accepted
+        self._block_tables_gsm[:, place] = sequence.kv.ids_gm
 
     def group_of(self, sequence: Sequence) -> Group:
         """The group of a sequence that has a row."""

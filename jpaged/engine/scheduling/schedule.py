@@ -24,83 +24,9 @@ from jpaged.engine.executor import (
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.scheduling.editing import EditedRow, Editing
 from jpaged.engine.scheduling.rows import Decodes
+from jpaged.engine.scheduling.scheduled import Draft, Sampled, ScheduledRow, SharedPrefixGroup
 from jpaged.engine.sequence import Group, Sequence, Status
-
-
-@dataclass(slots=True)
-class ScheduledRow:
-    """A sequence's part in a step: tokens start to start + num_tokens of it go through the model.
-
-    A sequence that has just been forked has a row of no tokens: its first token comes of what its leader computed.
-
-    Attributes:
-        samples_token: the step samples the sequence's next token in this row.
-        sample_row: the row whose last token the sample reads; the row itself, but for a fresh fork.
-        prev_sampled_row: the last input token is in flight: it is what the step before sampled in this row. None when
-            the host knows it.
-        output_index: which output token of the sequence is sampled; 0 is the first.
-        told: positions of its tokens that are told of.
-    """
-
-    group: Group
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    samples_token: bool
-    sample_row: int
-    prev_sampled_row: int | None
-    output_index: int
-    told: range = range(0)
-
-
-@dataclass(slots=True)
-class Sampled:
-    """Rows that sampled a token, a column a field.
-
-    Attributes:
-        rows: of the device.
-        are_last: the sequence has as many tokens with it as it may have.
-    """
-
-    rows: list[int] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    are_last: list[bool] = field(default_factory=list)
-
-    def add(self, place: int, row: ScheduledRow) -> None:
-        """Enters a row that is at a place."""
-        self.rows.append(place)
-        self.groups.append(row.group)
-        self.sequences.append(row.sequence)
-        self.are_last.append(row.output_index + 1 >= row.group.request.sampling.max_tokens)
-
-    def move(self, new_places: dict[int, int]) -> None:
-        """The device has the rows in other places."""
-        self.rows = [new_places[place] for place in self.rows]
-
-    def by_group(self) -> dict[Group, dict[Sequence, int]]:
-        """The row of each sequence of each group."""
-        rows: dict[Group, dict[Sequence, int]] = {}
-        for row, group, sequence in zip(self.rows, self.groups, self.sequences, strict=True):
-            rows.setdefault(group, {})[sequence] = row
-        return rows
-
-
-@dataclass(slots=True)
-class SharedPrefixGroup:
-    """Neighbouring rows that read the first tokens of their contexts together.
-
-    Attributes:
-        num_rows: of the run.
-        num_tokens: full blocks that begin every one of their tables; 0 where rows share nothing.
-    """
-
-    num_rows: int
-    num_tokens: int
-
-    def add_row(self) -> None:
-        """The next row reads with these."""
-        self.num_rows += 1
+from jpaged.structured import GrammarState
 
 
 @dataclass(slots=True)
@@ -112,6 +38,7 @@ class Schedule:
         rows: the others, in the order in which they were entered.
         order: the place of each row among all that were entered, in the device's order; empty where that is the same.
         runs: cover the rows in their order; none where no two rows read anything together.
+        drafts: what is proposed, in rows behind the others; the results of such a step are waited for.
     """
 
     decodes: Decodes = field(default_factory=Decodes)
@@ -123,6 +50,7 @@ class Schedule:
     admitted: list[Group] = field(default_factory=list)
     preempted: list[Group] = field(default_factory=list)
     num_recomputed_tokens: int = 0
+    drafts: list[Draft] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -169,14 +97,39 @@ class Schedule:
         sequence.dispatched(num_tokens, place, samples_token=samples_token)
         return row
 
+    def add_draft(
+        self, group: Group, sequence: Sequence, place: int, token_ids: list[int], states: list[GrammarState | None]
+    ) -> None:
+        """Enters proposals, each with a row, and where the grammar is behind it; the sequence stays as it is."""
+        start, first = sequence.num_computed_tokens, self.num_rows
+        for number, (token_id, state) in enumerate(zip(token_ids, states, strict=True)):
+            row = ScheduledRow(
+                group=group,
+                sequence=sequence,
+                start=start + number,
+                num_tokens=1,
+                samples_token=True,
+                sample_row=first + number,
+                prev_sampled_row=None,
+                output_index=start + number + 1 - sequence.num_prompt_tokens,
+                proposed=token_id,
+                grammar=state,
+            )
+            self.rows.append(row)
+        self.drafts.append(Draft(group, sequence, place, token_ids, range(first, first + len(token_ids))))
+        self.num_tokens += len(token_ids)
+
     def recomputes(self, num_tokens: int) -> None:
         """Counts tokens that run again: of a preempted group, or of one that has outgrown its keys."""
         self.num_recomputed_tokens += num_tokens
 
-    def close(self, ops: MemoryOps) -> None:
-        """Every row is there; these moves come before them."""
-        self.ops = ops
+    def close(self) -> None:
+        """Every row is there, but for those of drafts."""
         self.num_tokens = len(self.decodes) + sum(row.num_tokens for row in self.rows)
+
+    def move_first(self, ops: MemoryOps) -> None:
+        """These moves come before its rows."""
+        self.ops = ops
 
     def share(self, runs: list[SharedPrefixGroup]) -> None:
         """Has neighbouring rows read the beginnings of their contexts together."""
@@ -189,15 +142,29 @@ class Schedule:
         for new, place in enumerate(order):
             if place < num_decodes:
                 self.decodes.sequences[place].moved_to_row(new)
-            elif self.rows[place - num_decodes].samples_token:
-                self.rows[place - num_decodes].sequence.moved_to_row(new)
+            elif (row := self.rows[place - num_decodes]).samples_token and row.proposed is None:
+                row.sequence.moved_to_row(new)
+
+    @property
+    def device_rows(self) -> list[int]:
+        """Where the device has each row, as they were entered."""
+        return np.argsort(self.order).tolist() if self.order else list(range(self.num_rows))
+
+    def entered(self, place: int) -> ScheduledRow:
+        """A row besides those that decode as they did in the step before, by the place where it was entered."""
+        return self.rows[place - len(self.decodes)]
+
+    def num_usable(self, draft: Draft) -> int:
+        """How many of a draft's tokens may be accepted: up to the first behind which nothing can be sampled."""
+        rows = map(self.entered, draft.rows)
+        return next((number for number, row in enumerate(rows) if not row.is_usable), len(draft.rows))
 
     def know_token(self, place: int) -> None:
         """The token of the row that was entered there is known before it is sampled: its sample is nobody's."""
         if place < len(self.decodes):
             self.decodes.known.add(place)
         else:
-            self.rows[place - len(self.decodes)].samples_token = False
+            self.entered(place).samples_for_nobody()
 
     def row_at(self, row: int, step: int = 0) -> ScheduledRow:
         """What the device has in a row, in one of the steps."""
@@ -234,7 +201,7 @@ class Schedule:
             are_last = [are_last[place] for place in live]
         tokens, beams = Sampled(live, groups, sequences, are_last), Sampled()
         for place, row in enumerate(self.rows, len(decodes)):
-            if row.samples_token and row.sequence.is_live:
+            if row.samples_token and row.sequence.is_live and row.proposed is None:
                 (beams if row.group.request.sampling.beam_width else tokens).add(place, row)
         if self.order:
             new_places = {place: new for new, place in enumerate(self.order)}
@@ -430,6 +397,8 @@ def _known_tokens(schedule: Schedule) -> list[int]:
 
 
 def _tokens(row: ScheduledRow) -> list[int]:
+    if row.proposed is not None:
+        return [row.proposed]
     known, stop = row.sequence.token_ids, row.start + row.num_tokens
     return known[row.start : stop] + [0] * (stop - max(row.start, len(known)))
 

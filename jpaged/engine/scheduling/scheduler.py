@@ -11,125 +11,24 @@ Policy only: it asks the memory for blocks and knows no arrays, no device and no
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from jpaged.config import SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
+from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.lookahead import Lookahead
-from jpaged.engine.scheduling.outgrowing import Outgrowing
 from jpaged.engine.scheduling.pace import Pace
-from jpaged.engine.scheduling.policies import POLICIES, SchedulingPolicy
+from jpaged.engine.scheduling.policies import POLICIES
 from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.queues import Queues
 from jpaged.engine.scheduling.rows import DecodingRows
-from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens
-
-
-class Queues:
-    """Every group that has not been forgotten, by its status. Each verb moves a group and sets its status."""
-
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self.waiting: dict[Group, None] = {}  # in order of arrival
-        self.running: list[Group] = []  # in the policy's order
-        self.swapped: list[Group] = []
-        # Running groups that have ended; in a static batch they keep rows and blocks until all of it has.
-        self.ended: list[Group] = []
-        self.num_rows = 0
-        self._policy = policy
-
-    @property
-    def num_waiting(self) -> int:
-        """Groups that wait for rows or blocks, wherever they are."""
-        return len(self.waiting) + len(self.swapped)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.swapped)
-
-    @property
-    def holders(self) -> Iterable[Group]:
-        """Every group that holds blocks on the device."""
-        return [*self.running, *self.ended]
-
-    def groups(self) -> Iterator[Group]:
-        yield from self.holders
-        yield from self.swapped
-        yield from self.waiting
-
-    def next_group(self) -> Group | None:
-        """The next group: a swapped one, or a waiting one that was preempted and comes earlier or that it yields to."""
-        waiting = self._policy.first_waiting(self.waiting) if self.waiting else None
-        if not self.swapped:
-            return waiting
-        swapped = min(self.swapped, key=self._policy.running_key)
-        if waiting is None:
-            return swapped
-        is_earlier = waiting.num_preemptions and self._policy.running_key(waiting) < self._policy.running_key(swapped)
-        return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped
-
-    def has_next_within(self, max_num_rows: int) -> bool:
-        """The next group, if there is one, finds so many rows enough; whether it finds blocks is not asked."""
-        if self.num_rows >= max_num_rows:  # a full queue is not looked through
-            return False
-        group = self.next_group()
-        return group is not None and self.num_rows + group.num_rows <= max_num_rows
-
-    def add(self, group: Group) -> None:
-        self._policy.arrived(group, self.waiting)
-        self.waiting[group] = None
-
-    def run(self, group: Group) -> None:
-        """A waiting or swapped group gets its rows."""
-        if group.status is Status.SWAPPED:
-            self.swapped.remove(group)
-        else:
-            del self.waiting[group]
-        group.move_to(Status.RUNNING)
-        insort(self.running, group, key=self._policy.running_key)
-        self.num_rows += group.num_rows
-
-    def stop_running(self, group: Group) -> None:
-        """A running group loses its rows; `put_back` or `put_aside` follows."""
-        self.running.remove(group)
-        self.num_rows -= group.num_rows
-
-    def put_aside(self, group: Group) -> None:
-        """A group that ran is in host memory now."""
-        group.move_to(Status.SWAPPED)
-        self.swapped.append(group)
-
-    def put_back(self, group: Group) -> None:
-        """A group that ran waits again, in its place by arrival."""
-        group.move_to(Status.WAITING)
-        later = [other for other in self.waiting if other.arrival > group.arrival]
-        self.waiting[group] = None
-        for other in later:
-            del self.waiting[other]
-            self.waiting[other] = None
-
-    def end(self, group: Group) -> bool:
-        """Ends a group in whatever state it is; True when it ran, and is kept until `forget_ended`."""
-        was_running = group.status is Status.RUNNING
-        if was_running:
-            self.running.remove(group)
-            self.ended.append(group)
-        elif group.status is Status.SWAPPED:
-            self.swapped.remove(group)
-        else:
-            del self.waiting[group]
-        group.move_to(Status.FINISHED)
-        return was_running
-
-    def forget_ended(self) -> list[Group]:
-        """Running groups that have ended lose their rows."""
-        ended, self.ended = self.ended, []
-        self.num_rows -= sum(group.num_rows for group in ended)
-        return ended
+from jpaged.engine.speculation.drafts import DraftRows, Proposals
 
 
 class Scheduler:
@@ -140,6 +39,7 @@ class Scheduler:
         pace: bounds what prompts add to the steps of streams, and is told of each step; None without a bound.
         rows: those that decode, which every step takes as they are.
         lookahead: chooses how many steps of them go in one dispatch, and is told of each.
+        drafts: enters what is proposed behind rows that decode.
         adapters: where on the device those of running groups are.
 
     Args:
@@ -169,12 +69,17 @@ class Scheduler:
         self.lookahead = Lookahead(options.num_scheduler_steps, bound_s, rates, geometry)
         outgrowing = None if outgrown_len is None else Outgrowing(memory, outgrown_len)
         self.rows = DecodingRows(geometry, outgrowing, eos_token_ids)
+        self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
         self.adapters = AdapterSlots(geometry.max_loras)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
 
-    def schedule(self) -> Schedule:
-        """Decides the next step and enters it into the sequences: what it returns must be dispatched."""
+    def schedule(self, proposals: Proposals | None = None) -> Schedule:
+        """Decides the next step and enters it into the sequences: what it returns must be dispatched.
+
+        Args:
+            proposals: for sequences that decode, of which no token is in flight.
+        """
         schedule = Schedule()
         spent = self.rows.spent()
         for sequence in spent:
@@ -188,7 +93,7 @@ class Scheduler:
         if not is_early or self._entering(self._num_outstanding_blocks()) is not None:
             queues = self.queues
             is_joined = queues.num_waiting > 0 and (bool(spent) or queues.has_next_within(self.max_num_seqs))
-            if not self._decode(parts, schedule, is_joined=is_joined):
+            if not self._decode(parts, schedule, is_joined=is_joined or proposals is not None):
                 # Somebody has to leave: the rows are looked at one by one.
                 self.rows.clear()
                 parts, budget = self._share_tokens()
@@ -196,9 +101,12 @@ class Scheduler:
             # Nobody had to leave for want of blocks, nor goes on for several steps: those have changed who is next.
             if len(schedule.preempted) == num_yielded and schedule.num_steps == 1:
                 self._resume_and_admit(budget, schedule)
-        schedule.close(self._memory.take_ops())
+        schedule.close()
         if not self._is_static:  # in a batch that is, who has ended keeps its blocks
             self.rows.enter([(row.group, row.sequence) for row in schedule.rows if _decodes(row)])
+        if proposals is not None:
+            self.drafts.add(schedule, proposals)
+        schedule.move_first(self._memory.take_ops())
         return schedule
 
     def finish(self, group: Group) -> None:

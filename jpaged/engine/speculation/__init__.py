@@ -1,5 +1,7 @@
 """Tokens that are proposed ahead of the model, and how many of them.
 
+drafting.py     what is proposed for a step, and what came of it
+drafts.py       the rows of a step that run what is proposed
 proposer.py     what the scheduler asks of whoever proposes on the host
 methods.py      the proposer that the options name
 ngram.py        prompt lookup: what followed the same n-gram earlier in the sequence

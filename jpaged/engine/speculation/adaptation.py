@@ -168,8 +168,7 @@ class Adaptation:
             return
         self.acceptance.observe(sequence_keys, num_proposals, num_accepted)
         if not num_run:
-            expected_s = self._costs.plain_s(num_rows, num_other_tokens)
-            self._plain_share = _mixed(self._plain_share, seconds / expected_s if expected_s > 0 else 0.0)
+            self.took_plain(num_rows, num_other_tokens, seconds)
             return
         expected_s = self._proposing_s(num_rows, num_other_tokens, num_run, max(num_proposals))
         share = seconds / expected_s if expected_s > 0 else 0.0
@@ -178,6 +177,11 @@ class Adaptation:
         if took_s > 0:
             num_tokens = num_rows + sum(num_accepted)
             self._gained(num_tokens / num_rows * self._plain_s(num_rows, num_other_tokens) / took_s, num_rows)
+
+    def took_plain(self, num_rows: int, num_other_tokens: int, seconds: float) -> None:
+        """Notes what a step without proposals took; 0 is not known."""
+        expected_s = self._costs.plain_s(num_rows, num_other_tokens)
+        self._plain_share = _mixed(self._plain_share, seconds / expected_s if expected_s > 0 else 0.0)
 
     def forget(self, sequence_key: int) -> None:
         """The sequence has ended."""

@@ -65,12 +65,12 @@ def check(
             allowed=None if sampling.allowed_token_ids is None else tuple(sampling.allowed_token_ids),
         )
         banned = sorted(sampling.ending_ids(frozenset({EOS_TOKEN_ID}))) if place < sampling.min_tokens else ()
-        x = edits_oracle.edited(logits, edits)
+        logits_of_rest = logits.copy()
+        logits_of_rest[list(banned)] = -np.inf
+        x = edits_oracle.edited(logits_of_rest, edits)
         choices = set[int]()
         for is_typical in edits_oracle.typical(x, edits, sampling.temperature):  # rounding decides between these
-            left = np.where(is_typical, x, -np.inf)
-            left[list(banned)] = -np.inf
-            choices |= _choices(left, sampling, len(prompt) + place, index)
+            choices |= _choices(np.where(is_typical, x, -np.inf), sampling, len(prompt) + place, index)
         assert token in choices, (sampling, place)
         if output.logprobs is not None:
             got = output.logprobs[place].chosen.logprob

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -196,7 +197,7 @@ def test_counts_are_sums_and_means_are_weighted():
 
 
 def test_a_total_weighs_what_each_saw():
-    sizes = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 2}
+    sizes: dict[str, Any] = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 2}
     one = EngineLoad(**sizes, sum_reserved_slots=300, slot_use=0.5, num_first_tokens=1, time_to_first_token_s=4.0)
     two = EngineLoad(**sizes, sum_reserved_slots=100, slot_use=0.9, num_first_tokens=3, time_to_first_token_s=2.0)
     total = total_load([one, two])

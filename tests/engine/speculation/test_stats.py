@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from jpaged.engine.speculation.stats import SpeculationLoad, SpeculationStats
+from jpaged.engine.speculation.stats import SpeculationStats
+from jpaged.load import PER_POSITION, SpeculationLoad
 
 
 def test_drafts_and_accepted_tokens_are_counted_by_position():
@@ -36,6 +37,7 @@ def test_engines_add_up():
 
 def test_the_names_are_those_of_vllm():
     names = [metric.name for one in fields(SpeculationLoad) for metric in one.metadata.values()]
+    names.append(PER_POSITION.name)
     assert names == [
         "vllm:spec_decode_num_drafts",
         "vllm:spec_decode_num_draft_tokens",

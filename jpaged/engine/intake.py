@@ -1,0 +1,124 @@
+"""What becomes of a step's results: judged, counted, published; sequences and requests that end with them are ended.
+
+one step     several steps     drafts                 r0 r1 are rows of the step, d their draws
+r0 -> d      step 0: r0 r1     its own row: d
+r1 -> d      step 1: r0 r1     behind it: d d, as far as what was proposed was drawn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from jpaged.engine.executor import StepOutputs
+from jpaged.engine.grammars import Grammars
+from jpaged.engine.output.beam_rows import advance_beams
+from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduled import Sampled, ScheduledRow
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.soundness import Soundness
+from jpaged.engine.speculation.drafts import Accepted
+from jpaged.engine.stats import StepStats
+from jpaged.errors import JpagedError
+
+
+@dataclass(slots=True)
+class Intake:
+    """Takes in what steps sampled, for one engine.
+
+    Args:
+        release: ends a request whose last event is known.
+    """
+
+    scheduler: Scheduler
+    output: OutputProcessor
+    soundness: Soundness
+    grammars: Grammars
+    stats: StepStats
+    release: Callable[[Group], None]
+
+    def take(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> list[int]:
+        """Takes in all that a dispatch sampled; how many of each draft's tokens were accepted."""
+        if schedule.num_steps > 1:
+            for step in range(schedule.num_steps):
+                self._take_step(schedule, outputs.at(step), now_s, step)
+            return []
+        if not schedule.drafts:
+            self._take_step(schedule, outputs, now_s)
+            return []
+        accepted = Accepted.of(schedule, outputs)
+        self._take_step(schedule, outputs, now_s, going_on=accepted.beyond(0))
+        for depth in range(1, accepted.depth + 1):
+            self._take_behind(accepted.at(depth), outputs, now_s, accepted.beyond(depth))
+        for draft, count in zip(schedule.drafts, accepted.num_accepted, strict=True):
+            self.scheduler.drafts.ran(draft.group, draft.sequence, count)
+        self.stats.count_drafts([len(draft.token_ids) for draft in schedule.drafts], accepted.num_accepted)
+        return accepted.num_accepted
+
+    def give_up(self, group: Group, error: JpagedError) -> None:
+        """Ends a request, which runs, with an error of its own."""
+        self.output.fail(group, error)
+        self.release(group)
+
+    def _take_step(
+        self,
+        schedule: Schedule,
+        outputs: StepOutputs,
+        now_s: float,
+        step: int = 0,
+        going_on: Collection[Sequence] = (),
+    ) -> None:
+        """What one step of a dispatch sampled.
+
+        Args:
+            going_on: sequences of which more was sampled in the same step.
+        """
+        for group in self.soundness.fail_unsound(schedule, outputs, step):
+            self.release(group)
+        tokens, beams = schedule.live_tokens(step)
+        self.stats.count_tokens([*tokens.groups, *beams.groups], now_s, schedule.num_steps)
+        self._publish(tokens, outputs, schedule.num_steps, going_on)
+        for group, rows in beams.by_group().items():
+            self._advance_beams(group, rows, outputs)
+
+    def _take_behind(
+        self, rows: dict[int, ScheduledRow], outputs: StepOutputs, now_s: float, going_on: Collection[Sequence]
+    ) -> None:
+        """What was sampled behind proposals that were drawn, by row of the device."""
+        for group in self.soundness.fail_rows(rows, outputs):
+            self.release(group)
+        tokens = Sampled()
+        for place, row in rows.items():
+            if row.sequence.is_live:
+                row.sequence.went_on()
+                tokens.add(place, row)
+        self.stats.count_tokens(tokens.groups, now_s)
+        self._publish(tokens, outputs, 1, going_on)
+
+    def _publish(self, tokens: Sampled, outputs: StepOutputs, num_steps: int, going_on: Collection[Sequence]) -> None:
+        for group, sequence in self.output.publish(tokens, outputs):
+            if max(num_steps, sequence.num_in_flight_tokens) > 1:
+                sequence.ended_on_the_way()
+            self._end_sequence(group, sequence)
+        for group, sequence, error in self.grammars.follow(tokens, self.output, going_on):
+            if error is None:
+                self._end_sequence(group, sequence)
+            else:
+                self.give_up(group, error)
+        self.stats.count_forced(self.grammars.take_num_forced())
+
+    def _end_sequence(self, group: Group, sequence: Sequence) -> None:
+        if len(group.live) > 1:
+            self.scheduler.finish_sequence(group, sequence)
+        else:
+            self.output.finish(group)
+            self.release(group)
+
+    def _advance_beams(self, group: Group, rows: dict[Sequence, int], outputs: StepOutputs) -> None:
+        search = self.output.search(group)
+        advance_beams(group, rows, outputs, search, self.scheduler)
+        if search.is_done:
+            self.output.finish(group)
+            self.release(group)

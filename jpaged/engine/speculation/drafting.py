@@ -1,0 +1,128 @@
+"""What is proposed for the rows of a step: asks the proposer as adaptation says, and tells both what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jpaged.config import SpeculativeOptions
+from jpaged.engine.executor import DeviceRates, Geometry
+from jpaged.engine.scheduling.queues import Queues
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.speculation.adaptation import Adaptation
+from jpaged.engine.speculation.costs import StepCosts
+from jpaged.engine.speculation.drafts import Proposals, decoding_rows, takes_drafts
+from jpaged.engine.speculation.methods import make_proposer
+from jpaged.engine.speculation.proposer import Proposer
+
+_ROW_S = 1e-5
+"""Asking for a row, by benchmarks/results/speculation.json: 7 to 12 us where there is nothing, 35 where there is."""
+_HOST_S = 2e-4
+"""What the host does for a step, which nothing runs beside where the next one waits for its results."""
+
+
+class Drafting:
+    """Decides what is proposed. Called by the engine thread alone.
+
+    The proposer is told of a sequence when it is asked for it, and when that ends.
+    """
+
+    def __init__(self, proposer: Proposer, adaptation: Adaptation, num_speculative_tokens: int) -> None:
+        self._proposer = proposer
+        self._adaptation = adaptation
+        self._most = num_speculative_tokens
+        self._keys: dict[Sequence, int] = {}
+        self._num_told: dict[Sequence, int] = {}
+        self._num_begun = 0
+        self._num_quiet = 0  # steps for which nobody was asked, up to now
+
+    @classmethod
+    def of(cls, options: SpeculativeOptions, rates: DeviceRates, geometry: Geometry) -> Drafting:
+        """The drafting that the options ask for."""
+        costs = StepCosts.of(rates, geometry.buckets, host_s=_HOST_S, row_s=_ROW_S)
+        most = options.num_speculative_tokens
+        adaptation = Adaptation(most, costs, options.disable_by_batch_size)
+        return cls(make_proposer(options), adaptation, most)
+
+    def limit(self, queues: Queues) -> int:
+        """How many tokens are to be proposed for each row of the next step; with 0 nothing need be waited for."""
+        rows = [group for group in queues.running if group.is_forked]
+        num_rows = sum(len(group.sequences) for group in rows)
+        num_prefilling = sum(max(0, group.sequences[0].num_uncomputed_tokens - 1) for group in queues.running)
+        limit = self._adaptation.limit(num_rows, num_prefilling)
+        self._num_quiet = 0 if limit else self._num_quiet + 1
+        return limit
+
+    def propose(self, groups: Collection[Group], limit: int) -> Proposals | None:
+        """What is proposed for sequences of groups that run; None where nothing is.
+
+        No token of theirs is in flight.
+        """
+        found = {}
+        for group in groups:
+            if not group.is_forked or not takes_drafts(group):
+                continue
+            for sequence in group.live:
+                if sequence.num_uncomputed_tokens == 1 and (token_ids := self._ask(sequence, limit)):
+                    found[sequence] = token_ids
+        if not found:
+            decoding = [sequence for group in groups if group.is_forked for sequence in group.live]
+            self._choose(decoding, [0] * len(decoding), 0)
+            return None
+        return Proposals(found, self._choose)
+
+    def observe(self, schedule: Schedule, num_accepted: list[int], seconds: float) -> None:
+        """Notes what came of a dispatch, and what it took.
+
+        Args:
+            num_accepted: of each of its drafts.
+        """
+        decodes = schedule.decodes
+        if not schedule.drafts:
+            if self._num_quiet > 1 and decodes.sequences and not schedule.rows:
+                self._adaptation.took_plain(len(decodes), 0, seconds / decodes.num_steps)
+            return
+        num_run = {draft.sequence: len(draft.token_ids) for draft in schedule.drafts}
+        found = {draft.sequence: count for draft, count in zip(schedule.drafts, num_accepted, strict=True)}
+        decoding = [one.sequence for one in decoding_rows(schedule)]
+        self._adaptation.observe(
+            [self._key(sequence) for sequence in decoding],
+            [num_run.get(sequence, 0) for sequence in decoding],
+            [found.get(sequence, 0) for sequence in decoding],
+            seconds,
+            schedule.num_tokens - len(decoding) - sum(num_run.values()),
+        )
+
+    def forget(self, group: Group) -> None:
+        """A request has ended: what its sequences have is let go, or kept for others that share."""
+        for sequence in group.sequences:
+            if not group.request.sampling.beam_width:
+                self._proposer.forget(self._tell(sequence))
+            if (key := self._keys.pop(sequence, None)) is not None:
+                self._adaptation.forget(key)
+            self._num_told.pop(sequence, None)
+
+    def _tell(self, sequence: Sequence) -> int:
+        """Tells the proposer what it does not know yet of a sequence, by its key."""
+        key, num_prompt = self._key(sequence), sequence.num_prompt_tokens
+        num_told = self._num_told.get(sequence)
+        if num_told is None:
+            self._proposer.begin(key, sequence.token_ids[:num_prompt], sequence.kv.root)
+            num_told = num_prompt
+        if num_told < len(sequence.token_ids):
+            self._proposer.extend(key, sequence.token_ids[num_told:])
+        self._num_told[sequence] = len(sequence.token_ids)
+        return key
+
+    def _ask(self, sequence: Sequence, limit: int) -> list[int]:
+        return self._proposer.propose(self._tell(sequence), limit)
+
+    def _choose(self, sequences: list[Sequence], num_available: list[int], num_other_tokens: int) -> list[int]:
+        return self._adaptation.choose([self._key(one) for one in sequences], num_available, num_other_tokens)
+
+    def _key(self, sequence: Sequence) -> int:
+        key = self._keys.get(sequence)
+        if key is None:
+            key = self._keys[sequence] = self._num_begun
+            self._num_begun += 1
+        return key

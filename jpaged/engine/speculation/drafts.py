@@ -1,0 +1,179 @@
+"""Tokens that are proposed behind a row's own, and run in the same step: each is a row more, of one token.
+
+    row      token in          at    samples what comes at
+    r        t7, its last       7     8
+    r + 1    a, proposed        8     9        with the keys of its sequence, and of what is before it in this step
+    r + 2    b, proposed        9    10
+
+What such a row samples is the sequence's if everything before it was drawn as it was proposed; see
+`verification.py`. So a step with drafts computes nothing that decoding step by step does not, row by row.
+Its results are waited for: where the next one begins is not known before.
+
+Blocks are taken for what is proposed, and given back where that was not drawn. Nobody leaves for a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jpaged.engine.executor import Geometry, StepOutputs
+from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.scheduling.policies import SchedulingPolicy
+from jpaged.engine.scheduling.rows import DecodingRows
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduled import ScheduledRow
+from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.speculation.verification import verify
+from jpaged.structured import GrammarState
+
+Choose = Callable[[list[Sequence], list[int], int], list[int]]
+"""(rows that decode, tokens that are proposed for each, tokens of prompts beside them) -> how many of them to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """What is proposed for the next step.
+
+    Attributes:
+        token_ids: of sequences that decode, behind their last tokens, all of which the host knows.
+        choose: how many of them are run.
+    """
+
+    token_ids: Mapping[Sequence, list[int]]
+    choose: Choose
+
+
+def takes_drafts(group: Group) -> bool:
+    """Whether a request's sequences may have drafts: not where more than the tokens themselves changes with each."""
+    sampling = group.request.sampling
+    return not (sampling.beam_width or sampling.needs_counts or sampling.asks_more_of_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Enters what is proposed into steps, for one scheduler, and gives back what was taken in vain."""
+
+    memory: KVMemory
+    rows: DecodingRows
+    geometry: Geometry
+    policy: SchedulingPolicy
+
+    def add(self, schedule: Schedule, proposals: Proposals) -> None:
+        """Enters what is proposed for rows that decode, as far as there are rows, tokens and blocks for it."""
+        decoding = decoding_rows(schedule)
+        found = [_cut(one, proposals.token_ids.get(one.sequence, []), self.rows) for one in decoding]
+        sequences, nums = [one.sequence for one in decoding], [len(token_ids) for token_ids, _ in found]
+        chosen = proposals.choose(sequences, nums, schedule.num_tokens - len(decoding))
+        num_rows = self.geometry.max_num_seqs - schedule.num_rows
+        room = min(num_rows, self.geometry.max_num_batched_tokens - schedule.num_tokens)
+        for one, (token_ids, states), num_chosen in zip(decoding, found, chosen, strict=True):
+            count = min(num_chosen, room)
+            if count > 0 and self.memory.can_grow([(one.sequence, count)]):
+                self.memory.grow(one.sequence, count)
+                if one.sequence in self.rows:
+                    self.rows.grown(one.sequence)
+                schedule.add_draft(one.group, one.sequence, one.place, token_ids[:count], states[:count])
+                room -= count
+
+    def ran(self, group: Group, sequence: Sequence, num_accepted: int) -> None:
+        """So many tokens of a sequence's draft were drawn; it gives back what it took for the others."""
+        self.policy.served(group, 0, num_accepted)
+        if sequence.is_live:
+            self.memory.rewind(sequence)
+            if sequence in self.rows:
+                self.rows.grown(sequence, num_accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The rows of a step with drafts whose samples count, one after another of each sequence.
+
+    Attributes:
+        num_accepted: of each draft.
+    """
+
+    schedule: Schedule
+    device_rows: list[int]
+    num_accepted: list[int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, outputs: StepOutputs) -> Accepted:
+        """What became of the drafts of a step."""
+        drafts, device_rows = schedule.drafts, schedule.device_rows
+        width = max((len(draft.token_ids) for draft in drafts), default=0)
+        proposals_rk = np.zeros((len(drafts), width), np.int32)
+        drawn_rn = np.zeros((len(drafts), width + 1), np.int32)
+        for number, draft in enumerate(drafts):
+            proposals_rk[number, : len(draft.token_ids)] = draft.token_ids
+            rows = [device_rows[place] for place in (draft.place, *draft.rows)]
+            drawn_rn[number, : len(rows)] = outputs.token_ids_rn[rows, 0]
+        num_usable_r = np.array([schedule.num_usable(draft) for draft in drafts], np.int32)
+        done = verify(proposals_rk, num_usable_r, drawn_rn, [frozenset()] * len(drafts))
+        return cls(schedule, device_rows, done.num_accepted)
+
+    @property
+    def depth(self) -> int:
+        """The most that were accepted of a draft."""
+        return max(self.num_accepted, default=0)
+
+    def beyond(self, depth: int) -> set[Sequence]:
+        """Sequences of whose drafts more than so many were accepted."""
+        pairs = zip(self.schedule.drafts, self.num_accepted, strict=True)
+        return {draft.sequence for draft, count in pairs if count > depth}
+
+    def at(self, depth: int) -> dict[int, ScheduledRow]:
+        """The rows behind the depth-th accepted tokens, by their place on the device, of sequences that go on."""
+        places = [
+            draft.rows[depth - 1]
+            for draft, count in zip(self.schedule.drafts, self.num_accepted, strict=True)
+            if count >= depth and draft.sequence.is_live
+        ]
+        return {self.device_rows[place]: self.schedule.entered(place) for place in places}
+
+
+class Decoding(NamedTuple):
+    """A row that decodes, and its place among those that were entered."""
+
+    place: int
+    group: Group
+    sequence: Sequence
+    start: int
+
+
+def decoding_rows(schedule: Schedule) -> list[Decoding]:
+    """The rows of a step that decode, as they were entered."""
+    decodes = schedule.decodes
+    columns = decodes.groups, decodes.sequences, decodes.starts_s.tolist()
+    found = [Decoding(place, *columns) for place, columns in enumerate(zip(*columns, strict=True))]
+    for place, row in enumerate(schedule.rows, len(decodes)):
+        if (
+            row.samples_token
+            and row.proposed is None
+            and row.num_tokens == 1
+            and row.start >= row.sequence.num_prompt_tokens
+        ):
+            found.append(Decoding(place, row.group, row.sequence, row.start))
+    return found
+
+
+def _cut(row: Decoding, token_ids: list[int], rows: DecodingRows) -> tuple[list[int], list[GrammarState | None]]:
+    """As many of the proposals as the sequence and its grammar may have, and the grammar behind each of them."""
+    sequence = row.sequence
+    num_left = row.group.request.sampling.max_tokens - sequence.num_output_tokens
+    if rows.outgrowing is not None:
+        num_left = min(num_left, rows.outgrowing.num_left(sequence))
+    token_ids = token_ids[: max(0, num_left)]
+    if sequence.grammar is None or not token_ids:
+        return token_ids, [None] * len(token_ids)
+    token_ids = token_ids[: sequence.grammar.num_accepted(token_ids)]
+    states, state = list[GrammarState | None](), sequence.grammar.copy()
+    for token_id in token_ids:
+        if not state.accept(token_id) or state.has_ended:
+            break
+        states.append(state)
+        state = state.copy()
+    return token_ids[: len(states)], states

@@ -1,0 +1,142 @@
+"""Speculation changes no token of the demo model, for requests of every mix, with and without grammars."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged.llm import LLM, TokensPrompt
+from jpaged.structured import StructuredOutputs
+from jpaged.types import RequestOutput, SamplingParams
+from tests.e2e.rig import engine_of, open_llm
+from tests.engine.proposing import Always
+from tests.service.grammars.schemas import random_schema, with_definitions
+
+VOCAB_SIZE = 3072
+SIZES = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "num_blocks": 160, "block_size": 8}
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 6},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "few blocks": {"num_blocks": 40, "max_num_seqs": 16},
+    "swapped": {"num_blocks": 40, "max_num_seqs": 16, "swap_space": 1 << 24, "preemption_mode": "swap"},
+    "two devices": {"tensor_parallel_size": 2},
+}
+FIELDS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"presence_penalty": 0.7},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.2},
+    {"logit_bias": {300: 4.0, 12: -50.0}},
+    {"allowed_token_ids": list(range(0, VOCAB_SIZE, 3))},
+    {"bad_words": ["the", " and then"]},
+    {"min_tokens": 6},
+    {"stop": ["the", "."], "include_stop_str_in_output": True},
+    {"stop_token_ids": list(range(200, 230))},
+    {"logprobs": 3},
+    {"logprobs": -1},
+    {"prompt_logprobs": 1},
+    {"logprob_token_ids": [7, 9]},
+    {"top_n_sigma": 1.0},
+    {"typical_p": 0.7},
+    {"top_k": 9, "top_p": 0.9, "min_p": 0.01},
+    {"n": 3},
+    {"best_of": 3},
+)
+
+
+def a_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
+    """A prompt in which something comes twice, and any two fields; every third has a grammar, every ninth beams."""
+    phrase = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
+    prompt = [rng.randrange(3, VOCAB_SIZE), *phrase, *phrase, *phrase[: rng.randrange(1, 9)]]
+    fields: dict[str, Any] = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 0.2, 0.9])}
+    if rng.random() < 0.1:
+        width = rng.randrange(1, 4)
+        return prompt, SamplingParams(beam_width=width, n=width, max_tokens=8, temperature=0.0)
+    fields |= {"seed": rng.randrange(1 << 60)} | rng.choice(FIELDS) | rng.choice(FIELDS)
+    if fields["temperature"] == 0.0 and {"n", "best_of"} & fields.keys():
+        fields["temperature"] = 0.9
+    if fields.get("best_of") and fields.get("n"):
+        del fields["n"]
+    if "logprob_token_ids" in fields:
+        fields.pop("logprobs", None)
+    fields["max_tokens"] = max(fields["max_tokens"], fields.get("min_tokens", 0))
+    if rng.random() < 0.35 and not {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"} & fields.keys():
+        fields["structured_outputs"] = outputs = a_grammar(rng)
+        if outputs.always_complete:
+            fields["max_tokens"] = 160
+    return prompt, SamplingParams(**fields)
+
+
+def a_grammar(rng: random.Random) -> StructuredOutputs:
+    kind = rng.randrange(4)
+    if kind == 0:
+        return StructuredOutputs(choice=["yes", "no", "perhaps not today"])
+    if kind == 1:
+        return StructuredOutputs(regex="(a|b|the cat )+[0-9]{2,5}")
+    return StructuredOutputs(json=with_definitions(random_schema(rng.randrange(1000))), always_complete=kind == 2)
+
+
+@contextmanager
+def speculating(method: str, way: str) -> Iterator[tuple[LLM, Always]]:
+    """An engine that runs whatever its proposer has, whether or not that pays."""
+    options = METHODS[method]
+    with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=options) as llm:
+        always = Always(options["num_speculative_tokens"])
+        drafting = engine_of(llm)._loop._drafting
+        assert drafting is not None
+        drafting._adaptation = always
+        yield llm, always
+
+
+def generate(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    prompts, params = zip(*requests, strict=True)
+    return llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], list(params))
+
+
+def assert_same(got: Sequence[RequestOutput], want: Sequence[RequestOutput]) -> None:
+    """The same tokens, texts and ends; log-probabilities that differ by rounding alone."""
+    for place, (a, b) in enumerate(zip(got, want, strict=True)):
+        for mine, other in zip(a.outputs, b.outputs, strict=True):
+            assert (mine.token_ids, mine.text) == (other.token_ids, other.text), place
+            assert (mine.finish_reason, mine.matched_stop) == (other.finish_reason, other.matched_stop), place
+            values = [
+                [value.logprob for one in each.logprobs or () for value in (one.chosen, *one.top, *one.asked)]
+                for each in (mine, other)
+            ]
+            np.testing.assert_allclose(values[0], values[1], rtol=0, atol=1e-4)
+            sums = [each.cumulative_logprob or 0.0 for each in (mine, other)]
+            assert sums[0] == pytest.approx(sums[1], abs=1e-3)
+
+
+def check(method: str, way: str, seeds: range) -> None:
+    requests = [a_request(random.Random(seed)) for seed in seeds]
+    with open_llm("demo", **SIZES, max_logprobs=-1) as llm:
+        want = generate(llm, requests)
+    with speculating(method, way) as (llm, always):
+        assert_same(generate(llm, requests), want)
+        num_accepted = always.num_accepted
+        assert_same(generate(llm, requests), want)
+        assert always.num_accepted > num_accepted  # what was seen once is proposed, too
+        load = llm.load().speculation
+        assert load.num_accepted_tokens == always.num_accepted
+        assert llm.load().num_preemptions > 0 or "num_blocks" not in WAYS[way]
+
+
+@pytest.mark.parametrize(("method", "way"), [("suffix", "as it comes"), ("ngram", "few blocks")])
+def test_some_requests_of_every_mix_have_the_same_tokens(method: str, way: str) -> None:
+    check(method, way, range(60))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_thousand_requests_of_every_mix_have_the_same_tokens(method: str, way: str) -> None:
+    check(method, way, range(1000) if way == "as it comes" else range(1000, 1200))

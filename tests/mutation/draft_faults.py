@@ -1,0 +1,81 @@
+"""Faults of drafts: what is proposed, what is run of it, and what of that counts."""
+
+from __future__ import annotations
+
+from tests.mutation.planting import Fault
+
+LIVES = ("test_lives.py",)
+DRAFTING = ("speculation/test_drafting.py",)
+
+DRAFT_FAULTS = (
+    Fault(
+        "a token behind a proposal that was not drawn is taken in",
+        "speculation/drafts.py",
+        "return cls(schedule, device_rows, done.num_accepted)",
+        "return cls(schedule, device_rows, num_usable_r.tolist())",
+        DRAFTING,
+    ),
+    Fault(
+        "what is sampled behind a proposal is drawn for its place",
+        "scheduling/schedule.py",
+        "start=start + number,\n                num_tokens=1,",
+        "start=start,\n                num_tokens=1,",
+        DRAFTING,
+    ),
+    Fault(
+        "a row behind a proposal may end before min_tokens",
+        "scheduling/schedule.py",
+        "output_index=start + number + 1 - sequence.num_prompt_tokens",
+        "output_index=start + number + 2 - sequence.num_prompt_tokens",
+        DRAFTING,
+    ),
+    Fault(
+        "blocks of proposals that were not drawn are kept",
+        "speculation/drafts.py",
+        "            self.memory.rewind(sequence)\n",
+        "",
+        DRAFTING,
+    ),
+    Fault(
+        "the row of a sequence stays where the step left it",
+        "speculation/drafts.py",
+        "self.rows.grown(sequence, num_accepted)",
+        "self.rows.grown(sequence)",
+        DRAFTING,
+    ),
+    Fault(
+        "a draft takes blocks that nobody has",
+        "speculation/drafts.py",
+        "if count > 0 and self.memory.can_grow([(one.sequence, count)]):",
+        "if count > 0:",
+        LIVES,
+    ),
+    Fault(
+        "proposals go beyond the last token",
+        "speculation/drafts.py",
+        "token_ids = token_ids[: max(0, num_left)]",
+        "token_ids = list(token_ids)",
+        DRAFTING,
+    ),
+    Fault(
+        "a row behind a proposal follows the grammar of the row before",
+        "grammars.py",
+        "of_row = row.grammar if is_ahead else row.sequence.grammar",
+        "of_row = row.sequence.grammar",
+        ("test_grammars.py",),
+    ),
+    Fault(
+        "requests whose tokens are counted have drafts",
+        "speculation/drafts.py",
+        "sampling.beam_width or sampling.needs_counts or",
+        "sampling.beam_width or",
+        DRAFTING,
+    ),
+    Fault(
+        "a proposer hears of a token twice",
+        "speculation/drafting.py",
+        "        self._num_told[sequence] = len(sequence.token_ids)\n",
+        "        self._num_told[sequence] = num_told\n",
+        DRAFTING,
+    ),
+)
