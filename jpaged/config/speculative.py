@@ -2,11 +2,11 @@
 
     {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     {"method": "suffix"}
-    {"method": "draft_model", "model": "org/small-model", "num_speculative_tokens": 4}
 
 Keys, their meaning and their defaults are those of vLLM's `SpeculativeConfig`
-(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); bounds and refusals are ours: a key that is not known, or
-that the method does not read, is an error.
+(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); of its methods, two that read a checkpoint of their own
+(draft_model, eagle3) are known and not served. Bounds and refusals are ours: a key that is not known, or that the
+method does not read, is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jpaged.errors import InvalidArgument
 
 NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "draft_model", "eagle3")
-SERVED_METHODS = ("ngram", "suffix", "draft_model")
+SERVED_METHODS = ("ngram", "suffix")
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that read a checkpoint of their own."""
 MAX_NUM_SPECULATIVE_TOKENS = 32
