@@ -38,7 +38,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model test test-long test-deep test-compat compat aot aot-gpu ray lm-eval accelerator bench bench-peers paper check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot aot-gpu ray lm-eval accelerator bench bench-peers paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ demo: $(STAMP) ## serve the embedded model and stream from it
 
 demo-model: $(STAMP) ## train the embedded model again
 	@$(BIN)/python -m benchmarks.demo_model.train $(ARGS)
+
+demo-draft: $(STAMP) ## train the embedded draft model again
+	@$(BIN)/python -m benchmarks.demo_model.distil $(ARGS)
 
 test: $(STAMP) ## the quick tests
 	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal $(ARGS)

@@ -1,6 +1,8 @@
 """How the demo model is made: the stories that it learns from and its training.
 
 train.py      the training, from nothing to a checkpoint
+distil.py     the training of its draft model, from what it writes
+acceptance.py how often the draft model guesses right
 saving.py     parameters -> a checkpoint
 data.py       stories -> batches of tokens
 tokenizer.py  the tokenizer of the stories' words

@@ -68,20 +68,33 @@ class Lesson:
 
 def batch(tokenizer: Tokenizer, seed: int, step: int, shape: tuple[int, int], lesson: Lesson) -> Batch:
     """The batch of one training step; `shape` is rows and tokens of a row."""
-    result = Batch(
+    result = empty_batch(shape)
+    for row in range(shape[0]):
+        first = (step * shape[0] + row) * _CANDIDATES
+        fill_row(result, row, (encode(tokenizer, seed, first + index, lesson) for index in range(_CANDIDATES)))
+    return result
+
+
+def empty_batch(shape: tuple[int, int]) -> Batch:
+    """Rows of padding."""
+    return Batch(
         token_ids=np.zeros(shape, np.int32),
         targets=np.zeros(shape, np.int32),
         weights=np.zeros(shape, np.float32),
         positions=np.zeros(shape, np.int32),
         segments=np.zeros(shape, np.int32),
     )
-    for row in range(shape[0]):
-        first = (step * shape[0] + row) * _CANDIDATES
-        _fill_row(result, row, (encode(tokenizer, seed, first + index, lesson) for index in range(_CANDIDATES)))
+
+
+def one_row(token_ids: list[int], row_len: int) -> Batch:
+    """One document alone, each of its tokens weighing 1."""
+    result = empty_batch((1, row_len))
+    fill_row(result, 0, iter([(token_ids, [1.0] * len(token_ids))]))
     return result
 
 
-def _fill_row(out: Batch, row: int, documents: Iterator[tuple[list[int], list[float]]]) -> None:
+def fill_row(out: Batch, row: int, documents: Iterator[tuple[list[int], list[float]]]) -> None:
+    """Pack documents, token ids and their weights, into one row until hardly any room is left."""
     start, segment, row_len = 0, 0, out.token_ids.shape[1]
     for token_ids, weights in documents:
         length = len(token_ids)

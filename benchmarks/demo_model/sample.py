@@ -68,6 +68,11 @@ class Sampler:
     def continue_texts(self, prompts: Sequence[str], seeds: Sequence[int]) -> list[str]:
         """One continuation a prompt, without the prompt and the end token; a row's draws depend on its seed alone."""
         encoded = [self.tokenizer.encode(prompt).ids for prompt in prompts]
+        rows = self.continue_tokens(encoded, seeds)
+        return [self.tokenizer.decode(row[len(ids) :]) for row, ids in zip(rows, encoded, strict=True)]
+
+    def continue_tokens(self, encoded: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int]]:
+        """Each prompt and its continuation, without the end token; draws are as in `continue_texts`."""
         num_rows = len(encoded)
         cache_shape = (
             self.config.num_layers,
@@ -90,7 +95,7 @@ class Sampler:
                         rows[index].append(token_id)
             if all(done):
                 break
-        return [self.tokenizer.decode(row[len(ids) :]) for row, ids in zip(rows, encoded, strict=True)]
+        return rows
 
 
 def open_sampler(temperature: float = 0.8, dtype: str = "float32") -> Sampler:

@@ -13,13 +13,16 @@ from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.orbax import is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantised.config import QUANTISATION_KEYS, find_scheme
 from jpaged.checkpoints.quantised.scheme import Scheme
-from jpaged.demo import FOLDER
+from jpaged.demo import DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import from_hf
 
 DEMO = "demo"
 """Names the packaged checkpoint, whatever folder is here or model on the hub."""
+
+DEMO_DRAFT = "demo-draft"
+"""Names the packaged draft model of the demo, likewise."""
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -59,7 +62,7 @@ def find_folder(model: str) -> Path:
 
 
 def find_local(model: str) -> Path | None:
-    """Find the folder of a checkpoint that is on this machine: the packaged one, or one of that path; None without.
+    """Find the folder of a checkpoint that is on this machine: a packaged one, or one of that path; None without.
 
     Of a GGUF model, which needs no folder, it is the file, or the first of its parts; so it is where a folder holds
     one and no weights in Hugging Face layout.
@@ -69,6 +72,8 @@ def find_local(model: str) -> Path | None:
     """
     if model == DEMO:
         return FOLDER
+    if model == DEMO_DRAFT:
+        return DRAFT_FOLDER
     folder = expand_home(model, "model")
     if not folder.is_dir():
         return find_gguf(folder)

@@ -1,9 +1,11 @@
-"""The embedded model: a checkpoint folder in Hugging Face layout, which the name `demo` stands for.
+"""The embedded models: checkpoint folders in Hugging Face layout, which the names `demo` and `demo-draft` stand for.
 
 checkpoint/    config, weights in bfloat16, tokenizer
-MODEL_CARD.md  what it is, and how it was made (benchmarks/demo_model)
+draft/         the same of a far smaller model that guesses what the first one writes
+MODEL_CARD.md  what they are, and how they were made (benchmarks/demo_model)
 """
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "checkpoint"
+DRAFT_FOLDER = Path(__file__).parent / "draft"
