@@ -122,7 +122,7 @@ def test_two_processes_sample_what_one_samples_and_end_together(
         kill_one(group, 1)
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_two_processes_edit_and_tell_what_one_does(model: str, programs: Path) -> None:
     """With few blocks, so that sequences lose their rows and are counted anew."""
     many, options = changed_questions(), {"max_logprobs": -1, "enable_prefix_caching": False}
@@ -134,9 +134,9 @@ def test_two_processes_edit_and_tell_what_one_does(model: str, programs: Path) -
         got = ask(client, many)
         assert_same(got, want)
         assert_told_alike(got, want)
-        load = client.load()
-        assert load.num_preemptions > 0
-        assert load.num_compiles_after_warm_up == 0
+        while client.load().num_preemptions == 0:  # on a busy machine requests may come one after the other
+            assert_same(ask(client, many), want)
+        assert client.load().num_compiles_after_warm_up == 0
         group.signal(0, signal.SIGTERM)
         assert group.codes() == [0, 0], group.log()
 
