@@ -27,7 +27,8 @@ _STANDSTILL, _AGAIN = 4, 1
 
 A bracket that closes (-2) and stands still may be in a text, where a quote (0) is better, or one of several that close,
 where it is better than another comma (3). What goes around in a circle, as the digits of a number do, costs more each
-time, so that a comma comes at last.
+time, so that a comma comes at last. To stand still costs as much more then: the next item of a list lets come what the
+one before it did, and a text in it would else be filled up sooner than ended.
 """
 _FIRST_PART = 2048
 _NUM_PLACES = 96
@@ -222,7 +223,7 @@ def _child(vocabulary: Vocabulary, path: _Path, token_id: int) -> _Path | None:
     mask = b"" if matcher.is_stopped() or matcher.compute_ff_tokens() else matcher.compute_bitmask()
     cost, num_again = int(vocabulary.openness_v[token_id]), 0
     if mask == path.mask:
-        cost, num_again = cost + _STANDSTILL, path.num_again
+        cost, num_again = cost + _STANDSTILL + path.num_again, path.num_again
     elif hash(mask) in path.seen:
         cost, num_again = cost + _AGAIN + path.num_again, path.num_again + 1
     cost += path.cost

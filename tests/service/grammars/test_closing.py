@@ -45,9 +45,14 @@ def test_random_schemas_are_met_with_hardly_enough_tokens(compiler):
     assert_schemas_are_met(compiler, range(45, 57))
 
 
+@pytest.mark.parametrize("seed", [508, 610])
+def test_lists_whose_items_hold_texts_are_met(compiler, seed):
+    assert_schemas_are_met(compiler, [seed])
+
+
 @pytest.mark.long
 def test_two_hundred_random_schemas_are_met_with_hardly_enough_tokens(compiler):
-    assert_schemas_are_met(compiler, range(200))
+    assert_schemas_are_met(compiler, [*range(200), 755])
 
 
 @pytest.mark.parametrize(
