@@ -19,8 +19,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.demo_model.data import one_row
-from benchmarks.demo_model.distil import TEMPERATURE, corpus_prompts, learnt_prompts, run
+from benchmarks.demo_model.distil import TEMPERATURE, corpus_prompts, learnt_prompts
 from benchmarks.demo_model.sample import CARD_PROMPTS, open_sampler, with_template
+from benchmarks.demo_model.train import logits_of
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.demo import DRAFT_FOLDER, FOLDER
@@ -53,10 +54,10 @@ def matches(
     model = Model(read_config(folder), _DTYPE)
     params = load_params(model, folder, "loop")
     row_len = max(len(row) for row in rows)
-    logits_of = jax.jit(functools.partial(run, model))
+    run = jax.jit(functools.partial(logits_of, model))
     result = []
     for seed, (row, prompt) in enumerate(zip(rows, asked, strict=True)):
-        logits = logits_of(params, one_row(list(row), row_len))[: len(row) - 1]
+        logits = run(params, one_row(list(row), row_len))[: len(row) - 1]
         chosen = np.asarray(_choose(logits, temperature, seed))
         first = len(prompt) - 1
         result.append(chosen[first:] == np.asarray(row[first + 1 :]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +19,15 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
-from benchmarks.demo_model.attention import attend
 from benchmarks.demo_model.data import Batch, Lesson, batch, empty_batch, encode, fill_row
 from benchmarks.demo_model.sample import open_sampler
-from benchmarks.demo_model.train import Phase, TrainSettings, make_optimizer, package
+from benchmarks.demo_model.train import Phase, TrainSettings, logits_of, make_optimizer, package
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.demo import DRAFT_FOLDER, FOLDER
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.tokens import TokenBatch
 
 TEMPERATURE = 0.8
 """Divides both models' logits where their distributions are compared."""
@@ -100,17 +97,6 @@ def told_batch(documents: list[Document], step: int, shape: tuple[int, int]) -> 
     return result
 
 
-def run(model: Model, params: Params, rows: Batch) -> jax.Array:
-    """Logits of packed rows, `[T, V]`."""
-    segments = jnp.asarray(rows.segments)
-    row_len = segments.shape[1]
-    mask_bst = (segments[:, :, None] == segments[:, None, :]) & jnp.triu(jnp.ones((row_len, row_len), bool))
-    positions_t = jnp.asarray(rows.positions).reshape(-1)
-    tokens = TokenBatch(jnp.asarray(rows.token_ids).reshape(-1), positions_t, jnp.full_like(positions_t, row_len))
-    hidden, _ = model.run(params, tokens, functools.partial(attend, mask_bst), (), "loop")
-    return model.logits(params, hidden)
-
-
 def with_embedding_of(params: Params, teacher_params: Params) -> Params:
     """Parameters whose embedding is the demo's in its main directions, of the size that it had.
 
@@ -136,7 +122,8 @@ def make_step(config: ModelConfig, optimizer: optax.GradientTransformation) -> S
     model, teacher = Model(config, _DTYPE), Model(read_config(FOLDER), _DTYPE)
 
     def mean_loss(params: Params, probs_tv: jax.Array, rows: Batch) -> jax.Array:
-        logits = run(model, jax.tree.map(lambda a: a.astype(_DTYPE), params), rows).astype(jnp.float32) / TEMPERATURE
+        held = jax.tree.map(lambda a: a.astype(_DTYPE), params)
+        logits = logits_of(model, held, rows).astype(jnp.float32) / TEMPERATURE
         losses = jax.nn.logsumexp(logits, axis=-1) - (probs_tv * logits).sum(axis=-1)
         weights = rows.weights.reshape(-1)
         return (losses * weights).sum() / jnp.maximum(weights.sum(), 1.0)
@@ -144,7 +131,7 @@ def make_step(config: ModelConfig, optimizer: optax.GradientTransformation) -> S
     def step(
         params: Params, state: optax.OptState, teacher_params: Params, rows: Batch
     ) -> tuple[Params, optax.OptState, jax.Array]:
-        logits = run(teacher, teacher_params, rows).astype(jnp.float32)
+        logits = logits_of(teacher, teacher_params, rows).astype(jnp.float32)
         probs = jax.nn.softmax(logits / TEMPERATURE, axis=-1)
         loss, gradients = jax.value_and_grad(mean_loss)(params, probs, rows)
         updates, state = optimizer.update(gradients, state, params)

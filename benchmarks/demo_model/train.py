@@ -122,16 +122,20 @@ def demo_config(tokenizer: Tokenizer) -> DecoderConfig:
     )
 
 
-def loss_sum(model: Model, params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
-    """Summed cross entropy of the learnt tokens, and their number."""
+def logits_of(model: Model, params: Params, rows: Batch) -> jax.Array:
+    """Logits of packed rows, `[T, V]`."""
     segments = jnp.asarray(rows.segments)
     row_len = segments.shape[1]
     mask_bst = (segments[:, :, None] == segments[:, None, :]) & jnp.triu(jnp.ones((row_len, row_len), bool))
     positions_t = jnp.asarray(rows.positions).reshape(-1)
     tokens = TokenBatch(jnp.asarray(rows.token_ids).reshape(-1), positions_t, jnp.full_like(positions_t, row_len))
     hidden, _ = model.run(params, tokens, functools.partial(attend, mask_bst), (), "loop")
-    logits = model.logits(params, hidden)
-    losses = cross_entropy(logits, jnp.asarray(rows.targets).reshape(-1))
+    return model.logits(params, hidden)
+
+
+def loss_sum(model: Model, params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
+    """Summed cross entropy of the learnt tokens, and their number."""
+    losses = cross_entropy(logits_of(model, params, rows), jnp.asarray(rows.targets).reshape(-1))
     weights = rows.weights.reshape(-1)
     return (losses * weights).sum(), weights.sum()
 

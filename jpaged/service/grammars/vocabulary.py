@@ -148,7 +148,7 @@ def _read(spec: VocabularySpec) -> LLTokenizer:
 
 def _openness(part: bytes) -> int:
     if not part:
-        return 8
+        return 100
     closing, opening = sum(byte in b"}]" for byte in part), sum(byte in b"{[(<," for byte in part)
     if all(byte in _CLOSING for byte in part):
         return -2 * min(closing, 1)
