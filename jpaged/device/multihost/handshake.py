@@ -412,9 +412,6 @@ def _join_devices(multihost: MultiHost, port: int) -> None:
     """Makes the devices of all processes those of one jax."""
     host = multihost.address[0]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Gloo tells messages of one program from those of another by their order alone, and a process with one device is
-    # free to run two at once: each is at its end before the next begins.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     # Its handler of SIGTERM would take the place of ours, which drains.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
