@@ -202,7 +202,7 @@ class LongEngineMachine(EngineMachine):
 
 @pytest.mark.parametrize(
     ("num_lives", "least_steps"),
-    [pytest.param(200, 20_000, marks=pytest.mark.long), pytest.param(800, 100_000, marks=pytest.mark.deep)],
+    [pytest.param(250, 20_000, marks=pytest.mark.long), pytest.param(1100, 100_000, marks=pytest.mark.deep)],
 )
 def test_many_thousand_steps_of_random_lives(num_lives, least_steps):
     LongEngineMachine.num_steps = 0

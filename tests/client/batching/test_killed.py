@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jpaged.client.batching.parquet import journal_of
+from jpaged.testing import FakeExecutor
 from tests.client.test_batch import results, simple, write_input
 from tests.processes import ROOT
 from tests.server.harness import eventually, running
@@ -30,10 +31,12 @@ def num_lines(path: Path) -> int:
 async def test_a_batch_that_is_killed_is_gone_on_with(tmp_path, name):
     source, out = write_input(tmp_path / "in.jsonl", simple(40)), tmp_path / name
     gathered = journal_of(out) if out.suffix == ".parquet" else out
-    async with running() as first, running() as second:
+    narrow = [FakeExecutor(max_num_seqs=2) for _ in range(2)]
+    async with running(executor=narrow[0]) as first, running(executor=narrow[1]) as second:
         words = [str(source), str(out), "--target", f"{first.target},{second.target}"]
         for harness in (first, second):
-            harness.faults.hold_after(10)  # steps: a request takes 6 or more
+            # A request takes 6 to 8: they are enough for 4 one after the other, and for 12 in two rows.
+            harness.faults.hold_after(36)
         process = await begin(*words)
         await eventually(lambda: num_lines(gathered) >= 4)
         process.kill()
