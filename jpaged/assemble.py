@@ -24,6 +24,7 @@ from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.kv_scales import name_of_kv_dtype
 from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
@@ -106,7 +107,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         tensor_parallel_size=places[0].num_parts,
         attention_backend=executor.step.backend,
         linear_backend=executor.step.linear_backend,
-        kv_cache_dtype=executor.kv_cache_dtype,
+        kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
         served_model_name=options.server.served_model_name or source.name,
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
@@ -192,7 +193,7 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
         "checkpoint": fingerprint(source.folder),
         "attention_backend": executor.step.backend,
         "linear_backend": executor.step.linear_backend,
-        "kv_cache_dtype": executor.kv_cache_dtype,
+        "kv_cache_dtype": name_of_kv_dtype(executor.step.layout.dtype),
         **sizes,
     }
 

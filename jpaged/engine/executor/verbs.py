@@ -84,6 +84,31 @@ class Executor(Protocol[Hidden, Handle]):
         """
         ...
 
+    def speculate(
+        self,
+        inputs: StepInputs,
+        sampling: SamplingInputs,
+        ending_token_ids_rx: I32,
+        num_left_r: I32,
+        num_rounds: int,
+    ) -> Handle:
+        """Starts rounds in which a draft model proposes tokens and the model verifies them; returns before it is done.
+
+        What a row samples is what `decode` would sample, whatever is proposed; only how many tokens it goes on by in a
+        round depends on that, 1 to `Geometry.num_speculative_tokens` + 1 of them. `StepOutputs.speculated` tells of it.
+        The last tokens are as `sample`'s. There is a program for each of `BucketTable.speculates`.
+
+        Args:
+            inputs: as `decode` takes them; no two rows read anything together.
+            sampling: of Detail.TOKENS, without edits, as many rows as a bucket has.
+            ending_token_ids_rx: ids that end each row; it samples nothing behind one.
+            num_left_r: [R] tokens that a row may still sample. Its block tables have room for as many, the last one's
+                keys not counted: nothing is written behind them.
+            num_rounds: at most, up to MAX_NUM_ROUNDS; no further round is run when all rows have ended or used up
+                what they had left.
+        """
+        ...
+
     def is_done(self, handle: Handle) -> bool:
         """Whether `collect` would not wait; asks and never waits itself."""
         ...
