@@ -15,6 +15,7 @@ from jpaged.capacity.step_times import PlannedModel, StepTimes
 from jpaged.capacity.target import Target, find_target
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.config import EngineConfig
+from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.aot.deployment import Deployment, compile_deployment
 from jpaged.device.aot.gpu import compile_only_gpus
 from jpaged.device.aot.tpu import compile_only_devices, find_topology
@@ -22,7 +23,7 @@ from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import build_mesh
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Progress
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
@@ -92,7 +93,8 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
-    num_devices, notes = _num_devices(config, target, question.options.get("tensor_parallel_size"))
+    one = 1 if options.has_draft_model else None
+    num_devices, notes = _num_devices(config, target, question.options.get("tensor_parallel_size", one))
     dtype = options.model.dtype
     if dtype == "auto":
         dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
@@ -115,6 +117,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         progress=progress,
         save=None if question.save is None else Path(question.save),
         num_threads=question.num_threads,
+        draft=_draft(options, model),
     )
     if num_slots := deployment.geometry.max_loras:
         notes.append(
@@ -160,3 +163,14 @@ def _num_devices(config: ModelConfig, target: Target, chosen: int | None) -> tup
     return largest, [
         f"{config.num_heads} heads are not split over {target.num_devices} devices: tensor_parallel_size is {largest}"
     ]
+
+
+def _draft(options: EngineConfig, model: Model) -> Model | None:
+    """The model that proposes tokens, where the options ask for one."""
+    if options.speculation is None or options.speculation.model is None:
+        return None
+    try:
+        _, config = find_config(options.speculation.model)
+    except (InvalidArgument, NotFound) as error:
+        raise InvalidArgument(f"{SPECULATIVE}.model", str(error)) from error
+    return Model(config, model.dtype)

@@ -343,6 +343,17 @@ class JaxExecutor:
         with self._calling(f"{num_rounds} rounds of {len(sampling.rows_r)} rows failed"):
             return self._drafter.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds)
 
+    def draft(self, inputs: StepInputs) -> None:
+        """Starts the draft model alone over a step's tokens.
+
+        Raises:
+            InternalError: there is no draft model, shapes of no compiled program, or a fault of the device.
+        """
+        if self._drafter is None:
+            raise InternalError("tokens for a draft model, and there is none")
+        with self._calling(f"the draft of {inputs.num_tokens} tokens failed"):
+            self._drafter.draft(self.pack(inputs))
+
     def tell(self, hidden: jax.Array, inputs: TellInputs) -> Callable[[], ToldOutputs]:
         """Starts telling of what a forward left, and the copy to the host; see `Executor.tell`.
 

@@ -138,7 +138,7 @@ class FakeExecutor:
         faults: Faults | None = None,
     ) -> None:
         self.faults = faults or Faults()
-        self.num_steps = 0
+        self.num_steps = self.num_drafted_tokens = 0
         self._geometry = Geometry(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -309,6 +309,24 @@ class FakeExecutor:
             count = int(outputs.speculated.num_tokens_r[row]) if outputs.speculated else 0
             self._last_tokens[row] = outputs.token(row, count - 1) if count else first_id
         return outputs
+
+    def draft(self, inputs: StepInputs) -> None:
+        """Checks that the draft is shown what the model has computed; each token once in a row, behind its context.
+
+        Raises:
+            InternalError: it has no draft model, or the tokens are others than those in their slots.
+        """
+        if not self.num_speculative_tokens:
+            raise InternalError("tokens for a draft model, and there is none")
+        if len(inputs.token_ids_t) not in self._geometry.buckets.tokens or inputs.is_prev_sampled_t.any():
+            raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of tokens that are known")
+        used = slice(0, inputs.num_tokens)
+        kept = self._pool[inputs.slots_gt[0, used], 0]
+        if not np.array_equal(kept, inputs.token_ids_t[used]):
+            raise InternalError(f"the draft is shown {inputs.token_ids_t[used]}, and the model has computed {kept}")
+        for row in range(inputs.num_rows):
+            self._seen(inputs, row)
+        self.num_drafted_tokens += inputs.num_tokens
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True

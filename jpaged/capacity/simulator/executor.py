@@ -166,6 +166,14 @@ class SimulatedExecutor:
         """
         raise InternalError(f"a simulated server was asked for {num_rounds} rounds of proposals; it has no draft")
 
+    def draft(self, inputs: StepInputs) -> None:
+        """Is not asked for: the simulated servers have no draft model.
+
+        Raises:
+            InternalError: it was.
+        """
+        raise InternalError(f"a simulated server was asked to draft {inputs.num_tokens} tokens; it has no draft")
+
     def is_done(self, handle: StepOutputs) -> bool:
         return True
 

@@ -94,6 +94,7 @@ def compile_deployment(
     progress: Progress,
     save: Path | None = None,
     num_threads: int | None = None,
+    draft: Model | None = None,
 ) -> Deployment:
     """Plans the memory and compiles.
 
@@ -106,6 +107,7 @@ def compile_deployment(
         progress: told what is compiled.
         save: a folder that every program is written to, for `jpaged serve --compiled`; nothing that does not fit is.
         num_threads: programs that are compiled at a time; None is as a server does.
+        draft: the model that proposes tokens, where the options ask for one.
 
     Raises:
         InvalidArgument, Unsupported: the model cannot be served so, whatever the memory, or the compiler fails.
@@ -115,7 +117,8 @@ def compile_deployment(
 
     def served(num_blocks: int) -> ServerPrograms:
         cache = dataclasses.replace(options.cache, num_blocks=num_blocks)
-        return ServerPrograms.of(*abstract_serving(model, dataclasses.replace(options, cache=cache), mesh))
+        served = dataclasses.replace(options, cache=cache)
+        return ServerPrograms.of(*abstract_serving(model, served, mesh, draft=draft))
 
     def compile_some(
         server: ServerPrograms, specs: Collection[ProgramSpec]

@@ -261,6 +261,14 @@ class MultiHostExecutor:
         """
         raise InternalError(f"several processes were asked for {num_rounds} rounds of proposals; they have no draft")
 
+    def draft(self, inputs: StepInputs) -> None:
+        """Is not asked for: the geometry of several processes has no proposals.
+
+        Raises:
+            InternalError: it was.
+        """
+        raise InternalError(f"several processes were asked to draft {inputs.num_tokens} tokens; they have no draft")
+
     def is_done(self, handle: MultiHostHandle) -> bool:
         """Whether this process has run its part of the step."""
         return self._executor.is_done(handle.array)

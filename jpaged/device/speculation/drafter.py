@@ -66,6 +66,12 @@ class Drafter:
         program = self._programs.find(ProgramSpec("draft", packed.num_tokens))
         self._pool.put(program(self._params, self._pool.take(), last_tokens, packed.words))
 
+    def draft(self, packed: PackedForward) -> None:
+        """Starts the draft over tokens that it has not seen."""
+        self.catch_up()
+        self._due = packed, self._runner.last_tokens
+        self.catch_up()
+
     def move(self, moves: BlockMoves) -> None:
         """Starts copies of blocks; other moves are the model's alone."""
         self.catch_up()

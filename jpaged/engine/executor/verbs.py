@@ -109,6 +109,13 @@ class Executor(Protocol[Hidden, Handle]):
         """
         ...
 
+    def draft(self, inputs: StepInputs) -> None:
+        """Starts the draft model alone over tokens that the model has computed, and the draft has not.
+
+        A forward's tokens it sees by itself; those of `decode`, and of blocks that come from the host, it does not.
+        """
+        ...
+
     def is_done(self, handle: Handle) -> bool:
         """Whether `collect` would not wait; asks and never waits itself."""
         ...

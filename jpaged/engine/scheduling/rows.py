@@ -15,7 +15,7 @@ are chosen anew at every step, and sequences that may not end yet or whose logit
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,8 @@ class Decodes:
         detail: what the row that wants most is told.
         ending_ids_sx: a view; what ends each row, as `Executor.decode` takes it.
         num_steps: decode steps of the dispatch; above 1 there are no other rows.
+        num_rounds: of a draft model, in place of steps; above 0 there are no other rows.
+        num_left_s: tokens that each may sample in those rounds, for which it has blocks; empty without.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -76,6 +78,8 @@ class Decodes:
     detail: Detail = Detail.TOKENS
     ending_ids_sx: I32 = field(default_factory=lambda: np.zeros((0, BANNED_WIDTH), np.int32))
     num_steps: int = 1
+    num_rounds: int = 0
+    num_left_s: I32 = field(default_factory=_none)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -196,6 +200,10 @@ class DecodingRows:
         """Those whose blocks have no place yet for what they write in the next steps."""
         return self._where(-self.lens_s % self._block_size < num_steps)
 
+    def most_each(self, num_tokens: int) -> list[tuple[Sequence, int]]:
+        """Every sequence, with so many tokens or those that it may still sample."""
+        return list(zip(self._sequences, np.minimum(self._num_left_s[: len(self)], num_tokens).tolist(), strict=True))
+
     @property
     def least_left(self) -> int:
         """Steps that every row may make before one has all its tokens, or begins again; 0 without rows."""
@@ -226,6 +234,10 @@ class DecodingRows:
     def group_of(self, sequence: Sequence) -> Group:
         """The group of a sequence that has a row."""
         return self._groups[self._places[sequence]]
+
+    def take_rounds(self, num_rounds: int, num_left: list[int]) -> Decodes:
+        """Every row as it goes into rounds, and advances all of them by the token that each surely samples."""
+        return replace(self.take(), num_rounds=num_rounds, num_left_s=np.array(num_left, np.int32))
 
     def take(self, num_steps: int = 1) -> Decodes:
         """Every row as it goes into the next dispatch, and advances all of them past its steps."""

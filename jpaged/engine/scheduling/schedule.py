@@ -14,6 +14,7 @@ from jpaged.engine.executor import (
     BANNED_WIDTH,
     BEYOND_TOKENS,
     I32,
+    BucketTable,
     Detail,
     Geometry,
     SamplingInputs,
@@ -61,6 +62,17 @@ class Schedule:
     def num_steps(self) -> int:
         """Decode steps of the dispatch: 1 unless all rows decode."""
         return self.decodes.num_steps
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of a draft model in the dispatch, in place of steps; the results of such a one are waited for."""
+        return self.decodes.num_rounds
+
+    def num_padded_rows(self, buckets: BucketTable) -> int | None:
+        """Rows of the program of several steps, or of rounds, that the dispatch runs; None where it is one step."""
+        if self.num_rounds:
+            return buckets.num_speculate_rows(self.num_rows)
+        return buckets.num_decode_rows(self.num_rows) if self.num_steps > 1 else None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -118,6 +130,20 @@ class Schedule:
             self.rows.append(row)
         self.drafts.append(Draft(group, sequence, place, token_ids, range(first, first + len(token_ids))))
         self.num_tokens += len(token_ids)
+
+    def rerun(self, group: Group, sequence: Sequence, start: int, num_tokens: int) -> None:
+        """Enters tokens of a sequence that have gone through the model; the sequence stays as it is."""
+        row = ScheduledRow(
+            group=group,
+            sequence=sequence,
+            start=start,
+            num_tokens=num_tokens,
+            samples_token=False,
+            sample_row=self.num_rows,
+            prev_sampled_row=None,
+            output_index=0,
+        )
+        self.rows.append(row)
 
     def recomputes(self, num_tokens: int) -> None:
         """Counts tokens that run again: of a preempted group, or of one that has outgrown its keys."""
@@ -237,8 +263,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
     """
     block_size, max_rows = geometry.block_size, geometry.max_num_seqs
     num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
-    several = geometry.buckets.num_decode_rows(num_rows) if schedule.num_steps > 1 else None
-    num_padded = several or geometry.buckets.num_tokens(num_tokens)
+    num_padded = schedule.num_padded_rows(geometry.buckets) or geometry.buckets.num_tokens(num_tokens)
     columns = _columns(schedule)
     starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
@@ -279,11 +304,16 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
 
 
 def build_ending_ids(schedule: Schedule, num_padded: int) -> I32:
-    """What ends each row of a dispatch of several steps, as `Executor.decode` takes it."""
+    """What ends each row of a dispatch of several steps or rounds, as `Executor.decode` takes it."""
     ending_ids_rx = np.full((num_padded, BANNED_WIDTH), BEYOND_TOKENS, np.int32)
     ending_ids_sx = schedule.decodes.ending_ids_sx
     ending_ids_rx[: schedule.num_rows] = ending_ids_sx[schedule.order] if schedule.order else ending_ids_sx
     return ending_ids_rx
+
+
+def build_num_left(schedule: Schedule, num_padded: int) -> I32:
+    """What each row may sample in rounds, as `Executor.speculate` takes it."""
+    return _padded(schedule.decodes.num_left_s, num_padded)
 
 
 def build_sampling_inputs(
@@ -295,8 +325,7 @@ def build_sampling_inputs(
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
     ]
     detail = max((Detail.of(params) for _, _, params in sampled), default=Detail.TOKENS)
-    several = geometry.buckets.num_decode_rows(num_rows) if schedule.num_steps > 1 else None
-    num_padded = several or geometry.buckets.num_rows(num_rows)
+    num_padded = schedule.num_padded_rows(geometry.buckets) or geometry.buckets.num_rows(num_rows)
     inputs = SamplingInputs.neutral(num_padded, detail=max(detail, decodes.detail))
     inputs.rows_r[: len(decodes)] = decodes.sampling_s
     inputs.rows_r["positions_r"][: len(decodes)] = np.where(decodes.is_random_s, decodes.starts_s + 1, 0)

@@ -59,6 +59,7 @@ class Scheduler:
         self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
         most = geometry.max_num_batched_tokens
         self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
+        self._num_speculative_tokens = geometry.num_speculative_tokens
         self._is_static = options.batching == "static"  # as request-level servers do
         self._memory = memory
         self._policy = POLICIES[options.policy]()
@@ -74,11 +75,12 @@ class Scheduler:
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
 
-    def schedule(self, proposals: Proposals | None = None) -> Schedule:
+    def schedule(self, proposals: Proposals | None = None, num_rounds: int = 0) -> Schedule:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched.
 
         Args:
             proposals: for sequences that decode, of which no token is in flight.
+            num_rounds: of a draft model, where all rows decode, of which no token is in flight.
         """
         schedule = Schedule()
         spent = self.rows.spent()
@@ -93,13 +95,15 @@ class Scheduler:
         if not is_early or self._entering(self._num_outstanding_blocks()) is not None:
             queues = self.queues
             is_joined = queues.num_waiting > 0 and (bool(spent) or queues.has_next_within(self.max_num_seqs))
-            if not self._decode(parts, schedule, is_joined=is_joined or proposals is not None):
+            is_alone = not (is_joined or proposals is not None or any(parts.values()) or self.rows.go_singly)
+            has_rounds = is_alone and num_rounds > 0 and self._speculate(num_rounds, schedule)
+            if not has_rounds and not self._decode(parts, schedule, is_alone=is_alone):
                 # Somebody has to leave: the rows are looked at one by one.
                 self.rows.clear()
                 parts, budget = self._share_tokens()
             self._grow_running(parts, schedule)
             # Nobody had to leave for want of blocks, nor goes on for several steps: those have changed who is next.
-            if len(schedule.preempted) == num_yielded and schedule.num_steps == 1:
+            if len(schedule.preempted) == num_yielded and schedule.num_steps == 1 and not has_rounds:
                 self._resume_and_admit(budget, schedule)
         schedule.close()
         if not self._is_static:  # in a batch that is, who has ended keeps its blocks
@@ -187,13 +191,39 @@ class Scheduler:
             budget -= _num_tokens(parts[group])
         return parts, budget
 
-    def _decode(self, parts: dict[Group, Shares], schedule: Schedule, *, is_joined: bool) -> bool:
+    @property
+    def all_decode(self) -> bool:
+        """Every running group does, and nobody waits who might find a row: the next dispatch may be of rounds."""
+        rows, queues = self.rows, self.queues
+        is_waited_for = queues.num_waiting > 0 and queues.num_rows < self.max_num_seqs
+        return bool(rows) and not (rows.go_singly or is_waited_for) and rows.settled.issuperset(queues.running)
+
+    def _speculate(self, num_rounds: int, schedule: Schedule) -> bool:
+        """Enters every row for rounds, as many as find blocks for all that may be accepted; False, and nothing, if none.
+
+        Nobody leaves for them. What is not accepted is given back when the results are here.
+        """
+        rows, num_in_round = self.rows, self._num_speculative_tokens + 1
+        while rows and num_rounds and not self._memory.can_grow(rows.most_each(num_rounds * num_in_round)):
+            num_rounds //= 2
+        if not rows or not num_rounds:
+            return False
+        shares = rows.most_each(num_rounds * num_in_round)
+        for sequence, num_left in shares:
+            _settle(sequence, self._memory)
+            self._memory.grow(sequence, num_left)
+            rows.grown(sequence)
+        schedule.decode(rows.take_rounds(num_rounds, [num_left for _, num_left in shares]))
+        self._policy.decoded(schedule.decodes.groups)
+        return True
+
+    def _decode(self, parts: dict[Group, Shares], schedule: Schedule, *, is_alone: bool) -> bool:
         """Enters every row that decodes; False, and nothing, where these and the others do not all find blocks.
 
-        For several steps where there are no others and all are told of tokens alone, unless who waits may join them.
+        For several steps where they are alone: no others run, all are told of tokens alone, and nobody may join them.
         """
         rows, num_steps = self.rows, 1
-        if not (is_joined or any(parts.values()) or rows.go_singly):
+        if is_alone:
             has_room = self.queues.num_rows < self.max_num_seqs
             num_steps = self.lookahead.num_steps(len(rows), rows.least_left, may_end=rows.may_end, has_room=has_room)
         due = changed = self.rows.due(num_steps)
