@@ -16,7 +16,7 @@ from jpaged.capacity.target import Target, find_target
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.config import EngineConfig
 from jpaged.config.speculative import NAME as SPECULATIVE
-from jpaged.device.aot.deployment import Deployment, compile_deployment
+from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
 from jpaged.device.aot.gpu import compile_only_gpus
 from jpaged.device.aot.tpu import compile_only_devices, find_topology
 from jpaged.device.kv_scales import kv_dtype
@@ -109,7 +109,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     mesh = build_mesh(devices[:num_devices])
     notes += Attention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
-        model,
+        Models(model, _draft(options, model)),
         options,
         mesh,
         target.hardware.usable_bytes,
@@ -117,7 +117,6 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         progress=progress,
         save=None if question.save is None else Path(question.save),
         num_threads=question.num_threads,
-        draft=_draft(options, model),
     )
     if num_slots := deployment.geometry.max_loras:
         notes.append(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -331,6 +331,7 @@ class JaxExecutor:
         ending_token_ids_rx: I32,
         num_left_r: I32,
         num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
     ) -> jax.Array:
         """Starts rounds of proposals, and the copy of what they gave to the host.
 
@@ -341,18 +342,9 @@ class JaxExecutor:
         if self._drafter is None or not 0 < num_rounds <= MAX_NUM_ROUNDS:
             raise InternalError(f"{num_rounds} rounds of proposals, of {MAX_NUM_ROUNDS} at most with a draft model")
         with self._calling(f"{num_rounds} rounds of {len(sampling.rows_r)} rows failed"):
+            for step in unseen:
+                self._drafter.draft(self.pack(step))
             return self._drafter.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds)
-
-    def draft(self, inputs: StepInputs) -> None:
-        """Starts the draft model alone over a step's tokens.
-
-        Raises:
-            InternalError: there is no draft model, shapes of no compiled program, or a fault of the device.
-        """
-        if self._drafter is None:
-            raise InternalError("tokens for a draft model, and there is none")
-        with self._calling(f"the draft of {inputs.num_tokens} tokens failed"):
-            self._drafter.draft(self.pack(inputs))
 
     def tell(self, hidden: jax.Array, inputs: TellInputs) -> Callable[[], ToldOutputs]:
         """Starts telling of what a forward left, and the copy to the host; see `Executor.tell`.

@@ -268,7 +268,7 @@ class EngineLoop:
         earlier, self._dispatched = self._dispatched, started
         if earlier is not None:
             self._collect(earlier)
-        if schedule.drafts or schedule.num_rounds or not self._overlap:
+        if schedule.drafts or schedule.decodes.num_rounds or not self._overlap:
             self._collect_earlier()
         has_run = schedule.num_rows > 0 or was_in_flight
         if has_run:
@@ -303,9 +303,9 @@ class EngineLoop:
     def _num_rounds(self) -> int:
         """Rounds of a draft model that the next dispatch may have; 0 where it has none."""
         scheduler, rounds = self.scheduler, self._rounds
-        if rounds is None or not scheduler.all_decode:
-            return 0
         rows, has_room = scheduler.rows, scheduler.queues.num_rows < scheduler.max_num_seqs
+        if rounds is None or not scheduler.rounds.may_run(scheduler.queues, has_room=has_room):
+            return 0
         longest_s = scheduler.lookahead.longest_s(may_end=rows.may_end, has_room=has_room)
         num_rounds = rounds.wanted(self._executor.geometry, len(rows), longest_s)
         if num_rounds:
@@ -331,11 +331,11 @@ class EngineLoop:
         if not schedule.num_rows:
             return None
         inputs = build_step_inputs(schedule, geometry)
-        is_decode = not (schedule.rows or schedule.num_rounds)
+        is_decode = not (schedule.rows or schedule.decodes.num_rounds)
         self.scheduler.lookahead.began(schedule.num_rows if is_decode else 0, schedule.num_steps, begin_s)
-        if pace is not None and not schedule.num_rounds:
+        if pace is not None and not schedule.decodes.num_rounds:
             pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
-        if schedule.num_rounds:
+        if schedule.decodes.num_rounds:
             return self._start_rounds(schedule, inputs)
         if schedule.num_steps > 1:
             sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
@@ -358,13 +358,13 @@ class EngineLoop:
         """Starts rounds of a draft model, behind what that has not seen yet."""
         geometry, editing = self._executor.geometry, self.scheduler.rows.editing
         self._end_idle()
-        if self._rounds is not None:
-            for lacking in self._rounds.lacking(schedule):
-                self._executor.draft(lacking)
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         num_padded, begin_s = len(sampling.rows_r), self._clock()
         ending_ids_rx, num_left_r = build_ending_ids(schedule, num_padded), build_num_left(schedule, num_padded)
-        self._newest = self._executor.speculate(inputs, sampling, ending_ids_rx, num_left_r, schedule.num_rounds)
+        unseen = [] if self._rounds is None else [*self._rounds.unseen(schedule)]
+        self._newest = self._executor.speculate(
+            inputs, sampling, ending_ids_rx, num_left_r, schedule.decodes.num_rounds, unseen
+        )
         return _Dispatched(schedule, begin_s, self._newest)
 
     def _end_idle(self) -> None:
@@ -388,7 +388,7 @@ class EngineLoop:
         if handle is self._newest:
             self._newest = None
             self._idle.seen_done(now)
-        if self.scheduler.pace is not None and not schedule.num_rounds:
+        if self.scheduler.pace is not None and not schedule.decodes.num_rounds:
             self.scheduler.pace.steps.ended(now)
         self.scheduler.lookahead.ended(now)
         self._output.told.take(told)

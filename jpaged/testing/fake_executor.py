@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +47,7 @@ from jpaged.errors import InternalError
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.fake_model import NAN, Script, Seen, sampled
-from jpaged.testing.fake_rounds import FakeRounds
+from jpaged.testing.fake_rounds import FakeRounds, check_unseen
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
 from jpaged.testing.single_steps import step_at
 from jpaged.types import Adapter
@@ -114,6 +114,7 @@ class FakeExecutor:
     Attributes:
         max_num_steps: decode steps of a dispatch at most.
         num_speculative_tokens: that its draft model proposes; 0 has none.
+        num_drafted_tokens: that its draft model ran alone, so far.
         windows: of its KV groups.
         max_loras: its adapter slots.
         sampled: the token that a row samples.
@@ -284,6 +285,7 @@ class FakeExecutor:
         ending_token_ids_rx: I32,
         num_left_r: I32,
         num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
     ) -> StepOutputs:
         """Runs all rounds at once; see `fake_rounds` for what is accepted.
 
@@ -292,6 +294,9 @@ class FakeExecutor:
         """
         if len(sampling.rows_r) not in self._geometry.buckets.speculates:
             raise InternalError(f"no program speculate[{len(sampling.rows_r)}]")
+        for step in unseen:
+            check_unseen(step, self._pool[step.slots_gt[0], 0], self._geometry.buckets)
+            self.num_drafted_tokens += step.num_tokens
         used = slice(0, inputs.num_rows)
         last_ids = self._last_tokens[inputs.prev_sampled_rows_t[used]]
         first_ids = np.where(inputs.is_prev_sampled_t[used], last_ids, inputs.token_ids_t[used]).tolist()
@@ -309,24 +314,6 @@ class FakeExecutor:
             count = int(outputs.speculated.num_tokens_r[row]) if outputs.speculated else 0
             self._last_tokens[row] = outputs.token(row, count - 1) if count else first_id
         return outputs
-
-    def draft(self, inputs: StepInputs) -> None:
-        """Checks that the draft is shown what the model has computed; each token once in a row, behind its context.
-
-        Raises:
-            InternalError: it has no draft model, or the tokens are others than those in their slots.
-        """
-        if not self.num_speculative_tokens:
-            raise InternalError("tokens for a draft model, and there is none")
-        if len(inputs.token_ids_t) not in self._geometry.buckets.tokens or inputs.is_prev_sampled_t.any():
-            raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of tokens that are known")
-        used = slice(0, inputs.num_tokens)
-        kept = self._pool[inputs.slots_gt[0, used], 0]
-        if not np.array_equal(kept, inputs.token_ids_t[used]):
-            raise InternalError(f"the draft is shown {inputs.token_ids_t[used]}, and the model has computed {kept}")
-        for row in range(inputs.num_rows):
-            self._seen(inputs, row)
-        self.num_drafted_tokens += inputs.num_tokens
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True

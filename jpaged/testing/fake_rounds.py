@@ -11,8 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jpaged.engine.executor import I32, MAX_NUM_ROUNDS, SamplingInputs, Speculated, StepInputs, StepOutputs
+from jpaged.engine.executor import (
+    I32,
+    MAX_NUM_ROUNDS,
+    BucketTable,
+    SamplingInputs,
+    Speculated,
+    StepInputs,
+    StepOutputs,
+)
+from jpaged.errors import InternalError
 
 RunStep = Callable[[StepInputs, SamplingInputs], StepOutputs]
 """A forward and a sample."""
@@ -105,6 +115,19 @@ class FakeRounds:
         rows_r["positions_r"] += place
         outputs = run_step(step, SamplingInputs(rows_r))
         return outputs.token(0), bool(outputs.is_sound_rn[0, 0])
+
+
+def check_unseen(inputs: StepInputs, kept_t: NDArray[np.int64], buckets: BucketTable) -> None:
+    """Raises InternalError where a draft is shown other tokens than the model has computed.
+
+    Args:
+        kept_t: the tokens in the slots of the step.
+    """
+    used = slice(0, inputs.num_tokens)
+    if len(inputs.token_ids_t) not in buckets.tokens or inputs.is_prev_sampled_t.any():
+        raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of tokens that are known")
+    if not np.array_equal(kept_t[used], inputs.token_ids_t[used]):
+        raise InternalError(f"the draft is shown {inputs.token_ids_t[used]}; the model has computed {kept_t[used]}")
 
 
 def accepted_behind(position: int, num_proposed: int) -> int:

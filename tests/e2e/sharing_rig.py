@@ -121,8 +121,9 @@ class Share:
         ending_token_ids_rx: I32,
         num_left_r: I32,
         num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
     ) -> Any:
-        return self._executor.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds)
+        return self._executor.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds, unseen)
 
     def is_done(self, handle: Any) -> bool:
         return self._executor.is_done(handle)

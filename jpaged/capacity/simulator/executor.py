@@ -8,7 +8,7 @@ do on text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,6 +158,7 @@ class SimulatedExecutor:
         ending_token_ids_rx: I32,
         num_left_r: I32,
         num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
     ) -> StepOutputs:
         """Is not asked for: the simulated servers have no draft model.
 
@@ -165,14 +166,6 @@ class SimulatedExecutor:
             InternalError: it was.
         """
         raise InternalError(f"a simulated server was asked for {num_rounds} rounds of proposals; it has no draft")
-
-    def draft(self, inputs: StepInputs) -> None:
-        """Is not asked for: the simulated servers have no draft model.
-
-        Raises:
-            InternalError: it was.
-        """
-        raise InternalError(f"a simulated server was asked to draft {inputs.num_tokens} tokens; it has no draft")
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True

@@ -253,6 +253,7 @@ class MultiHostExecutor:
         ending_token_ids_rx: I32,
         num_left_r: I32,
         num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
     ) -> MultiHostHandle:
         """Is not asked for: the geometry of several processes has no proposals.
 
@@ -260,14 +261,6 @@ class MultiHostExecutor:
             InternalError: it was.
         """
         raise InternalError(f"several processes were asked for {num_rounds} rounds of proposals; they have no draft")
-
-    def draft(self, inputs: StepInputs) -> None:
-        """Is not asked for: the geometry of several processes has no proposals.
-
-        Raises:
-            InternalError: it was.
-        """
-        raise InternalError(f"several processes were asked to draft {inputs.num_tokens} tokens; they have no draft")
 
     def is_done(self, handle: MultiHostHandle) -> bool:
         """Whether this process has run its part of the step."""

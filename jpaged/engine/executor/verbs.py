@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from jpaged.engine.executor.rows import SamplingInputs
@@ -91,6 +91,7 @@ class Executor(Protocol[Hidden, Handle]):
         ending_token_ids_rx: I32,
         num_left_r: I32,
         num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
     ) -> Handle:
         """Starts rounds in which a draft model proposes tokens and the model verifies them; returns before it is done.
 
@@ -106,13 +107,8 @@ class Executor(Protocol[Hidden, Handle]):
                 keys not counted: nothing is written behind them.
             num_rounds: at most, up to MAX_NUM_ROUNDS; no further round is run when all rows have ended or used up
                 what they had left.
-        """
-        ...
-
-    def draft(self, inputs: StepInputs) -> None:
-        """Starts the draft model alone over tokens that the model has computed, and the draft has not.
-
-        A forward's tokens it sees by itself; those of `decode`, and of blocks that come from the host, it does not.
+            unseen: steps of tokens that the model has computed and the draft has not: those of `decode`, and of blocks
+                that came from the host. It runs them alone, before the rounds.
         """
         ...
 

@@ -15,7 +15,7 @@ are chosen anew at every step, and sequences that may not end yet or whose logit
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,14 +200,9 @@ class DecodingRows:
         """Those whose blocks have no place yet for what they write in the next steps."""
         return self._where(-self.lens_s % self._block_size < num_steps)
 
-    def most_each(self, num_tokens: int) -> list[tuple[Sequence, int]]:
-        """Every sequence, with so many tokens or those that it may still sample."""
-        return list(zip(self._sequences, np.minimum(self._num_left_s[: len(self)], num_tokens).tolist(), strict=True))
-
-    @property
-    def least_left(self) -> int:
-        """Steps that every row may make before one has all its tokens, or begins again; 0 without rows."""
-        return int(self._num_left_s[: len(self)].min()) if self else 0
+    def left(self, most: int) -> list[tuple[Sequence, int]]:
+        """Each, and the steps that it may make before it has all its tokens, or begins again; `most` is enough."""
+        return list(zip(self._sequences, np.minimum(self._num_left_s[: len(self)], most).tolist(), strict=True))
 
     @property
     def may_end(self) -> bool:
@@ -235,12 +230,12 @@ class DecodingRows:
         """The group of a sequence that has a row."""
         return self._groups[self._places[sequence]]
 
-    def take_rounds(self, num_rounds: int, num_left: list[int]) -> Decodes:
-        """Every row as it goes into rounds, and advances all of them by the token that each surely samples."""
-        return replace(self.take(), num_rounds=num_rounds, num_left_s=np.array(num_left, np.int32))
+    def take(self, num_steps: int = 1, rounds: tuple[int, list[int]] | None = None) -> Decodes:
+        """Every row as it goes into the next dispatch, and advances all of them past its steps.
 
-    def take(self, num_steps: int = 1) -> Decodes:
-        """Every row as it goes into the next dispatch, and advances all of them past its steps."""
+        Args:
+            rounds: in place of steps, as many, and the tokens that each row may sample in them; it surely samples one.
+        """
         num_rows, sequences = len(self._sequences), list(self._sequences)
         # Each was in the step before, and in no other since: the tokens of all of them are in flight, or of none.
         is_in_flight = num_rows > 0 and sequences[0].num_in_flight_tokens > 0
@@ -260,6 +255,8 @@ class DecodingRows:
             detail=Detail(self._details_s[:num_rows].max(initial=Detail.TOKENS)),
             ending_ids_sx=self._ending_ids_sx[:num_rows],
             num_steps=num_steps,
+            num_rounds=rounds[0] if rounds else 0,
+            num_left_s=np.array(rounds[1] if rounds else [], np.int32),
         )
         self._starts_s[:num_rows] += num_steps
         self._num_left_s[:num_rows] -= num_steps

@@ -64,17 +64,6 @@ class Schedule:
         return self.decodes.num_steps
 
     @property
-    def num_rounds(self) -> int:
-        """Rounds of a draft model in the dispatch, in place of steps; the results of such a one are waited for."""
-        return self.decodes.num_rounds
-
-    def num_padded_rows(self, buckets: BucketTable) -> int | None:
-        """Rows of the program of several steps, or of rounds, that the dispatch runs; None where it is one step."""
-        if self.num_rounds:
-            return buckets.num_speculate_rows(self.num_rows)
-        return buckets.num_decode_rows(self.num_rows) if self.num_steps > 1 else None
-
-    @property
     def sequences(self) -> list[Sequence]:
         """The sequence of each row, as they were entered."""
         return [*self.decodes.sequences, *(row.sequence for row in self.rows)]
@@ -263,7 +252,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
     """
     block_size, max_rows = geometry.block_size, geometry.max_num_seqs
     num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
-    num_padded = schedule.num_padded_rows(geometry.buckets) or geometry.buckets.num_tokens(num_tokens)
+    num_padded = _num_padded_rows(schedule, geometry.buckets) or geometry.buckets.num_tokens(num_tokens)
     columns = _columns(schedule)
     starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
@@ -325,7 +314,7 @@ def build_sampling_inputs(
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
     ]
     detail = max((Detail.of(params) for _, _, params in sampled), default=Detail.TOKENS)
-    num_padded = schedule.num_padded_rows(geometry.buckets) or geometry.buckets.num_rows(num_rows)
+    num_padded = _num_padded_rows(schedule, geometry.buckets) or geometry.buckets.num_rows(num_rows)
     inputs = SamplingInputs.neutral(num_padded, detail=max(detail, decodes.detail))
     inputs.rows_r[: len(decodes)] = decodes.sampling_s
     inputs.rows_r["positions_r"][: len(decodes)] = np.where(decodes.is_random_s, decodes.starts_s + 1, 0)
@@ -344,6 +333,13 @@ def build_sampling_inputs(
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
         edits = edits and edits.reordered(schedule.order)
     return dataclasses.replace(inputs, edits=edits)
+
+
+def _num_padded_rows(schedule: Schedule, buckets: BucketTable) -> int | None:
+    """Rows of the program of several steps, or of rounds, that a dispatch runs; None where it is one step."""
+    if schedule.decodes.num_rounds:
+        return buckets.num_speculate_rows(schedule.num_rows)
+    return buckets.num_decode_rows(schedule.num_rows) if schedule.num_steps > 1 else None
 
 
 class _Columns(NamedTuple):

@@ -15,8 +15,8 @@ from itertools import chain
 
 from jpaged.config import SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
-from jpaged.engine.executor import DeviceRates, Geometry
-from jpaged.engine.kv.interface import KVMemory, Shares
+from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates, Geometry
+from jpaged.engine.kv.interface import KVMemory, Shares, settle
 from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.lookahead import Lookahead
@@ -29,6 +29,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens
 from jpaged.engine.speculation.drafts import DraftRows, Proposals
+from jpaged.engine.speculation.rounds import RoundRows
 
 
 class Scheduler:
@@ -40,6 +41,7 @@ class Scheduler:
         rows: those that decode, which every step takes as they are.
         lookahead: chooses how many steps of them go in one dispatch, and is told of each.
         drafts: enters what is proposed behind rows that decode.
+        rounds: enters rows that decode for rounds of a draft model.
         adapters: where on the device those of running groups are.
 
     Args:
@@ -59,7 +61,6 @@ class Scheduler:
         self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
         most = geometry.max_num_batched_tokens
         self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
-        self._num_speculative_tokens = geometry.num_speculative_tokens
         self._is_static = options.batching == "static"  # as request-level servers do
         self._memory = memory
         self._policy = POLICIES[options.policy]()
@@ -71,6 +72,7 @@ class Scheduler:
         outgrowing = None if outgrown_len is None else Outgrowing(memory, outgrown_len)
         self.rows = DecodingRows(geometry, outgrowing, eos_token_ids)
         self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
+        self.rounds = RoundRows(memory, self.rows, geometry, self._policy)
         self.adapters = AdapterSlots(geometry.max_loras)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
@@ -96,7 +98,7 @@ class Scheduler:
             queues = self.queues
             is_joined = queues.num_waiting > 0 and (bool(spent) or queues.has_next_within(self.max_num_seqs))
             is_alone = not (is_joined or proposals is not None or any(parts.values()) or self.rows.go_singly)
-            has_rounds = is_alone and num_rounds > 0 and self._speculate(num_rounds, schedule)
+            has_rounds = is_alone and num_rounds > 0 and self.rounds.enter(schedule, num_rounds)
             if not has_rounds and not self._decode(parts, schedule, is_alone=is_alone):
                 # Somebody has to leave: the rows are looked at one by one.
                 self.rows.clear()
@@ -191,32 +193,6 @@ class Scheduler:
             budget -= _num_tokens(parts[group])
         return parts, budget
 
-    @property
-    def all_decode(self) -> bool:
-        """Every running group does, and nobody waits who might find a row: the next dispatch may be of rounds."""
-        rows, queues = self.rows, self.queues
-        is_waited_for = queues.num_waiting > 0 and queues.num_rows < self.max_num_seqs
-        return bool(rows) and not (rows.go_singly or is_waited_for) and rows.settled.issuperset(queues.running)
-
-    def _speculate(self, num_rounds: int, schedule: Schedule) -> bool:
-        """Enters every row for rounds, as many as find blocks for all that may be accepted; False, and nothing, if none.
-
-        Nobody leaves for them. What is not accepted is given back when the results are here.
-        """
-        rows, num_in_round = self.rows, self._num_speculative_tokens + 1
-        while rows and num_rounds and not self._memory.can_grow(rows.most_each(num_rounds * num_in_round)):
-            num_rounds //= 2
-        if not rows or not num_rounds:
-            return False
-        shares = rows.most_each(num_rounds * num_in_round)
-        for sequence, num_left in shares:
-            _settle(sequence, self._memory)
-            self._memory.grow(sequence, num_left)
-            rows.grown(sequence)
-        schedule.decode(rows.take_rounds(num_rounds, [num_left for _, num_left in shares]))
-        self._policy.decoded(schedule.decodes.groups)
-        return True
-
     def _decode(self, parts: dict[Group, Shares], schedule: Schedule, *, is_alone: bool) -> bool:
         """Enters every row that decodes; False, and nothing, where these and the others do not all find blocks.
 
@@ -224,11 +200,12 @@ class Scheduler:
         """
         rows, num_steps = self.rows, 1
         if is_alone:
+            least_left = min((num_left for _, num_left in rows.left(MAX_NUM_STEPS)), default=0)
             has_room = self.queues.num_rows < self.max_num_seqs
-            num_steps = self.lookahead.num_steps(len(rows), rows.least_left, may_end=rows.may_end, has_room=has_room)
+            num_steps = self.lookahead.num_steps(len(rows), least_left, may_end=rows.may_end, has_room=has_room)
         due = changed = self.rows.due(num_steps)
         for sequence in due:
-            _settle(sequence, self._memory)
+            settle(sequence, self._memory)
         if num_steps > 1 and not self._memory.can_grow([(sequence, num_steps) for sequence in due]):
             num_steps, due = 1, self.rows.due()
         grown = [(sequence, num_steps) for sequence in due]
@@ -334,7 +311,7 @@ class Scheduler:
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
         for sequence in group.live:
-            _settle(sequence, self._memory)  # what its windows have left behind would never find room again
+            settle(sequence, self._memory)  # what its windows have left behind would never find room again
         if swapping is not None and self._preemption.prefers_swap(group) and swapping.can_swap_out(group):
             swapping.swap_out(group)
             self.queues.put_aside(group)
@@ -367,21 +344,13 @@ class Scheduler:
                 self._policy.served(group, 0, 1)
 
 
-def _settle(sequence: Sequence, memory: KVMemory) -> None:
-    """Makes known what a running sequence has filled, and takes back what nobody sees of it any more."""
-    if memory.prefixes is not None:
-        memory.prefixes.register_full_blocks(sequence)
-    if memory.windows is not None:
-        memory.windows.move_on(sequence)
-
-
 def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:
     """Every token that waits to go through the model, of the sequences that may run and have no row yet."""
     wanted = []
     for sequence in group.runnable:
         if sequence in rows:
             continue
-        _settle(sequence, memory)
+        settle(sequence, memory)
         num_tokens = rows.told.within(sequence, _num_to_run(group, sequence))
         if rows.outgrowing is not None:
             num_tokens = min(num_tokens, rows.outgrowing.num_left(sequence))

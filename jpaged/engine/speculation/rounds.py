@@ -2,7 +2,7 @@
 
     wanted(rows) ──> the scheduler finds blocks ──> speculate[R], n rounds ──> observe(what came of it)
          │ 0
-         └──────────> several plain decode steps, which the draft has not seen ──> `lacking`, before it is asked again
+         └──────────> several plain decode steps, which the draft has not seen ──> `unseen`, before it is asked again
 
     ON ──── tokens a round / what a round takes in plain steps was below 1 - MARGIN ───> OFF: plain steps
      ^                                                                                  │  for a number of dispatches,
@@ -21,7 +21,10 @@ from statistics import median
 
 from jpaged.config import SpeculativeOptions
 from jpaged.engine.executor import MAX_NUM_ROUNDS, Geometry, Speculated, StepInputs
-from jpaged.engine.scheduling.rows import Decodes
+from jpaged.engine.kv.interface import KVMemory, settle
+from jpaged.engine.scheduling.policies import SchedulingPolicy
+from jpaged.engine.scheduling.queues import Queues
+from jpaged.engine.scheduling.rows import Decodes, DecodingRows
 from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.speculation.adaptation import COMEBACK, LEAST_OFF_STEPS, MARGIN, MOST_OFF_STEPS, State
@@ -139,6 +142,46 @@ class RoundRule:
             one.off_for = min(2 * one.off_for, MOST_OFF_STEPS)
 
 
+@dataclass(frozen=True, slots=True)
+class RoundRows:
+    """Enters rows for rounds, for one scheduler. What they take in vain `DraftRows.ran` gives back."""
+
+    memory: KVMemory
+    rows: DecodingRows
+    geometry: Geometry
+    policy: SchedulingPolicy
+
+    def may_run(self, queues: Queues, *, has_room: bool) -> bool:
+        """Whether every running group decodes, and nobody waits who finds a row.
+
+        Args:
+            has_room: there are rows for others.
+        """
+        rows = self.rows
+        if not rows or rows.go_singly or (has_room and queues.num_waiting):
+            return False
+        return rows.settled.issuperset(queues.running)
+
+    def enter(self, schedule: Schedule, num_rounds: int) -> bool:
+        """Enters every row for rounds, as many as find blocks for all that may be accepted.
+
+        Nobody leaves for them. False, and nothing is entered, where not even one round finds them.
+        """
+        num_in_round = self.geometry.num_speculative_tokens + 1
+        while self.rows and num_rounds and not self.memory.can_grow(self.rows.left(num_rounds * num_in_round)):
+            num_rounds //= 2
+        if not self.rows or not num_rounds:
+            return False
+        shares = self.rows.left(num_rounds * num_in_round)
+        for sequence, num_tokens in shares:
+            settle(sequence, self.memory)
+            self.memory.grow(sequence, num_tokens)
+            self.rows.grown(sequence)
+        schedule.decode(self.rows.take(rounds=(num_rounds, [num_tokens for _, num_tokens in shares])))
+        self.policy.decoded(schedule.decodes.groups)
+        return True
+
+
 class Rounds:
     """Asks for rounds where all rows decode, and keeps up what the draft knows. Called by the engine thread alone.
 
@@ -172,7 +215,7 @@ class Rounds:
         size = geometry.buckets.num_speculate_rows(num_rows) if num_rows else None
         return 0 if size is None else self._rule.num_rounds(num_rows, size, longest_s)
 
-    def lacking(self, schedule: Schedule) -> Iterator[StepInputs]:
+    def unseen(self, schedule: Schedule) -> Iterator[StepInputs]:
         """What the draft has to see before the rounds of a schedule, in steps that it runs alone."""
         step, room = Schedule(), self._geometry.max_num_batched_tokens
         decodes = schedule.decodes
