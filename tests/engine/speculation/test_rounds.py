@@ -73,8 +73,8 @@ def test_rounds_are_counted_a_draft_each():
 def test_every_field_means_what_it_does_without(sampling):
     plain, h = harness(SeveralStepsExecutor), harness()
     for one in (plain, h):
-        one.submit("a", PROMPT, max_tokens=24, **sampling)
-        one.submit("b", [9], max_tokens=90)
+        one.submit("a", PROMPT, max_tokens=12, **sampling)
+        one.submit("b", [9], max_tokens=120)
         one.run()
     for name in "ab":
         for index in range(sampling.get("n", 1)):
