@@ -244,7 +244,7 @@ class JaxExecutor:
         """Lets steps have the shapes that are ready. A sample that tells most does for one that tells less."""
         sizes = self._programs.sizes
         tokens, rows = sizes("forward"), sizes("sample", detail=Detail.TOP_LOGPROBS)
-        if self._served.step.draft is not None:  # which follows each forward
+        if self._served.step.draft is not None:  # which is to be shown whatever the model runs
             tokens = tuple(size for size in tokens if size in sizes("draft"))
         if tokens and rows:
             buckets = BucketTable(tokens, rows, sizes("decode"), sizes("speculate"))
@@ -288,7 +288,7 @@ class JaxExecutor:
         """
         packed = inputs if isinstance(inputs, PackedForward) else self.pack(inputs)
         with self._calling(f"a forward of {packed.num_tokens} tokens failed"):
-            return self._runner.forward(packed) if self._drafter is None else self._drafter.forward(packed)
+            return self._runner.forward(packed)
 
     def pack(self, inputs: StepInputs) -> PackedForward:
         """A step's inputs in a fresh buffer.
@@ -306,10 +306,7 @@ class JaxExecutor:
             InternalError: a number of rows of no compiled program, or a fault of the device.
         """
         with self._calling(f"a sample of {len(inputs.rows_r)} rows failed"):
-            outputs = self._runner.sample(hidden, inputs)
-            if self._drafter is not None:
-                self._drafter.catch_up()
-            return outputs
+            return self._runner.sample(hidden, inputs)
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -320,8 +317,6 @@ class JaxExecutor:
             InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
         """
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
-            if self._drafter is not None:
-                self._drafter.catch_up()
             return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
     def speculate(
@@ -343,7 +338,7 @@ class JaxExecutor:
             raise InternalError(f"{num_rounds} rounds of proposals, of {MAX_NUM_ROUNDS} at most with a draft model")
         with self._calling(f"{num_rounds} rounds of {len(sampling.rows_r)} rows failed"):
             for step in unseen:
-                self._drafter.draft(self.pack(step))
+                self._drafter.show(self.pack(step))
             return self._drafter.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds)
 
     def tell(self, hidden: jax.Array, inputs: TellInputs) -> Callable[[], ToldOutputs]:

@@ -328,6 +328,8 @@ class EngineLoop:
                 self._executor.load_adapter(slot, adapter.matrices)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
+            if self._rounds is not None:
+                self._rounds.move(moves)
         if not schedule.num_rows:
             return None
         inputs = build_step_inputs(schedule, geometry)
@@ -335,8 +337,10 @@ class EngineLoop:
         self.scheduler.lookahead.began(schedule.num_rows if is_decode else 0, schedule.num_steps, begin_s)
         if pace is not None and not schedule.decodes.num_rounds:
             pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
-        if schedule.decodes.num_rounds:
-            return self._start_rounds(schedule, inputs)
+        if self._rounds is not None and schedule.decodes.num_rounds:
+            return self._start_rounds(self._rounds, schedule, inputs)
+        if self._rounds is not None:
+            self._rounds.begin_plain(inputs, schedule.num_steps)
         if schedule.num_steps > 1:
             sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
             self._end_idle()
@@ -354,14 +358,14 @@ class EngineLoop:
         self._grammars.begin(schedule, bound)
         return _Started(schedule, hidden, sampling, tells, bound)
 
-    def _start_rounds(self, schedule: Schedule, inputs: StepInputs) -> _Dispatched:
+    def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> _Dispatched:
         """Starts rounds of a draft model, behind what that has not seen yet."""
         geometry, editing = self._executor.geometry, self.scheduler.rows.editing
         self._end_idle()
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         num_padded, begin_s = len(sampling.rows_r), self._clock()
         ending_ids_rx, num_left_r = build_ending_ids(schedule, num_padded), build_num_left(schedule, num_padded)
-        unseen = [] if self._rounds is None else [*self._rounds.unseen(schedule)]
+        unseen = [*rounds.begin(schedule, inputs, num_left_r)]
         self._newest = self._executor.speculate(
             inputs, sampling, ending_ids_rx, num_left_r, schedule.decodes.num_rounds, unseen
         )
@@ -459,8 +463,6 @@ class EngineLoop:
         self.scheduler.rows.editing.forget(group)
         if self._drafting is not None:
             self._drafting.forget(group)
-        if self._rounds is not None:
-            self._rounds.forget(group)
         self._deadlines.discard(group)
         del self.groups[group.request.request_id]
         self.in_flight.note_idle()

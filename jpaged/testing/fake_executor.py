@@ -47,7 +47,7 @@ from jpaged.errors import InternalError
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.fake_model import NAN, Script, Seen, sampled
-from jpaged.testing.fake_rounds import FakeRounds, check_unseen
+from jpaged.testing.fake_rounds import FakeDraft, FakeRounds
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
 from jpaged.testing.single_steps import step_at
 from jpaged.types import Adapter
@@ -114,7 +114,7 @@ class FakeExecutor:
     Attributes:
         max_num_steps: decode steps of a dispatch at most.
         num_speculative_tokens: that its draft model proposes; 0 has none.
-        num_drafted_tokens: that its draft model ran alone, so far.
+        draft: what its draft model has seen.
         windows: of its KV groups.
         max_loras: its adapter slots.
         sampled: the token that a row samples.
@@ -139,7 +139,7 @@ class FakeExecutor:
         faults: Faults | None = None,
     ) -> None:
         self.faults = faults or Faults()
-        self.num_steps = self.num_drafted_tokens = 0
+        self.num_steps = 0
         self._geometry = Geometry(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -165,6 +165,7 @@ class FakeExecutor:
         self._have_ended = np.zeros(max_num_seqs, np.bool_)  # in the last decode: not all that they read was written
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._counted = CountedTokens()
+        self.draft = FakeDraft(self._geometry, _UNWRITTEN)
         self._told: list[Seen] = []  # of the last step's tokens that may be told of
         self._is_shut_down = False
 
@@ -197,6 +198,7 @@ class FakeExecutor:
         destination[slots_of_blocks(moves.destinations, block_size)] = source[
             slots_of_blocks(moves.sources, block_size)
         ]
+        self.draft.move(moves)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Takes its place at once."""
@@ -295,8 +297,8 @@ class FakeExecutor:
         if len(sampling.rows_r) not in self._geometry.buckets.speculates:
             raise InternalError(f"no program speculate[{len(sampling.rows_r)}]")
         for step in unseen:
-            check_unseen(step, self._pool[step.slots_gt[0], 0], self._geometry.buckets)
-            self.num_drafted_tokens += step.num_tokens
+            self.draft.show(step, self._pool)
+        self.draft.begin(inputs, self._pool)
         used = slice(0, inputs.num_rows)
         last_ids = self._last_tokens[inputs.prev_sampled_rows_t[used]]
         first_ids = np.where(inputs.is_prev_sampled_t[used], last_ids, inputs.token_ids_t[used]).tolist()
@@ -310,9 +312,10 @@ class FakeExecutor:
             block_size=self._geometry.block_size,
         )
         outputs = rounds.run(lambda step, rows: self.sample(self.forward(step), rows), has_ended, num_rounds)
+        counts_r = np.zeros(0, np.int32) if outputs.speculated is None else outputs.speculated.num_tokens_r
+        self.draft.end(inputs, counts_r, self._pool)
         for row, first_id in enumerate(first_ids):
-            count = int(outputs.speculated.num_tokens_r[row]) if outputs.speculated else 0
-            self._last_tokens[row] = outputs.token(row, count - 1) if count else first_id
+            self._last_tokens[row] = outputs.token(row, int(counts_r[row]) - 1) if counts_r[row] else first_id
         return outputs
 
     def is_done(self, handle: StepOutputs) -> bool:

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from jpaged.engine.executor import (
     I32,
     MAX_NUM_ROUNDS,
-    BucketTable,
+    BlockMoves,
+    Geometry,
+    Move,
     SamplingInputs,
     Speculated,
     StepInputs,
@@ -117,17 +119,57 @@ class FakeRounds:
         return outputs.token(0), bool(outputs.is_sound_rn[0, 0])
 
 
-def check_unseen(inputs: StepInputs, kept_t: NDArray[np.int64], buckets: BucketTable) -> None:
-    """Raises InternalError where a draft is shown other tokens than the model has computed.
+class FakeDraft:
+    """What a draft model has seen: of each slot what the model had there when it did.
 
-    Args:
-        kept_t: the tokens in the slots of the step.
+    Raises where it is shown other tokens than the model has computed, or is to propose behind what it has not seen.
+
+    Attributes:
+        num_tokens: that it ran alone, so far.
     """
-    used = slice(0, inputs.num_tokens)
-    if len(inputs.token_ids_t) not in buckets.tokens or inputs.is_prev_sampled_t.any():
-        raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of tokens that are known")
-    if not np.array_equal(kept_t[used], inputs.token_ids_t[used]):
-        raise InternalError(f"the draft is shown {inputs.token_ids_t[used]}; the model has computed {kept_t[used]}")
+
+    def __init__(self, geometry: Geometry, unwritten: int) -> None:
+        self.num_tokens = 0
+        self._geometry = geometry
+        self._pool: NDArray[np.int64] = np.full(
+            ((geometry.num_blocks + 1) * geometry.block_size, 2), unwritten, np.int64
+        )
+
+    def move(self, moves: BlockMoves) -> None:
+        """Copies blocks; what comes from the host, it does not get."""
+        if moves.move is Move.COPY:
+            blocks = self._pool.reshape(-1, self._geometry.block_size, 2)
+            blocks[moves.destinations] = blocks[moves.sources]
+
+    def show(self, inputs: StepInputs, pool: NDArray[np.int64]) -> None:
+        """Runs tokens that the model has in its pool."""
+        if len(inputs.token_ids_t) not in self._geometry.buckets.tokens or inputs.is_prev_sampled_t.any():
+            raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of tokens that are known")
+        used = slice(0, inputs.num_tokens)
+        slots_t = inputs.slots_gt[self._geometry.windows.index(None), used]
+        if not np.array_equal(pool[slots_t, 0], inputs.token_ids_t[used]):
+            shown = inputs.token_ids_t[used]
+            raise InternalError(f"the draft is shown {shown}; the model has computed {pool[slots_t, 0]}")
+        self._pool[slots_t] = pool[slots_t]
+        self.num_tokens += inputs.num_tokens
+
+    def begin(self, inputs: StepInputs, pool: NDArray[np.int64]) -> None:
+        """It is to propose behind the tokens in front of each row's."""
+        for row in range(inputs.num_rows):
+            slots = self._slots(inputs, row, 0, int(inputs.positions_t[row]))
+            if not np.array_equal(self._pool[slots], pool[slots]):
+                raise InternalError(f"the draft has not seen all in front of row {row}: {pool[slots, 0]}")
+
+    def end(self, inputs: StepInputs, num_tokens_r: I32, pool: NDArray[np.int64]) -> None:
+        """It has run what each row went on by."""
+        for row, start in enumerate(inputs.positions_t[: inputs.num_rows].tolist()):
+            slots = self._slots(inputs, row, start, start + int(num_tokens_r[row]))
+            self._pool[slots] = pool[slots]
+
+    def _slots(self, inputs: StepInputs, row: int, begin: int, end: int) -> NDArray[np.int64]:
+        positions = np.arange(begin, end)
+        ids_m, block_size = inputs.block_tables_gsm[self._geometry.windows.index(None), row], self._geometry.block_size
+        return np.asarray(ids_m[positions // block_size] * block_size + positions % block_size, np.int64)
 
 
 def accepted_behind(position: int, num_proposed: int) -> int:

@@ -39,7 +39,7 @@ def test_lives_with_a_draft_model():
         life = Life(seed, DRAFTED_WINDOWS[seed % 3], kind=SpeculatingExecutor, nums_rounds=(1, 1, 0))
         life.run()
         num_dispatches += life.h.rule.num_dispatches
-        num_drafted += life.h.executor.num_drafted_tokens
+        num_drafted += life.h.executor.draft.num_tokens
     assert num_dispatches > 50 and num_drafted > 50
 
 

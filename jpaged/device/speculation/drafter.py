@@ -1,9 +1,4 @@
-"""The draft's parameters and its pool, and the calls of its programs.
-
-What a forward ran the draft runs too, but behind the sample: whoever waits for a token does not wait for the draft.
-
-    forward n | sample n | draft n | forward n + 1 | ...
-"""
+"""The draft's parameters and its pool, and the calls of its programs."""
 
 from __future__ import annotations
 
@@ -26,8 +21,8 @@ from jpaged.models.layers import Params
 class Drafter:
     """Owns the draft's parameters and its pool, which has the blocks of the model's.
 
-    Blocks that leave for the host and come back are not moved here: what the draft's pool holds of them then is
-    another's, which costs proposals.
+    Blocks that leave for the host and come back are not moved here: what the draft's pool has of them then is
+    another's, until it is shown their tokens.
 
     Args:
         params: the draft's.
@@ -50,31 +45,14 @@ class Drafter:
         self._packings = packings
         self._runner = runner
         self._programs = programs
-        self._due: tuple[PackedForward, jax.Array] | None = None  # what ran, and the last tokens before it
 
-    def forward(self, packed: PackedForward) -> jax.Array:
-        """Starts the model over a step's tokens, as `StepRunner.forward`; the draft follows behind the sample."""
-        self.catch_up()
-        self._due = packed, self._runner.last_tokens
-        return self._runner.forward(packed)
-
-    def catch_up(self) -> None:
-        """Starts the draft over the tokens of the last forward, where it has not been."""
-        if self._due is None:
-            return
-        (packed, last_tokens), self._due = self._due, None
-        program = self._programs.find(ProgramSpec("draft", packed.num_tokens))
-        self._pool.put(program(self._params, self._pool.take(), last_tokens, packed.words))
-
-    def draft(self, packed: PackedForward) -> None:
+    def show(self, packed: PackedForward) -> None:
         """Starts the draft over tokens that it has not seen."""
-        self.catch_up()
-        self._due = packed, self._runner.last_tokens
-        self.catch_up()
+        program = self._programs.find(ProgramSpec("draft", packed.num_tokens))
+        self._pool.put(program(self._params, self._pool.take(), packed.words))
 
     def move(self, moves: BlockMoves) -> None:
         """Starts copies of blocks; other moves are the model's alone."""
-        self.catch_up()
         if moves.move is Move.COPY:
             for size, ids_2c in copies_of(moves, self._programs.sizes("draft_copy")):
                 program = self._programs.find(ProgramSpec("draft_copy", size))
@@ -89,7 +67,6 @@ class Drafter:
         num_rounds: int,
     ) -> jax.Array:
         """Starts rounds of proposals; the outputs as one array, on their way to the host."""
-        self.catch_up()
         num_rows = len(sampling.rows_r)
         program = self._programs.find(ProgramSpec("speculate", num_rows))
         words = self._packings[num_rows].pack(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds)
@@ -98,7 +75,7 @@ class Drafter:
     def release(self) -> None:
         """Frees the pool, and lets go of the parameters. Idempotent."""
         self._pool.release()
-        self._params, self._due = {}, None
+        self._params = {}
 
 
 def drafter_of(

@@ -49,7 +49,7 @@ def lower_speculation(
         options = compiler_options(device, dense_formats(draft_config, "layers"))
         keys = functools.partial(packed_keys, draft, packing=forward)
         jitted = jax.jit(keys, donate_argnums=1, out_shardings=of_pool, compiler_options=options)
-        return jitted.lower(params[1], pool(draft.step), last_tokens, shape((forward.size,)))
+        return jitted.lower(params[1], pool(draft.step), shape((forward.size,)))
     rounds = SpeculatePacking.of(spec.size, geometry)
     formats = (*dense_formats(step.model.config), *dense_formats(draft_config))
     speculate = functools.partial(packed_speculate, step, packing=rounds)

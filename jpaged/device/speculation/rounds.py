@@ -13,7 +13,7 @@ for and nowhere else; what lies behind goes to the null block, and what is drawn
 
 Behind a round in which everything was accepted the draft lacks the keys of its last proposal. So the first step of a
 round is over the last two tokens of each row, and one more step follows the last round where it has to. Keys that are
-missing or are another's, as of tokens that `decode` ran or of blocks that came back from the host, cost acceptance and
+missing or are another's, as of tokens that the model alone has run and the draft was not shown, cost acceptance and
 nothing else; nor do ids that NaN made of them.
 """
 

@@ -267,11 +267,6 @@ class StepRunner:
         self._num_mask_words = num_mask_words(vocab_size)
         self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # singles and masks of rows that have none
 
-    @property
-    def last_tokens(self) -> jax.Array:
-        """The tokens that rows sampled last."""
-        return self._last_tokens
-
     def pack(self, inputs: StepInputs) -> PackedForward:
         """A step's inputs in a fresh buffer.
 

@@ -107,8 +107,8 @@ class Executor(Protocol[Hidden, Handle]):
                 keys not counted: nothing is written behind them.
             num_rounds: at most, up to MAX_NUM_ROUNDS; no further round is run when all rows have ended or used up
                 what they had left.
-            unseen: steps of tokens that the model has computed and the draft has not: those of `decode`, and of blocks
-                that came from the host. It runs them alone, before the rounds.
+            unseen: steps of tokens that the model has computed and the draft has not, in front of what it is to
+                propose. It runs them alone, before the rounds.
         """
         ...
 

@@ -2,7 +2,7 @@
 
     wanted(rows) ──> the scheduler finds blocks ──> speculate[R], n rounds ──> observe(what came of it)
          │ 0
-         └──────────> several plain decode steps, which the draft has not seen ──> `unseen`, before it is asked again
+         └──────────> plain steps, which the draft has not seen: it runs their tokens before it is asked again
 
     ON ──── tokens a round / what a round takes in plain steps was below 1 - MARGIN ───> OFF: plain steps
      ^                                                                                  │  for a number of dispatches,
@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.executor import MAX_NUM_ROUNDS, Geometry, Speculated, StepInputs
+from jpaged.engine.executor import I32, MAX_NUM_ROUNDS, BlockMoves, Geometry, Speculated, StepInputs
 from jpaged.engine.kv.interface import KVMemory, settle
 from jpaged.engine.scheduling.policies import SchedulingPolicy
 from jpaged.engine.scheduling.queues import Queues
-from jpaged.engine.scheduling.rows import Decodes, DecodingRows
+from jpaged.engine.scheduling.rows import DecodingRows
 from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
-from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.speculation.adaptation import COMEBACK, LEAST_OFF_STEPS, MARGIN, MOST_OFF_STEPS, State
+from jpaged.engine.speculation.seen_blocks import SeenBlocks
 
 PROBE_DISPATCHES = 3
 """Dispatches by which a probe has to convince."""
@@ -183,11 +183,9 @@ class RoundRows:
 
 
 class Rounds:
-    """Asks for rounds where all rows decode, and keeps up what the draft knows. Called by the engine thread alone.
+    """Asks for rounds where all rows decode, and shows the draft what it lacks. Called by the engine thread alone.
 
-    What a forward runs the draft runs behind it. It has not seen what several decode steps ran, nor what came back
-    from the host: such tokens it is to see before its next round. Of a prefix that was found in the cache nobody knows
-    what the draft has; where it has nothing its proposals are poor, and the tokens are the same.
+    What the model alone runs the draft has not seen, until it is to propose behind it.
 
     Args:
         num_speculative_tokens: that it proposes to a row in a round.
@@ -197,8 +195,7 @@ class Rounds:
         self.num_speculative_tokens = num_speculative_tokens
         self._rule = rule
         self._geometry = geometry
-        self._unseen: dict[Sequence, int] = {}  # the first token that the draft has not seen
-        self._num_preemptions: dict[Sequence, int] = {}
+        self._seen = SeenBlocks(geometry)
 
     @classmethod
     def of(cls, options: SpeculativeOptions, geometry: Geometry) -> Rounds:
@@ -215,17 +212,25 @@ class Rounds:
         size = geometry.buckets.num_speculate_rows(num_rows) if num_rows else None
         return 0 if size is None else self._rule.num_rounds(num_rows, size, longest_s)
 
-    def unseen(self, schedule: Schedule) -> Iterator[StepInputs]:
-        """What the draft has to see before the rounds of a schedule, in steps that it runs alone."""
+    def move(self, moves: BlockMoves) -> None:
+        """Blocks are moved."""
+        self._seen.move(moves)
+
+    def begin_plain(self, inputs: StepInputs, num_steps: int) -> None:
+        """The model alone runs a step, or several."""
+        self._seen.write(inputs, num_steps)
+
+    def begin(self, schedule: Schedule, inputs: StepInputs, num_left_r: I32) -> Iterator[StepInputs]:
+        """Rounds begin: steps that the draft is to run alone before, of all in front of them that it has not seen."""
         step, room = Schedule(), self._geometry.max_num_batched_tokens
-        decodes = schedule.decodes
-        for sequence, group, end in zip(decodes.sequences, decodes.groups, decodes.starts_s.tolist(), strict=True):
-            begin = self._first_unseen(sequence, group, end)
-            self._unseen.pop(sequence, None)
-            while begin < end:
-                count = min(room, end - begin)
-                step.rerun(group, sequence, begin, count)
-                begin, room = begin + count, room - count
+        decodes, ends = schedule.decodes, inputs.positions_t.tolist()
+        begins = self._seen.see(inputs, num_left_r).tolist()
+        for sequence, group, begin, end in zip(decodes.sequences, decodes.groups, begins, ends, strict=False):
+            first = begin
+            while first < end:
+                count = min(room, end - first)
+                step.rerun(group, sequence, first, count)
+                first, room = first + count, room - count
                 if not room:
                     step.close()
                     yield build_step_inputs(step, self._geometry)
@@ -241,34 +246,12 @@ class Rounds:
             speculated: of one with rounds.
         """
         decodes = schedule.decodes
-        if speculated is not None:
-            self._observe_rounds(decodes, speculated, seconds)
-            return
-        if decodes.num_steps > 1:
-            for sequence, start in zip(decodes.sequences, decodes.starts_s.tolist(), strict=True):
-                if sequence.is_live:
-                    self._unseen.setdefault(sequence, start)
         size = self._geometry.buckets.num_speculate_rows(len(decodes)) if decodes and not schedule.rows else None
-        if size is not None:
+        if size is None:
+            return
+        if speculated is None:
             self._rule.took_plain(size, seconds / decodes.num_steps)
-
-    def forget(self, group: Group) -> None:
-        """A request has ended."""
-        for sequence in group.sequences:
-            self._unseen.pop(sequence, None)
-            self._num_preemptions.pop(sequence, None)
-
-    def _first_unseen(self, sequence: Sequence, group: Group, end: int) -> int:
-        """The first token that the draft has not seen of a sequence; `end` where it has seen all in front of that."""
-        if self._num_preemptions.get(sequence, 0) != group.num_preemptions:
-            self._num_preemptions[sequence] = group.num_preemptions
-            return 0  # it came back from the host, or found some of its own in the cache
-        return min(end, self._unseen.get(sequence, end))
-
-    def _observe_rounds(self, decodes: Decodes, speculated: Speculated, seconds: float) -> None:
-        num_rows = len(decodes)
-        size = self._geometry.buckets.num_speculate_rows(num_rows)
+            return
         num_rounds = max(1, speculated.num_rounds)
-        if size is not None:
-            tokens = float(speculated.num_tokens_r[:num_rows].sum()) / (num_rows * num_rounds)
-            self._rule.took(size, tokens, seconds / num_rounds)
+        tokens = float(speculated.num_tokens_r[: len(decodes)].sum()) / (len(decodes) * num_rounds)
+        self._rule.took(size, tokens, seconds / num_rounds)

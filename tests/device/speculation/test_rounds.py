@@ -285,11 +285,11 @@ def test_rounds_without_a_draft_are_refused(same: JaxExecutor) -> None:
     plain = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
     driver = Driver(same)
     rows = [Row(sequence, 1, prev_sampled_row=i) for i, sequence in enumerate(begin(driver))]
-    arguments: Any = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS), NO_IDS, np.ones(8, np.int32)
+    inputs, sampling, left = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS), np.ones(8, np.int32)
     with pytest.raises(InternalError, match="with a draft model"):
-        plain.speculate(*arguments, num_rounds=1)
+        plain.speculate(inputs, sampling, NO_IDS, left, num_rounds=1)
     with pytest.raises(InternalError, match="17 rounds of proposals, of 16 at most"):
-        same.speculate(*arguments, num_rounds=17)
+        same.speculate(inputs, sampling, NO_IDS, left, num_rounds=17)
     plain.shutdown()
 
 
