@@ -38,7 +38,7 @@ from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.soundness import Soundness
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.engine.speculation.drafts import Proposals
-from jpaged.engine.speculation.rounds import Rounds
+from jpaged.engine.speculation.rounds.rounds import Rounds
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (

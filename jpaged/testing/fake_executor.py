@@ -195,9 +195,8 @@ class FakeExecutor:
             Move.SWAP_IN: (self._host, self._pool),
         }[moves.move]
         block_size = self._geometry.block_size
-        destination[slots_of_blocks(moves.destinations, block_size)] = source[
-            slots_of_blocks(moves.sources, block_size)
-        ]
+        read = source[slots_of_blocks(moves.sources, block_size)]
+        destination[slots_of_blocks(moves.destinations, block_size)] = read
         self.draft.move(moves)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.engine.speculation.adaptation import Adaptation, State
 from jpaged.engine.speculation.costs import StepCosts
-from jpaged.engine.speculation.rounds import RoundRule
+from jpaged.engine.speculation.rounds.rule import RoundRule
 
 
 class Guesses:

@@ -29,7 +29,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens
 from jpaged.engine.speculation.drafts import DraftRows, Proposals
-from jpaged.engine.speculation.rounds import RoundRows
+from jpaged.engine.speculation.rounds.rows import RoundRows
 
 
 class Scheduler:
