@@ -13,7 +13,17 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.step.runner import KVPool
-from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, I32, BlockMoves, Detail, Move, Speculated, StepOutputs
+from jpaged.engine.executor import (
+    BANNED_WIDTH,
+    BEYOND_TOKENS,
+    I32,
+    BlockMoves,
+    Detail,
+    Move,
+    Speculated,
+    StepInputs,
+    StepOutputs,
+)
 from jpaged.errors import InternalError
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -78,9 +88,16 @@ def executor(request: pytest.FixtureRequest) -> JaxExecutor:
 
 def begin(driver: Driver) -> list[Sequence]:
     """Rows of different lengths whose first token is on the device: greedy ones, and two that are sampled."""
+    return begin_seen(driver)[0]
+
+
+def begin_seen(driver: Driver) -> tuple[list[Sequence], StepInputs]:
+    """As `begin`, and the step that shows the draft what they begin with."""
     sequences = [driver.sequence(list(prompt), **how) for prompt, how in zip(PROMPTS, HOW, strict=True)]
-    driver.run([Row(sequence, len(sequence.tokens)) for sequence in sequences])
-    return sequences
+    rows = [Row(sequence, len(sequence.tokens)) for sequence in sequences]
+    inputs = driver.inputs(rows)
+    driver.run(rows)
+    return sequences, inputs
 
 
 def speculate(
@@ -90,9 +107,12 @@ def speculate(
     left: int | list[int] = MANY,
     ending_ids_rx: I32 = NO_IDS,
     num_rounds: int = NUM_ROUNDS,
+    unseen: tuple[StepInputs, ...] = (),
 ) -> tuple[list[list[int]], Speculated]:
     """Rounds of these rows, whose inputs are the last tokens in their order; the tokens of each."""
-    outputs, speculated = start(driver, sequences, left=left, ending_ids_rx=ending_ids_rx, num_rounds=num_rounds)
+    outputs, speculated = start(
+        driver, sequences, left=left, ending_ids_rx=ending_ids_rx, num_rounds=num_rounds, unseen=unseen
+    )
     counts = speculated.num_tokens_r.tolist()
     for sequence, count in zip(sequences, counts, strict=False):
         sequence.num_computed += count
@@ -104,14 +124,20 @@ def speculate(
 
 
 def start(
-    driver: Driver, sequences: list[Sequence], *, left: int | list[int], ending_ids_rx: I32, num_rounds: int
+    driver: Driver,
+    sequences: list[Sequence],
+    *,
+    left: int | list[int],
+    ending_ids_rx: I32,
+    num_rounds: int,
+    unseen: tuple[StepInputs, ...] = (),
 ) -> tuple[StepOutputs, Speculated]:
     rows = [Row(sequence, 1, prev_sampled_row=i) for i, sequence in enumerate(sequences)]
     inputs, sampling = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS)
     sampling.rows_r["is_padding_r"][len(rows) :] = 1
     num_left_r = np.zeros(NUM_ROWS, np.int32)
     num_left_r[: len(rows)] = left
-    handle = driver.executor.speculate(inputs, sampling, ending_ids_rx, num_left_r, num_rounds)
+    handle = driver.executor.speculate(inputs, sampling, ending_ids_rx, num_left_r, num_rounds, unseen)
     outputs = driver.executor.collect(handle)
     assert outputs.speculated is not None
     return outputs, outputs.speculated
@@ -161,10 +187,11 @@ def test_tokens_are_those_of_single_steps_over_several_dispatches(executor: JaxE
 def test_everything_is_accepted_of_a_draft_that_is_the_model(same: JaxExecutor, want: list[list[int]]) -> None:
     """For which its pool has to have the keys of all tokens, those of the last proposal of each round as well."""
     driver = Driver(same)
-    sequences = begin(driver)
+    sequences, shown = begin_seen(driver)
     for num_rounds in (2, 1, 3):
         before = [sequence.num_computed - len(sequence.tokens) for sequence in sequences]
-        tokens, speculated = speculate(driver, sequences, num_rounds=num_rounds)
+        unseen = (shown,) if num_rounds == 2 else ()
+        tokens, speculated = speculate(driver, sequences, num_rounds=num_rounds, unseen=unseen)
         assert [len(one) for one in tokens] == [num_rounds * (NUM_TOKENS + 1)] * len(PROMPTS)
         for row, (begin_at, one) in enumerate(zip(before, tokens, strict=True)):
             assert one == want[row][begin_at : begin_at + len(one)]
@@ -267,12 +294,13 @@ def test_the_next_forward_finds_the_last_tokens(executor: JaxExecutor, want: lis
 
 def test_a_copy_is_one_of_the_drafts_keys_too(same: JaxExecutor, want: list[list[int]]) -> None:
     driver = Driver(same)
-    sequences = begin(driver)
+    sequences, shown = begin_seen(driver)
+    first, _ = speculate(driver, sequences, num_rounds=1, unseen=(shown,))
     copies = [driver.sequence([1]).blocks for _ in range(2)]
     same.move_blocks(BlockMoves(Move.COPY, [*sequences[0].blocks, *sequences[3].blocks], [*copies[0], *copies[1]]))
     sequences[0].blocks, sequences[3].blocks = copies
     tokens, speculated = speculate(driver, sequences, num_rounds=2)
-    assert tokens == [one[: 2 * (NUM_TOKENS + 1)] for one in want]
+    assert [[*a, *b] for a, b in zip(first, tokens, strict=True)] == [one[: 3 * (NUM_TOKENS + 1)] for one in want]
     assert speculated.num_accepted_nr[:2, : len(PROMPTS)].min() == NUM_TOKENS
 
 
