@@ -6,7 +6,7 @@ import dataclasses
 
 from jpaged.config import EngineConfig, SpeculativeOptions
 from jpaged.device.linear import choose_linear_backend, params_for
-from jpaged.device.mesh import Placement, check_params, num_shards
+from jpaged.device.mesh import Placement, check_params, first_device, num_shards
 from jpaged.device.step.forward import Draft, Step
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Geometry
@@ -21,6 +21,8 @@ from jpaged.models.model import Model
 NAME = "speculative_config"
 DRAFT = "draft"
 """The draft's parameters among those of a step that has one."""
+_FEW_ROWS = (1, 2, 4)
+"""Fewer than a decode is padded to."""
 
 
 def with_draft(
@@ -36,12 +38,12 @@ def with_draft(
     _check_model(step, geometry, draft)
     draft_step = _draft_step(step, geometry, draft, options)
     num_tokens = speculation.num_speculative_tokens
-    wanted = _wanted_rows(geometry, speculation)
+    wanted = _wanted_rows(geometry, speculation, first_device(step.mesh).platform)
     sizes = tuple(size for size in wanted if _fits(step, draft_step, geometry, size * (num_tokens + 1)))
     if not sizes:
         raise InvalidArgument(
             f"{NAME}.num_speculative_tokens",
-            f"{num_tokens} proposals and a token of {geometry.buckets.rows[0]} rows are more than the "
+            f"{num_tokens} proposals and a token of {wanted[0]} rows are more than the "
             f"{geometry.max_num_batched_tokens} tokens of a step (max_num_batched_tokens)",
         )
     geometry = dataclasses.replace(
@@ -142,10 +144,14 @@ def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineCon
     )
 
 
-def _wanted_rows(geometry: Geometry, speculation: SpeculativeOptions) -> list[int]:
-    """Numbers of rows that tokens are proposed for."""
+def _wanted_rows(geometry: Geometry, speculation: SpeculativeOptions, platform: str) -> list[int]:
+    """Numbers of rows that tokens are proposed for.
+
+    A CPU takes as much longer for each row of padding, of which there would be several times as many as proposals.
+    """
     rows, most = geometry.buckets.rows, speculation.disable_by_batch_size
-    return [size for size, smaller in zip(rows, (0, *rows), strict=False) if most is None or smaller < most]
+    sizes = sorted({*_FEW_ROWS, *rows}) if platform == "cpu" else rows
+    return [size for size, smaller in zip(sizes, (0, *sizes), strict=False) if most is None or smaller < most]
 
 
 def _fits(step: Step, draft: Step, geometry: Geometry, num_in_round: int) -> bool:
