@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -93,8 +93,9 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
-    one = 1 if options.has_draft_model else None
-    num_devices, notes = _num_devices(config, target, question.options.get("tensor_parallel_size", one))
+    draft = _draft_config(options)
+    configs = [config] if draft is None else [config, draft]
+    num_devices, notes = _num_devices(configs, target, question.options.get("tensor_parallel_size"))
     dtype = options.model.dtype
     if dtype == "auto":
         dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
@@ -109,7 +110,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     mesh = build_mesh(devices[:num_devices])
     notes += Attention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
-        Models(model, _draft(options, model)),
+        Models(model, None if draft is None else Model(draft, model.dtype)),
         options,
         mesh,
         target.hardware.usable_bytes,
@@ -147,29 +148,30 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     )
 
 
-def _num_devices(config: ModelConfig, target: Target, chosen: int | None) -> tuple[int, list[str]]:
-    """Devices of one copy of the model, and what there is to say of it."""
+def _num_devices(configs: Sequence[ModelConfig], target: Target, chosen: int | None) -> tuple[int, list[str]]:
+    """Devices of one copy of the model, over which its draft is split too, and what there is to say of it."""
     if chosen is not None:
         if chosen > target.num_devices:
             raise InvalidArgument(
                 "tensor_parallel_size", f"{chosen} devices are asked for; {target.name} has {target.num_devices}"
             )
-        pad_for_sharding(config, chosen)
+        for config in configs:
+            pad_for_sharding(config, chosen)
         return chosen, []
-    largest = largest_split(config, target.num_devices)
+    largest = next(n for n in range(target.num_devices, 0, -1) if all(largest_split(one, n) == n for one in configs))
     if largest == target.num_devices:
         return largest, []
+    heads = " and ".join(str(config.num_heads) for config in configs)
     return largest, [
-        f"{config.num_heads} heads are not split over {target.num_devices} devices: tensor_parallel_size is {largest}"
+        f"{heads} heads are not split over {target.num_devices} devices: tensor_parallel_size is {largest}"
     ]
 
 
-def _draft(options: EngineConfig, model: Model) -> Model | None:
-    """The model that proposes tokens, where the options ask for one."""
+def _draft_config(options: EngineConfig) -> ModelConfig | None:
+    """The config of the model that proposes tokens, where the options ask for one."""
     if options.speculation is None or options.speculation.model is None:
         return None
     try:
-        _, config = find_config(options.speculation.model)
+        return find_config(options.speculation.model)[1]
     except (InvalidArgument, NotFound) as error:
         raise InvalidArgument(f"{SPECULATIVE}.model", str(error)) from error
-    return Model(config, model.dtype)

@@ -100,11 +100,6 @@ class EngineConfig:
         """Refuses what does not go with a draft model, which is on the device of the model."""
         if not self.has_draft_model:
             return
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if (count := getattr(self.parallel, name) or 1) > 1:
-                raise InvalidArgument(
-                    f"{NAME}.method", f"draft_model runs on one device; {name} is {count}, the limit with it is 1"
-                )
         if self.lora.enable_lora or self.lora.lora:
             raise InvalidArgument(f"{NAME}.method", "draft_model does not go with adapters (enable_lora is True)")
 

@@ -86,11 +86,6 @@ def pool_bytes_per_block(step: Step) -> int:
 
 
 def _check_options(step: Step, geometry: Geometry, options: EngineConfig) -> None:
-    if num_shards(step.mesh) > 1:
-        raise InvalidArgument(
-            NAME,
-            f"a draft model runs on one device; tensor_parallel_size is {num_shards(step.mesh)}, the limit is 1",
-        )
     if options.lora.enable_lora:
         raise InvalidArgument(NAME, "a draft model does not go with adapters: enable_lora is True")
     if None not in geometry.windows:
@@ -130,8 +125,11 @@ def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineCon
     where = Placement.of(draft, step.mesh)
     config = where.model.config
     groups = KVGroups((None,), config.num_layers, tuple((0, layer) for layer in range(config.num_layers)))
-    layout = dataclasses.replace(chosen.layout, num_blocks=step.layout.num_blocks)
-    sampler = choose_kernel(chosen.backend, 1, config.vocab_size)
+    num_parts = num_shards(step.mesh)
+    layout = dataclasses.replace(  # what was chosen is one device's part
+        chosen.layout, num_blocks=step.layout.num_blocks, num_kv_heads=config.num_kv_heads, num_shards=num_parts
+    )
+    sampler = choose_kernel(chosen.backend, num_parts, step.vocab_size)
     return dataclasses.replace(
         step,
         model=where.model,
@@ -158,9 +156,8 @@ def _fits(step: Step, draft: Step, geometry: Geometry, num_in_round: int) -> boo
     """Whether a round of so many tokens is no larger than a step, and both kernels take as many rows."""
 
     def can_run(step: Step) -> bool:
-        queries = Queries(
-            step.model.config.num_heads, step.model.dtype, num_in_round, geometry.max_blocks_per_seq, num_in_round
-        )
-        return IMPLEMENTATIONS[step.backend].unsupported_reason(step.layout, queries) is None
+        num_heads = step.model.config.num_heads // num_shards(step.mesh)
+        queries = Queries(num_heads, step.model.dtype, num_in_round, geometry.max_blocks_per_seq, num_in_round)
+        return IMPLEMENTATIONS[step.backend].unsupported_reason(step.layout.local, queries) is None
 
     return num_in_round <= geometry.max_num_batched_tokens and can_run(step) and can_run(draft)

@@ -38,7 +38,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 DRAFTS = ("the model itself", "random")
 """Draft models: one that is always right, and one that knows nothing."""
-DRAFT_WAYS = [way for way, options in WAYS.items() if "tensor_parallel_size" not in options]
 NUMS_ROUNDS = 3, 0, 16, 1
 FIELDS: tuple[dict[str, Any], ...] = (
     {},
@@ -202,9 +201,23 @@ def test_some_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("way", DRAFT_WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_many_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: str, tmp_path: Path) -> None:
-    check_draft(draft, way, range(400) if way == "as it comes" else range(1000, 1100), tmp_path)
+    seeds = {"as it comes": range(1000), "two devices": range(1000, 1040)}.get(way, range(1000, 1100))
+    check_draft(draft, way, seeds, tmp_path)
+
+
+def test_every_copy_of_a_model_has_its_draft() -> None:
+    requests = [
+        (prompt, params) for prompt, params in map(a_request, map(random.Random, range(40))) if has_rounds(params)
+    ]
+    with open_llm("demo", **SIZES) as llm:
+        want = generate(llm, requests)
+    config = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 2}
+    with open_llm("demo", **SIZES, data_parallel_size=2, speculative_config=config) as llm:
+        for _ in range(2):  # the first steps of each copy are plain
+            assert_same(generate(llm, requests), want)
+        assert llm.load().speculation.num_accepted_tokens > 0
 
 
 def test_a_draft_model_that_the_first_proposals_come_from_has_seen_what_plain_steps_ran() -> None:
