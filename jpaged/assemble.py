@@ -23,7 +23,9 @@ from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
+from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.kv_scales import name_of_kv_dtype
 from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
@@ -35,7 +37,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -106,7 +108,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         tensor_parallel_size=places[0].num_parts,
         attention_backend=executor.step.backend,
         linear_backend=executor.step.linear_backend,
-        kv_cache_dtype=executor.kv_cache_dtype,
+        kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
         served_model_name=options.server.served_model_name or source.name,
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
@@ -192,7 +194,7 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
         "checkpoint": fingerprint(source.folder),
         "attention_backend": executor.step.backend,
         "linear_backend": executor.step.linear_backend,
-        "kv_cache_dtype": executor.kv_cache_dtype,
+        "kv_cache_dtype": name_of_kv_dtype(executor.step.layout.dtype),
         **sizes,
     }
 
@@ -241,6 +243,7 @@ def _make_executors(
     is_told_by_order = other is not None and first_device(places[0].mesh).platform == "cpu"
     cache = None if is_told_by_order else compile_cache_dir()
     set_up_compile_cache(cache)
+    draft = _draft(source, model, options, places[0], progress)
     params = _load(model, source, options, places[0], progress)
     copies = [where.put(params) for where in places]
     del params
@@ -254,6 +257,7 @@ def _make_executors(
             num_pools=len(places) - index,
             least=None if other is None else other.least,
             keep=None if cache is None else cache / "kept",
+            draft=draft,
         )
         _tell(executor, _progress_of(index, len(places), progress))
         options = options.replace(num_blocks=executor.geometry.num_blocks)
@@ -299,6 +303,51 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
         progress(f"weights {name}", done, total)
 
     return load_params(model, source.folder, layer_mode, num_parts=num_parts, shardings=shardings, progress=tensor)
+
+
+def _draft(
+    source: Source, model: Model, options: EngineConfig, where: Placement, progress: Progress
+) -> tuple[Model, Params] | None:
+    """The model that proposes tokens for another, and its parameters; None where none does.
+
+    Raises:
+        InvalidArgument: it cannot be found or read, or its tokens are others than the model's.
+        Unsupported: it is of a kind that is not served.
+    """
+    field = f"{SPECULATIVE}.model"
+    if options.speculation is None or not options.has_draft_model or options.speculation.model is None:
+        return None
+    try:
+        found = find_source(options.speculation.model)
+        check_same_tokens(source.tokenizer, found.tokenizer)
+        draft = Model(found.config, model.dtype)
+        params = _load(draft, found, options, Placement.of(draft, where.mesh), progress)
+    except InvalidArgument as error:
+        raise InvalidArgument(field, str(error)) from error
+    except NotFound as error:
+        raise InvalidArgument(field, str(error)) from error
+    except Unsupported as error:
+        raise Unsupported(f"{field}: {error}") from error
+    progress(f"draft model {found.name}", 1, 1)
+    return draft, params
+
+
+def check_same_tokens(tokenizer: Tokenizer, of_draft: Tokenizer) -> None:
+    """Compares what two tokenizers call their tokens, where both have tokens with names.
+
+    Raises:
+        InvalidArgument: an id is another token.
+    """
+    if not (isinstance(tokenizer, HuggingFaceTokenizer) and isinstance(of_draft, HuggingFaceTokenizer)):
+        return
+    mine, others = tokenizer.vocabulary, of_draft.vocabulary
+    for token in mine.keys() | others.keys():
+        if mine.get(token) != others.get(token):
+            raise InvalidArgument(
+                "tokenizer",
+                f"{token!r} is token {others.get(token)} of the draft, and {mine.get(token)} of the model; they have "
+                "to be the same",
+            )
 
 
 def _answer_format(source: Source, options: ModelOptions) -> AnswerFormat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,14 +15,15 @@ from jpaged.capacity.step_times import PlannedModel, StepTimes
 from jpaged.capacity.target import Target, find_target
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.config import EngineConfig
-from jpaged.device.aot.deployment import Deployment, compile_deployment
+from jpaged.config.speculative import NAME as SPECULATIVE
+from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
 from jpaged.device.aot.gpu import compile_only_gpus
 from jpaged.device.aot.tpu import compile_only_devices, find_topology
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import build_mesh
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Progress
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
@@ -92,7 +93,9 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
-    num_devices, notes = _num_devices(config, target, question.options.get("tensor_parallel_size"))
+    draft = _draft_config(options)
+    configs = [config] if draft is None else [config, draft]
+    num_devices, notes = _num_devices(configs, target, question.options.get("tensor_parallel_size"))
     dtype = options.model.dtype
     if dtype == "auto":
         dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
@@ -107,7 +110,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     mesh = build_mesh(devices[:num_devices])
     notes += Attention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
-        model,
+        Models(model, None if draft is None else Model(draft, model.dtype)),
         options,
         mesh,
         target.hardware.usable_bytes,
@@ -145,18 +148,30 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     )
 
 
-def _num_devices(config: ModelConfig, target: Target, chosen: int | None) -> tuple[int, list[str]]:
-    """Devices of one copy of the model, and what there is to say of it."""
+def _num_devices(configs: Sequence[ModelConfig], target: Target, chosen: int | None) -> tuple[int, list[str]]:
+    """Devices of one copy of the model, over which its draft is split too, and what there is to say of it."""
     if chosen is not None:
         if chosen > target.num_devices:
             raise InvalidArgument(
                 "tensor_parallel_size", f"{chosen} devices are asked for; {target.name} has {target.num_devices}"
             )
-        pad_for_sharding(config, chosen)
+        for config in configs:
+            pad_for_sharding(config, chosen)
         return chosen, []
-    largest = largest_split(config, target.num_devices)
+    largest = next(n for n in range(target.num_devices, 0, -1) if all(largest_split(one, n) == n for one in configs))
     if largest == target.num_devices:
         return largest, []
+    heads = " and ".join(str(config.num_heads) for config in configs)
     return largest, [
-        f"{config.num_heads} heads are not split over {target.num_devices} devices: tensor_parallel_size is {largest}"
+        f"{heads} heads are not split over {target.num_devices} devices: tensor_parallel_size is {largest}"
     ]
+
+
+def _draft_config(options: EngineConfig) -> ModelConfig | None:
+    """The config of the model that proposes tokens, where the options ask for one."""
+    if options.speculation is None or options.speculation.model is None:
+        return None
+    try:
+        return find_config(options.speculation.model)[1]
+    except (InvalidArgument, NotFound) as error:
+        raise InvalidArgument(f"{SPECULATIVE}.model", str(error)) from error

@@ -94,6 +94,19 @@ class EngineConfig:
         if self.speculation is not None and self.speculation.method not in SERVED_METHODS:
             served = ", ".join(SERVED_METHODS)
             raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} is not served; one of {served}")
+        self._check_draft_model()
+
+    def _check_draft_model(self) -> None:
+        """Refuses what does not go with a draft model, which is on the device of the model."""
+        if not self.has_draft_model:
+            return
+        if self.lora.enable_lora or self.lora.lora:
+            raise InvalidArgument(f"{NAME}.method", "draft_model does not go with adapters (enable_lora is True)")
+
+    @property
+    def has_draft_model(self) -> bool:
+        """A draft model on the device proposes tokens."""
+        return self.speculation is not None and self.speculation.method == "draft_model"
 
     @property
     def speculation(self) -> SpeculativeOptions | None:
@@ -133,6 +146,8 @@ class EngineConfig:
             raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
         if self.lora.enable_lora:
             raise InvalidArgument("enable_lora", f"True: adapters are served by one process, {several}")
+        if self.has_draft_model:
+            raise InvalidArgument(f"{NAME}.method", f"draft_model runs in one process, {several}")
         place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
         return self.replace(**place)
 

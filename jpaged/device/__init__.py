@@ -12,6 +12,7 @@ calibration.py   what the device does in a second, timed at the start
 cascade_costs.py what reading a shared prefix once costs
 step_sizes.py    sizes of a step that nobody chose
 step/            the programs of a step
+speculation/     a draft model that proposes tokens
 programs/        how they are compiled, kept, and what memory they take
 aot/             devices that are not here
 multihost/       one executor in several processes

@@ -5,6 +5,7 @@
     forward      StepInputs -> one buffer -> forward[T] -> hidden states                     returns at once
     sample       hidden states, SamplingInputs -> sample[R] -> copy to host begins           returns at once
     decode       StepInputs, ... -> one buffer -> decode[R] -> copy to host begins              returns at once
+    speculate    StepInputs, ... -> one buffer -> speculate[R] -> copy to host begins           returns at once
     collect      waits for that copy -> StepOutputs; lands what has been swapped out
 
 Nothing is traced here: the verbs call executables that `warm_up` compiled, with numpy buffers as they are.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.device.calibration import measure_rates
 from jpaged.device.host_pool import HostPool
-from jpaged.device.kv_scales import measure_scales, name_of_kv_dtype
+from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import params_for
 from jpaged.device.mesh import (
     CONTENTS_SPEC,
@@ -46,12 +47,16 @@ from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, Program
 from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import ProgramStore
+from jpaged.device.speculation.draft import DRAFT, draft_params_for, split_params
+from jpaged.device.speculation.drafter import drafter_of
+from jpaged.device.speculation.packing import is_of_rounds, unpack_rounds
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, StepRunner, unpack_outputs, unpack_told
 from jpaged.device.step.told import ToldArrays
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.executor import (
     I32,
+    MAX_NUM_ROUNDS,
     BlockMoves,
     BucketTable,
     Detail,
@@ -90,6 +95,7 @@ class JaxExecutor:
     ) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
         step, geometry = served.step, served.geometry
+        params, draft_params = split_params(params)
         self._served = served
         self._least = least
         self._geometry = geometry
@@ -113,6 +119,7 @@ class JaxExecutor:
             params, last_tokens, (packings, several), self._pool, self._programs, counts, geometry.vocab_size
         )
         self._told = ToldArrays()
+        self._drafter = drafter_of(step, geometry, draft_params, self._runner, self._programs)
         self._is_shut_down = False
 
     @classmethod
@@ -126,6 +133,7 @@ class JaxExecutor:
         num_pools: int = 1,
         least: Least | None = None,
         keep: Path | None = None,
+        draft: tuple[Model, Params] | None = None,
     ) -> JaxExecutor:
         """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
 
@@ -139,9 +147,11 @@ class JaxExecutor:
             least: settles a size with the other processes that the mesh is of; None where there are none.
             keep: a folder in which compiled programs are kept for the next time; None keeps none. The programs of
                 several processes are not kept.
+            draft: the model that proposes tokens, and its parameters, where `options.speculation` asks for one.
 
         Raises:
-            InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
+            InvalidArgument: options that contradict the model or the memory, parameters of other shapes, or a draft
+                that does not go with the model.
         """
         folder = options.startup.compiled
         saved = None if folder is None else SavedPrograms.open(Path(folder))
@@ -153,7 +163,7 @@ class JaxExecutor:
         layer_mode: LayerMode = "loop" if isinstance(params["layers"], list) else "scan"
 
         def assemble(num_blocks: int) -> tuple[Step, Geometry]:
-            return sized_step(model, options, layer_mode, num_blocks, mesh)
+            return sized_step(model, options, layer_mode, num_blocks, mesh, draft and draft[0])
 
         if saved is not None:
             saved.check(Target.of(*assemble(options.cache.num_blocks or saved.target.num_blocks)))
@@ -164,6 +174,8 @@ class JaxExecutor:
         params = params_for(smallest[0], params)
         if smallest[0].layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(smallest[0], params)}
+        if draft is not None and smallest[0].draft is not None:
+            params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1])}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
         memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
         least = least or (lambda value: value)
@@ -199,11 +211,6 @@ class JaxExecutor:
         return self._served.step
 
     @property
-    def kv_cache_dtype(self) -> str:
-        """How keys and values are kept, as the option is spelled."""
-        return name_of_kv_dtype(self._served.step.layout.dtype)
-
-    @property
     def rates(self) -> DeviceRates:
         """The rates that `warm_up` measured."""
         if self._rates is None:
@@ -235,9 +242,12 @@ class JaxExecutor:
 
     def _note_ready(self) -> None:
         """Lets steps have the shapes that are ready. A sample that tells most does for one that tells less."""
-        tokens, rows = self._programs.sizes("forward"), self._programs.sizes("sample", detail=Detail.TOP_LOGPROBS)
+        sizes = self._programs.sizes
+        tokens, rows = sizes("forward"), sizes("sample", detail=Detail.TOP_LOGPROBS)
+        if self._served.step.draft is not None:  # which is to be shown whatever the model runs
+            tokens = tuple(size for size in tokens if size in sizes("draft"))
         if tokens and rows:
-            buckets = BucketTable(tokens, rows, self._programs.sizes("decode"))
+            buckets = BucketTable(tokens, rows, sizes("decode"), sizes("speculate"))
             self._geometry = dataclasses.replace(self._geometry, buckets=buckets)
         if len(self._programs.ready) == len(self._programs.specs):
             try:
@@ -253,6 +263,8 @@ class JaxExecutor:
         """
         with self._calling(f"{moves.move.value} of {len(moves.sources)} blocks failed"):
             self._mover.run(moves, self._programs)
+            if self._drafter is not None:
+                self._drafter.move(moves)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Starts writing an adapter over what a slot held; no step that is dispatched earlier sees it.
@@ -307,6 +319,28 @@ class JaxExecutor:
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
             return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
+    def speculate(
+        self,
+        inputs: StepInputs,
+        sampling: SamplingInputs,
+        ending_token_ids_rx: I32,
+        num_left_r: I32,
+        num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
+    ) -> jax.Array:
+        """Starts rounds of proposals, and the copy of what they gave to the host.
+
+        Raises:
+            InternalError: there is no draft model, shapes of no compiled program, or a fault of the device, after which
+                the pools are spent.
+        """
+        if self._drafter is None or not 0 < num_rounds <= MAX_NUM_ROUNDS:
+            raise InternalError(f"{num_rounds} rounds of proposals, of {MAX_NUM_ROUNDS} at most with a draft model")
+        with self._calling(f"{num_rounds} rounds of {len(sampling.rows_r)} rows failed"):
+            for step in unseen:
+                self._drafter.show(self.pack(step))
+            return self._drafter.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds)
+
     def tell(self, hidden: jax.Array, inputs: TellInputs) -> Callable[[], ToldOutputs]:
         """Starts telling of what a forward left, and the copy to the host; see `Executor.tell`.
 
@@ -334,7 +368,8 @@ class JaxExecutor:
             InternalError: the device failed in it.
         """
         with self._calling("the device failed in a step"):
-            outputs = unpack_outputs(np.asarray(handle))
+            array = np.asarray(handle)
+            outputs = unpack_rounds(array) if is_of_rounds(array) else unpack_outputs(array)
             if self._host.on_the_way:
                 self._host.land_ready()
             return outputs
@@ -345,6 +380,8 @@ class JaxExecutor:
         self._pool.release()
         self._host.release()
         self._runner.release()
+        if self._drafter is not None:
+            self._drafter.release()
         self._told.release()
         self._programs.release()
 

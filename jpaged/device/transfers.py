@@ -10,6 +10,8 @@ it was donated and is updated in place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -62,23 +64,23 @@ class BlockMover:
         """
         self._check(moves)
         sizes = programs.sizes(moves.move.value)
+        if moves.move is Move.COPY:
+            for size, ids_2c in copies_of(moves, sizes):
+                self._pool.put(programs.find(ProgramSpec("copy", size))(self._pool.take(), ids_2c))
+            return
         for begin in range(0, len(moves.sources), sizes[-1]):
             part = slice(begin, begin + sizes[-1])
             sources, destinations = moves.sources[part], moves.destinations[part]
             size = next(size for size in sizes if size >= len(sources))
             executable = programs.find(ProgramSpec(moves.move.value, size))
-            match moves.move:
-                case Move.COPY:
-                    ids_2c = np.stack((_padded(sources, size), _padded(destinations, size)))
-                    self._pool.put(executable(self._pool.take(), ids_2c))
-                case Move.SWAP_OUT:
-                    pool = self._pool.take()
-                    contents = executable(pool, _padded(sources, size))
-                    self._pool.put(pool)
-                    self._host.receive(contents, destinations)
-                case Move.SWAP_IN:
-                    contents = self._host.read(sources, size)
-                    self._pool.put(executable(self._pool.take(), contents, _padded(destinations, size)))
+            if moves.move is Move.SWAP_OUT:
+                pool = self._pool.take()
+                contents = executable(pool, _padded(sources, size))
+                self._pool.put(pool)
+                self._host.receive(contents, destinations)
+            else:
+                contents = self._host.read(sources, size)
+                self._pool.put(executable(self._pool.take(), contents, _padded(destinations, size)))
 
     def wait(self) -> None:
         """Returns when every move has run, and what left for the host is there."""
@@ -94,6 +96,15 @@ class BlockMover:
         _check_ids(f"{moves.move.value} destinations", moves.destinations, limit)
         if moves.move is Move.COPY and not set(moves.sources).isdisjoint(moves.destinations):
             raise InternalError(f"a copy reads what it writes: {moves}")
+
+
+def copies_of(moves: BlockMoves, sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    """The calls that copy blocks: the size of each one's program, and the ids of sources and destinations [2, C]."""
+    for begin in range(0, len(moves.sources), sizes[-1]):
+        part = slice(begin, begin + sizes[-1])
+        sources, destinations = moves.sources[part], moves.destinations[part]
+        size = next(size for size in sizes if size >= len(sources))
+        yield size, np.stack((_padded(sources, size), _padded(destinations, size)))
 
 
 def _padded(block_ids: list[int], size: int) -> NDArray[np.int32]:
@@ -125,7 +136,7 @@ def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lo
     ids = jax.ShapeDtypeStruct((spec.size,), np.int32, sharding=replicated(mesh))
     contents = jax.ShapeDtypeStruct((spec.size, *layout.block_shape), layout.storage_dtype, sharding=of_contents)
     pair = jax.ShapeDtypeStruct((2, spec.size), np.int32, sharding=replicated(mesh))
-    if spec.kind == "copy":
+    if spec.kind in ("copy", "draft_copy"):
         return jax.jit(copy, donate_argnums=0, out_shardings=of_pool).lower(pool, pair)
     if spec.kind == "swap_out":
         return jax.jit(swap_out, out_shardings=of_contents).lower(pool, ids)

@@ -2,7 +2,7 @@
 
 one step     several steps     drafts                 r0 r1 are rows of the step, d their draws
 r0 -> d      step 0: r0 r1     its own row: d
-r1 -> d      step 1: r0 r1     behind it: d d, as far as what was proposed was drawn
+r1 -> d      step 1: r0 r1     behind it: d d, as far as what was proposed was drawn; of rounds as many as they gave
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from jpaged.engine.executor import StepOutputs
+from jpaged.engine.executor import Speculated, StepOutputs
 from jpaged.engine.grammars import Grammars
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
@@ -41,6 +41,9 @@ class Intake:
 
     def take(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> list[int]:
         """Takes in all that a dispatch sampled; how many of each draft's tokens were accepted."""
+        if outputs.speculated is not None:
+            self._take_rounds(schedule, outputs, outputs.speculated, now_s)
+            return []
         if schedule.num_steps > 1:
             for step in range(schedule.num_steps):
                 self._take_step(schedule, outputs.at(step), now_s, step)
@@ -61,6 +64,29 @@ class Intake:
         """Ends a request, which runs, with an error of its own."""
         self.output.fail(group, error)
         self.release(group)
+
+    def _take_rounds(self, schedule: Schedule, outputs: StepOutputs, rounds: Speculated, now_s: float) -> None:
+        """What rounds sampled: of each row one token at least, and then as many as it has."""
+        decodes, counts = schedule.decodes, rounds.num_tokens_r[: schedule.num_rows].tolist()
+        first = outputs.at(0)
+        for group in self.soundness.fail_unsound(schedule, first):
+            self.release(group)
+        tokens, _ = schedule.live_tokens()
+        for row, group in zip(tokens.rows, tokens.groups, strict=True):
+            self.stats.count_tokens([group], now_s, counts[row])
+        self._publish(tokens, first, 1, ())
+        for place in range(1, max(counts)):
+            going_on = [row for row, one in enumerate(decodes.sequences) if counts[row] > place and one.is_live]
+            if not going_on:
+                break
+            self._take_behind({row: schedule.row_at(row, place) for row in going_on}, outputs.at(place), now_s, ())
+        for row, count in enumerate(counts):
+            self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1)
+        proposed, accepted = (
+            counted[: rounds.num_rounds, : len(counts)].ravel().tolist()
+            for counted in (rounds.num_proposed_nr, rounds.num_accepted_nr)
+        )
+        self.stats.count_drafts(proposed, accepted)
 
     def _take_step(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jpaged.config import CacheOptions, EngineConfig
-from jpaged.engine.executor import Executor, Geometry, SamplingInputs
+from jpaged.engine.executor import Executor, Geometry, SamplingInputs, StepInputs
 from jpaged.engine.executor.telling import ToldOutputs
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import BoundRow, Grammars, MakeMasks, bound_rows
@@ -27,6 +27,7 @@ from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import (
     Schedule,
     build_ending_ids,
+    build_num_left,
     build_sampling_inputs,
     build_step_inputs,
 )
@@ -37,6 +38,7 @@ from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.soundness import Soundness
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.engine.speculation.drafts import Proposals
+from jpaged.engine.speculation.rounds.rounds import Rounds
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (
@@ -239,7 +241,9 @@ class EngineLoop:
         self._grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows)
         soundness = Soundness(self.memory, self._output, self.stats)
         self._intake = Intake(self.scheduler, self._output, soundness, self._grammars, self.stats, self._release)
-        self._drafting = None if options is None else Drafting.of(options, executor.rates, geometry)
+        self._rounds = None if options is None or not geometry.num_speculative_tokens else Rounds.of(options, geometry)
+        is_on_host = options is not None and self._rounds is None
+        self._drafting = Drafting.of(options, executor.rates, geometry) if options and is_on_host else None
         self._num_arrivals = 0
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ class EngineLoop:
         self._expire()
         self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
         was_in_flight = self._dispatched is not None
-        schedule = self.scheduler.schedule(self._proposals())
+        schedule = self.scheduler.schedule(self._proposals(), self._num_rounds())
         started = self._start(schedule)
         if isinstance(started, _Started):
             if started.bound:
@@ -264,7 +268,7 @@ class EngineLoop:
         earlier, self._dispatched = self._dispatched, started
         if earlier is not None:
             self._collect(earlier)
-        if schedule.drafts or not self._overlap:
+        if schedule.drafts or schedule.decodes.num_rounds or not self._overlap:
             self._collect_earlier()
         has_run = schedule.num_rows > 0 or was_in_flight
         if has_run:
@@ -296,6 +300,18 @@ class EngineLoop:
         self._collect_earlier()  # what is proposed goes by all tokens
         return drafting.propose(queues.running, limit)
 
+    def _num_rounds(self) -> int:
+        """Rounds of a draft model that the next dispatch may have; 0 where it has none."""
+        scheduler, rounds = self.scheduler, self._rounds
+        rows, has_room = scheduler.rows, scheduler.queues.num_rows < scheduler.max_num_seqs
+        if rounds is None or not scheduler.rounds.may_run(scheduler.queues, has_room=has_room):
+            return 0
+        longest_s = scheduler.lookahead.longest_s(may_end=rows.may_end, has_room=has_room)
+        num_rounds = rounds.wanted(self._executor.geometry, len(rows), longest_s)
+        if num_rounds:
+            self._collect_earlier()  # how far each row is then, is known
+        return num_rounds
+
     def _collect_earlier(self) -> None:
         """Waits for what is in flight, if anything is."""
         if self._dispatched is not None:
@@ -312,12 +328,19 @@ class EngineLoop:
                 self._executor.load_adapter(slot, adapter.matrices)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
+            if self._rounds is not None:
+                self._rounds.move(moves)
         if not schedule.num_rows:
             return None
         inputs = build_step_inputs(schedule, geometry)
-        self.scheduler.lookahead.began(0 if schedule.rows else schedule.num_rows, schedule.num_steps, begin_s)
-        if pace is not None:
+        is_decode = not (schedule.rows or schedule.decodes.num_rounds)
+        self.scheduler.lookahead.began(schedule.num_rows if is_decode else 0, schedule.num_steps, begin_s)
+        if pace is not None and not schedule.decodes.num_rounds:
             pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
+        if self._rounds is not None and schedule.decodes.num_rounds:
+            return self._start_rounds(self._rounds, schedule, inputs)
+        if self._rounds is not None:
+            self._rounds.begin_plain(inputs, schedule.num_steps)
         if schedule.num_steps > 1:
             sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
             self._end_idle()
@@ -334,6 +357,19 @@ class EngineLoop:
         bound = bound_rows(schedule)
         self._grammars.begin(schedule, bound)
         return _Started(schedule, hidden, sampling, tells, bound)
+
+    def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> _Dispatched:
+        """Starts rounds of a draft model, behind what that has not seen yet."""
+        geometry, editing = self._executor.geometry, self.scheduler.rows.editing
+        self._end_idle()
+        sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
+        num_padded, begin_s = len(sampling.rows_r), self._clock()
+        ending_ids_rx, num_left_r = build_ending_ids(schedule, num_padded), build_num_left(schedule, num_padded)
+        unseen = [*rounds.begin(schedule, inputs, num_left_r)]
+        self._newest = self._executor.speculate(
+            inputs, sampling, ending_ids_rx, num_left_r, schedule.decodes.num_rounds, unseen
+        )
+        return _Dispatched(schedule, begin_s, self._newest)
 
     def _end_idle(self) -> None:
         """Notes that the device is given something to do."""
@@ -356,13 +392,15 @@ class EngineLoop:
         if handle is self._newest:
             self._newest = None
             self._idle.seen_done(now)
-        if self.scheduler.pace is not None:
+        if self.scheduler.pace is not None and not schedule.decodes.num_rounds:
             self.scheduler.pace.steps.ended(now)
         self.scheduler.lookahead.ended(now)
         self._output.told.take(told)
         num_accepted = self._intake.take(schedule, outputs, now)
         if self._drafting is not None:
             self._drafting.observe(schedule, num_accepted, now - max(begin_s, self._last_end_s))
+        if self._rounds is not None:
+            self._rounds.observe(schedule, outputs.speculated, now - max(begin_s, self._last_end_s))
         self._last_end_s = now
 
     def _expire(self) -> None:

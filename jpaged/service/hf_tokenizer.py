@@ -79,6 +79,13 @@ class HuggingFaceTokenizer:
         return None if self._fast is None else str(self._fast.to_str())
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, those that were added too, and its id."""
+        if self._fast is not None:
+            return dict(self._fast.get_vocab(with_added_tokens=True))
+        return dict(self._slow.get_vocab())
+
+    @property
     def chat_template(self) -> str | None:
         """The source of the template of conversations with tools; None without one."""
         return None if self._tool_chat is None else self._tool_chat.source

@@ -4,6 +4,7 @@ fake_executor.py   an executor without a model
 fake_model.py      the next token of a context
 fake_edits.py      tokens that edits change, and counts that are checked
 fake_grammar.py    a grammar over token ids
+fake_rounds.py     rounds of proposals, as if some were accepted
 fake_tells.py      log-probabilities and hidden states of tokens
 single_steps.py    the steps of a decode, one by one
 byte_tokenizer.py  a token is a byte
@@ -16,6 +17,7 @@ from jpaged.testing.fake_executor import (
     FakeExecutor,
     Faults,
     SeveralStepsExecutor,
+    SpeculatingExecutor,
     scripted,
     seeing,
     top_logprobs,
@@ -30,6 +32,7 @@ __all__ = [
     "FakeExecutor",
     "Faults",
     "SeveralStepsExecutor",
+    "SpeculatingExecutor",
     "VirtualClock",
     "expected_tokens",
     "scripted",

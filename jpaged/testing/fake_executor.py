@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +47,7 @@ from jpaged.errors import InternalError
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.fake_model import NAN, Script, Seen, sampled
+from jpaged.testing.fake_rounds import FakeDraft, FakeRounds
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
 from jpaged.testing.single_steps import step_at
 from jpaged.types import Adapter
@@ -112,12 +113,15 @@ class FakeExecutor:
 
     Attributes:
         max_num_steps: decode steps of a dispatch at most.
+        num_speculative_tokens: that its draft model proposes; 0 has none.
+        draft: what its draft model has seen.
         windows: of its KV groups.
         max_loras: its adapter slots.
         sampled: the token that a row samples.
     """
 
     max_num_steps = 1
+    num_speculative_tokens = 0
     windows: tuple[int | None, ...] = (None,)
     max_loras = 0
     sampled: Callable[[Seen, np.void, int], int] = staticmethod(sampled)
@@ -143,15 +147,12 @@ class FakeExecutor:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             bytes_per_block=block_size * 8,
-            buckets=BucketTable.build(
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                max_num_steps=self.max_num_steps,
-            ),
+            buckets=_buckets(max_num_batched_tokens, max_num_seqs, self.max_num_steps, self.num_speculative_tokens),
             num_host_blocks=num_host_blocks,
             max_num_steps=self.max_num_steps,
             windows=self.windows,
             max_loras=self.max_loras,
+            num_speculative_tokens=self.num_speculative_tokens,
             cascade=dataclasses.replace(
                 _ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens
             ),
@@ -164,6 +165,7 @@ class FakeExecutor:
         self._have_ended = np.zeros(max_num_seqs, np.bool_)  # in the last decode: not all that they read was written
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._counted = CountedTokens()
+        self.draft = FakeDraft(self._geometry, _UNWRITTEN)
         self._told: list[Seen] = []  # of the last step's tokens that may be told of
         self._is_shut_down = False
 
@@ -193,9 +195,9 @@ class FakeExecutor:
             Move.SWAP_IN: (self._host, self._pool),
         }[moves.move]
         block_size = self._geometry.block_size
-        destination[slots_of_blocks(moves.destinations, block_size)] = source[
-            slots_of_blocks(moves.sources, block_size)
-        ]
+        read = source[slots_of_blocks(moves.sources, block_size)]
+        destination[slots_of_blocks(moves.destinations, block_size)] = read
+        self.draft.move(moves)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Takes its place at once."""
@@ -277,6 +279,44 @@ class FakeExecutor:
             self._have_ended[:num_rows] = ended
         return StepOutputs(token_ids_rn, is_sound_rn)
 
+    def speculate(
+        self,
+        inputs: StepInputs,
+        sampling: SamplingInputs,
+        ending_token_ids_rx: I32,
+        num_left_r: I32,
+        num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
+    ) -> StepOutputs:
+        """Runs all rounds at once; see `fake_rounds` for what is accepted.
+
+        Raises:
+            InternalError: it has no draft model, or no program for so many rows.
+        """
+        if len(sampling.rows_r) not in self._geometry.buckets.speculates:
+            raise InternalError(f"no program speculate[{len(sampling.rows_r)}]")
+        for step in unseen:
+            self.draft.show(step, self._pool)
+        self.draft.begin(inputs, self._pool)
+        used = slice(0, inputs.num_rows)
+        last_ids = self._last_tokens[inputs.prev_sampled_rows_t[used]]
+        first_ids = np.where(inputs.is_prev_sampled_t[used], last_ids, inputs.token_ids_t[used]).tolist()
+        ending = ending_token_ids_rx.tolist()
+        has_ended = [
+            bool(inputs.is_prev_sampled_t[row]) and first_ids[row] in ending[row] for row in range(inputs.num_rows)
+        ]
+        rounds = FakeRounds(
+            *(inputs, sampling, first_ids, ending_token_ids_rx, num_left_r),
+            num_proposed=self.num_speculative_tokens,
+            block_size=self._geometry.block_size,
+        )
+        outputs = rounds.run(lambda step, rows: self.sample(self.forward(step), rows), has_ended, num_rounds)
+        counts_r = np.zeros(0, np.int32) if outputs.speculated is None else outputs.speculated.num_tokens_r
+        self.draft.end(inputs, counts_r, self._pool)
+        for row, first_id in enumerate(first_ids):
+            self._last_tokens[row] = outputs.token(row, int(counts_r[row]) - 1) if counts_r[row] else first_id
+        return outputs
+
     def is_done(self, handle: StepOutputs) -> bool:
         return True
 
@@ -300,12 +340,7 @@ class FakeExecutor:
                 # A window of one token does not see the one in front of it; the first group, if it sees all, does.
                 before = self._pool[slots[0], 1] if not group or self._geometry.windows[0] else before
                 slots = slots[1:]
-            self._pool[slots, 1] = self._digests(self._pool[slots, 0], start, weight) + before
-
-    def _digests(self, tokens: NDArray[np.int64], start: int, weight: int) -> NDArray[np.int64]:
-        """The digest of each token and those in front of it, modulo 2^64."""
-        digests: NDArray[np.int64] = np.cumsum((tokens + 1 + weight) * self._factors[start : start + len(tokens)])
-        return digests
+            self._pool[slots, 1] = _digests(self._pool[slots, 0], self._factors[start:], weight) + before
 
     def _slots_of(self, inputs: StepInputs, row: int, group: int, begin: int) -> NDArray[np.int64]:
         """The slots of a row's tokens from a position on.
@@ -357,10 +392,10 @@ class FakeExecutor:
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
         weight = self._weights.item(_adapter_slot(inputs, row))
-        expected = self._digests(tokens, begin, weight)
+        expected = _digests(tokens, self._factors[begin:], weight)
         if windows[0] is None and group:  # the first group has what came before
             whole = self._slots_of(inputs, row, 0, 0)
-            expected = self._digests(self._pool[whole, 0], 0, weight)[begin:]
+            expected = _digests(self._pool[whole, 0], self._factors, weight)[begin:]
         elif begin:  # at least each follows the one in front of it
             expected = expected - expected[0] + digests[0]
         if np.any(is_wrong := digests != expected):
@@ -372,6 +407,12 @@ class SeveralStepsExecutor(FakeExecutor):
     """A fake that decodes several steps in one dispatch, where the engine asks for them."""
 
     max_num_steps = MAX_NUM_STEPS
+
+
+class SpeculatingExecutor(SeveralStepsExecutor):
+    """A fake with a draft model that proposes three tokens."""
+
+    num_speculative_tokens = 3
 
 
 def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
@@ -388,6 +429,21 @@ def scripted(*answers: str, kind: type[FakeExecutor] = FakeExecutor) -> type[Fak
     """Make a kind of fake that answers chats of a `ByteTokenizer` with these texts, one for each sequence in turn."""
     script = Script([list(answer.encode()) for answer in answers], list(b"assistant: "), ByteTokenizer.EOS)
     return type(f"{kind.__name__}Scripted", (kind,), {"sampled": staticmethod(script)})
+
+
+def _buckets(
+    max_num_batched_tokens: int, max_num_seqs: int, max_num_steps: int, num_speculative_tokens: int
+) -> BucketTable:
+    buckets = BucketTable.build(
+        max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_num_steps=max_num_steps
+    )
+    return dataclasses.replace(buckets, speculates=buckets.rows if num_speculative_tokens else ())
+
+
+def _digests(tokens: NDArray[np.int64], factors: NDArray[np.int64], weight: int) -> NDArray[np.int64]:
+    """Return the digest of each token and those in front of it, modulo 2^64; factors are of their positions."""
+    digests: NDArray[np.int64] = np.cumsum((tokens + 1 + weight) * factors[: len(tokens)])
+    return digests
 
 
 def _run_of(inputs: StepInputs, row: int) -> tuple[int, int]:

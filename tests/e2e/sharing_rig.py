@@ -114,6 +114,17 @@ class Share:
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Any:
         return self._executor.decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
+    def speculate(
+        self,
+        inputs: StepInputs,
+        sampling: SamplingInputs,
+        ending_token_ids_rx: I32,
+        num_left_r: I32,
+        num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
+    ) -> Any:
+        return self._executor.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds, unseen)
+
     def is_done(self, handle: Any) -> bool:
         return self._executor.is_done(handle)
 

@@ -15,7 +15,7 @@ from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.testing.fake_grammar import FakeMasks
 from jpaged.types import OutputEvent, Prompt, SamplingParams
-from tests.engine.proposing import Always, Guesses
+from tests.engine.proposing import Always, Guesses, InTurn
 
 NO_EOS: frozenset[int] = frozenset()
 
@@ -23,7 +23,9 @@ MAX_NUM_IDLE_STEPS = 10
 """Steps that may run nothing while there is work: nothing changes meanwhile, so it would stay so."""
 
 
-def _speculative_config(num_tokens):
+def _speculative_config(num_tokens, num_drafted=0):
+    if num_drafted:
+        return json.dumps({"method": "draft_model", "model": "fake", "num_speculative_tokens": num_drafted})
     return json.dumps({"method": "ngram", "num_speculative_tokens": num_tokens}) if num_tokens else None
 
 
@@ -44,6 +46,7 @@ class Harness:
     max_inter_token_latency: float = 0.0
     num_scheduler_steps: int = 1
     num_speculative_tokens: int = 0  # of somebody who knows what comes, mostly
+    nums_rounds: tuple[int, ...] = (16,)  # of each dispatch in turn, where the executor has a draft model
     max_num_steps: int = 20_000
 
     def __post_init__(self):
@@ -60,7 +63,9 @@ class Harness:
             max_pinned_blocks=self.max_pinned_blocks,
             max_inter_token_latency=self.max_inter_token_latency,
             num_scheduler_steps=self.num_scheduler_steps,
-            speculative_config=_speculative_config(self.num_speculative_tokens),
+            speculative_config=_speculative_config(
+                self.num_speculative_tokens, self.executor.geometry.num_speculative_tokens
+            ),
         )
         self.engine = Engine(
             self.executor,
@@ -74,7 +79,10 @@ class Harness:
         )
         self.guesses = Guesses(self.outputs, self.executor.geometry.vocab_size)
         self.adaptation = Always(self.num_speculative_tokens)
-        if self.num_speculative_tokens:
+        if self.engine._loop._rounds is not None:
+            self.rule = InTurn(*self.nums_rounds)
+            self.engine._loop._rounds._rule = self.rule
+        elif self.num_speculative_tokens:
             drafting = Drafting(self.guesses, self.adaptation, self.num_speculative_tokens)
             self.engine._loop._drafting = drafting
         self.input_processor = InputProcessor(

@@ -40,12 +40,12 @@ class Life:
         texts: what was or will be computed with the prefix cache, by salt, tenant and adapter.
     """
 
-    def __init__(self, seed, windows=(None,), *, max_loras=0, **options):
+    def __init__(self, seed, windows=(None,), *, max_loras=0, kind=SeveralStepsExecutor, **options):
         self.seed, self.random, self.windows = seed, random.Random(seed), windows
         sample, choice = self.random.randint, self.random.choice
         block_size = sample(1, 4)
         self.adapters = random.Random(seed).choices([None, *ADAPTERS] if max_loras else [None], k=1000)
-        executor = with_adapters(max_loras, seeing(windows, SeveralStepsExecutor))(
+        executor = with_adapters(max_loras, seeing(windows, kind))(
             num_blocks=len(windows) * (sample(24, 60) // block_size),
             block_size=block_size,
             max_num_seqs=sample(4, 8),

@@ -1,4 +1,4 @@
-"""A proposer that knows what will come, and is wrong now and then; and an adaptation that always runs what it has."""
+"""A proposer that knows what will come, and is wrong now and then; and rules that always run what there is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.engine.speculation.adaptation import Adaptation, State
 from jpaged.engine.speculation.costs import StepCosts
+from jpaged.engine.speculation.rounds.rule import RoundRule
 
 
 class Guesses:
@@ -81,3 +82,25 @@ class Always(Adaptation):
         assert self.state is State.ON and num_other_tokens >= 0
         assert all(0 <= got <= run for run, got in zip(num_proposals, num_accepted, strict=True))
         self.num_accepted += sum(num_accepted)
+
+
+class InTurn(RoundRule):
+    """Rounds as a list says, again and again; 0 is plain steps.
+
+    Attributes:
+        num_dispatches: of rounds, so far.
+    """
+
+    def __init__(self, *nums_rounds: int) -> None:
+        super().__init__()
+        self.num_dispatches = 0
+        self._nums_rounds = nums_rounds
+        self._num_asked = 0
+
+    def num_rounds(self, num_rows: int, size: int, longest_s: float) -> int:
+        self._num_asked += 1
+        return self._nums_rounds[self._num_asked % len(self._nums_rounds)]
+
+    def took(self, size: int, tokens: float, seconds: float) -> None:
+        assert tokens > 0
+        self.num_dispatches += 1

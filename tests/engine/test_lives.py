@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from jpaged.testing import SpeculatingExecutor
 from jpaged.types import LoadedAdapter
 from tests.engine.lives import ADAPTERS, WINDOWS, Life
 
@@ -16,6 +17,10 @@ WHAT_HAPPENS = (
 )
 
 
+DRAFTED_WINDOWS = ((None,), (None, 5), (None, 12, 2))
+"""A draft needs a KV group that sees everything."""
+
+
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_lives_in_a_short_memory_sample_every_token_as_if_alone(first):
     for seed in range(first, first + 10):
@@ -26,6 +31,16 @@ def test_lives_in_a_short_memory_sample_every_token_as_if_alone(first):
 def test_lives_of_models_whose_layers_see_unequally_far(windows):
     for seed in range(2000, 2006):
         Life(seed, windows).run()
+
+
+def test_lives_with_a_draft_model():
+    num_dispatches = num_drafted = 0
+    for seed in range(4000, 4030):
+        life = Life(seed, DRAFTED_WINDOWS[seed % 3], kind=SpeculatingExecutor, nums_rounds=(1, 1, 0))
+        life.run()
+        num_dispatches += life.h.rule.num_dispatches
+        num_drafted += life.h.executor.draft.num_tokens
+    assert num_dispatches > 50 and num_drafted > 50
 
 
 def test_lives_of_more_adapters_than_slots():
@@ -73,3 +88,10 @@ def test_lives_that_are_swapped_with_tokens_in_flight():
 def test_many_lives_in_a_short_memory(first):
     for seed in range(first, first + 100):
         Life(seed, [(None,), *WINDOWS][seed % 7], max_loras=seed % 4).run()
+
+
+@pytest.mark.long
+def test_many_lives_with_a_draft_model():
+    for seed in range(5000, 5200):
+        windows = DRAFTED_WINDOWS[seed % 3]
+        Life(seed, windows, kind=SpeculatingExecutor, nums_rounds=[(16,), (2, 0), (1, 0, 0, 5)][seed % 3]).run()

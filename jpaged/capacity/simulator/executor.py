@@ -8,7 +8,7 @@ do on text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from jpaged.engine.executor import (
     StepOutputs,
 )
 from jpaged.engine.executor.telling import TellInputs, ToldOutputs
+from jpaged.errors import InternalError
 from jpaged.testing.single_steps import step_at
 from jpaged.testing.virtual_clock import VirtualClock
 from jpaged.types import Adapter
@@ -149,6 +150,22 @@ class SimulatedExecutor:
             self.forward(step_at(place, inputs, sampling, self.geometry.block_size)[0])
         shape = len(ending_token_ids_rx), num_steps
         return StepOutputs(np.zeros(shape, np.int32), np.ones(shape, np.bool_))
+
+    def speculate(
+        self,
+        inputs: StepInputs,
+        sampling: SamplingInputs,
+        ending_token_ids_rx: I32,
+        num_left_r: I32,
+        num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
+    ) -> StepOutputs:
+        """Is not asked for: the simulated servers have no draft model.
+
+        Raises:
+            InternalError: it was.
+        """
+        raise InternalError(f"a simulated server was asked for {num_rounds} rounds of proposals; it has no draft")
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True

@@ -36,6 +36,14 @@ _WHAT = "what programs may use of a device of this kind"
 
 
 @dataclass(frozen=True, slots=True)
+class Models:
+    """A model as published, and the one that proposes tokens for it, where the options ask for one."""
+
+    model: Model
+    draft: Model | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedProgram:
     """A program that was compiled: its name, the seconds that it took, and what the compiler says of its memory."""
 
@@ -85,7 +93,7 @@ class Deployment:
 
 
 def compile_deployment(
-    model: Model,
+    models: Models,
     options: EngineConfig,
     mesh: Mesh,
     hbm_bytes: int,
@@ -98,7 +106,7 @@ def compile_deployment(
     """Plans the memory and compiles.
 
     Args:
-        model: as published.
+        models: the model, and its draft.
         options: of the server.
         mesh: of devices that need not be there.
         hbm_bytes: that programs may use of one of them.
@@ -115,7 +123,8 @@ def compile_deployment(
 
     def served(num_blocks: int) -> ServerPrograms:
         cache = dataclasses.replace(options.cache, num_blocks=num_blocks)
-        return ServerPrograms.of(*abstract_serving(model, dataclasses.replace(options, cache=cache), mesh))
+        served = dataclasses.replace(options, cache=cache)
+        return ServerPrograms.of(*abstract_serving(models.model, served, mesh, draft=models.draft))
 
     def compile_some(
         server: ServerPrograms, specs: Collection[ProgramSpec]
@@ -132,7 +141,7 @@ def compile_deployment(
 
     request, memory = served(1).pool_request(options.cache), DeviceMemory(hbm_bytes, what=_WHAT)
     probe = served(request.probe_blocks(memory))
-    passed_over = tuple(Attention.on(model, options, mesh).passed_over())
+    passed_over = tuple(Attention.on(models.model, options, mesh).passed_over())
     wanted = request.num_blocks or request.blocks_per_seq
     plan = MemoryPlan(request, hbm_bytes, wanted, what=_WHAT)
 

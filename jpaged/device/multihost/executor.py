@@ -246,6 +246,22 @@ class MultiHostExecutor:
         """
         raise InternalError(f"several processes were asked for {num_steps} steps at once; their limit is 1")
 
+    def speculate(
+        self,
+        inputs: StepInputs,
+        sampling: SamplingInputs,
+        ending_token_ids_rx: I32,
+        num_left_r: I32,
+        num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
+    ) -> MultiHostHandle:
+        """Is not asked for: the geometry of several processes has no proposals.
+
+        Raises:
+            InternalError: it was.
+        """
+        raise InternalError(f"several processes were asked for {num_rounds} rounds of proposals; they have no draft")
+
     def is_done(self, handle: MultiHostHandle) -> bool:
         """Whether this process has run its part of the step."""
         return self._executor.is_done(handle.array)

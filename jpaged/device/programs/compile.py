@@ -22,6 +22,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FROM_CACHE = "/jax/compilation_cache/cache_hits"
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
+DraftKind = Literal["speculate", "draft", "draft_copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,11 @@ class ProgramSpec:
 
     `decode` is several steps of R rows, which are told of tokens alone. `edited` is a sample of rows whose logits are
     changed before, and takes for an argument what is told; `count` counts so many tokens for it. `tell` is of so many
-    hidden states. `load_adapter` fills one adapter slot.
+    hidden states. `load_adapter` fills one adapter slot. With a draft model `speculate` is rounds of R rows, `draft` is
+    the draft over the tokens of a forward, and `draft_copy` a copy in its pool.
     """
 
-    kind: Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"] | MoveKind
+    kind: Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"] | DraftKind | MoveKind
     size: int
     detail: Detail = Detail.TOKENS
     tell: Tell = Tell.LOGPROBS
@@ -73,34 +75,45 @@ def program_specs(
     """Every program that serves, most needed first; see `least_programs` for how the list begins."""
     least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks, has_adapters=has_adapters)
     tokens, rows = list(buckets.tokens), list(buckets.rows)
-    decodes = [ProgramSpec("forward", size) for size in (tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1])))]
-    forwards = [ProgramSpec("forward", size) for size in reversed(tokens)]
+    has_draft = bool(buckets.speculates)
+    decodes = _forwards((tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1]))), has_draft=has_draft)
+    forwards = _forwards(tokens[::-1], has_draft=has_draft)
     details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
     samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
     edited = [ProgramSpec("edited", size) for size in rows[::-1][::_EDITED_EVERY]]
-    moves = [ProgramSpec(kind, size) for size in move_sizes for kind in _move_kinds(has_host_blocks)]
+    moves = [ProgramSpec(kind, size) for size in move_sizes for kind in _move_kinds(has_host_blocks, has_draft)]
     several = [ProgramSpec("decode", size) for size in buckets.decodes]
-    first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0]), *several[:1]]
-    return list(dict.fromkeys((*least, *decodes, *first, *forwards, *samples, *moves, *several, *edited)))
+    rounds = [ProgramSpec("speculate", size) for size in buckets.speculates]
+    first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0])]
+    first += [*rounds[:1], *several[:1]]
+    return list(dict.fromkeys((*least, *decodes, *first, *forwards, *samples, *moves, *rounds, *several, *edited)))
 
 
 def least_programs(
     buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
 ) -> list[ProgramSpec]:
     """The programs that any step can be padded to, one of each kind; a large move is many of the smallest."""
+    has_draft = bool(buckets.speculates)
     return [
-        ProgramSpec("forward", buckets.tokens[-1]),
+        *_forwards(buckets.tokens[-1:], has_draft=has_draft),
         ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
         ProgramSpec("edited", buckets.rows[-1]),
         *TELLS.values(),
         COUNT,
-        *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks)),
+        *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks, has_draft)),
         *((LOAD_ADAPTER,) if has_adapters else ()),
     ]
 
 
-def _move_kinds(has_host_blocks: bool) -> tuple[MoveKind, ...]:
-    return ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
+def _forwards(sizes: Sequence[int], *, has_draft: bool) -> list[ProgramSpec]:
+    """Forwards, each with the draft's part of it."""
+    kinds: tuple[Literal["forward", "draft"], ...] = ("forward", "draft") if has_draft else ("forward",)
+    return [ProgramSpec(kind, size) for size in sizes for kind in kinds]
+
+
+def _move_kinds(has_host_blocks: bool, has_draft: bool) -> tuple[MoveKind | DraftKind, ...]:
+    swaps: tuple[MoveKind, ...] = ("swap_out", "swap_in") if has_host_blocks else ()
+    return ("copy", *(("draft_copy",) if has_draft else ()), *swaps)
 
 
 _COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {

@@ -21,6 +21,8 @@ from jpaged.device.host_pool import num_host_blocks
 from jpaged.device.linear import choose_linear_backend, params_for
 from jpaged.device.mesh import LOGITS_SPEC, POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
+from jpaged.device.speculation.draft import DRAFT, abstract_draft_params, split_params, with_draft
+from jpaged.device.speculation.lowered import lower_speculation
 from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
@@ -47,14 +49,32 @@ _NUM_STEPS, _NUM_STEPS_ELSEWHERE = {"cpu": 8}, 2
 
 
 def sized_step(
-    model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
+    model: Model,
+    options: EngineConfig,
+    layer_mode: LayerMode,
+    num_blocks: int,
+    mesh: Mesh,
+    draft: Model | None = None,
 ) -> tuple[Step, Geometry]:
     """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
 
+    Args:
+        draft: the model that proposes tokens, where the options ask for one.
+
     Raises:
-        InvalidArgument: max_model_len is beyond the model's, or the model cannot be split over the mesh.
+        InvalidArgument: max_model_len is beyond the model's, the model cannot be split over the mesh, or a draft does
+            not go with it.
         Unsupported: the attention backend that was chosen cannot do it.
     """
+    step, geometry = _sized_step(model, options, layer_mode, num_blocks, mesh)
+    if draft is None or options.speculation is None:
+        return step, geometry
+    return with_draft(step, geometry, draft, options, options.speculation)
+
+
+def _sized_step(
+    model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
+) -> tuple[Step, Geometry]:
     num_parts, vocab_size = num_shards(mesh), model.config.vocab_size
     attention = Attention.on(model, options, mesh)
     sizes = attention.sizes()
@@ -128,7 +148,7 @@ def _is_of_several_processes(mesh: Mesh) -> bool:
 
 
 def abstract_serving(
-    model: Model, options: EngineConfig, mesh: Mesh, layer_mode: LayerMode | None = None
+    model: Model, options: EngineConfig, mesh: Mesh, layer_mode: LayerMode | None = None, draft: Model | None = None
 ) -> tuple[Step, Geometry, Params]:
     """What a server would run on a mesh, as shapes alone: its devices need not be there, a topology's will do.
 
@@ -142,13 +162,15 @@ def abstract_serving(
     num_blocks = options.cache.num_blocks
     if num_blocks is None:
         num_blocks = sized_step(model, options, where.layer_mode, 1, mesh)[1].num_blocks_of_longest
-    step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh)
+    step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh, draft)
     params = params_for(step, where.abstract_params())
     layout = step.layout
     if layout.is_scaled:
         num_layers = len(geometry.windows) * layout.num_layers
         shape, sharding = (num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
         params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    if step.draft is not None:
+        params[DRAFT] = abstract_draft_params(step.draft)
     return step, geometry, params
 
 
@@ -157,7 +179,10 @@ _MULTIPLIED: Mapping[str, MatricesOf] = {"forward": "layers", "sample": "head", 
 
 
 def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Lowering]:
-    """For each program, the call that traces and lowers it. `params` may be shapes alone, with their shardings."""
+    """For each program, the call that traces and lowers it. `params` may be shapes alone, with their shardings.
+
+    They have the draft's among them where there is one.
+    """
     whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)
 
     def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -165,6 +190,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
 
     layout, model = step.layout, step.model
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
+    params, draft_params = split_params(params)
     device = first_device(step.mesh)
     options = {kind: compiler_options(device, dense_formats(model.config, part)) for kind, part in _MULTIPLIED.items()}
     head = {name: tree for name, tree in params.items() if name != "layers"}
@@ -187,6 +213,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             results = of_pool, whole, whole
             jitted = jax.jit(decode, donate_argnums=1, out_shardings=results, compiler_options=options["decode"])
             return jitted.lower(params, pool, last_tokens, shape((several.size,), np.int32))
+        if spec.kind in ("speculate", "draft", "draft_copy"):
+            return lower_speculation(spec, step, geometry, (params, draft_params))
         if spec.kind == "load_adapter" and step.slots is not None:
             matrices = list(matrices_of(params).values())
             by_place = step.slots.shapes(model, step.layer_mode, step.mesh, has_slots=False)

@@ -29,7 +29,7 @@ from jpaged.device.kv_scales import name_of_kv_dtype
 from jpaged.device.mesh import first_device, num_shards
 from jpaged.device.programs.compile import ProgramSpec, compiler_options
 from jpaged.device.programs.store import CompiledProgram
-from jpaged.device.step.forward import Step
+from jpaged.device.step.forward import Draft, Step
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
@@ -53,6 +53,7 @@ class Target:
         layers: how layers run, see `jpaged.models.stack`.
         cascade: digest of what reading a shared prefix once costs; empty where it is off.
         max_loras: adapter slots; 0 is none.
+        speculation: digest of the draft model and how it runs; empty where there is none.
     """
 
     jpaged: str
@@ -77,6 +78,7 @@ class Target:
     cascade: str
     max_loras: int
     max_lora_rank: int
+    speculation: str
     compiler_options: str
 
     @classmethod
@@ -106,6 +108,7 @@ class Target:
             cascade=_digest(repr(geometry.cascade)) if geometry.cascade else "",
             max_loras=geometry.max_loras,
             max_lora_rank=step.slots.max_rank if step.slots else 0,
+            speculation=_digest_of_draft(step.draft) if step.draft else "",
             compiler_options=json_text.dumps(compiler_options(device, dense_formats(model.config)), sort_keys=True),
         )
 
@@ -221,6 +224,12 @@ def _digest_of_sources() -> str:
 def _digest_of_model(config: ModelConfig) -> str:
     """The digest of what its programs depend on, which is not where a sequence ends, nor how its file holds numbers."""
     return _digest(repr(dataclasses.replace(config, eos_token_ids=(), bos_token_id=None, checkpoint_dtype=None)))
+
+
+def _digest_of_draft(draft: Draft) -> str:
+    step = draft.step
+    how = (step.model.dtype, step.layout, step.layer_mode, step.backend, step.linear_backend)
+    return _digest(repr((_digest_of_model(step.model.config), how, draft.group, draft.num_tokens)))
 
 
 def _digest(text: str) -> str:

@@ -22,6 +22,7 @@ from jpaged.device.programs.memory_plan import PoolRequest, ProgramMemory
 from jpaged.device.programs.report import ProgramReport
 from jpaged.device.programs.saved import SavedPrograms
 from jpaged.device.programs.store import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
+from jpaged.device.speculation.draft import pool_bytes_per_block
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import EDIT_WORDS, ROW_WORDS
 from jpaged.device.step.told import MOST_BYTES
@@ -110,7 +111,7 @@ class ServerPrograms:
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
         """The facts that decide how many blocks the pool has."""
         return PoolRequest(
-            bytes_per_block=self.step.layout.local.bytes_per_block,
+            bytes_per_block=pool_bytes_per_block(self.step),
             blocks_per_seq=self.geometry.num_blocks_of_longest,
             max_num_seqs=self.geometry.max_num_seqs,
             max_model_len=self.geometry.max_model_len,
@@ -129,8 +130,9 @@ class ServerPrograms:
         for spec, report in reports.items():
             temps[spec.kind] = max(temps[spec.kind], report.temp_bytes)
         # A step's forward and whatever the device runs next to it: its sample, or the moves of the step after.
-        decode_bytes = temps.pop("decode", 0)  # beside which the moves of the step after may run
-        temp_bytes = max(temps.pop("forward"), decode_bytes) + max(temps.values(), default=0)
+        # Beside several steps, or rounds of proposals, the moves of the step after may run.
+        several_bytes = max(temps.pop("decode", 0), temps.pop("speculate", 0))
+        temp_bytes = max(temps.pop("forward"), several_bytes) + max(temps.values(), default=0)
         largest = of_kind["forward"]
         code_bytes = sum((reports.get(spec) or of_kind.get(spec.kind, largest)).code_bytes for spec in self.sources)
         if len(reports) < len(self.sources):
@@ -141,7 +143,7 @@ class ServerPrograms:
     def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
         buckets, layout = self.geometry.buckets, self.step.layout
         results = {kind: report.output_bytes - report.alias_bytes for kind, report in of_kind.items()}
-        outputs = results["forward"] + max(results["sample"], results["edited"])
+        outputs = results["forward"] + max(results["sample"], results["edited"], results.get("speculate", 0))
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
         # Some on their way to the host, one being read from the pool, one from the host.
         moving = (MAX_ON_THE_WAY + 2) * (content_bytes(layout) // layout.num_shards)

@@ -93,6 +93,7 @@ class Step:
         linear_backend: what multiplies with the weights, and so whether they are packed.
         sampler: the kernel that samples; None is XLA.
         slots: for how many adapters there is room beside the weights; None takes none.
+        draft: who proposes tokens; None is nobody.
     """
 
     model: Model
@@ -107,6 +108,7 @@ class Step:
     sampler: SamplingKernel | None
     num_told: int
     slots: AdapterRoom | None = None
+    draft: Draft | None = None
 
     def packed_forward(
         self,
@@ -354,6 +356,21 @@ class Step:
         in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, whole, SCALES_SPEC, SINKS_SPEC)
         run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
         return run(q_thd, new_kv, pool, place.index, rows, scales_lk2, sinks_h)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model beside a model, over a pool of its own that the same block tables reach.
+
+    Attributes:
+        step: of the draft model. Its layers are one KV group, whatever they see.
+        group: the model's KV group whose block tables it is reached by; it sees everything.
+        num_tokens: that it proposes to a row in a round (k).
+    """
+
+    step: Step
+    group: int
+    num_tokens: int
 
 
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:

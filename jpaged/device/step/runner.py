@@ -3,6 +3,7 @@
     forward   inputs, last tokens  ->  hidden states        the pool is updated in place
     sample    hidden states, rows  ->  outputs              the last tokens are replaced, the copy to the host begins
     decode    inputs, last tokens  ->  outputs              all of that, several times
+    speculate inputs, last tokens  ->  outputs              with a draft model that proposes (`device/speculation`)
 
 Nothing is traced here and nothing waits: the calls are of executables, with numpy buffers as they are.
 """
@@ -348,6 +349,19 @@ class StepRunner:
         words = self._decode_packings[num_rows].pack(inputs, sampling, ending_token_ids_rx, num_steps)
         pool, self._last_tokens, outputs_nrc = program(self._params, self._pool.take(), self._last_tokens, words)
         self._pool.put(pool)
+        outputs_nrc.copy_to_host_async()
+        return outputs_nrc
+
+    def speculate(
+        self, program: jax.stages.Compiled, words: I32, draft_params: Params, draft_pool: KVPool
+    ) -> jax.Array:
+        """Starts rounds of proposals; the outputs as one array, on their way to the host."""
+        pools = self._pool.take(), draft_pool.take()
+        (pool, of_draft), self._last_tokens, outputs_nrc = program(
+            self._params, draft_params, pools, self._last_tokens, words
+        )
+        self._pool.put(pool)
+        draft_pool.put(of_draft)
         outputs_nrc.copy_to_host_async()
         return outputs_nrc
 

@@ -1,7 +1,8 @@
 """What the engine asks of a device: the shapes of one step, and its verbs. Owned by the engine, implemented below it.
 
     forward(StepInputs) ── hidden ──> sample(hidden, SamplingInputs) ── handle ──> collect(handle) ──> StepOutputs
-    decode(StepInputs, SamplingInputs, ...), the two again and again ─ handle ──┘
+    decode(StepInputs, SamplingInputs, ...), the two again and again ─ handle ──┤
+    speculate(StepInputs, SamplingInputs, ...), with a draft model ─── handle ──┘
 
 The engine decides, the executor computes. Padded numpy arrays go down and come back; what is in between stays on the
 device, and nothing waits before `collect`. The executor never changes what it was told to run, and the engine never
@@ -11,7 +12,7 @@ sees a device array.
     M  width of a block-table row                          R  rows that the sampler runs on, padded to a bucket
     G  KV groups, each with block tables of its own        K  top log-probabilities reported
     X  token ids that a row may ban
-    n  tokens that a row samples in a dispatch: 1, or one in each of its steps
+    n  tokens that a row samples in a dispatch: 1, one in each of its steps, or as many as were accepted
 
 shapes.py    sizes, and how long the device takes for what
 record.py    what a field of a record is
@@ -43,10 +44,12 @@ from jpaged.engine.executor.shapes import (
     Geometry,
 )
 from jpaged.engine.executor.steps import (
+    MAX_NUM_ROUNDS,
     MAX_NUM_STEPS,
     NULL_BLOCK,
     BlockMoves,
     Move,
+    Speculated,
     StepInputs,
     StepOutputs,
     num_pairs,
@@ -63,6 +66,7 @@ __all__ = [
     "BEYOND_TOKENS",
     "F32",
     "I32",
+    "MAX_NUM_ROUNDS",
     "MAX_NUM_STEPS",
     "MIN_BUCKET",
     "NULL_BLOCK",
@@ -82,6 +86,7 @@ __all__ = [
     "Progress",
     "RowField",
     "SamplingInputs",
+    "Speculated",
     "StepInputs",
     "StepOutputs",
     "num_pairs",

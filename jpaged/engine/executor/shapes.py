@@ -27,12 +27,14 @@ class BucketTable:
 
     Two axes only. The forward is compiled for a number of packed tokens (T), the sampler for a number of rows (R);
     tables and row arrays have one size. Powers of two keep padding below half; from some tokens on there may be one
-    more halfway between two. `decodes` are rows of programs that decode several steps, if any.
+    more halfway between two. `decodes` are rows of programs that decode several steps, if any, and `speculates` rows of
+    those in which a draft model proposes tokens.
     """
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
     decodes: tuple[int, ...] = ()
+    speculates: tuple[int, ...] = ()
 
     @classmethod
     def build(
@@ -52,6 +54,10 @@ class BucketTable:
     def num_decode_rows(self, n: int) -> int | None:
         """The bucket for n rows that decode several steps; None where there is none."""
         return next((size for size in self.decodes if size >= n), None)
+
+    def num_speculate_rows(self, n: int) -> int | None:
+        """The bucket for n rows that a draft model proposes tokens for; None where there is none."""
+        return next((size for size in self.speculates if size >= n), None)
 
     def __str__(self) -> str:
         return f"tokens {', '.join(map(str, self.tokens))}; rows {', '.join(map(str, self.rows))}"
@@ -82,6 +88,8 @@ class Geometry:
         windows: tokens that the layers of each KV group see; None is everything. A block is of one group.
         max_loras: adapter slots, 1 to max_loras; 0 where the device takes no adapters.
         num_told: tokens of a step of which more than a sample is asked, at most (Q).
+        num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 where there is
+            none.
     """
 
     num_blocks: int
@@ -97,6 +105,7 @@ class Geometry:
     windows: tuple[int | None, ...] = (None,)
     max_loras: int = 0
     num_told: int = MIN_BUCKET
+    num_speculative_tokens: int = 0
 
     @property
     def max_num_batched_tokens(self) -> int:

@@ -14,6 +14,9 @@ from jpaged.types import PositionLogprobs, TokenLogprob
 MAX_NUM_STEPS = 16
 """Decode steps of one dispatch at most."""
 
+MAX_NUM_ROUNDS = 16
+"""Rounds of proposals in one dispatch at most."""
+
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 
@@ -98,6 +101,23 @@ def num_pairs(query_starts: I32, kv_lens: I32) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculated:
+    """How the rows of a dispatch with proposals came to their tokens.
+
+    Attributes:
+        num_tokens_r: tokens of each row; what it has in `StepOutputs` behind them means nothing.
+        num_proposed_nr: [rounds, R] proposals that a row had the room to accept; 0 where it had ended before.
+        num_accepted_nr: [rounds, R] those of them that were drawn, also behind an ending token.
+        num_rounds: rounds that were run.
+    """
+
+    num_tokens_r: I32
+    num_proposed_nr: I32
+    num_accepted_nr: I32
+    num_rounds: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutputs:
     """What one dispatch sampled, n tokens a row in their order, in host memory.
 
@@ -110,6 +130,7 @@ class StepOutputs:
         ranks_rn: 1 for the likeliest token; None of Detail.TOKENS.
         top_ids_rnk: the likeliest tokens in order; None unless of Detail.TOP_LOGPROBS.
         top_logprobs_rnk: theirs.
+        speculated: of a dispatch with proposals, whose rows have different numbers of tokens; None of any other.
     """
 
     token_ids_rn: I32
@@ -118,6 +139,7 @@ class StepOutputs:
     ranks_rn: I32 | None = None
     top_ids_rnk: I32 | None = None
     top_logprobs_rnk: F32 | None = None
+    speculated: Speculated | None = None
 
     def at(self, place: int) -> StepOutputs:
         """What one step of a dispatch without log-probabilities sampled."""

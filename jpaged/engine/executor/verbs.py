@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from jpaged.engine.executor.rows import SamplingInputs
@@ -81,6 +81,34 @@ class Executor(Protocol[Hidden, Handle]):
         Row i has token i and no other in each of them, is of Detail.TOKENS, and its block table has room for all. One
         that samples an id that ends it (BEYOND_TOKENS is none), or that a decode before has ended so, keeps that token:
         what it gives afterwards is sound and means nothing. No further step is run when all rows have ended.
+        """
+        ...
+
+    def speculate(
+        self,
+        inputs: StepInputs,
+        sampling: SamplingInputs,
+        ending_token_ids_rx: I32,
+        num_left_r: I32,
+        num_rounds: int,
+        unseen: Sequence[StepInputs] = (),
+    ) -> Handle:
+        """Starts rounds in which a draft model proposes tokens and the model verifies them; returns before it is done.
+
+        What a row samples is what `decode` would sample, whatever is proposed; only how many tokens it goes on by in a
+        round depends on that, 1 to `Geometry.num_speculative_tokens` + 1 of them. `StepOutputs.speculated` tells of it.
+        The last tokens are as `sample`'s. There is a program for each of `BucketTable.speculates`.
+
+        Args:
+            inputs: as `decode` takes them; no two rows read anything together.
+            sampling: of Detail.TOKENS, without edits, as many rows as a bucket has.
+            ending_token_ids_rx: ids that end each row; it samples nothing behind one.
+            num_left_r: [R] tokens that a row may still sample. Its block tables have room for as many, the last one's
+                keys not counted: nothing is written behind them.
+            num_rounds: at most, up to MAX_NUM_ROUNDS; no further round is run when all rows have ended or used up
+                what they had left.
+            unseen: steps of tokens that the model has computed and the draft has not, in front of what it is to
+                propose. It runs them alone, before the rounds.
         """
         ...
 

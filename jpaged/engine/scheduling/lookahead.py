@@ -66,8 +66,12 @@ class Lookahead:
             return most
         seen_s = self._seen_s.get(size)
         step_s = median(seen_s) if seen_s else self._timed_s(size)
-        longest_s = self._longest_s if has_room or may_end else self._longest_without_room_s
+        longest_s = self.longest_s(may_end=may_end, has_room=has_room)
         return most if step_s * most <= longest_s else max(1, int(longest_s / step_s))
+
+    def longest_s(self, *, may_end: bool, has_room: bool) -> float:
+        """Seconds that a dispatch may take which is left to time."""
+        return self._longest_s if has_room or may_end else self._longest_without_room_s
 
     def began(self, num_rows: int, num_steps: int, begin_s: float) -> None:
         """A dispatch is on its way, for which the first thing was done at begin_s; num_rows is 0 unless all decode."""

@@ -58,6 +58,8 @@ class Decodes:
         detail: what the row that wants most is told.
         ending_ids_sx: a view; what ends each row, as `Executor.decode` takes it.
         num_steps: decode steps of the dispatch; above 1 there are no other rows.
+        num_rounds: of a draft model, in place of steps; above 0 there are no other rows.
+        num_left_s: tokens that each may sample in those rounds, for which it has blocks; empty without.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -76,6 +78,8 @@ class Decodes:
     detail: Detail = Detail.TOKENS
     ending_ids_sx: I32 = field(default_factory=lambda: np.zeros((0, BANNED_WIDTH), np.int32))
     num_steps: int = 1
+    num_rounds: int = 0
+    num_left_s: I32 = field(default_factory=_none)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -196,10 +200,9 @@ class DecodingRows:
         """Those whose blocks have no place yet for what they write in the next steps."""
         return self._where(-self.lens_s % self._block_size < num_steps)
 
-    @property
-    def least_left(self) -> int:
-        """Steps that every row may make before one has all its tokens, or begins again; 0 without rows."""
-        return int(self._num_left_s[: len(self)].min()) if self else 0
+    def left(self, most: int) -> list[tuple[Sequence, int]]:
+        """Each, and the steps that it may make before it has all its tokens, or begins again; `most` is enough."""
+        return list(zip(self._sequences, np.minimum(self._num_left_s[: len(self)], most).tolist(), strict=True))
 
     @property
     def may_end(self) -> bool:
@@ -227,8 +230,12 @@ class DecodingRows:
         """The group of a sequence that has a row."""
         return self._groups[self._places[sequence]]
 
-    def take(self, num_steps: int = 1) -> Decodes:
-        """Every row as it goes into the next dispatch, and advances all of them past its steps."""
+    def take(self, num_steps: int = 1, rounds: tuple[int, list[int]] | None = None) -> Decodes:
+        """Every row as it goes into the next dispatch, and advances all of them past its steps.
+
+        Args:
+            rounds: in place of steps, as many, and the tokens that each row may sample in them; it surely samples one.
+        """
         num_rows, sequences = len(self._sequences), list(self._sequences)
         # Each was in the step before, and in no other since: the tokens of all of them are in flight, or of none.
         is_in_flight = num_rows > 0 and sequences[0].num_in_flight_tokens > 0
@@ -248,6 +255,8 @@ class DecodingRows:
             detail=Detail(self._details_s[:num_rows].max(initial=Detail.TOKENS)),
             ending_ids_sx=self._ending_ids_sx[:num_rows],
             num_steps=num_steps,
+            num_rounds=rounds[0] if rounds else 0,
+            num_left_s=np.array(rounds[1] if rounds else [], np.int32),
         )
         self._starts_s[:num_rows] += num_steps
         self._num_left_s[:num_rows] -= num_steps

@@ -14,6 +14,7 @@ from jpaged.engine.executor import (
     BANNED_WIDTH,
     BEYOND_TOKENS,
     I32,
+    BucketTable,
     Detail,
     Geometry,
     SamplingInputs,
@@ -118,6 +119,20 @@ class Schedule:
             self.rows.append(row)
         self.drafts.append(Draft(group, sequence, place, token_ids, range(first, first + len(token_ids))))
         self.num_tokens += len(token_ids)
+
+    def rerun(self, group: Group, sequence: Sequence, start: int, num_tokens: int) -> None:
+        """Enters tokens of a sequence that have gone through the model; the sequence stays as it is."""
+        row = ScheduledRow(
+            group=group,
+            sequence=sequence,
+            start=start,
+            num_tokens=num_tokens,
+            samples_token=False,
+            sample_row=self.num_rows,
+            prev_sampled_row=None,
+            output_index=0,
+        )
+        self.rows.append(row)
 
     def recomputes(self, num_tokens: int) -> None:
         """Counts tokens that run again: of a preempted group, or of one that has outgrown its keys."""
@@ -237,8 +252,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
     """
     block_size, max_rows = geometry.block_size, geometry.max_num_seqs
     num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
-    several = geometry.buckets.num_decode_rows(num_rows) if schedule.num_steps > 1 else None
-    num_padded = several or geometry.buckets.num_tokens(num_tokens)
+    num_padded = _num_padded_rows(schedule, geometry.buckets) or geometry.buckets.num_tokens(num_tokens)
     columns = _columns(schedule)
     starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
@@ -279,11 +293,16 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
 
 
 def build_ending_ids(schedule: Schedule, num_padded: int) -> I32:
-    """What ends each row of a dispatch of several steps, as `Executor.decode` takes it."""
+    """What ends each row of a dispatch of several steps or rounds, as `Executor.decode` takes it."""
     ending_ids_rx = np.full((num_padded, BANNED_WIDTH), BEYOND_TOKENS, np.int32)
     ending_ids_sx = schedule.decodes.ending_ids_sx
     ending_ids_rx[: schedule.num_rows] = ending_ids_sx[schedule.order] if schedule.order else ending_ids_sx
     return ending_ids_rx
+
+
+def build_num_left(schedule: Schedule, num_padded: int) -> I32:
+    """What each row may sample in rounds, as `Executor.speculate` takes it."""
+    return _padded(schedule.decodes.num_left_s, num_padded)
 
 
 def build_sampling_inputs(
@@ -295,8 +314,7 @@ def build_sampling_inputs(
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
     ]
     detail = max((Detail.of(params) for _, _, params in sampled), default=Detail.TOKENS)
-    several = geometry.buckets.num_decode_rows(num_rows) if schedule.num_steps > 1 else None
-    num_padded = several or geometry.buckets.num_rows(num_rows)
+    num_padded = _num_padded_rows(schedule, geometry.buckets) or geometry.buckets.num_rows(num_rows)
     inputs = SamplingInputs.neutral(num_padded, detail=max(detail, decodes.detail))
     inputs.rows_r[: len(decodes)] = decodes.sampling_s
     inputs.rows_r["positions_r"][: len(decodes)] = np.where(decodes.is_random_s, decodes.starts_s + 1, 0)
@@ -315,6 +333,13 @@ def build_sampling_inputs(
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
         edits = edits and edits.reordered(schedule.order)
     return dataclasses.replace(inputs, edits=edits)
+
+
+def _num_padded_rows(schedule: Schedule, buckets: BucketTable) -> int | None:
+    """Rows of the program of several steps, or of rounds, that a dispatch runs; None where it is one step."""
+    if schedule.decodes.num_rounds:
+        return buckets.num_speculate_rows(schedule.num_rows)
+    return buckets.num_decode_rows(schedule.num_rows) if schedule.num_steps > 1 else None
 
 
 class _Columns(NamedTuple):

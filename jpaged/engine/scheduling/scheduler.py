@@ -15,8 +15,8 @@ from itertools import chain
 
 from jpaged.config import SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
-from jpaged.engine.executor import DeviceRates, Geometry
-from jpaged.engine.kv.interface import KVMemory, Shares
+from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates, Geometry
+from jpaged.engine.kv.interface import KVMemory, Shares, settle
 from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.lookahead import Lookahead
@@ -29,6 +29,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens
 from jpaged.engine.speculation.drafts import DraftRows, Proposals
+from jpaged.engine.speculation.rounds.rows import RoundRows
 
 
 class Scheduler:
@@ -40,6 +41,7 @@ class Scheduler:
         rows: those that decode, which every step takes as they are.
         lookahead: chooses how many steps of them go in one dispatch, and is told of each.
         drafts: enters what is proposed behind rows that decode.
+        rounds: enters rows that decode for rounds of a draft model.
         adapters: where on the device those of running groups are.
 
     Args:
@@ -70,15 +72,17 @@ class Scheduler:
         outgrowing = None if outgrown_len is None else Outgrowing(memory, outgrown_len)
         self.rows = DecodingRows(geometry, outgrowing, eos_token_ids)
         self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
+        self.rounds = RoundRows(memory, self.rows, geometry, self._policy)
         self.adapters = AdapterSlots(geometry.max_loras)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
 
-    def schedule(self, proposals: Proposals | None = None) -> Schedule:
+    def schedule(self, proposals: Proposals | None = None, num_rounds: int = 0) -> Schedule:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched.
 
         Args:
             proposals: for sequences that decode, of which no token is in flight.
+            num_rounds: of a draft model, where all rows decode, of which no token is in flight.
         """
         schedule = Schedule()
         spent = self.rows.spent()
@@ -93,13 +97,15 @@ class Scheduler:
         if not is_early or self._entering(self._num_outstanding_blocks()) is not None:
             queues = self.queues
             is_joined = queues.num_waiting > 0 and (bool(spent) or queues.has_next_within(self.max_num_seqs))
-            if not self._decode(parts, schedule, is_joined=is_joined or proposals is not None):
+            is_alone = not (is_joined or proposals is not None or any(parts.values()) or self.rows.go_singly)
+            has_rounds = is_alone and num_rounds > 0 and self.rounds.enter(schedule, num_rounds)
+            if not has_rounds and not self._decode(parts, schedule, is_alone=is_alone):
                 # Somebody has to leave: the rows are looked at one by one.
                 self.rows.clear()
                 parts, budget = self._share_tokens()
             self._grow_running(parts, schedule)
             # Nobody had to leave for want of blocks, nor goes on for several steps: those have changed who is next.
-            if len(schedule.preempted) == num_yielded and schedule.num_steps == 1:
+            if len(schedule.preempted) == num_yielded and schedule.num_steps == 1 and not has_rounds:
                 self._resume_and_admit(budget, schedule)
         schedule.close()
         if not self._is_static:  # in a batch that is, who has ended keeps its blocks
@@ -187,18 +193,19 @@ class Scheduler:
             budget -= _num_tokens(parts[group])
         return parts, budget
 
-    def _decode(self, parts: dict[Group, Shares], schedule: Schedule, *, is_joined: bool) -> bool:
+    def _decode(self, parts: dict[Group, Shares], schedule: Schedule, *, is_alone: bool) -> bool:
         """Enters every row that decodes; False, and nothing, where these and the others do not all find blocks.
 
-        For several steps where there are no others and all are told of tokens alone, unless who waits may join them.
+        For several steps where they are alone: no others run, all are told of tokens alone, and nobody may join them.
         """
         rows, num_steps = self.rows, 1
-        if not (is_joined or any(parts.values()) or rows.go_singly):
+        if is_alone:
+            least_left = min((num_left for _, num_left in rows.left(MAX_NUM_STEPS)), default=0)
             has_room = self.queues.num_rows < self.max_num_seqs
-            num_steps = self.lookahead.num_steps(len(rows), rows.least_left, may_end=rows.may_end, has_room=has_room)
+            num_steps = self.lookahead.num_steps(len(rows), least_left, may_end=rows.may_end, has_room=has_room)
         due = changed = self.rows.due(num_steps)
         for sequence in due:
-            _settle(sequence, self._memory)
+            settle(sequence, self._memory)
         if num_steps > 1 and not self._memory.can_grow([(sequence, num_steps) for sequence in due]):
             num_steps, due = 1, self.rows.due()
         grown = [(sequence, num_steps) for sequence in due]
@@ -304,7 +311,7 @@ class Scheduler:
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
         for sequence in group.live:
-            _settle(sequence, self._memory)  # what its windows have left behind would never find room again
+            settle(sequence, self._memory)  # what its windows have left behind would never find room again
         if swapping is not None and self._preemption.prefers_swap(group) and swapping.can_swap_out(group):
             swapping.swap_out(group)
             self.queues.put_aside(group)
@@ -337,21 +344,13 @@ class Scheduler:
                 self._policy.served(group, 0, 1)
 
 
-def _settle(sequence: Sequence, memory: KVMemory) -> None:
-    """Makes known what a running sequence has filled, and takes back what nobody sees of it any more."""
-    if memory.prefixes is not None:
-        memory.prefixes.register_full_blocks(sequence)
-    if memory.windows is not None:
-        memory.windows.move_on(sequence)
-
-
 def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:
     """Every token that waits to go through the model, of the sequences that may run and have no row yet."""
     wanted = []
     for sequence in group.runnable:
         if sequence in rows:
             continue
-        _settle(sequence, memory)
+        settle(sequence, memory)
         num_tokens = rows.told.within(sequence, _num_to_run(group, sequence))
         if rows.outgrowing is not None:
             num_tokens = min(num_tokens, rows.outgrowing.num_left(sequence))

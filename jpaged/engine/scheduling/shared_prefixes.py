@@ -70,7 +70,7 @@ class PrefixSharing:
     def share(self, schedule: Schedule, geometry: Geometry) -> None:
         """Orders the rows of a schedule and enters its runs, where that pays."""
         costs, sequences = geometry.cascade, schedule.decodes.sequences
-        if costs is None or schedule.num_rows < 2:
+        if costs is None or schedule.num_rows < 2 or schedule.decodes.num_rounds:  # rounds read row by row
             return
         width = min(costs.tile_queries, geometry.buckets.num_tokens(schedule.num_tokens))
         found = None if schedule.rows else self._found

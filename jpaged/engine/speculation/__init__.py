@@ -2,6 +2,7 @@
 
 drafting.py     what is proposed for a step, and what came of it
 drafts.py       the rows of a step that run what is proposed
+rounds/         rounds of a draft model on the device
 proposer.py     what the scheduler asks of whoever proposes on the host
 methods.py      the proposer that the options name
 ngram.py        prompt lookup: what followed the same n-gram earlier in the sequence

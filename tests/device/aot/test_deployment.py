@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jpaged.config import EngineConfig, SchedulerOptions, StartupOptions
-from jpaged.device.aot.deployment import Deployment, compile_deployment
+from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.saved import SavedPrograms
@@ -35,7 +35,13 @@ def deployment(
     )
     mesh = build_mesh(jax.devices()[:num_devices])
     return compile_deployment(
-        tiny_model.model(), options, mesh, hbm_bytes, all_programs=all_programs, progress=tiny_model.quiet, save=save
+        Models(tiny_model.model()),
+        options,
+        mesh,
+        hbm_bytes,
+        all_programs=all_programs,
+        progress=tiny_model.quiet,
+        save=save,
     )
 
 

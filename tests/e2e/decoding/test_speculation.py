@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jpaged.checkpoints.hub import find_folder
+from jpaged.errors import InvalidArgument
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import engine_of, open_llm
-from tests.engine.proposing import Always
+from tests.engine.proposing import Always, InTurn
+from tests.models.tiny import tiny_case, write_checkpoint
 from tests.service.grammars.schemas import random_schema, with_definitions
 
 VOCAB_SIZE = 3072
@@ -29,6 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "swapped": {"num_blocks": 40, "max_num_seqs": 16, "swap_space": 1.0, "preemption_mode": "swap"},
     "two devices": {"tensor_parallel_size": 2},
 }
+DRAFTS = ("the model itself", "random")
+"""Draft models: one that is always right, and one that knows nothing."""
+NUMS_ROUNDS = 3, 0, 16, 1
 FIELDS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -141,3 +151,115 @@ def test_some_requests_of_every_mix_have_the_same_tokens(method: str, way: str) 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_thousand_requests_of_every_mix_have_the_same_tokens(method: str, way: str) -> None:
     check(method, way, range(1000) if way == "as it comes" else range(1000, 1100))
+
+
+def draft_config(draft: str, folder: Path) -> dict[str, Any]:
+    if draft == "random":
+        case = tiny_case("llama_mha")
+        config = {**case.config, "vocab_size": VOCAB_SIZE, "max_position_embeddings": SIZES["max_model_len"]}
+        write_checkpoint(dataclasses.replace(case, config=config), folder)
+    model = str(folder) if draft == "random" else "demo"
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+
+
+def has_rounds(params: SamplingParams) -> bool:
+    """Whether a request's rows may go on by rounds of a draft model."""
+    return not (
+        params.is_by_name
+        or params.structured_outputs
+        or params.needs_counts
+        or params.needs_logprobs
+        or params.prompt_logprobs is not None
+    )
+
+
+def check_draft(draft: str, way: str, seeds: range, folder: Path) -> None:
+    """A few requests at a time, of every mix, and of those alone that have rounds: where all rows do there are some."""
+    requests = [a_request(random.Random(seed)) for seed in seeds]
+    alone = [one for one in requests if has_rounds(one[1])]
+    size = 24 if "num_blocks" in WAYS[way] else 4
+    parts = [some[begin : begin + size] for some in (requests, alone) for begin in range(0, len(some), size)]
+    with open_llm("demo", **SIZES, max_logprobs=-1) as llm:
+        want = [generate(llm, part) for part in parts]
+    with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=draft_config(draft, folder)) as llm:
+        rounds = engine_of(llm)._loop._rounds
+        assert rounds is not None
+        rounds._rule = rule = InTurn(*NUMS_ROUNDS)
+        for part, expected in zip(parts, want, strict=True):
+            assert_same(generate(llm, part), expected)
+        load = llm.load()
+        assert rule.num_dispatches > 0
+        share = load.speculation.num_accepted_tokens / load.speculation.num_draft_tokens
+        assert share > 0.5 if draft == "the model itself" else share < 0.5
+        assert load.num_preemptions > 0 or "num_blocks" not in WAYS[way]
+
+
+@pytest.mark.parametrize(("draft", "way"), [("the model itself", "as it comes"), ("random", "swapped")])
+def test_some_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: str, tmp_path: Path) -> None:
+    check_draft(draft, way, range(60), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_many_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: str, tmp_path: Path) -> None:
+    seeds = {"as it comes": range(1000), "two devices": range(1000, 1040)}.get(way, range(1000, 1100))
+    check_draft(draft, way, seeds, tmp_path)
+
+
+def test_every_copy_of_a_model_has_its_draft() -> None:
+    requests = [
+        (prompt, params) for prompt, params in map(a_request, map(random.Random, range(40))) if has_rounds(params)
+    ]
+    with open_llm("demo", **SIZES) as llm:
+        want = generate(llm, requests)
+    config = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 2}
+    with open_llm("demo", **SIZES, data_parallel_size=2, speculative_config=config) as llm:
+        for _ in range(2):  # the first steps of each copy are plain
+            assert_same(generate(llm, requests), want)
+        assert llm.load().speculation.num_accepted_tokens > 0
+
+
+def test_a_draft_model_that_the_first_proposals_come_from_has_seen_what_plain_steps_ran() -> None:
+    """Proposals are as good behind plain steps as if there had been none."""
+    config = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3}
+    request = TokensPrompt(prompt_token_ids=[3, 70, 9]), SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    shares = []
+    with open_llm("demo", **SIZES, speculative_config=config) as llm:
+        rounds = engine_of(llm)._loop._rounds
+        assert rounds is not None
+        for nums_rounds in ((4,), (0, 1)):
+            rounds._rule = InTurn(*nums_rounds)
+            before = llm.load().speculation
+            llm.generate(*request)
+            after = llm.load().speculation
+            num_proposed = after.num_draft_tokens - before.num_draft_tokens
+            shares.append((after.num_accepted_tokens - before.num_accepted_tokens) / num_proposed)
+    assert min(shares) > 0.9
+
+
+def test_a_draft_model_that_does_not_go_with_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    case = tiny_case("llama_mha")
+    write_checkpoint(case, tmp_path / "small")
+    config = {**case.config, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 64}
+    write_checkpoint(dataclasses.replace(case, config=config), tmp_path / "short")
+    shutil.copytree(find_folder("demo"), tmp_path / "other")
+    tokens = json.loads((tmp_path / "other" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokens["model"]["vocab"]
+    first, second = [name for name in vocab if len(name) > 5][:2]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokens), encoding="utf-8")
+    problems = {
+        "small": "vocabulary of 131 tokens",
+        "short": "sequences of 64 tokens at most",
+        "other": "of the draft, and .* of the model",
+        "nothing": "nothing",
+    }
+    for name, problem in problems.items():
+        config = {"method": "draft_model", "model": str(tmp_path / name), "num_speculative_tokens": 3}
+        with (
+            pytest.raises(InvalidArgument, match=problem) as raised,
+            open_llm("demo", **SIZES, speculative_config=config),
+        ):
+            raise AssertionError(f"{name} is served")
+        assert raised.value.field == "speculative_config.model"

@@ -94,8 +94,8 @@ def test_a_step_of_rows_that_decode_writes_none_of_them_out(monkeypatch):
     scheduler = h.engine._loop.scheduler
     decide = scheduler.schedule
 
-    def schedule(proposals):
-        made = decide(proposals)
+    def schedule(*asked):
+        made = decide(*asked)
         written.append((len(made.decodes), len(made.rows)))
         return made
 

@@ -1,0 +1,9 @@
+"""A draft model on the device: it proposes tokens, and the model verifies them in the same dispatch.
+
+draft.py     the draft model beside the model: what it has to be, and its sizes
+packing.py   what a dispatch takes in one buffer, and what it gives
+rounds.py    speculate[R]: rounds of proposals and their verification
+keys.py      draft[T]: the draft model over tokens that it has not seen, for their keys
+lowered.py   how the programs are lowered
+drafter.py   the draft's parameters and pool, and the calls
+"""

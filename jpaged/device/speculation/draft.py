@@ -1,0 +1,163 @@
+"""The draft model beside the model: what it has to be, and its sizes. Allocates and compiles nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jpaged.config import EngineConfig, SpeculativeOptions
+from jpaged.device.linear import choose_linear_backend, params_for
+from jpaged.device.mesh import Placement, check_params, first_device, num_shards
+from jpaged.device.step.forward import Draft, Step
+from jpaged.device.step_sizes import Attention
+from jpaged.engine.executor import Geometry
+from jpaged.errors import InvalidArgument
+from jpaged.kernels.paged_attention import Queries
+from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
+from jpaged.kernels.sampling import choose_kernel
+from jpaged.models.kv_groups import KVGroups
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+
+NAME = "speculative_config"
+DRAFT = "draft"
+"""The draft's parameters among those of a step that has one."""
+_FEW_ROWS = (1, 2, 4)
+"""Fewer than a decode is padded to."""
+
+
+def with_draft(
+    step: Step, geometry: Geometry, draft: Model, options: EngineConfig, speculation: SpeculativeOptions
+) -> tuple[Step, Geometry]:
+    """The step with a draft model beside its own, and the sizes with those of its programs.
+
+    Raises:
+        InvalidArgument: the two do not go together, or an option does not go with a draft model.
+        Unsupported: the attention backend that was chosen cannot run the draft.
+    """
+    _check_options(step, geometry, options)
+    _check_model(step, geometry, draft)
+    draft_step = _draft_step(step, geometry, draft, options)
+    num_tokens = speculation.num_speculative_tokens
+    wanted = _wanted_rows(geometry, speculation, first_device(step.mesh).platform)
+    sizes = tuple(size for size in wanted if _fits(step, draft_step, geometry, size * (num_tokens + 1)))
+    if not sizes:
+        raise InvalidArgument(
+            f"{NAME}.num_speculative_tokens",
+            f"{num_tokens} proposals and a token of {wanted[0]} rows are more than the "
+            f"{geometry.max_num_batched_tokens} tokens of a step (max_num_batched_tokens)",
+        )
+    geometry = dataclasses.replace(
+        geometry,
+        buckets=dataclasses.replace(geometry.buckets, speculates=sizes),
+        num_speculative_tokens=num_tokens,
+    )
+    return dataclasses.replace(step, draft=Draft(draft_step, geometry.windows.index(None), num_tokens)), geometry
+
+
+def draft_params_for(draft: Draft, params: Params) -> Params:
+    """The draft's parameters on its device, as its programs take them, from those of the model as published.
+
+    Raises:
+        InvalidArgument: they are of other shapes.
+    """
+    where = _placement(draft.step)
+    check_params(params, where.abstract_params())
+    return params_for(draft.step, where.put(params))
+
+
+def abstract_draft_params(draft: Draft) -> Params:
+    """Shapes of `draft_params_for`."""
+    return params_for(draft.step, _placement(draft.step).abstract_params())
+
+
+def _placement(step: Step) -> Placement:
+    return Placement.of(step.model, step.mesh, step.layer_mode)
+
+
+def split_params(params: Params) -> tuple[Params, Params]:
+    """The model's parameters, and the draft's, which are none where there is no draft."""
+    return {name: tree for name, tree in params.items() if name != DRAFT}, params.get(DRAFT, {})
+
+
+def pool_bytes_per_block(step: Step) -> int:
+    """What one device holds of a block in the pools of a step."""
+    draft_bytes = 0 if step.draft is None else step.draft.step.layout.local.bytes_per_block
+    return step.layout.local.bytes_per_block + draft_bytes
+
+
+def _check_options(step: Step, geometry: Geometry, options: EngineConfig) -> None:
+    if options.lora.enable_lora:
+        raise InvalidArgument(NAME, "a draft model does not go with adapters: enable_lora is True")
+    if None not in geometry.windows:
+        raise InvalidArgument(
+            NAME, f"a draft model needs layers of the model that see everything; they see windows of {geometry.windows}"
+        )
+
+
+def _check_model(step: Step, geometry: Geometry, draft: Model) -> None:
+    """Holds the draft to the vocabulary and the length of what it proposes for."""
+    config = draft.config
+    if config.vocab_size != step.vocab_size:
+        raise InvalidArgument(
+            f"{NAME}.model",
+            f"it has a vocabulary of {config.vocab_size} tokens, and the model one of {step.vocab_size}; they have to "
+            "be the same",
+        )
+    if config.max_model_len < geometry.max_model_len:
+        raise InvalidArgument(
+            f"{NAME}.model",
+            f"it takes sequences of {config.max_model_len} tokens at most, and max_model_len is "
+            f"{geometry.max_model_len}: lower it, or take another draft",
+        )
+
+
+def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineConfig) -> Step:
+    """The draft's own step: blocks and rows are the model's, keys and values are kept as it computes them."""
+    options = options.replace(
+        block_size=geometry.block_size,
+        max_num_seqs=geometry.max_num_seqs,
+        max_num_batched_tokens=geometry.max_num_batched_tokens,
+        max_model_len=geometry.max_model_len,
+        kv_cache_dtype="auto",
+    )
+    attention = Attention.on(draft, options, step.mesh)
+    chosen = attention.choose(attention.sizes())
+    where = Placement.of(draft, step.mesh)
+    config = where.model.config
+    groups = KVGroups((None,), config.num_layers, tuple((0, layer) for layer in range(config.num_layers)))
+    num_parts = num_shards(step.mesh)
+    layout = dataclasses.replace(  # what was chosen is one device's part
+        chosen.layout, num_blocks=step.layout.num_blocks, num_kv_heads=config.num_kv_heads, num_shards=num_parts
+    )
+    sampler = choose_kernel(chosen.backend, num_parts, step.vocab_size)
+    return dataclasses.replace(
+        step,
+        model=where.model,
+        layout=layout,
+        kv_groups=groups,
+        layer_mode=where.layer_mode,
+        backend=chosen.backend,
+        linear_backend=choose_linear_backend(options.model.linear_backend, step.mesh, where.layer_mode),
+        sampler=sampler,
+    )
+
+
+def _wanted_rows(geometry: Geometry, speculation: SpeculativeOptions, platform: str) -> list[int]:
+    """Numbers of rows that tokens are proposed for.
+
+    A CPU takes as much longer for each row of padding, of which there would be several times as many as proposals.
+    """
+    rows, most = geometry.buckets.rows, speculation.disable_by_batch_size
+    sizes = sorted({*_FEW_ROWS, *rows}) if platform == "cpu" else rows
+    return [size for size, smaller in zip(sizes, (0, *sizes), strict=False) if most is None or smaller < most]
+
+
+def _fits(step: Step, draft: Step, geometry: Geometry, num_in_round: int) -> bool:
+    """Whether a round of so many tokens is no larger than a step, and both kernels take as many rows."""
+
+    def can_run(step: Step) -> bool:
+        num_heads = step.model.config.num_heads // num_shards(step.mesh)
+        queries = Queries(num_heads, step.model.dtype, num_in_round, geometry.max_blocks_per_seq, num_in_round)
+        return IMPLEMENTATIONS[step.backend].unsupported_reason(step.layout.local, queries) is None
+
+    return num_in_round <= geometry.max_num_batched_tokens and can_run(step) and can_run(draft)

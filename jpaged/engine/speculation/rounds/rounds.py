@@ -1,0 +1,91 @@
+"""Rounds of a draft model on the device, in place of several decode steps.
+
+wanted(rows) ──> the scheduler finds blocks ──> begin ──> speculate[R], n rounds ──> observe(what came of it)
+     │ 0
+     └──────────> begin_plain: steps that the draft has not seen; it runs their tokens before it is to propose
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jpaged.config import SpeculativeOptions
+from jpaged.engine.executor import I32, BlockMoves, Geometry, Speculated, StepInputs
+from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
+from jpaged.engine.speculation.rounds.rule import RoundRule
+from jpaged.engine.speculation.rounds.seen_blocks import SeenBlocks
+
+
+class Rounds:
+    """Asks for rounds where all rows decode, and shows the draft what it lacks. Called by the engine thread alone.
+
+    What the model alone runs the draft has not seen, until it is to propose behind it.
+
+    Args:
+        num_speculative_tokens: that it proposes to a row in a round.
+    """
+
+    def __init__(self, rule: RoundRule, geometry: Geometry, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self._rule = rule
+        self._geometry = geometry
+        self._seen = SeenBlocks(geometry)
+
+    @classmethod
+    def of(cls, options: SpeculativeOptions, geometry: Geometry) -> Rounds:
+        """The rounds that the options ask for."""
+        return cls(RoundRule(options.disable_by_batch_size), geometry, geometry.num_speculative_tokens)
+
+    def wanted(self, geometry: Geometry, num_rows: int, longest_s: float) -> int:
+        """Rounds of the next dispatch, if so many rows decode and nobody else runs; 0 is none.
+
+        Args:
+            geometry: with the sizes that there are by now.
+        """
+        self._geometry = geometry
+        size = geometry.buckets.num_speculate_rows(num_rows) if num_rows else None
+        return 0 if size is None else self._rule.num_rounds(num_rows, size, longest_s)
+
+    def move(self, moves: BlockMoves) -> None:
+        """Blocks are moved."""
+        self._seen.move(moves)
+
+    def begin_plain(self, inputs: StepInputs, num_steps: int) -> None:
+        """The model alone runs a step, or several."""
+        self._seen.write(inputs, num_steps)
+
+    def begin(self, schedule: Schedule, inputs: StepInputs, num_left_r: I32) -> Iterator[StepInputs]:
+        """Rounds begin: steps that the draft is to run alone before, of all in front of them that it has not seen."""
+        step, room = Schedule(), self._geometry.max_num_batched_tokens
+        decodes, ends = schedule.decodes, inputs.positions_t.tolist()
+        begins = self._seen.see(inputs, num_left_r).tolist()
+        for sequence, group, begin, end in zip(decodes.sequences, decodes.groups, begins, ends, strict=False):
+            first = begin
+            while first < end:
+                count = min(room, end - first)
+                step.rerun(group, sequence, first, count)
+                first, room = first + count, room - count
+                if not room:
+                    step.close()
+                    yield build_step_inputs(step, self._geometry)
+                    step, room = Schedule(), self._geometry.max_num_batched_tokens
+        if step.rows:
+            step.close()
+            yield build_step_inputs(step, self._geometry)
+
+    def observe(self, schedule: Schedule, speculated: Speculated | None, seconds: float) -> None:
+        """Notes what came of a dispatch, and what it took.
+
+        Args:
+            speculated: of one with rounds.
+        """
+        decodes = schedule.decodes
+        size = self._geometry.buckets.num_speculate_rows(len(decodes)) if decodes and not schedule.rows else None
+        if size is None:
+            return
+        if speculated is None:
+            self._rule.took_plain(size, seconds / decodes.num_steps)
+            return
+        num_rounds = max(1, speculated.num_rounds)
+        tokens = float(speculated.num_tokens_r[: len(decodes)].sum()) / (len(decodes) * num_rounds)
+        self._rule.took(size, tokens, seconds / num_rounds)

@@ -1,0 +1,177 @@
+"""Rounds of proposals of a fake: the tokens of single steps, dealt out in rounds as if some had been proposed.
+
+How many of a round's proposals are accepted is made up of the position behind which they stand, so that rows go on at
+different paces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.executor import (
+    I32,
+    MAX_NUM_ROUNDS,
+    BlockMoves,
+    Geometry,
+    Move,
+    SamplingInputs,
+    Speculated,
+    StepInputs,
+    StepOutputs,
+)
+from jpaged.errors import InternalError
+
+RunStep = Callable[[StepInputs, SamplingInputs], StepOutputs]
+"""A forward and a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRounds:
+    """A dispatch.
+
+    Attributes:
+        inputs: of its first round; row i has token i.
+        first_ids: of each row, whose keys are not in the pool.
+        ending_token_ids_rx: ids that end each row.
+        num_left_r: tokens that each row may still sample.
+        num_proposed: tokens of a round.
+    """
+
+    inputs: StepInputs
+    sampling: SamplingInputs
+    first_ids: list[int]
+    ending_token_ids_rx: I32
+    num_left_r: I32
+    num_proposed: int
+    block_size: int
+
+    def run(self, run_step: RunStep, has_ended: list[bool], num_rounds: int) -> StepOutputs:
+        """Runs every row to its end, or to the end of the rounds."""
+        num_rows = len(self.sampling.rows_r)
+        counts, proposed, accepted = (np.zeros((MAX_NUM_ROUNDS, num_rows), np.int32) for _ in range(3))
+        tokens: list[list[tuple[int, bool]]] = [[] for _ in range(num_rows)]
+        for row in range(self.inputs.num_rows):
+            left = 0 if has_ended[row] else int(self.num_left_r[row])
+            for number in range(num_rounds):
+                if left <= 0:
+                    break
+                proposed[number, row] = min(self.num_proposed, left - 1)
+                position = int(self.inputs.positions_t[row]) + len(tokens[row])
+                accepted[number, row] = min(accepted_behind(position, self.num_proposed), left - 1)
+                for _ in range(accepted[number, row] + 1):
+                    tokens[row].append(self._token(run_step, row, [token_id for token_id, _ in tokens[row]]))
+                    counts[number, row] += 1
+                    left -= 1
+                    if tokens[row][-1][0] in self.ending_token_ids_rx[row]:
+                        left = 0
+                        break
+        width = max(1, *map(len, tokens))
+        token_ids_rn, is_sound_rn = np.zeros((num_rows, width), np.int32), np.ones((num_rows, width), np.bool_)
+        for row, found in enumerate(tokens):
+            for place, (token_id, is_sound) in enumerate(found):
+                token_ids_rn[row, place], is_sound_rn[row, place] = token_id, is_sound
+        was_run = counts.any(axis=1)
+        speculated = Speculated(counts.sum(axis=0, dtype=np.int32), proposed, accepted, int(was_run.sum()))
+        return StepOutputs(token_ids_rn, is_sound_rn, speculated=speculated)
+
+    def _token(self, run_step: RunStep, row: int, before: list[int]) -> tuple[int, bool]:
+        """What a row samples behind tokens of this dispatch, and whether it is sound."""
+        inputs, place = self.inputs, len(before)
+        position = int(inputs.positions_t[row]) + place
+        num_padded, num_rows = len(inputs.token_ids_t), len(inputs.kv_lens_s)
+
+        def only(value: int, length: int) -> I32:
+            return np.array([value, *[0] * (length - 1)], np.int32)
+
+        blocks_g = inputs.block_tables_gsm[:, row, position // self.block_size]
+        slots_gt = np.zeros_like(inputs.slots_gt)
+        slots_gt[:, 0] = blocks_g * self.block_size + position % self.block_size
+        tables_gsm = np.zeros_like(inputs.block_tables_gsm)
+        tables_gsm[:, 0] = inputs.block_tables_gsm[:, row]
+        starts_s1 = np.ones(num_rows + 1, np.int32)
+        starts_s1[0] = 0
+        step = dataclasses.replace(
+            inputs,
+            token_ids_t=only([self.first_ids[row], *before][-1], num_padded),
+            is_prev_sampled_t=np.zeros(num_padded, np.bool_),
+            prev_sampled_rows_t=np.zeros(num_padded, np.int32),
+            positions_t=only(position, num_padded),
+            rope_lens_t=only(max(position + 1, int(inputs.rope_lens_t[row])), num_padded),
+            slots_gt=slots_gt,
+            adapters_t=only(int(inputs.adapters_t[row]), num_padded),
+            sample_tokens_s=np.zeros(num_rows, np.int32),
+            query_starts_s1=starts_s1,
+            kv_lens_s=only(position + 1, num_rows),
+            block_tables_gsm=tables_gsm,
+            num_rows=1,
+            kv_begins_s=np.zeros(num_rows, np.int32),
+            num_runs=0,
+            num_tokens=1,
+        )
+        rows_r = self.sampling.rows_r[[row]]
+        rows_r["positions_r"] += place
+        outputs = run_step(step, SamplingInputs(rows_r))
+        return outputs.token(0), bool(outputs.is_sound_rn[0, 0])
+
+
+class FakeDraft:
+    """What a draft model has seen: of each slot what the model had there when it did.
+
+    Raises where it is shown other tokens than the model has computed, or is to propose behind what it has not seen.
+
+    Attributes:
+        num_tokens: that it ran alone, so far.
+    """
+
+    def __init__(self, geometry: Geometry, unwritten: int) -> None:
+        self.num_tokens = 0
+        self._geometry = geometry
+        self._pool: NDArray[np.int64] = np.full(
+            ((geometry.num_blocks + 1) * geometry.block_size, 2), unwritten, np.int64
+        )
+
+    def move(self, moves: BlockMoves) -> None:
+        """Copies blocks; what comes from the host, it does not get."""
+        if moves.move is Move.COPY:
+            blocks = self._pool.reshape(-1, self._geometry.block_size, 2)
+            blocks[moves.destinations] = blocks[moves.sources]
+
+    def show(self, inputs: StepInputs, pool: NDArray[np.int64]) -> None:
+        """Runs tokens that the model has in its pool."""
+        if len(inputs.token_ids_t) not in self._geometry.buckets.tokens or inputs.is_prev_sampled_t.any():
+            raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of tokens that are known")
+        used = slice(0, inputs.num_tokens)
+        slots_t = inputs.slots_gt[self._geometry.windows.index(None), used]
+        if not np.array_equal(pool[slots_t, 0], inputs.token_ids_t[used]):
+            shown = inputs.token_ids_t[used]
+            raise InternalError(f"the draft is shown {shown}; the model has computed {pool[slots_t, 0]}")
+        self._pool[slots_t] = pool[slots_t]
+        self.num_tokens += inputs.num_tokens
+
+    def begin(self, inputs: StepInputs, pool: NDArray[np.int64]) -> None:
+        """It is to propose behind the tokens in front of each row's."""
+        for row in range(inputs.num_rows):
+            slots = self._slots(inputs, row, 0, int(inputs.positions_t[row]))
+            if not np.array_equal(self._pool[slots], pool[slots]):
+                raise InternalError(f"the draft has not seen all in front of row {row}: {pool[slots, 0]}")
+
+    def end(self, inputs: StepInputs, num_tokens_r: I32, pool: NDArray[np.int64]) -> None:
+        """It has run what each row went on by."""
+        for row, start in enumerate(inputs.positions_t[: inputs.num_rows].tolist()):
+            slots = self._slots(inputs, row, start, start + int(num_tokens_r[row]))
+            self._pool[slots] = pool[slots]
+
+    def _slots(self, inputs: StepInputs, row: int, begin: int, end: int) -> NDArray[np.int64]:
+        positions = np.arange(begin, end)
+        ids_m, block_size = inputs.block_tables_gsm[self._geometry.windows.index(None), row], self._geometry.block_size
+        return np.asarray(ids_m[positions // block_size] * block_size + positions % block_size, np.int64)
+
+
+def accepted_behind(position: int, num_proposed: int) -> int:
+    """How many of the proposals behind a token at a position are accepted."""
+    return (position * 7 + position // 3) % (num_proposed + 1)
