@@ -1,7 +1,9 @@
-"""One stream of the demo with its draft model, beside plain decoding: `python -m benchmarks.speculation.draft [--save]`.
+"""One stream of the demo with its draft model, beside plain decoding.
 
-Both engines are in one process, which is to run on one core (`taskset -c 0`). Each prompt is continued by one and then by
-the other, with the same seed; the tokens have to be the same. A ratio is of the two times of one text.
+    taskset -c 0 python -m benchmarks.speculation.draft [--save]
+
+Both engines are in one process, on one core. Each prompt is continued by one and then by the other, with the same seed;
+the tokens have to be the same. A ratio is of the two times of one text.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from statistics import median, quantiles
 
 from benchmarks.record import save
 from jpaged import LLM, SamplingParams
+from jpaged.errors import InternalError
 
 PROMPTS = (
     "Once upon a time",
@@ -61,7 +64,7 @@ def compare(plain: LLM, drafted: LLM, temperature: float, num_rows: int, num_tex
     """Runs both in turn.
 
     Raises:
-        AssertionError: their tokens differ.
+        InternalError: their tokens differ.
     """
     for llm in (plain, drafted):
         for seed in range(_NUM_WARM):
@@ -72,7 +75,8 @@ def compare(plain: LLM, drafted: LLM, temperature: float, num_rows: int, num_tex
         prompts = [PROMPTS[(number + row) % len(PROMPTS)] for row in range(num_rows)]
         seconds, want = generate(plain, prompts, temperature, 100 * number)
         with_draft, got = generate(drafted, prompts, temperature, 100 * number)
-        assert got == want, (temperature, num_rows, number)
+        if got != want:
+            raise InternalError(f"text {number} of {num_rows} rows at {temperature} has other tokens with a draft")
         rates.append(sum(map(len, want)) / seconds)
         speedups.append(seconds / with_draft)
     after = drafted.load().speculation
