@@ -214,9 +214,11 @@ def test_rounds_that_do_not_pay_end_and_are_tried_again_after_longer_and_longer(
     rule = timed()
     lens = []
     for _ in range(3):
-        while rule.num_rounds(1, SIZE, 20.0):
-            rule.took(SIZE, 1.5, 2.0)
-        assert rule.state(SIZE) is State.OFF
+        while rule.state(SIZE) is not State.OFF:
+            if rule.num_rounds(1, SIZE, 20.0):
+                rule.took(SIZE, 1.5, 2.0)
+            else:
+                rule.took_plain(SIZE, 1.0)
         count = 0
         while not rule.num_rounds(1, SIZE, 20.0):
             rule.took_plain(SIZE, 1.0)
@@ -227,6 +229,17 @@ def test_rounds_that_do_not_pay_end_and_are_tried_again_after_longer_and_longer(
     for _ in range(PROBE_DISPATCHES):
         rule.took(SIZE, 3.0, 2.0)
     assert rule.state(SIZE) is State.ON
+
+
+def test_a_machine_that_becomes_slower_turns_nothing_off():
+    rule, slower = timed(), 1.0
+    for number in range(600):
+        slower = 3.0 if number > 300 else 1.0
+        if rule.num_rounds(1, SIZE, 20.0):
+            rule.took(SIZE, 3.0, 2.0 * slower)
+        else:
+            rule.took_plain(SIZE, slower)
+        assert rule.state(SIZE) is State.ON
 
 
 def test_rounds_that_pay_go_on_and_plain_steps_are_timed_now_and_then():

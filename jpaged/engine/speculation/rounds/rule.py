@@ -1,11 +1,12 @@
 """Whether there are rounds of a draft model, and how many, by what was measured.
 
-    ON ──── tokens a round / what a round takes in plain steps was below 1 - MARGIN ───> OFF: plain steps
-     ^                                                                                  │  for a number of dispatches,
-     └─ 1 + COMEBACK, in PROBE_DISPATCHES ── PROBING: a few rounds each <───────────────┘  doubled each time
+    ON ──── tokens a round / what a round takes in plain steps is below 1 - MARGIN, twice ──> OFF: plain steps
+     ^                                                                                         │  for some dispatches,
+     └─ 1 + COMEBACK, in PROBE_DISPATCHES ── PROBING: a few rounds each <──────────────────────┘  doubled each time
 
 Both times are measured, for each number of rows that a program is for. They are known before anything is decided: the
 first dispatches of a size are plain ones, and some between the rounds are, so that what a plain step takes stays known.
+Where rounds do not pay both are timed again: a machine that others use may have become slower since.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Size:
         num_plain_due: plain dispatches that are to be timed.
         num_left: dispatches until the state may change.
         off_for: dispatches of the next time off.
+        is_doubted: rounds did not pay beside plain steps of earlier, and both are timed again before there are none.
     """
 
     state: State = State.ON
@@ -49,6 +51,7 @@ class _Size:
     num_plain_due: int = _NUM_PLAIN_FIRST
     num_left: int = _PLAIN_EVERY
     off_for: int = LEAST_OFF_STEPS
+    is_doubted: bool = False
 
     @property
     def gain(self) -> float | None:
@@ -114,15 +117,23 @@ class RoundRule:
         if one.state is State.PROBING:
             if one.num_left <= 0:
                 self._judge(one, gain is None or gain >= 1 + COMEBACK)
-        elif gain is not None and gain < 1 - MARGIN and len(one.round_s) == _NUM_KEPT:
-            self._judge(one, pays=False)
-        elif one.num_left <= 0:
-            one.num_left, one.num_plain_due, one.off_for = _PLAIN_EVERY, _NUM_PLAIN_FIRST, LEAST_OFF_STEPS
+        elif len(one.round_s) == _NUM_KEPT and gain is not None and gain < 1 - MARGIN:
+            if one.is_doubted:
+                self._judge(one, pays=False)
+            else:
+                one.num_plain_due, one.is_doubted = _NUM_PLAIN_FIRST, True
+                one.plain_s.clear()
+                one.round_s.clear()
+        else:
+            one.is_doubted = one.is_doubted and len(one.round_s) < _NUM_KEPT
+            if one.num_left <= 0:
+                one.num_left, one.num_plain_due, one.off_for = _PLAIN_EVERY, _NUM_PLAIN_FIRST, LEAST_OFF_STEPS
 
     def _of(self, size: int) -> _Size:
         return self._sizes.setdefault(size, _Size())
 
     def _judge(self, one: _Size, pays: bool) -> None:
+        one.is_doubted = False
         if pays:
             one.state, one.num_left = State.ON, _PLAIN_EVERY
         else:
