@@ -322,10 +322,8 @@ def _draft(
         check_same_tokens(source.tokenizer, found.tokenizer)
         draft = Model(found.config, model.dtype)
         params = _load(draft, found, options, Placement.of(draft, where.mesh), progress)
-    except InvalidArgument as error:
-        raise InvalidArgument(field, str(error)) from error
-    except NotFound as error:
-        raise InvalidArgument(field, str(error)) from error
+    except (InvalidArgument, NotFound) as error:
+        raise InvalidArgument(field, str(error).removeprefix("model: ")) from error
     except Unsupported as error:
         raise Unsupported(f"{field}: {error}") from error
     progress(f"draft model {found.name}", 1, 1)

@@ -174,4 +174,4 @@ def _draft_config(options: EngineConfig) -> ModelConfig | None:
     try:
         return find_config(options.speculation.model)[1]
     except (InvalidArgument, NotFound) as error:
-        raise InvalidArgument(f"{SPECULATIVE}.model", str(error)) from error
+        raise InvalidArgument(f"{SPECULATIVE}.model", str(error).removeprefix("model: ")) from error
