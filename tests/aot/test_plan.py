@@ -65,6 +65,35 @@ def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> N
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def plan_with_draft(model: str, draft: str, *words: str) -> dict[str, Any]:
+    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    done = plan(model, *words, "--json", "--speculative-config", json.dumps(config))
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["plans"]
+    assert (found["fits"], found["attention_backend"]) == (True, "pallas-tpu")
+    return found
+
+
+@pytest.mark.long
+def test_a_draft_model_has_its_place_in_the_memory_and_its_programs_are_compiled() -> None:
+    found = plan_with_draft("demo", "demo-draft", "--topology", "v6e:1x1", "--max-num-seqs", "8")
+    assert {program["name"] for program in found["compiled_programs"]} >= {"speculate[8]", "draft[2048]"}
+    # More than keys and values of the model's 4 layers with 4 heads of 32.
+    assert found["memory_of_one_device"]["bytes_per_block"] > found["block_size"] * 2 * (2 * 4 * 4 * 32)
+
+
+@pytest.mark.deep
+def test_a_draft_model_is_split_as_its_model_is() -> None:
+    sizes = "--max-model-len", "8192", "--max-num-seqs", "64"
+    found = plan_with_draft("llama-3-8b", "llama-3.2-1b", "--topology", "v5e:2x2", *sizes)
+    assert found["tensor_parallel_size"] == 4
+    assert {program["name"] for program in found["compiled_programs"]} >= {"speculate[64]", "draft[1024]"}
+    # A quarter of the keys and values of 32 layers with 8 heads of 128, and of the draft's 16 with 8 of 64.
+    assert found["memory_of_one_device"]["bytes_per_block"] == found["block_size"] * 2 * (
+        2 * 32 * 2 * 128 + 2 * 16 * 2 * 64
+    )
+
+
 @pytest.mark.long
 def test_weights_that_do_not_fit_are_known_without_compiling() -> None:
     done = plan("llama-3.1-70b", "--topology", "v5e:2x4", "--max-model-len", "8192", "--json")

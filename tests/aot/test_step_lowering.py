@@ -29,8 +29,10 @@ from jpaged.device.adapters import AdapterRoom, fill_slot
 from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.programs.lowering import abstract_serving
+from jpaged.device.speculation.packing import SpeculatePacking
+from jpaged.device.speculation.rounds import packed_speculate
 from jpaged.device.step.decode import packed_decode
-from jpaged.device.step.forward import forward_packing
+from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
 from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor.telling import Tell
@@ -138,6 +140,40 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     assert target.call in text
     assert text.count("stablehlo.while") >= (2 if program == "decode" else 1), "layers, and the steps around them"
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_rounds_of_a_draft_model_lower_with_both_attention_kernels(name: str) -> None:
+    target, dtype = TARGETS[name], jnp.dtype("bfloat16")
+    config = {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}
+    options = EngineConfig.load({**OPTIONS, "max_num_batched_tokens": 32, "speculative_config": config})
+    model, drafting = Model(KNOWN_MODELS["llama-3-8b"].config, dtype), Model(KNOWN_MODELS["llama-3.2-1b"].config, dtype)
+    step, geometry, _ = abstract_serving(model, options, build_mesh(jax.devices()[:1]), draft=drafting)
+
+    def for_target(step: Step) -> Step:
+        layout = dataclasses.replace(step.layout, form=target.form)
+        sampler = choose_kernel(target.backend, 1, step.vocab_size)
+        return dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan", sampler=sampler)
+
+    assert step.draft is not None
+    draft = dataclasses.replace(step.draft, step=for_target(step.draft.step))
+    step, packing = dataclasses.replace(for_target(step), draft=draft), SpeculatePacking.of(8, geometry)
+    pools = tuple(jax.ShapeDtypeStruct(one.layout.shape, one.layout.storage_dtype) for one in (step, draft.step))
+    arguments = (
+        step.model.abstract_params("scan"),
+        draft.step.model.abstract_params("scan"),
+        pools,
+        jax.ShapeDtypeStruct((step.num_places,), np.int32),
+        jax.ShapeDtypeStruct((packing.size,), np.int32),
+    )
+    jitted = jax.jit(functools.partial(packed_speculate, step, packing=packing), donate_argnums=2)
+    with on(target):
+        checks = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+        text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(*arguments).mlir_module()
+    # The draft's first step of a round, the others, what is missing behind the last; and the model's.
+    assert text.count(target.call) >= 4
+    assert text.count("stablehlo.while") >= 6, "layers, proposals, rounds"
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == 2, "both pools"
 
 
 @pytest.mark.parametrize("program", ["edited", "count", "tell"])
