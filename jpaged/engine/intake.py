@@ -7,11 +7,11 @@ r1 -> d      step 1: r0 r1     behind it: d d, as far as what was proposed was d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from jpaged.engine.executor import StepOutputs
-from jpaged.engine.grammars import Grammars
+from jpaged.engine.executor import SamplingInputs, StepOutputs
+from jpaged.engine.grammars import BoundRow, Grammars
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import Schedule
@@ -57,10 +57,9 @@ class Intake:
         self.stats.count_drafts([len(draft.token_ids) for draft in schedule.drafts], accepted.num_accepted)
         return accepted.num_accepted
 
-    def give_up(self, group: Group, error: JpagedError) -> None:
-        """Ends a request, which runs, with an error of its own."""
-        self.output.fail(group, error)
-        self.release(group)
+    def narrow(self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs) -> None:
+        """Leaves rows of a step that is under way what their grammars allow; ends what comes to its end there."""
+        self._follow(self.grammars.narrow(schedule, rows, sampling, self.output))
 
     def _take_step(
         self,
@@ -102,12 +101,20 @@ class Intake:
             if max(num_steps, sequence.num_in_flight_tokens) > 1:
                 sequence.ended_on_the_way()
             self._end_sequence(group, sequence)
-        for group, sequence, error in self.grammars.follow(tokens, self.output, going_on):
+        self._follow(self.grammars.follow(tokens, self.output, going_on))
+
+    def _follow(self, ended: Iterator[tuple[Group, Sequence, JpagedError | None]]) -> None:
+        for group, sequence, error in ended:
             if error is None:
                 self._end_sequence(group, sequence)
             else:
-                self.give_up(group, error)
+                self._give_up(group, error)
         self.stats.count_forced(self.grammars.take_num_forced())
+
+    def _give_up(self, group: Group, error: JpagedError) -> None:
+        """Ends a request, which runs, with an error of its own."""
+        self.output.fail(group, error)
+        self.release(group)
 
     def _end_sequence(self, group: Group, sequence: Sequence) -> None:
         if len(group.live) > 1:

@@ -236,9 +236,9 @@ class EngineLoop:
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
         self._sharing = PrefixSharing()
-        self._grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows)
+        grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows)
         soundness = Soundness(self.memory, self._output, self.stats)
-        self._intake = Intake(self.scheduler, self._output, soundness, self._grammars, self.stats, self._release)
+        self._intake = Intake(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
         self._drafting = None if options is None else Drafting.of(options, executor.rates, geometry)
         self._num_arrivals = 0
 
@@ -256,8 +256,7 @@ class EngineLoop:
         if isinstance(started, _Started):
             if started.bound:
                 self._collect_earlier()
-            for group, error in self._grammars.narrow(started.bound, started.sampling):
-                self._intake.give_up(group, error)
+                self._intake.narrow(started.schedule, started.bound, started.sampling)
             self._newest = self._executor.sample(started.hidden, started.sampling)
             started = _Dispatched(started.schedule, start_s, self._newest, started.tells)
         collect_if_due()
@@ -331,9 +330,7 @@ class EngineLoop:
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
-        bound = bound_rows(schedule)
-        self._grammars.begin(schedule, bound)
-        return _Started(schedule, hidden, sampling, tells, bound)
+        return _Started(schedule, hidden, sampling, tells, bound_rows(schedule))
 
     def _end_idle(self) -> None:
         """Notes that the device is given something to do."""

@@ -46,11 +46,16 @@ class LlguidanceState:
             self.matcher.unsafe_compute_mask_ptr(mask_w.ctypes.data, mask_w.nbytes)
         else:
             mask_w[:] = self.vocabulary.allowed_by(self.matcher)
-        self.finish_mask(mask_w)
-
-    def finish_mask(self, mask_w: NDArray[np.int32]) -> None:
-        """Do what is left to do to a mask that the library has written."""
         mask_w &= self.vocabulary.all_mask_w
+        self.narrow(mask_w)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether a mask of the library's has to be narrowed."""
+        return self._closing is not None
+
+    def narrow(self, mask_w: NDArray[np.int32]) -> None:
+        """Take tokens out of a mask of the library's after which the text could no longer be whole in time."""
         if self._closing is not None and not self.matcher.is_stopped():
             self._closing.narrow(self.matcher, mask_w)
 
