@@ -22,6 +22,7 @@ import numpy as np
 from jpaged.engine.executor import BEYOND_TOKENS, I32, SamplingInputs
 from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, num_mask_words
 from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.lookahead import Lookahead
 from jpaged.engine.scheduling.rows import DecodingRows
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import Sampled
@@ -79,11 +80,13 @@ class Grammars:
     Args:
         make_masks: None where there are no grammars.
         decoding: those of its rows that decode.
+        lookahead: told how much choice there is.
     """
 
     make_masks: MakeMasks | None
     vocab_size: int
     decoding: DecodingRows
+    lookahead: Lookahead
     _masks: GrammarMasks | None = None
     _num_forced: int = 0
 
@@ -105,19 +108,22 @@ class Grammars:
         places = [bound.place for bound in rows]
         filled_rw &= edits.mask_rw[places]
         edits.mask_rw[places] = filled_rw
-        are_left_r = filled_rw.any(axis=1).tolist()
+        self.lookahead.saw_choices(len(rows), num_words_r.count(1))
+        may_jump = not schedule.drafts and schedule.num_steps == 1
+        are_left_r = np.any(filled_rw, axis=1).tolist()
         for bound, num_words, is_left in zip(rows, num_words_r, are_left_r, strict=True):
+            failure, has_choice = bound.state.failure, num_words > 1 or not may_jump
+            if failure is None and has_choice and is_left and bound.is_plain:
+                continue
             if not bound.sequence.is_live:  # another one has ended their request
                 edits.mask_rw[bound.place] = -1
                 continue
-            error = _failure(bound)
-            if error is None and num_words == 1 and not schedule.drafts:
-                token_ids = self._forced(bound.group, bound.sequence)
-                if token_ids:
-                    schedule.know_token(bound.entered)
-                    if output.jump(bound.group, bound.sequence, token_ids):
-                        yield bound.group, bound.sequence, None
-                    continue
+            if failure is None and not has_choice and (token_ids := self._forced(bound.group, bound.sequence)):
+                schedule.know_token(bound.entered)
+                if output.jump(bound.group, bound.sequence, token_ids):
+                    yield bound.group, bound.sequence, None
+                continue
+            error = None if failure is None else _too_much(failure)
             if error is None and not (is_left and bound.is_plain):
                 error = self._left(bound, sampling)
             if error is None:
@@ -208,10 +214,6 @@ def _clear(mask_w: I32, token_ids: I32) -> None:
     words = mask_w.view(np.uint32)
     known = token_ids[token_ids < len(words) * MASK_BITS]
     np.bitwise_and.at(words, known // MASK_BITS, ~(np.uint32(1) << (known % MASK_BITS).astype(np.uint32)))
-
-
-def _failure(bound: BoundRow) -> JpagedError | None:
-    return None if bound.state.failure is None else _too_much(bound.state.failure)
 
 
 def _not_accepted(state: GrammarState, token_id: int) -> JpagedError:

@@ -3,6 +3,8 @@
 one step     several steps     drafts                 r0 r1 are rows of the step, d their draws
 r0 -> d      step 0: r0 r1     its own row: d
 r1 -> d      step 1: r0 r1     behind it: d d, as far as what was proposed was drawn
+
+Several steps that are started in turn come in turn: `take_first` takes all but the last.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ class Intake:
 
     def take(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> list[int]:
         """Takes in all that a dispatch sampled; how many of each draft's tokens were accepted."""
+        if schedule.is_in_turn:
+            self._take_step(schedule, outputs, now_s, schedule.num_steps - 1)
+            return []
         if schedule.num_steps > 1:
             for step in range(schedule.num_steps):
                 self._take_step(schedule, outputs.at(step), now_s, step)
@@ -56,6 +61,10 @@ class Intake:
             self.scheduler.drafts.ran(draft.group, draft.sequence, count)
         self.stats.count_drafts([len(draft.token_ids) for draft in schedule.drafts], accepted.num_accepted)
         return accepted.num_accepted
+
+    def take_first(self, schedule: Schedule, step: int, outputs: StepOutputs, now_s: float) -> None:
+        """Takes in what one of several steps sampled, that are started in turn, before the last of them."""
+        self._take_step(schedule, outputs, now_s, step)
 
     def narrow(self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs) -> None:
         """Leaves rows of a step that is under way what their grammars allow; ends what comes to its end there."""
@@ -77,7 +86,8 @@ class Intake:
         for group in self.soundness.fail_unsound(schedule, outputs, step):
             self.release(group)
         tokens, beams = schedule.live_tokens(step)
-        self.stats.count_tokens([*tokens.groups, *beams.groups], now_s, schedule.num_steps)
+        num_at_once = 1 if schedule.is_in_turn else schedule.num_steps
+        self.stats.count_tokens([*tokens.groups, *beams.groups], now_s, num_at_once)
         self._publish(tokens, outputs, schedule.num_steps, going_on)
         for group, rows in beams.by_group().items():
             self._advance_beams(group, rows, outputs)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jpaged.config import CacheOptions, EngineConfig
-from jpaged.engine.executor import Executor, Geometry, SamplingInputs
+from jpaged.engine.executor import Executor, Geometry, SamplingInputs, StepInputs
 from jpaged.engine.executor.telling import ToldOutputs
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import BoundRow, Grammars, MakeMasks, bound_rows
@@ -193,6 +193,7 @@ class _Started(NamedTuple):
     """
 
     schedule: Schedule
+    inputs: StepInputs
     hidden: Any
     sampling: SamplingInputs
     tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]]
@@ -236,7 +237,7 @@ class EngineLoop:
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
         self._sharing = PrefixSharing()
-        grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows)
+        grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead)
         soundness = Soundness(self.memory, self._output, self.stats)
         self._intake = Intake(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
         self._drafting = None if options is None else Drafting.of(options, executor.rates, geometry)
@@ -258,7 +259,9 @@ class EngineLoop:
                 self._collect_earlier()
                 self._intake.narrow(started.schedule, started.bound, started.sampling)
             self._newest = self._executor.sample(started.hidden, started.sampling)
+            self._go_on(started)
             started = _Dispatched(started.schedule, start_s, self._newest, started.tells)
+        self.stats.count_steps(schedule)
         collect_if_due()
         earlier, self._dispatched = self._dispatched, started
         if earlier is not None:
@@ -305,7 +308,7 @@ class EngineLoop:
         """Starts a step: its moves, which there may be without a row, and its rows as far as the sample."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
         self._sharing.share(schedule, geometry)
-        self.stats.count_step(schedule)
+        self.stats.count_schedule(schedule)
         if geometry.max_loras:
             for slot, adapter in self.scheduler.adapters.take_loads().items():
                 self._executor.load_adapter(slot, adapter.matrices)
@@ -314,10 +317,11 @@ class EngineLoop:
         if not schedule.num_rows:
             return None
         inputs = build_step_inputs(schedule, geometry)
-        self.scheduler.lookahead.began(0 if schedule.rows else schedule.num_rows, schedule.num_steps, begin_s)
+        num_decodes = 0 if schedule.rows else schedule.num_rows
+        self.scheduler.lookahead.began(num_decodes, schedule.num_steps, begin_s, is_in_turn=schedule.is_in_turn)
         if pace is not None:
             pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
-        if schedule.num_steps > 1:
+        if schedule.num_steps > 1 and not schedule.is_in_turn:
             sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
             self._end_idle()
             self._newest = self._executor.decode(
@@ -330,7 +334,31 @@ class EngineLoop:
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
-        return _Started(schedule, hidden, sampling, tells, bound_rows(schedule))
+        return _Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule))
+
+    def _go_on(self, started: _Started) -> None:
+        """Starts the further steps of a schedule whose steps go in turn; the last one's results are left to collect.
+
+        forward 1 ──> device      sample 0 is under way
+        collect 0 <── tokens, which are taken in
+        sample 1  ──> device      with masks behind those tokens
+        """
+        schedule, sampling = started.schedule, started.sampling
+        if not schedule.is_in_turn:
+            return
+        further = started.inputs.further(schedule.num_steps, self._executor.geometry.block_size)
+        for step, inputs in enumerate(further, start=1):
+            sampling = sampling.of_next_step()
+            hidden = self._executor.forward(inputs)
+            waiting_since_s = self._clock()
+            outputs = self._executor.collect(self._newest)
+            now_s = self._clock()
+            self._device_wait_s += now_s - waiting_since_s
+            self._intake.take_first(schedule, step - 1, outputs, now_s)
+            self._intake.narrow(schedule, started.bound, sampling)
+            self._newest = self._executor.sample(hidden, sampling)
+            if not self.scheduler.goes_on(schedule, step):
+                return
 
     def _end_idle(self) -> None:
         """Notes that the device is given something to do."""

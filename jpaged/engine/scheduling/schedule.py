@@ -63,6 +63,11 @@ class Schedule:
         return self.decodes.num_steps
 
     @property
+    def is_in_turn(self) -> bool:
+        """Its steps are started one after another, for masks come between them."""
+        return self.decodes.is_in_turn
+
+    @property
     def sequences(self) -> list[Sequence]:
         """The sequence of each row, as they were entered."""
         return [*self.decodes.sequences, *(row.sequence for row in self.rows)]
@@ -237,8 +242,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
     """
     block_size, max_rows = geometry.block_size, geometry.max_num_seqs
     num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
-    several = geometry.buckets.num_decode_rows(num_rows) if schedule.num_steps > 1 else None
-    num_padded = several or geometry.buckets.num_tokens(num_tokens)
+    num_padded = _decode_size(schedule, geometry) or geometry.buckets.num_tokens(num_tokens)
     columns = _columns(schedule)
     starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
@@ -295,8 +299,7 @@ def build_sampling_inputs(
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
     ]
     detail = max((Detail.of(params) for _, _, params in sampled), default=Detail.TOKENS)
-    several = geometry.buckets.num_decode_rows(num_rows) if schedule.num_steps > 1 else None
-    num_padded = several or geometry.buckets.num_rows(num_rows)
+    num_padded = _decode_size(schedule, geometry) or geometry.buckets.num_rows(num_rows)
     inputs = SamplingInputs.neutral(num_padded, detail=max(detail, decodes.detail))
     inputs.rows_r[: len(decodes)] = decodes.sampling_s
     inputs.rows_r["positions_r"][: len(decodes)] = np.where(decodes.is_random_s, decodes.starts_s + 1, 0)
@@ -315,6 +318,12 @@ def build_sampling_inputs(
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
         edits = edits and edits.reordered(schedule.order)
     return dataclasses.replace(inputs, edits=edits)
+
+
+def _decode_size(schedule: Schedule, geometry: Geometry) -> int | None:
+    """Rows of the program that runs several steps; None where it does not."""
+    is_one_program = schedule.num_steps > 1 and not schedule.is_in_turn
+    return geometry.buckets.num_decode_rows(schedule.num_rows) if is_one_program else None
 
 
 class _Columns(NamedTuple):

@@ -44,5 +44,5 @@ class LlguidanceMasks:
         rows = slice(None) if len(ours) == len(states) else [row for row, _ in ours]
         mask_rw[rows] = library_rw[rows, :num_words] & vocabulary.all_mask_w
         for row, state in ours:
-            if state.is_closing:
+            if state.narrowing is not None:
                 state.narrow(mask_rw[row])
