@@ -159,7 +159,8 @@ class Loop:
         packed = time.thread_time()
         self._executor.forward(inputs)
         outputs = self._executor.collect(self._executor.sample(None, sampling))
-        self._stats.count_step(schedule)
+        self._stats.count_schedule(schedule)
+        self._stats.count_steps(schedule)
         tokens, _ = schedule.live_tokens()
         self._stats.count_tokens(tokens.groups, packed)
         for _ in self._output.publish(tokens, outputs):

@@ -11,8 +11,33 @@ PAGE = Path(__file__).parents[2] / "docs" / "structured.md"
 
 def write(record: Mapping[str, Any]) -> None:
     """Write what was measured between the page's marks."""
+    _put({"suite": _suite(record), "times": _times(record), "keywords": _keywords(record)})
+
+
+def write_throughput(record: Mapping[str, Any]) -> None:
+    """Write how fast batches with schemas are, in the same way."""
+    lines = [
+        "| on | schemas | tokens/s over rows as long without (range) | over the batch as the model likes (range) "
+        "| processor time, as long | us a token with, without |",
+        "|---|---|---|---|---|---|",
+    ]
+    for processors, cases in record["throughput"].items():
+        for case, one in cases.items():
+            ratios = " | ".join(
+                f"{one[name]:.2f} ({one[f'{name}_range'][0]:.2f} to {one[f'{name}_range'][1]:.2f})"
+                for name in ("as_long", "as_asked", "cpu")
+            )
+            lines.append(f"| {processors} | {case} | {ratios} | {one['with_us']:.0f}, {one['without_us']:.0f} |")
+    processors, cases = next(iter(record["throughput"].items()))
+    case, one = next(iter(cases.items()))
+    lines += ["", f"| us a token ({processors}, {case}) | with | without |", "|---|---|---|"]
+    lines += [f"| {phase} | {bound:.1f} | {plain:.1f} |" for phase, (bound, plain) in one["phases_us"].items()]
+    _put({"throughput": lines})
+
+
+def _put(texts: Mapping[str, list[str]]) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for name, lines in {"suite": _suite(record), "times": _times(record), "keywords": _keywords(record)}.items():
+    for name, lines in texts.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, rest = page.split(begin)
         text = "\n".join(lines)

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.structured.libraries import Library
 from benchmarks.structured.vocabularies import Tokens
 
-_PERSON: dict[str, Any] = {
+PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},
@@ -31,7 +31,7 @@ _PERSON: dict[str, Any] = {
     "required": ["name", "age", "address"],
     "additionalProperties": False,
 }
-_PERSON["properties"]["address"]["properties"]["zip"]["type"] = "string"
+PERSON["properties"]["address"]["properties"]["zip"]["type"] = "string"
 _PERSON_TEXT = (
     '{"name":"Tim Lowell","age":42,"email":"tim@example.org","address":{"street":"Long Lane 3","city":"Little Town",'
     '"zip":"12345"},"tags":["red","blue"]}'
@@ -55,7 +55,7 @@ number ::= [0-9]+
 """
 
 WORKLOADS: dict[str, tuple[str, str, str]] = {
-    "person": ("json", json.dumps(_PERSON), _PERSON_TEXT),
+    "person": ("json", json.dumps(PERSON), _PERSON_TEXT),
     "100 properties": ("json", json.dumps(_WIDE), _WIDE_TEXT),
     "any object": ("json", '{"type":"object"}', _ANY_TEXT),
     "regex": (

@@ -2,8 +2,10 @@
 
     forward n + 1 ─────────────> device
     collect n     <───────────── token t of each row
-    accept t, jump               state of each sequence; forced tokens are appended, and their row samples for nobody
+    accept t                     state of each sequence
     masks                        on the library's threads, while the device runs the forward pass
+    jump                         where one token is left: it and those forced behind it are appended, and its row
+                                 samples for nobody
     sample n + 1  ─────────────> device
 
 So a step waits for the one before it between its forward and its sample, if it has such a row, and for nothing else.
@@ -12,7 +14,7 @@ So a step waits for the one before it between its forward and its sample, if it 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ import numpy as np
 from jpaged.engine.executor import BEYOND_TOKENS, I32, SamplingInputs
 from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, num_mask_words
 from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.lookahead import Lookahead
 from jpaged.engine.scheduling.rows import DecodingRows
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import Sampled
@@ -77,94 +80,97 @@ class Grammars:
     Args:
         make_masks: None where there are no grammars.
         decoding: those of its rows that decode.
+        lookahead: told how much choice there is.
     """
 
     make_masks: MakeMasks | None
     vocab_size: int
     decoding: DecodingRows
+    lookahead: Lookahead
     _masks: GrammarMasks | None = None
-    _schedule: Schedule | None = None
-    _under_way: dict[Sequence, BoundRow] = field(default_factory=dict)
     _num_forced: int = 0
 
-    def begin(self, schedule: Schedule, rows: list[BoundRow]) -> None:
-        """A step's forward pass is under way; its sample waits for `narrow`."""
-        self._schedule = schedule
-        self._under_way = {bound.sequence: bound for bound in rows if not bound.is_ahead}
+    def narrow(
+        self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs, output: OutputProcessor
+    ) -> Iterator[tuple[Group, Sequence, JpagedError | None]]:
+        """Leaves each row of a step, whose forward pass is under way, the tokens that its grammar allows.
 
-    def narrow(self, rows: list[BoundRow], sampling: SamplingInputs) -> Iterator[tuple[Group, JpagedError]]:
-        """Leaves each row the tokens that its grammar allows; yields requests that have none, and why."""
-        rows = [bound for bound in rows if bound.sequence in self._under_way and bound.sequence.is_live]
-        schedule, self._schedule, self._under_way = self._schedule, None, {}
-        edits = sampling.edits
+        Where that is one, it is appended with what follows it without a choice. Yields as `follow` does.
+        """
+        rows = [bound for bound in rows if bound.sequence.is_live]
         if not rows:
             return
+        edits = sampling.edits
         if edits is None or edits.mask_rw is None:
             raise InternalError("a row has a grammar, and its step has no masks")
         filled_rw = self._filled([bound.state for bound in rows])
+        num_words_r = np.count_nonzero(filled_rw, axis=1).tolist()
         places = [bound.place for bound in rows]
         filled_rw &= edits.mask_rw[places]
         edits.mask_rw[places] = filled_rw
+        self.lookahead.saw_choices(len(rows), num_words_r.count(1))
+        may_jump = not schedule.drafts and schedule.num_steps == 1
         are_left_r = np.any(filled_rw, axis=1).tolist()
-        for bound, is_left in zip(rows, are_left_r, strict=True):
-            is_plain = is_left and bound.is_plain
-            if (error := _failure(bound) or (None if is_plain else self._left(bound, sampling))) is not None:
-                edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
-                if bound.is_ahead and schedule is not None:
-                    schedule.entered(bound.entered).cannot_sample()
-                else:
-                    yield bound.group, error
+        for bound, num_words, is_left in zip(rows, num_words_r, are_left_r, strict=True):
+            failure, has_choice = bound.state.failure, num_words > 1 or not may_jump
+            if failure is None and has_choice and is_left and bound.is_plain:
+                continue
+            if not bound.sequence.is_live:  # another one has ended their request
+                edits.mask_rw[bound.place] = -1
+                continue
+            if failure is None and not has_choice and (token_ids := self._forced(bound.group, bound.sequence)):
+                schedule.know_token(bound.entered)
+                if output.jump(bound.group, bound.sequence, token_ids):
+                    yield bound.group, bound.sequence, None
+                continue
+            error = None if failure is None else _too_much(failure)
+            if error is None and not (is_left and bound.is_plain):
+                error = self._left(bound, sampling)
+            if error is None:
+                continue
+            edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
+            if bound.is_ahead:
+                schedule.entered(bound.entered).cannot_sample()
+            else:
+                yield bound.group, bound.sequence, error
 
     def follow(
         self, sampled: Sampled, output: OutputProcessor, going_on: Collection[Sequence] = ()
     ) -> Iterator[tuple[Group, Sequence, JpagedError | None]]:
-        """Takes in the tokens of a step and appends what follows them without a choice.
+        """Takes in the tokens of a step; where no other is under way, appends what follows without a choice.
 
         Not behind sequences that are going on, of which the next token was sampled in the same step.
 
         Yields the sequences that end there, and those whose requests cannot go on, and why.
         """
         for group, sequence in zip(sampled.groups, sampled.sequences, strict=True):
-            if sequence.grammar is None or not sequence.is_live:
+            state = sequence.grammar
+            if state is None or not sequence.is_live:
                 continue
-            if (error := self._accept(sequence)) is not None:
-                yield group, sequence, error
+            if not state.accept(sequence.token_ids[-1]):
+                yield group, sequence, _not_accepted(state, sequence.token_ids[-1])
             elif (
-                sequence not in going_on
+                sequence.num_in_flight_tokens == 0
+                and sequence not in going_on
                 and (token_ids := self._forced(group, sequence))
                 and output.jump(group, sequence, token_ids)
             ):
                 yield group, sequence, None
 
-    def _accept(self, sequence: Sequence) -> JpagedError | None:
-        """Moves a grammar over the token that was sampled last; why it cannot go on, if so."""
-        state, token_id = sequence.grammar, sequence.token_ids[-1]
-        if state is None or state.accept(token_id):
-            return None
-        if state.failure is not None:
-            return _too_much(state.failure)
-        return InternalError(f"token {token_id} was sampled where the grammar does not allow it")
-
     def _forced(self, group: Group, sequence: Sequence) -> list[int]:
-        """What follows without a choice behind the tokens that are known: its row in the step under way is not needed.
+        """Moves over what follows without a choice behind the tokens that are known.
 
-        None where each token has to be told of, counted, or held against more than the grammar.
+        None where each token has to be told of, counted, or held against more than the grammar, or is the first.
         """
-        state, bound = sequence.grammar, self._under_way.get(sequence)
-        if state is None or not group.may_jump:
+        state, num_known = sequence.grammar, len(sequence.token_ids) - sequence.num_prompt_tokens
+        if state is None or not group.may_jump or num_known == 0:
             return []
-        if sequence.num_in_flight_tokens > 0 and bound is None:
-            return []
-        num_known = len(sequence.token_ids) - sequence.num_prompt_tokens
         token_ids = state.forced(group.request.sampling.max_tokens - num_known)
         for token_id in token_ids:
             if not state.accept(token_id):
                 raise InternalError(f"token {token_id} follows without a choice, and may not come")
         if token_ids:
             self.decoding.leave(sequence)
-            if bound is not None and self._schedule is not None:
-                self._schedule.know_token(bound.entered)
-                del self._under_way[sequence]
         self._num_forced += len(token_ids)
         return token_ids
 
@@ -210,8 +216,10 @@ def _clear(mask_w: I32, token_ids: I32) -> None:
     np.bitwise_and.at(words, known // MASK_BITS, ~(np.uint32(1) << (known % MASK_BITS).astype(np.uint32)))
 
 
-def _failure(bound: BoundRow) -> JpagedError | None:
-    return None if bound.state.failure is None else _too_much(bound.state.failure)
+def _not_accepted(state: GrammarState, token_id: int) -> JpagedError:
+    if state.failure is not None:
+        return _too_much(state.failure)
+    return InternalError(f"token {token_id} was sampled where the grammar does not allow it")
 
 
 def _too_much(failure: str) -> JpagedError:

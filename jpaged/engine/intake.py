@@ -3,15 +3,17 @@
 one step     several steps     drafts                 r0 r1 are rows of the step, d their draws
 r0 -> d      step 0: r0 r1     its own row: d
 r1 -> d      step 1: r0 r1     behind it: d d, as far as what was proposed was drawn; of rounds as many as they gave
+
+Several steps that are started in turn come in turn: `take_first` takes all but the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from jpaged.engine.executor import Speculated, StepOutputs
-from jpaged.engine.grammars import Grammars
+from jpaged.engine.executor import SamplingInputs, Speculated, StepOutputs
+from jpaged.engine.grammars import BoundRow, Grammars
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import Schedule
@@ -44,6 +46,9 @@ class Intake:
         if outputs.speculated is not None:
             self._take_rounds(schedule, outputs, outputs.speculated, now_s)
             return []
+        if schedule.decodes.is_in_turn:
+            self._take_step(schedule, outputs, now_s, schedule.num_steps - 1)
+            return []
         if schedule.num_steps > 1:
             for step in range(schedule.num_steps):
                 self._take_step(schedule, outputs.at(step), now_s, step)
@@ -60,10 +65,13 @@ class Intake:
         self.stats.count_drafts([len(draft.token_ids) for draft in schedule.drafts], accepted.num_accepted)
         return accepted.num_accepted
 
-    def give_up(self, group: Group, error: JpagedError) -> None:
-        """Ends a request, which runs, with an error of its own."""
-        self.output.fail(group, error)
-        self.release(group)
+    def take_first(self, schedule: Schedule, step: int, outputs: StepOutputs, now_s: float) -> None:
+        """Takes in what one of several steps sampled, that are started in turn, before the last of them."""
+        self._take_step(schedule, outputs, now_s, step)
+
+    def narrow(self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs) -> None:
+        """Leaves rows of a step that is under way what their grammars allow; ends what comes to its end there."""
+        self._follow(self.grammars.narrow(schedule, rows, sampling, self.output))
 
     def _take_rounds(self, schedule: Schedule, outputs: StepOutputs, rounds: Speculated, now_s: float) -> None:
         """What rounds sampled: of each row one token at least, and then as many as it has."""
@@ -104,7 +112,8 @@ class Intake:
         for group in self.soundness.fail_unsound(schedule, outputs, step):
             self.release(group)
         tokens, beams = schedule.live_tokens(step)
-        self.stats.count_tokens([*tokens.groups, *beams.groups], now_s, schedule.num_steps)
+        num_at_once = 1 if schedule.decodes.is_in_turn else schedule.num_steps
+        self.stats.count_tokens([*tokens.groups, *beams.groups], now_s, num_at_once)
         self._publish(tokens, outputs, schedule.num_steps, going_on)
         for group, rows in beams.by_group().items():
             self._advance_beams(group, rows, outputs)
@@ -128,12 +137,20 @@ class Intake:
             if max(num_steps, sequence.num_in_flight_tokens) > 1:
                 sequence.ended_on_the_way()
             self._end_sequence(group, sequence)
-        for group, sequence, error in self.grammars.follow(tokens, self.output, going_on):
+        self._follow(self.grammars.follow(tokens, self.output, going_on))
+
+    def _follow(self, ended: Iterator[tuple[Group, Sequence, JpagedError | None]]) -> None:
+        for group, sequence, error in ended:
             if error is None:
                 self._end_sequence(group, sequence)
             else:
-                self.give_up(group, error)
+                self._give_up(group, error)
         self.stats.count_forced(self.grammars.take_num_forced())
+
+    def _give_up(self, group: Group, error: JpagedError) -> None:
+        """Ends a request, which runs, with an error of its own."""
+        self.output.fail(group, error)
+        self.release(group)
 
     def _end_sequence(self, group: Group, sequence: Sequence) -> None:
         if len(group.live) > 1:

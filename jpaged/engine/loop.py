@@ -195,6 +195,7 @@ class _Started(NamedTuple):
     """
 
     schedule: Schedule
+    inputs: StepInputs
     hidden: Any
     sampling: SamplingInputs
     tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]]
@@ -238,9 +239,9 @@ class EngineLoop:
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
         self._sharing = PrefixSharing()
-        self._grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows)
+        grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead)
         soundness = Soundness(self.memory, self._output, self.stats)
-        self._intake = Intake(self.scheduler, self._output, soundness, self._grammars, self.stats, self._release)
+        self._intake = Intake(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
         self._rounds = None if options is None or not geometry.num_speculative_tokens else Rounds.of(options, geometry)
         is_on_host = options is not None and self._rounds is None
         self._drafting = Drafting.of(options, executor.rates, geometry) if options and is_on_host else None
@@ -255,15 +256,16 @@ class EngineLoop:
         self._expire()
         self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
         was_in_flight = self._dispatched is not None
-        schedule = self.scheduler.schedule(self._proposals(), self._num_rounds())
+        schedule = self.scheduler.schedule(*self._proposed())
         started = self._start(schedule)
         if isinstance(started, _Started):
             if started.bound:
                 self._collect_earlier()
-            for group, error in self._grammars.narrow(started.bound, started.sampling):
-                self._intake.give_up(group, error)
+                self._intake.narrow(started.schedule, started.bound, started.sampling)
             self._newest = self._executor.sample(started.hidden, started.sampling)
+            self._go_on(started)
             started = _Dispatched(started.schedule, start_s, self._newest, started.tells)
+        self.stats.count_steps(schedule)
         collect_if_due()
         earlier, self._dispatched = self._dispatched, started
         if earlier is not None:
@@ -291,26 +293,14 @@ class EngineLoop:
         if self._executor.geometry.max_loras:
             self.scheduler.adapters.check(self.scheduler.queues.running)
 
-    def _proposals(self) -> Proposals | None:
-        """What is proposed for the next step; None where nothing is."""
-        drafting, queues = self._drafting, self.scheduler.queues
+    def _proposed(self) -> tuple[Proposals | None, int]:
+        """What is proposed for the next step, and rounds of a draft model in place of it; None and 0 are none."""
+        drafting, rounds, queues = self._drafting, self._rounds, self.scheduler.queues
         limit = 0 if drafting is None else drafting.limit(queues)
-        if drafting is None or not limit:
-            return None
-        self._collect_earlier()  # what is proposed goes by all tokens
-        return drafting.propose(queues.running, limit)
-
-    def _num_rounds(self) -> int:
-        """Rounds of a draft model that the next dispatch may have; 0 where it has none."""
-        scheduler, rounds = self.scheduler, self._rounds
-        rows, has_room = scheduler.rows, scheduler.queues.num_rows < scheduler.max_num_seqs
-        if rounds is None or not scheduler.rounds.may_run(scheduler.queues, has_room=has_room):
-            return 0
-        longest_s = scheduler.lookahead.longest_s(may_end=rows.may_end, has_room=has_room)
-        num_rounds = rounds.wanted(self._executor.geometry, len(rows), longest_s)
-        if num_rounds:
-            self._collect_earlier()  # how far each row is then, is known
-        return num_rounds
+        num_rounds = 0 if rounds is None else rounds.wanted(self.scheduler, self._executor.geometry)
+        if limit or num_rounds:
+            self._collect_earlier()  # both go by all tokens
+        return drafting.propose(queues.running, limit) if drafting and limit else None, num_rounds
 
     def _collect_earlier(self) -> None:
         """Waits for what is in flight, if anything is."""
@@ -322,7 +312,7 @@ class EngineLoop:
         """Starts a step: its moves, which there may be without a row, and its rows as far as the sample."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
         self._sharing.share(schedule, geometry)
-        self.stats.count_step(schedule)
+        self.stats.count_schedule(schedule)
         if geometry.max_loras:
             for slot, adapter in self.scheduler.adapters.take_loads().items():
                 self._executor.load_adapter(slot, adapter.matrices)
@@ -334,14 +324,15 @@ class EngineLoop:
             return None
         inputs = build_step_inputs(schedule, geometry)
         is_decode = not (schedule.rows or schedule.decodes.num_rounds)
-        self.scheduler.lookahead.began(schedule.num_rows if is_decode else 0, schedule.num_steps, begin_s)
+        num_decodes = schedule.num_rows if is_decode else 0
+        self.scheduler.lookahead.began(num_decodes, schedule.num_steps, begin_s, is_in_turn=schedule.decodes.is_in_turn)
         if pace is not None and not schedule.decodes.num_rounds:
             pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
         if self._rounds is not None and schedule.decodes.num_rounds:
             return self._start_rounds(self._rounds, schedule, inputs)
         if self._rounds is not None:
             self._rounds.begin_plain(inputs, schedule.num_steps)
-        if schedule.num_steps > 1:
+        if schedule.num_steps > 1 and not schedule.decodes.is_in_turn:
             sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
             self._end_idle()
             self._newest = self._executor.decode(
@@ -354,9 +345,31 @@ class EngineLoop:
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
-        bound = bound_rows(schedule)
-        self._grammars.begin(schedule, bound)
-        return _Started(schedule, hidden, sampling, tells, bound)
+        return _Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule))
+
+    def _go_on(self, started: _Started) -> None:
+        """Starts the further steps of a schedule whose steps go in turn; the last one's results are left to collect.
+
+        forward 1 ──> device      sample 0 is under way
+        collect 0 <── tokens, which are taken in
+        sample 1  ──> device      with masks behind those tokens
+        """
+        schedule, sampling = started.schedule, started.sampling
+        if not schedule.decodes.is_in_turn:
+            return
+        further = started.inputs.further(schedule.num_steps, self._executor.geometry.block_size)
+        for step, inputs in enumerate(further, start=1):
+            sampling = sampling.of_next_step()
+            hidden = self._executor.forward(inputs)
+            waiting_since_s = self._clock()
+            outputs = self._executor.collect(self._newest)
+            now_s = self._clock()
+            self._device_wait_s += now_s - waiting_since_s
+            self._intake.take_first(schedule, step - 1, outputs, now_s)
+            self._intake.narrow(schedule, started.bound, sampling)
+            self._newest = self._executor.sample(hidden, sampling)
+            if not self.scheduler.goes_on(schedule, step):
+                return
 
     def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> _Dispatched:
         """Starts rounds of a draft model, behind what that has not seen yet."""

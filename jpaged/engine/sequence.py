@@ -198,6 +198,13 @@ def dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
         sequence.in_flight_row = row
 
 
+def not_dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
+    """So many of the steps of `dispatched_each`, the last ones, are not made."""
+    for sequence in sequences:
+        sequence.num_computed_tokens -= num_steps
+        sequence.num_in_flight_tokens -= num_steps
+
+
 def collected_one_each(sequences: list[Sequence], token_ids: list[int], logprobs: list[float]) -> None:
     """The oldest token in flight of each is collected."""
     for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):

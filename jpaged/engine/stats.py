@@ -106,19 +106,22 @@ class StepStats:
         of_engine = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT  # calls are seen in the text
         self._num_ended = dict.fromkeys([*(reason.value for reason in of_engine), DEADLINE, ERROR], 0)
 
-    def count_step(self, schedule: Schedule) -> None:
-        self._counts["num_steps"] += schedule.num_steps if schedule.num_rows else 0
+    def count_schedule(self, schedule: Schedule) -> None:
         self._counts["num_preemptions"] += len(schedule.preempted)
         self._counts["num_recomputed_tokens"] += schedule.num_recomputed_tokens
-        if schedule.runs:
-            self._counts["num_cascade_steps"] += schedule.num_steps
-            self._counts["num_cascade_tokens"] += schedule.num_tokens_shared * schedule.num_steps
         for group in schedule.admitted:
             if group.first_scheduled_s is None:
                 now_s = self._clock()
                 group.scheduled(now_s)
                 self._histograms["queue_time"].observe(now_s - group.arrival_s)
                 self._counts["num_prompt_tokens"] += len(group.request.prompt_token_ids)
+
+    def count_steps(self, schedule: Schedule) -> None:
+        """Counts the steps of a schedule, all of which are dispatched."""
+        self._counts["num_steps"] += schedule.num_steps if schedule.num_rows else 0
+        if schedule.runs:
+            self._counts["num_cascade_steps"] += schedule.num_steps
+            self._counts["num_cascade_tokens"] += schedule.num_tokens_shared * schedule.num_steps
 
     def count_tokens(self, groups: Sequence[Group], now_s: float, num_steps: int = 1) -> None:
         """Counts a token for each of these, in one of so many steps that end now.

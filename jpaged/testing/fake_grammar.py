@@ -82,6 +82,7 @@ class FakeGrammar:
         length: tokens before the end.
         salt: another number, another grammar.
         fails_after: tokens after which it takes too much.
+        is_free: there is a choice everywhere but at the end.
     """
 
     vocab_size: int
@@ -89,6 +90,7 @@ class FakeGrammar:
     length: int
     salt: int = 0
     fails_after: int | None = None
+    is_free: bool = False
 
     def start(self) -> FakeGrammarState:
         return FakeGrammarState(self)
@@ -98,7 +100,7 @@ class FakeGrammar:
         if len(token_ids) >= self.length:
             return [self.eos_token_id]
         digest = zlib.crc32(repr((self.salt, token_ids)).encode())
-        num_choices = 1 if digest % 3 else _NUM_CHOICES
+        num_choices = 1 if digest % 3 and not self.is_free else _NUM_CHOICES
         others = [token_id for token_id in range(self.vocab_size) if token_id != self.eos_token_id]
         return [others[(digest + 31 * i) % len(others)] for i in range(num_choices)]
 

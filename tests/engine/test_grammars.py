@@ -1,13 +1,14 @@
 """Rows whose text follows a grammar: the tokens are those of one step at a time, whatever else runs."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jpaged.errors import InvalidArgument
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
-from jpaged.testing import FakeExecutor
+from jpaged.testing import FakeExecutor, SeveralStepsExecutor
 from jpaged.testing.fake_grammar import FakeGrammar
 from tests.engine.harness import Harness
 
@@ -15,7 +16,7 @@ V, EOS = 61, 60
 
 
 def harness(**fields: Any) -> Harness:
-    executor = FakeExecutor(
+    executor = fields.pop("executor", FakeExecutor)(
         vocab_size=V,
         num_blocks=fields.pop("num_blocks", 64),
         max_num_seqs=fields.pop("max_num_seqs", 8),
@@ -34,13 +35,14 @@ def alone(prompt: list[int], grammar: FakeGrammar | None = None, **sampling: Any
     return h.tokens("alone")
 
 
-def requests_of(seed: int, count: int = 10) -> list[tuple[list[int], dict[str, Any]]]:
+def requests_of(seed: int, count: int = 10, share_free: float = 0.0) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and sampling of a mix, a third of them without a grammar."""
     rng, found = random.Random(seed), []
     for salt in range(count):
         fields: dict[str, Any] = {"max_tokens": rng.randrange(1, 20), "temperature": 1.0, "seed": rng.randrange(2**32)}
         if salt % 3:
-            fields["grammar"] = FakeGrammar(V, EOS, rng.randrange(1, 16), salt=rng.randrange(99))
+            grammar = FakeGrammar(V, EOS, rng.randrange(1, 16), salt=rng.randrange(99))
+            fields["grammar"] = replace(grammar, is_free=rng.random() < share_free)
         found.append(([rng.randrange(V) for _ in range(rng.randrange(1, 24))], fields))
     return found
 
@@ -52,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "few blocks, swapped": {"num_blocks": 14, "num_host_blocks": 64, "preemption_mode": "swap"},
     "small chunks": {"max_num_batched_tokens": 9},
     "static": {"batching": "static"},
-    "several steps": {"num_scheduler_steps": 4},
+    "several steps": {"num_scheduler_steps": 4, "executor": SeveralStepsExecutor},
     "drafts": {"num_speculative_tokens": 5, "max_num_seqs": 32},
     "drafts, few blocks": {"num_speculative_tokens": 3, "num_blocks": 20, "max_num_seqs": 16},
 }
@@ -75,6 +77,61 @@ def test_tokens_are_those_of_one_step_at_a_time(way, seed):
         assert h.last(request_id).usage.completion_tokens == len(tokens)
     assert h.engine.load().num_forced_tokens > 0
     assert h.adaptation.num_accepted > 0 or "drafts" not in way
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_blocks", [64, 14])
+@pytest.mark.parametrize("num_steps", [2, 5, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_the_same_where_several_steps_are_decided_at_once(seed, num_steps, num_blocks, overlap):
+    """Some have a choice everywhere, and go several steps; rows end on the way, and others come."""
+    h = harness(executor=SeveralStepsExecutor, num_scheduler_steps=num_steps, num_blocks=num_blocks, overlap=overlap)
+    expected = {}
+    for number, (prompt, fields) in enumerate(requests_of(seed, share_free=0.95)):
+        expected[str(number)] = alone(prompt, **fields)
+        h.submit(str(number), prompt, **fields)
+        if number % 5 == 4:
+            h.step()
+    h.run()
+    assert {request_id: h.tokens(request_id) for request_id in expected} == expected
+    assert h.engine.load().num_steps == h.executor.num_steps
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rows_with_grammars_go_several_steps_at_once_until_one_of_them_ends(overlap):
+    h = harness(executor=SeveralStepsExecutor, num_scheduler_steps=8, overlap=overlap)
+    free = [FakeGrammar(V, EOS, length, salt=length, is_free=True) for length in (5, 40)]
+    for name, grammar in zip("ab", free, strict=True):
+        h.submit(name, [3, 1], grammar=grammar, max_tokens=60, temperature=1.0, seed=7)
+    h.submit("plain", [2], max_tokens=41, ignore_eos=True)
+    while not h.ended("a"):
+        h.step()
+    assert len(h.tokens("b")) in (6, 7)  # a's sixth token is the end, and one step more was under way
+    h.run()
+    assert h.engine.load().num_steps == h.executor.num_steps < 45
+    assert h.num_steps < 15
+    for name, grammar in zip("ab", free, strict=True):
+        assert h.tokens(name) == alone([3, 1], grammar, max_tokens=60, temperature=1.0, seed=7)
+
+
+def test_rows_with_little_choice_jump_instead():
+    h = harness(executor=SeveralStepsExecutor, num_scheduler_steps=8)
+    h.submit("a", [3, 1], grammar=FakeGrammar(V, EOS, 100, salt=3), max_tokens=101)
+    h.run()
+    assert len(h.tokens("a")) == 101
+    assert h.executor.num_steps < 90
+    assert h.engine.load().num_forced_tokens > 20
+
+
+def test_a_grammar_that_takes_too_much_between_steps_ends_its_request_alone():
+    h = harness(executor=SeveralStepsExecutor, num_scheduler_steps=8)
+    failing, fine = (FakeGrammar(V, EOS, 30, salt=1, fails_after=n, is_free=True) for n in (7, None))
+    h.submit("a", [3], grammar=failing, max_tokens=20)
+    h.submit("b", [3], grammar=fine, max_tokens=20)
+    h.run()
+    assert "it was told to" in str(h.last("a").error)
+    assert h.tokens("a") == h.tokens("b")[:7]
+    assert len(h.tokens("b")) == 20
 
 
 def test_forced_tokens_take_no_step_of_their_own():

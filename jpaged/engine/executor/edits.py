@@ -6,7 +6,7 @@ tokens lies on the device, in a slot (P of them, 1 to P) that the sequence has w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -97,6 +97,10 @@ class EditInputs:
             None if mask_rw is None else np.concatenate([mask_rw, np.full((num_more, mask_rw.shape[1]), -1, np.int32)]),
             self.due,
         )
+
+    def of_next_step(self) -> EditInputs:
+        """For the same rows a token further, of which nothing is counted; masks let every row have all tokens."""
+        return replace(self, mask_rw=None if self.mask_rw is None else np.full_like(self.mask_rw, -1), due=())
 
     def reordered(self, order: list[int]) -> EditInputs:
         """With the first rows in another order, `order[new] = old`."""

@@ -109,6 +109,12 @@ class SamplingInputs:
         more["is_padding_r"] = 1
         return SamplingInputs(np.concatenate([self.rows_r, more]), self.detail)
 
+    def of_next_step(self) -> SamplingInputs:
+        """The same rows a token further; masks let every row have all tokens."""
+        rows_r, edits = self.rows_r.copy(), self.edits
+        rows_r["positions_r"] += rows_r["positions_r"] > 0  # others do not sample at random
+        return SamplingInputs(rows_r, self.detail, None if edits is None else edits.of_next_step())
+
     @property
     def words(self) -> I32:
         """The same memory as a program takes it, row after row."""

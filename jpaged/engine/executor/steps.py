@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,6 +88,33 @@ class StepInputs:
     run_starts_s1: I32
     num_runs: int
     num_tokens: int
+
+    def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
+        """The next steps, so many with this one, of rows that have one token each: it is what the step before sampled.
+
+        Every block that they write to is in the tables.
+        """
+        num_rows, ahead_k1 = self.num_rows, np.arange(1, num_steps, dtype=np.int32)[:, None]
+        rows, is_used_t = np.arange(num_rows), np.arange(len(self.positions_t)) < num_rows
+        positions_kt = self.positions_t + ahead_k1 * is_used_t
+        rope_lens_kt = np.maximum(self.rope_lens_t, positions_kt + 1)
+        kv_lens_ks = self.kv_lens_s + ahead_k1 * (np.arange(len(self.kv_lens_s)) < num_rows)
+        positions_kr = positions_kt[:, :num_rows]
+        slots_gkt = np.zeros((len(self.slots_gt), *positions_kt.shape), np.int32)
+        slots_gkt[:, :, :num_rows] = self.block_tables_gsm[:, rows, positions_kr // block_size] * block_size
+        slots_gkt[:, :, :num_rows] += positions_kr % block_size
+        prev_rows_t = np.zeros_like(self.prev_sampled_rows_t)
+        prev_rows_t[:num_rows] = rows
+        for i in range(num_steps - 1):
+            yield replace(
+                self,
+                is_prev_sampled_t=is_used_t,
+                prev_sampled_rows_t=prev_rows_t,
+                positions_t=positions_kt[i],
+                rope_lens_t=rope_lens_kt[i],
+                slots_gt=np.ascontiguousarray(slots_gkt[:, i]),
+                kv_lens_s=kv_lens_ks[i],
+            )
 
     @property
     def num_pairs(self) -> int:

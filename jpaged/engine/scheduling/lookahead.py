@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,19 @@ _LONGEST_S = 0.02
 _LONGEST_WITHOUT_ROOM_S = 0.05
 """The same where who arrives finds no row: tokens come so close together that they are read as a flow."""
 _NUM_KEPT = 5
+_JUMPING_SHARE = 0.125
+"""Rows without a choice, of those that follow grammars, from which jumps save more than several steps at once do."""
+_NEWEST_SHARE = 0.02
+"""What the newest step counts in that share."""
 _SPARE_SHARE = 0.65
 """The part of a dispatch in which the next one is not decided yet; in the rest of it that is got ready."""
+
+
+class _UnderWay(NamedTuple):
+    num_rows: int
+    num_steps: int
+    begin_s: float
+    is_in_turn: bool
 
 
 class Lookahead:
@@ -45,19 +57,33 @@ class Lookahead:
         self._forward_s = rates.forward_s
         self._buckets = geometry.buckets
         self._seen_s: dict[int, deque[float]] = {}
-        self._under_way: deque[tuple[int, int, float]] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._last_end_s = 0.0
+        self._forced_share = 0.0
 
     def has_programs(self, buckets: BucketTable) -> None:
         """Notes which sizes there are by now."""
         self._buckets = buckets
 
-    def num_steps(self, num_rows: int, least_left: int, *, may_end: bool = True, has_room: bool = True) -> int:
+    def num_steps(
+        self,
+        num_rows: int,
+        least_left: int,
+        *,
+        may_end: bool = True,
+        has_room: bool = True,
+        are_bound: bool = False,
+    ) -> int:
         """Steps of a dispatch of so many rows, each of which may make least_left at least, or end before if it may.
 
         Args:
             has_room: there are rows for others.
+            are_bound: some follow grammars: the dispatch is over where a row ends, and has no jumps.
         """
+        if are_bound:
+            if self._forced_share > _JUMPING_SHARE:
+                return 1
+            may_end = False
         most = min(self._most, least_left)
         size = self._buckets.num_decode_rows(num_rows) if most > 1 else None
         if size is None:
@@ -73,13 +99,25 @@ class Lookahead:
         """Seconds that a dispatch may take which is left to time."""
         return self._longest_s if has_room or may_end else self._longest_without_room_s
 
-    def began(self, num_rows: int, num_steps: int, begin_s: float) -> None:
-        """A dispatch is on its way, for which the first thing was done at begin_s; num_rows is 0 unless all decode."""
-        self._under_way.append((num_rows, num_steps, begin_s))
+    def began(self, num_rows: int, num_steps: int, begin_s: float, *, is_in_turn: bool = False) -> None:
+        """A dispatch is on its way, for which the first thing was done at begin_s; num_rows is 0 unless all decode.
+
+        Args:
+            is_in_turn: its steps are started one after another, and what comes next is decided with the last.
+        """
+        self._under_way.append(_UnderWay(num_rows, num_steps, begin_s, is_in_turn))
+
+    def cut_short(self, num_steps: int) -> None:
+        """The newest dispatch that is on its way has no more than so many steps."""
+        self._under_way[-1] = self._under_way[-1]._replace(num_steps=num_steps)
+
+    def saw_choices(self, num_rows: int, num_forced: int) -> None:
+        """In a step so many rows followed grammars, and so many of them had no choice."""
+        self._forced_share += _NEWEST_SHARE * (num_forced / num_rows - self._forced_share)
 
     def ended(self, now_s: float) -> None:
         """The oldest dispatch that is on its way is here."""
-        num_rows, num_steps, begin_s = self._under_way.popleft()
+        num_rows, num_steps, begin_s, _ = self._under_way.popleft()
         seconds, self._last_end_s = now_s - max(begin_s, self._last_end_s), now_s
         size = self._buckets.num_decode_rows(num_rows) if num_rows else None
         if size is not None:
@@ -92,8 +130,8 @@ class Lookahead:
         """
         if len(self._under_way) != 1:
             return 0.0
-        num_rows, num_steps, begin_s = self._under_way[0]
-        size = self._buckets.num_decode_rows(num_rows) if num_steps > 1 else None
+        num_rows, num_steps, begin_s, is_in_turn = self._under_way[0]
+        size = self._buckets.num_decode_rows(num_rows) if num_steps > 1 and not is_in_turn else None
         seen_s = self._seen_s.get(size) if size is not None else None
         if not seen_s:
             return 0.0

@@ -76,6 +76,10 @@ class RecentSteps:
         kv_lens = inputs.kv_lens_s[: inputs.num_rows].copy()
         self._under_way.append(RanStep(len(inputs.token_ids_t), query_starts, kv_lens, begin_s, num_steps=num_steps))
 
+    def cut_short(self, num_steps: int) -> None:
+        """The newest dispatch that is on its way has no more than so many steps."""
+        self._under_way[-1] = self._under_way[-1]._replace(num_steps=num_steps)
+
     def ended(self, now_s: float) -> None:
         """The oldest step that is on its way is here."""
         step = self._under_way.popleft()

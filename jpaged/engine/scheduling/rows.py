@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from jpaged.engine.executor import (
 from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.editing import Editing
 from jpaged.engine.scheduling.told_budget import ToldBudget
-from jpaged.engine.sequence import Group, Sequence, Status, dispatched_each
+from jpaged.engine.sequence import Group, Sequence, Status, dispatched_each, not_dispatched_each
 from jpaged.errors import InternalError
 
 
@@ -60,6 +61,7 @@ class Decodes:
         num_steps: decode steps of the dispatch; above 1 there are no other rows.
         num_rounds: of a draft model, in place of steps; above 0 there are no other rows.
         num_left_s: tokens that each may sample in those rounds, for which it has blocks; empty without.
+        is_in_turn: those steps are started one after another, for masks come between them.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -80,9 +82,31 @@ class Decodes:
     num_steps: int = 1
     num_rounds: int = 0
     num_left_s: I32 = field(default_factory=_none)
+    is_in_turn: bool = False
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def cut_short(self, num_steps: int) -> None:
+        """The dispatch has no more than so many steps, which are fewer than it was to have."""
+        self.num_steps = num_steps
+        self.are_last_s[:] = False
+
+
+class Ahead(NamedTuple):
+    """What is known of the steps that rows make next.
+
+    Attributes:
+        least_left: steps that every row may make before one has all its tokens, or begins again; 0 without rows.
+        go_singly: some row is told of more than tokens.
+        are_bound: some row follows a grammar, which is asked at every step.
+        may_end: some row may end before it has all its tokens.
+    """
+
+    least_left: int
+    go_singly: bool
+    are_bound: bool
+    may_end: bool
 
 
 class DecodingRows:
@@ -205,15 +229,15 @@ class DecodingRows:
         return list(zip(self._sequences, np.minimum(self._num_left_s[: len(self)], most).tolist(), strict=True))
 
     @property
-    def may_end(self) -> bool:
-        """Some row may end before it has all its tokens."""
-        return bool(self._may_end_s[: len(self)].any())
-
-    @property
-    def go_singly(self) -> bool:
-        """Some row is told of more than tokens, or follows a grammar, which is asked at every step."""
+    def ahead(self) -> Ahead:
+        """What is known of the steps that come next."""
         num_rows = len(self)
-        return bool(self._are_bound_s[:num_rows].any() or (self._details_s[:num_rows] > Detail.TOKENS).any())
+        return Ahead(
+            least_left=int(self._num_left_s[:num_rows].min()) if self else 0,
+            go_singly=bool((self._details_s[:num_rows] > Detail.TOKENS).any()),
+            are_bound=bool(self._are_bound_s[:num_rows].any()),
+            may_end=bool(self._may_end_s[:num_rows].any()),
+        )
 
     def grown(self, sequence: Sequence, num_accepted: int = 0) -> None:
         """A sequence has other blocks than before: it has got some, or its windows have moved on, or it had a draft.
@@ -257,11 +281,19 @@ class DecodingRows:
             num_steps=num_steps,
             num_rounds=rounds[0] if rounds else 0,
             num_left_s=np.array(rounds[1] if rounds else [], np.int32),
+            is_in_turn=num_steps > 1 and bool(self._are_bound_s[:num_rows].any()),
         )
         self._starts_s[:num_rows] += num_steps
         self._num_left_s[:num_rows] -= num_steps
         dispatched_each(sequences, num_steps)
         return decodes
+
+    def go_back(self, num_steps: int) -> None:
+        """So many steps, the last of those that they were taken for, are not made."""
+        num_rows = len(self._sequences)
+        self._starts_s[:num_rows] -= num_steps
+        self._num_left_s[:num_rows] += num_steps
+        not_dispatched_each(self._sequences, num_steps)
 
     def check(self) -> None:
         """Raises InternalError where a row is not what its sequence says."""

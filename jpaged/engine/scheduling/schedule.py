@@ -336,10 +336,11 @@ def build_sampling_inputs(
 
 
 def _num_padded_rows(schedule: Schedule, buckets: BucketTable) -> int | None:
-    """Rows of the program of several steps, or of rounds, that a dispatch runs; None where it is one step."""
+    """Rows of the program of several steps, or of rounds, that a dispatch runs; None where it is of single steps."""
     if schedule.decodes.num_rounds:
         return buckets.num_speculate_rows(schedule.num_rows)
-    return buckets.num_decode_rows(schedule.num_rows) if schedule.num_steps > 1 else None
+    is_one_program = schedule.num_steps > 1 and not schedule.decodes.is_in_turn
+    return buckets.num_decode_rows(schedule.num_rows) if is_one_program else None
 
 
 class _Columns(NamedTuple):

@@ -15,7 +15,7 @@ from itertools import chain
 
 from jpaged.config import SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
-from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates, Geometry
+from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares, settle
 from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
@@ -97,7 +97,7 @@ class Scheduler:
         if not is_early or self._entering(self._num_outstanding_blocks()) is not None:
             queues = self.queues
             is_joined = queues.num_waiting > 0 and (bool(spent) or queues.has_next_within(self.max_num_seqs))
-            is_alone = not (is_joined or proposals is not None or any(parts.values()) or self.rows.go_singly)
+            is_alone = not (is_joined or proposals is not None or any(parts.values()) or self.rows.ahead.go_singly)
             has_rounds = is_alone and num_rounds > 0 and self.rounds.enter(schedule, num_rounds)
             if not has_rounds and not self._decode(parts, schedule, is_alone=is_alone):
                 # Somebody has to leave: the rows are looked at one by one.
@@ -115,6 +115,21 @@ class Scheduler:
         schedule.move_first(self._memory.take_ops())
         return schedule
 
+    def goes_on(self, schedule: Schedule, step: int) -> bool:
+        """Whether a schedule whose steps go in turn has more than this one, which is not its first.
+
+        It has not where a row has ended meanwhile: the others stop there, too, and whoever waits may come in.
+        """
+        self._policy.decoded(schedule.decodes.groups)
+        num_steps = step + 1
+        if len(self.rows) < schedule.num_rows and num_steps < schedule.num_steps:
+            self.rows.go_back(schedule.num_steps - num_steps)
+            self.lookahead.cut_short(num_steps)
+            if self.pace is not None:
+                self.pace.steps.cut_short(num_steps)
+            schedule.decodes.cut_short(num_steps)
+        return num_steps < schedule.num_steps
+
     def finish(self, group: Group) -> None:
         """Ends a group in whatever state it is; its blocks are free at once (steps run in order of dispatch)."""
         was_running = self.queues.end(group)
@@ -123,7 +138,7 @@ class Scheduler:
         for sequence in group.sequences:
             self.rows.leave(sequence)
         if not was_running:
-            self._release(group)
+            _release(group, self._memory)
         self._release_ended()
 
     def finish_sequence(self, group: Group, sequence: Sequence) -> None:
@@ -148,11 +163,7 @@ class Scheduler:
         """Gives back what ended groups kept: at once, or with the last of their static batch."""
         if not self._is_static or not self.queues.running:
             for ended in self.queues.forget_ended():
-                self._release(ended)
-
-    def _release(self, group: Group) -> None:
-        for sequence in group.sequences:
-            self._memory.release(sequence)
+                _release(ended, self._memory)
 
     # --- a step's parts ---------------------------------------------------------------------------------------------
 
@@ -198,11 +209,15 @@ class Scheduler:
 
         For several steps where they are alone: no others run, all are told of tokens alone, and nobody may join them.
         """
-        rows, num_steps = self.rows, 1
+        rows, ahead, num_steps = self.rows, self.rows.ahead, 1
         if is_alone:
-            least_left = min((num_left for _, num_left in rows.left(MAX_NUM_STEPS)), default=0)
-            has_room = self.queues.num_rows < self.max_num_seqs
-            num_steps = self.lookahead.num_steps(len(rows), least_left, may_end=rows.may_end, has_room=has_room)
+            num_steps = self.lookahead.num_steps(
+                len(rows),
+                ahead.least_left,
+                may_end=ahead.may_end,
+                has_room=self.queues.num_rows < self.max_num_seqs,
+                are_bound=ahead.are_bound,
+            )
         due = changed = self.rows.due(num_steps)
         for sequence in due:
             settle(sequence, self._memory)
@@ -216,7 +231,7 @@ class Scheduler:
         for sequence in changed:
             self.rows.grown(sequence)
         schedule.decode(self.rows.take(num_steps))
-        self._policy.decoded(schedule.decodes.groups * num_steps)
+        self._policy.decoded(schedule.decodes.groups * (1 if schedule.decodes.is_in_turn else num_steps))
         return True
 
     def _grow_running(self, parts: dict[Group, Shares], schedule: Schedule) -> None:
@@ -342,6 +357,11 @@ class Scheduler:
             if sequence.num_output_tokens == 0:
                 schedule.add_row(group, sequence, 0, sample_row=leader_row)
                 self._policy.served(group, 0, 1)
+
+
+def _release(group: Group, memory: KVMemory) -> None:
+    for sequence in group.sequences:
+        memory.release(sequence)
 
 
 def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:

@@ -28,17 +28,21 @@ class LlguidanceMasks:
         self._executor = LLExecutor(num_threads)
 
     def fill(self, states: Sequence[GrammarState | None], mask_rw: NDArray[np.int32]) -> None:
-        rows = [(state, row) for row, state in enumerate(states) if isinstance(state, LlguidanceState)]
-        mask_rw[:] = -1
-        for row, state in enumerate(states):
-            if state is not None and not isinstance(state, LlguidanceState):
-                state.fill(mask_rw[row])
-        if not rows:
+        ours = [(row, state) for row, state in enumerate(states) if isinstance(state, LlguidanceState)]
+        if len(ours) < len(states):
+            mask_rw[:] = -1
+            for row, state in enumerate(states):
+                if state is not None and not isinstance(state, LlguidanceState):
+                    state.fill(mask_rw[row])
+        if not ours:
             return
-        num_words = rows[0][0].vocabulary.num_library_words
-        is_direct = num_words == mask_rw.shape[1] and mask_rw.flags.c_contiguous
-        library_rw = mask_rw if is_direct else np.zeros((len(mask_rw), num_words), np.int32)
-        fill_next_token_bitmask_par(self._executor, [(state.matcher, row) for state, row in rows], library_rw)
-        for state, row in rows:
-            mask_rw[row] = library_rw[row, : mask_rw.shape[1]]
-            state.finish_mask(mask_rw[row])
+        vocabulary, num_words = ours[0][1].vocabulary, mask_rw.shape[1]
+        num_library_words = vocabulary.num_library_words
+        is_direct = num_library_words == num_words and mask_rw.flags.c_contiguous
+        library_rw = mask_rw if is_direct else np.zeros((len(mask_rw), num_library_words), np.int32)
+        fill_next_token_bitmask_par(self._executor, [(state.matcher, row) for row, state in ours], library_rw)
+        rows = slice(None) if len(ours) == len(states) else [row for row, _ in ours]
+        mask_rw[rows] = library_rw[rows, :num_words] & vocabulary.all_mask_w
+        for row, state in ours:
+            if state.narrowing is not None:
+                state.narrow(mask_rw[row])

@@ -21,12 +21,13 @@ class LlguidanceState:
     Attributes:
         matcher: the library's state, which this one alone moves.
         endings: what is known of the grammar's ends, from its compile.
+        narrowing: takes tokens out of masks, so that the text is whole in time; None where that was not asked for.
     """
 
     vocabulary: Vocabulary
     matcher: LLMatcher
     endings: Endings | None = None
-    _closing: Closing | None = None
+    narrowing: Closing | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -46,26 +47,26 @@ class LlguidanceState:
             self.matcher.unsafe_compute_mask_ptr(mask_w.ctypes.data, mask_w.nbytes)
         else:
             mask_w[:] = self.vocabulary.allowed_by(self.matcher)
-        self.finish_mask(mask_w)
-
-    def finish_mask(self, mask_w: NDArray[np.int32]) -> None:
-        """Do what is left to do to a mask that the library has written."""
         mask_w &= self.vocabulary.all_mask_w
-        if self._closing is not None and not self.matcher.is_stopped():
-            self._closing.narrow(self.matcher, mask_w)
+        self.narrow(mask_w)
+
+    def narrow(self, mask_w: NDArray[np.int32]) -> None:
+        """Take tokens out of a mask of the library's after which the text could no longer be whole in time."""
+        if self.narrowing is not None and not self.matcher.is_stopped():
+            self.narrowing.narrow(self.matcher, mask_w)
 
     def accept(self, token_id: int) -> bool:
-        if self._closing is None or self.matcher.validate_tokens([token_id]) != 1:
+        if self.narrowing is None or self.matcher.validate_tokens([token_id]) != 1:
             is_taken = self.matcher.try_consume_tokens([token_id]) == 1
             return is_taken or (self.has_ended and token_id in self.vocabulary.eos_token_ids)
         if token_id not in self.vocabulary.eos_token_ids:
-            self._closing.move(self.matcher, token_id)
+            self.narrowing.move(self.matcher, token_id)
         return self.matcher.try_consume_tokens([token_id]) == 1
 
     def forced(self, limit: int) -> list[int]:
         if self.matcher.is_stopped():
             return []
-        way = None if self._closing is None else self._closing.way(self.matcher)
+        way = None if self.narrowing is None else self.narrowing.way(self.matcher)
         return list(self.matcher.compute_ff_tokens() if way is None else way)[:limit]
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
@@ -73,7 +74,7 @@ class LlguidanceState:
             ends = self.vocabulary.eos_token_ids
             return next((i for i, token_id in enumerate(token_ids) if token_id not in ends), len(token_ids))
         count = int(self.matcher.validate_tokens(list(token_ids)))
-        if self._closing is None:
+        if self.narrowing is None:
             return count
         state, mask_w = self.copy(), np.zeros(self.vocabulary.num_words, np.int32)
         for index, token_id in enumerate(token_ids[:count]):
@@ -83,8 +84,8 @@ class LlguidanceState:
         return count
 
     def closing(self, num_tokens_left: int) -> None:
-        self._closing = Closing(self.vocabulary, self.endings, num_tokens_left)
+        self.narrowing = Closing(self.vocabulary, self.endings, num_tokens_left)
 
     def copy(self) -> LlguidanceState:
-        closing = None if self._closing is None else self._closing.copy()
+        closing = None if self.narrowing is None else self.narrowing.copy()
         return LlguidanceState(self.vocabulary, self.matcher.deep_copy(), self.endings, closing)

@@ -292,6 +292,28 @@ def test_with_all_rows_taken_a_dispatch_is_longer_unless_a_row_may_end_in_it():
     assert lookahead(0, 0.009, 0.03).num_steps(3, 99, may_end=False, has_room=False) == 3
 
 
+def test_rows_with_grammars_go_as_if_none_ended_and_singly_where_they_have_little_choice():
+    one = lookahead(NO_NEWCOMERS, 0.009)
+    assert one.num_steps(3, 99, are_bound=True) == MAX_NUM_STEPS
+    for _ in range(100):
+        one.saw_choices(8, 1)
+    assert one.num_steps(3, 99, are_bound=True) == MAX_NUM_STEPS
+    for _ in range(100):
+        one.saw_choices(8, 2)
+    assert one.num_steps(3, 99, are_bound=True) == 1
+    assert one.num_steps(3, 99, may_end=False) == MAX_NUM_STEPS
+
+
+def test_a_dispatch_that_was_cut_short_says_how_long_its_steps_took():
+    one = lookahead(0, 0.001)
+    for begin_s in range(6):
+        one.began(3, 16, float(begin_s), is_in_turn=True)
+        assert one.spare_s(begin_s + 0.001) == 0
+        one.cut_short(15)
+        one.ended(begin_s + 0.15)
+    assert one.num_steps(3, 99) == 2
+
+
 def test_a_row_may_end_by_a_stop_token_or_a_stop_string_or_not_at_all():
     h = make(NO_NEWCOMERS)
     rows, seen = h.engine._loop.scheduler.rows, []
@@ -300,10 +322,10 @@ def test_a_row_may_end_by_a_stop_token_or_a_stop_string_or_not_at_all():
         h.submit(str(number), [number + 1], max_tokens=6, **sampling)
         h.step()
         h.step()
-        seen.append(rows.may_end)
+        seen.append(rows.ahead.may_end)
         h.run()
     assert seen == [False, True, True, False]
-    assert not rows.may_end
+    assert not rows.ahead.may_end
 
 
 def test_a_dispatch_has_no_more_steps_than_any_row_may_make():

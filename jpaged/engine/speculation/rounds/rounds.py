@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from jpaged.config import SpeculativeOptions
 from jpaged.engine.executor import I32, BlockMoves, Geometry, Speculated, StepInputs
 from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.speculation.rounds.rule import RoundRule
 from jpaged.engine.speculation.rounds.seen_blocks import SeenBlocks
 
@@ -36,15 +37,19 @@ class Rounds:
         """The rounds that the options ask for."""
         return cls(RoundRule(options.disable_by_batch_size), geometry, geometry.num_speculative_tokens)
 
-    def wanted(self, geometry: Geometry, num_rows: int, longest_s: float) -> int:
-        """Rounds of the next dispatch, if so many rows decode and nobody else runs; 0 is none.
+    def wanted(self, scheduler: Scheduler, geometry: Geometry) -> int:
+        """Rounds of the next dispatch; 0 is none.
 
         Args:
             geometry: with the sizes that there are by now.
         """
         self._geometry = geometry
+        has_room, num_rows = scheduler.queues.num_rows < scheduler.max_num_seqs, len(scheduler.rows)
         size = geometry.buckets.num_speculate_rows(num_rows) if num_rows else None
-        return 0 if size is None else self._rule.num_rounds(num_rows, size, longest_s)
+        if size is None or not scheduler.rounds.may_run(scheduler.queues, has_room=has_room):
+            return 0
+        longest_s = scheduler.lookahead.longest_s(may_end=scheduler.rows.ahead.may_end, has_room=has_room)
+        return self._rule.num_rounds(num_rows, size, longest_s)
 
     def move(self, moves: BlockMoves) -> None:
         """Blocks are moved."""

@@ -27,8 +27,8 @@ class RoundRows:
         Args:
             has_room: there are rows for others.
         """
-        rows = self.rows
-        if not rows or rows.go_singly or (has_room and queues.num_waiting):
+        rows, ahead = self.rows, self.rows.ahead
+        if not rows or ahead.go_singly or ahead.are_bound or (has_room and queues.num_waiting):
             return False
         return rows.settled.issuperset(queues.running)
 
