@@ -26,7 +26,7 @@ from jpaged.checkpoints.quantised.rounding import round_matrix
 from jpaged.checkpoints.quantised.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
 from jpaged.checkpoints.quantised.weights import Dequantised
 from jpaged.checkpoints.tensor_files import TensorFiles
-from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_weight
+from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_integers, read_weight
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
 from jpaged.kernels.product.quantised import QuantisedMatrix
@@ -344,10 +344,9 @@ class _Source:
         if self.split is not None:
             shape[self.split.axis] = part.stop - part.start
         stack = np.empty((len(self.leaves), *shape), self.dtype)
+        read = read_weight if jnp.issubdtype(self.dtype, jnp.floating) else read_integers
         for array, leaf in zip(stack, self.leaves, strict=True):
-            tensors = [
-                read_weight(self.files, name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors
-            ]
+            tensors = [read(self.files, name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors]
             leaf.pack(tensors, array)
         return stack if self.is_stacked else stack[0]
 

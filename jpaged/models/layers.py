@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.errors import InternalError
 from jpaged.kernels import lora, product
 from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.matmul import dot
@@ -380,6 +381,10 @@ class Ends(nnx.Module):
     def normed(self, hidden_re: jax.Array) -> jax.Array:
         """The last layer's states behind the model's last norm, `[R, E]`: what it calls its hidden states."""
         return hidden_re if self.final_norm is None else self.final_norm(hidden_re)
+
+    def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:
+        """What a head takes beside tokens, `[T, E]`, of hidden states of the model that it proposes for."""
+        raise InternalError(f"{type(self).__name__} takes no hidden states of another model")
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
         """The last layer's states `[R, E]`, of which the first rows are in use, to float32 logits `[R, V]`."""
