@@ -175,7 +175,7 @@ class JaxExecutor:
         if smallest[0].layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(smallest[0], params)}
         if draft is not None and smallest[0].draft is not None:
-            params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1])}
+            params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1], params)}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
         memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
         least = least or (lambda value: value)

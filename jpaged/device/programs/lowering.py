@@ -170,7 +170,7 @@ def abstract_serving(
         shape, sharding = (num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
         params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
     if step.draft is not None:
-        params[DRAFT] = abstract_draft_params(step.draft)
+        params[DRAFT] = abstract_draft_params(step.draft, params)
     return step, geometry, params
 
 

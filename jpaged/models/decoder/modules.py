@@ -201,14 +201,14 @@ class DecoderEnds(Ends):
 
     def shared(self, tokens: TokenBatch) -> Shared:
         """What all layers share."""
-        heads = tokens.heads
+        config, heads = self.config, tokens.heads
 
         def angles(which: RopeConfig) -> Any:
             made = rope.cos_sin(which, config.rotary_dim, tokens.positions_t, tokens.rope_lens_t)
             # Behind the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
-        return Shared(tuple(map(angles, self.config.ropes)), tokens.rows, heads, tokens.experts)
+        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""
