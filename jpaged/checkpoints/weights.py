@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jpaged.checkpoints.finite import check_finite, refuse_tensor
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.scheme import read_model
-from jpaged.checkpoints.hub import read_scheme
+from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantised.leaf import Part, ReadMatrix, quantised_leaf
@@ -31,6 +31,8 @@ from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
 from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.models.config import ModelConfig
+from jpaged.models.heads import EagleConfig
+from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params, normal
 from jpaged.models.leaves import Leaf
@@ -214,6 +216,18 @@ def open_tensors(folder: Path) -> Iterator[TensorSource]:
     refuse_other_orbax(folder)
     with ExitStack() as opened:
         yield TensorFiles(folder, opened)
+
+
+def read_head(folder: Path) -> EagleConfig:
+    """The shape of an EAGLE-3 head in a folder, as its config.json and the names of its tensors say it.
+
+    Raises:
+        InvalidArgument: a file is missing or malformed.
+        Unsupported: another kind of head, or a setting or a format that is not read.
+    """
+    config = head_from_hf(read_json(folder / CONFIG_FILE))
+    with open_tensors(folder) as tensors:
+        return config.stored_as(tensors.names)
 
 
 def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | None) -> None:

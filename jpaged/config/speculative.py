@@ -21,7 +21,7 @@ from jpaged.errors import InvalidArgument
 
 NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "draft_model", "eagle3")
-SERVED_METHODS = ("ngram", "suffix", "draft_model")
+SERVED_METHODS = METHODS
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that read a checkpoint of their own."""
 MAX_NUM_SPECULATIVE_TOKENS = 32

@@ -23,10 +23,14 @@ class Rounds:
 
     Args:
         num_speculative_tokens: that it proposes to a row in a round.
+        follows: the draft runs behind each step of the model, and lacks nothing: a head.
     """
 
-    def __init__(self, rule: RoundRule, geometry: Geometry, num_speculative_tokens: int) -> None:
+    def __init__(
+        self, rule: RoundRule, geometry: Geometry, num_speculative_tokens: int, *, follows: bool = False
+    ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self._follows = follows
         self._rule = rule
         self._geometry = geometry
         self._seen = SeenBlocks(geometry)
@@ -34,7 +38,8 @@ class Rounds:
     @classmethod
     def of(cls, options: SpeculativeOptions, geometry: Geometry) -> Rounds:
         """The rounds that the options ask for."""
-        return cls(RoundRule(options.disable_by_batch_size), geometry, geometry.num_speculative_tokens)
+        rule, follows = RoundRule(options.disable_by_batch_size), options.method == "eagle3"
+        return cls(rule, geometry, geometry.num_speculative_tokens, follows=follows)
 
     def wanted(self, geometry: Geometry, num_rows: int, longest_s: float) -> int:
         """Rounds of the next dispatch, if so many rows decode and nobody else runs; 0 is none.
@@ -56,6 +61,8 @@ class Rounds:
 
     def begin(self, schedule: Schedule, inputs: StepInputs, num_left_r: I32) -> Iterator[StepInputs]:
         """Rounds begin: steps that the draft is to run alone before, of all in front of them that it has not seen."""
+        if self._follows:
+            return
         step, room = Schedule(), self._geometry.max_num_batched_tokens
         decodes, ends = schedule.decodes, inputs.positions_t.tolist()
         begins = self._seen.see(inputs, num_left_r).tolist()
