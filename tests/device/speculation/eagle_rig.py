@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,9 @@ from jpaged.checkpoints.weights import load_params, read_head
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.speculation.by_head import HeadProposer
+from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
 from tests.device.speculation.eagle_oracle import Head, Llama, Shape, Tensors
 
@@ -140,6 +141,7 @@ class Served:
     llama: Llama
     head: Head
     proposals: list[tuple[np.ndarray, np.ndarray]]
+    watched: tuple[int, ...] = WATCHED
 
 
 def serve(
@@ -147,28 +149,39 @@ def serve(
     tensors: Tensors,
     options: EngineConfig,
     config: dict[str, Any] | None = None,
-    mode: str = "loop",
+    *,
+    mode: LayerMode = "loop",
+    layer_name: str = "midlayer.",
+    watched: tuple[int, ...] = WATCHED,
 ) -> Served:
-    """An executor of the small Llama with a head."""
+    """An executor of the small Llama with a head.
+
+    Args:
+        mode: of the Llama's layers.
+        layer_name: what the head's layer is called in the checkpoint.
+        watched: the layers that its configuration names.
+    """
     llama = llama_tensors()
-    model = Model(from_config(LLAMA), jnp.dtype("float32"))
+    model = Model(from_hf(LLAMA), jnp.dtype("float32"))
     params = load_params(model, write(folder / "llama", LLAMA, llama), mode)
     config = {**HEAD, "draft_vocab_size": len(tensors["lm_head.weight"]), **(config or {})}
-    found = write(folder / "head", config, tensors)
+    stored = {name.replace("midlayer.", layer_name): tensor for name, tensor in tensors.items()}
+    found = write(folder / "head", config, stored)
     head = Model(read_head(found), jnp.dtype("float32"))
-    of_head = load_params(head, found, mode)
+    of_head = load_params(head, found, "loop")
     proposals: list[tuple[np.ndarray, np.ndarray]] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(HeadProposer, "propose", telling(proposals))
         executor = JaxExecutor.create(model, params, options, draft=(head, of_head))
         executor.warm_up(tiny_model.quiet)
-    embedding = {"embed_tokens.weight": llama["model.embed_tokens.weight"]} | dict(tensors)
-    exact = {name: np.asarray(each, np.float64) for name, each in embedding.items()}
-    oracle = Head(exact, SHAPE, norm_before_residual=bool(config.get("norm_before_residual")))
-    of_llama = {name: each.astype(np.float32).astype(np.float64) for name, each in llama.items()}
-    exact = {name: each.astype(np.float32).astype(np.float64) for name, each in exact.items()}
-    oracle = dataclasses.replace(oracle, tensors=exact)
-    return Served(executor, Llama(of_llama, SHAPE, NUM_LAYERS), oracle, proposals)
+    shared = {"embed_tokens.weight": llama["model.embed_tokens.weight"]}
+    oracle = Head(rounded({**shared, **tensors}), SHAPE, bool(config.get("norm_before_residual")))
+    return Served(executor, Llama(rounded(llama), SHAPE, NUM_LAYERS), oracle, proposals, watched)
+
+
+def rounded(tensors: Tensors) -> dict[str, np.ndarray]:
+    """The numbers as the checkpoint holds them, in float64."""
+    return {name: tensor.astype(np.float32).astype(np.float64) for name, tensor in tensors.items()}
 
 
 def telling(into: list[tuple[np.ndarray, np.ndarray]]) -> Any:
@@ -183,9 +196,3 @@ def telling(into: list[tuple[np.ndarray, np.ndarray]]) -> Any:
         return proposals_rk, kept
 
     return propose
-
-
-def from_config(config: dict[str, Any]) -> Any:
-    from jpaged.models.hf_config import from_hf
-
-    return from_hf(config)
