@@ -114,11 +114,16 @@ class EngineConfig:
         Raises:
             InvalidArgument: it was given otherwise.
         """
-        for name, value in _WITH_HEAD.items():
-            if name in given and given[name] not in (value, _SECTION_DEFAULTS[name]):
-                raise InvalidArgument(
-                    f"{NAME}.method", f"eagle3 has to see each token as it is run; {name} is {given[name]}, not {value}"
-                )
+        problem = "eagle3 has to see each token as it is run"
+        if self.scheduler.num_scheduler_steps > 1:
+            raise InvalidArgument(
+                f"{NAME}.method",
+                f"{problem}; num_scheduler_steps is {self.scheduler.num_scheduler_steps}, the limit with it is 1",
+            )
+        if given.get("swap_space") not in (None, 0, CacheOptions().swap_space):
+            raise InvalidArgument(
+                f"{NAME}.method", f"{problem}, and not when it comes back from the host; swap_space is to be 0"
+            )
         return self.replace(**_WITH_HEAD)
 
     @property
@@ -196,7 +201,6 @@ class EngineConfig:
 
 
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
-_SECTION_DEFAULTS = {spec.name: spec.default for kind in SECTIONS.values() for spec in fields(kind)}
 
 
 def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:

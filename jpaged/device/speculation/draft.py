@@ -156,10 +156,7 @@ def _check_model(step: Step, geometry: Geometry, draft: Model) -> tuple[int, ...
 
 
 def _check_head(head: EagleConfig, step: Step) -> tuple[int, ...]:
-    """Holds a head to the hidden states of the model; the layers that it watches.
-
-    Its positions are rotated, and so have no end: where a head was trained on shorter sequences it is seldom right.
-    """
+    """Holds a head to the hidden states of the model; the layers that it watches."""
     field, config = f"{NAME}.model", step.model.config
     if head.target_hidden_size != config.hidden_size:
         raise InvalidArgument(

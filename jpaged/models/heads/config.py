@@ -10,7 +10,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.families.llama import LlamaVariant
-from jpaged.models.json_fields import JsonFields
+from jpaged.models.json_fields import MAX_INTEGER, JsonFields
 
 ARCHITECTURE = "Eagle3LlamaForCausalLM"
 NUM_WATCHED = 3
@@ -39,6 +39,11 @@ class EagleConfig(DecoderConfig):
     has_embedding: bool = True
     has_ids: bool = True
     layer_name: str = "midlayer"
+
+    @property
+    def max_model_len(self) -> int:
+        """See `ModelConfig`: positions are turned, and have no end; beyond those of its training it is seldom right."""
+        return MAX_INTEGER
 
     def stored_as(self, names: Collection[str]) -> EagleConfig:
         """The head of a checkpoint that holds tensors of these names."""

@@ -21,13 +21,13 @@ from tests.device.speculation.eagle_oracle import Head
 from tests.device.speculation.eagle_rig import (
     HEAD,
     NUM_LAYERS,
+    SIZES,
     WATCHED,
     Served,
     likely_head,
-    llama_tensors,
-    random_head,
     serve,
 )
+from tests.models.eagle_heads import random_head
 from tests.device.speculation.test_rounds import NO_IDS, NUM_TOKENS, PROMPTS, one_by_one, speculate
 
 SPECULATION = f'{{"method": "eagle3", "model": "head", "num_speculative_tokens": {NUM_TOKENS}}}'
@@ -40,7 +40,7 @@ NUM_WANTED = 30
 @pytest.fixture(scope="module")
 def random(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A head that proposes 60 of 97 tokens, with an embedding of its own."""
-    served = serve(tmp_path_factory.mktemp("random"), random_head(), OPTIONS)
+    served = serve(tmp_path_factory.mktemp("random"), random_head(SIZES, 60), OPTIONS)
     yield served
     served.executor.shutdown()
 
@@ -48,7 +48,7 @@ def random(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def likely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A head that proposes all tokens."""
-    served = serve(tmp_path_factory.mktemp("likely"), likely_head(llama_tensors()), OPTIONS)
+    served = serve(tmp_path_factory.mktemp("likely"), likely_head(), OPTIONS)
     yield served
     served.executor.shutdown()
 
@@ -56,7 +56,7 @@ def likely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def scanned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The same where layers are stacked, with the model's embedding, and other switches turned."""
-    tensors = likely_head(llama_tensors())
+    tensors = likely_head()
     del tensors["embed_tokens.weight"]
     config = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": None}
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import shutil
@@ -21,6 +22,7 @@ from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import engine_of, open_llm
 from tests.engine.proposing import Always, InTurn
+from tests.models.eagle_heads import HeadSizes, finding_head, random_head, write
 from tests.models.tiny import tiny_case, write_checkpoint
 from tests.service.grammars.schemas import random_schema, with_definitions
 
@@ -263,3 +265,54 @@ def test_a_draft_model_that_does_not_go_with_the_model_is_refused_by_name(tmp_pa
         ):
             raise AssertionError(f"{name} is served")
         assert raised.value.field == "speculative_config.model"
+
+
+HEADS = ("often right", "random")
+HEAD_WAYS = ("as it comes", "few blocks")
+HEAD_SIZES = HeadSizes(
+    VOCAB_SIZE, hidden_size=64, inner=96, num_heads=4, num_kv_heads=2, head_dim=32, target_hidden_size=256
+)
+
+
+def head_config(head: str, want: Sequence[Sequence[RequestOutput]], folder: Path) -> dict[str, Any]:
+    """A head for the demo: one that knows nothing, or one that proposes what most often follows in these outputs."""
+    if head == "random":
+        tensors = random_head(HEAD_SIZES, 1000)
+    else:
+        width = HEAD_SIZES.hidden_size
+        embedding, output = np.random.default_rng(7).normal(size=(VOCAB_SIZE, width)), np.zeros((VOCAB_SIZE, width))
+        for part in want:
+            for one in (one for outputs in part for one in outputs.outputs):
+                for before, after in itertools.pairwise(one.token_ids):
+                    output[after] += embedding[before]
+        tensors = finding_head(HEAD_SIZES, embedding, output)
+    config = HEAD_SIZES.config(draft_vocab_size=len(tensors["lm_head.weight"]))
+    return {"method": "eagle3", "model": str(write(folder, config, tensors)), "num_speculative_tokens": 3}
+
+
+def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
+    """As `check_draft`."""
+    requests = [a_request(random.Random(seed)) for seed in seeds]
+    alone = [one for one in requests if has_rounds(one[1])]
+    size = 24 if "num_blocks" in WAYS[way] else 4
+    parts = [some[begin : begin + size] for some in (requests, alone) for begin in range(0, len(some), size)]
+    with open_llm("demo", **SIZES, max_logprobs=-1) as llm:
+        want = [generate(llm, part) for part in parts]
+    config = head_config(head, want, folder)
+    with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=config) as llm:
+        rounds = engine_of(llm)._loop._rounds
+        assert rounds is not None
+        rounds._rule = rule = InTurn(*NUMS_ROUNDS)
+        for part, expected in zip(parts, want, strict=True):
+            assert_same(generate(llm, part), expected)
+        load = llm.load()
+        assert rule.num_dispatches > 0
+        share = load.speculation.num_accepted_tokens / load.speculation.num_draft_tokens
+        print("share", share)
+        assert share > 0.1 if head == "often right" else share < 0.1
+        assert load.num_preemptions > 0 or "num_blocks" not in WAYS[way]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_some_requests_have_the_same_tokens_with_a_head(head: str, tmp_path: Path) -> None:
+    check_head(head, "few blocks" if head == "random" else "as it comes", range(60), tmp_path)
