@@ -104,7 +104,7 @@ def finding_head(
         out[kv_head * size : (kv_head + 1) * size, begin : begin + size] = np.eye(size)
     tensors["midlayer.self_attn.o_proj.weight"] = out
     tensors["midlayer.input_layernorm.weight"] = tensors["norm.weight"] = np.ones(width)
-    tensors["midlayer.mlp.down_proj.weight"] = tensors["midlayer.mlp.down_proj.weight"] * 0.1
+    tensors["midlayer.mlp.down_proj.weight"] = tensors["midlayer.mlp.down_proj.weight"] / sizes.hidden_size
     features = 3 * sizes.target_hidden_size
     tensors["fc.weight"] = rng.normal(size=(width, features)) * noise / np.sqrt(features)
     tensors["embed_tokens.weight"], tensors["lm_head.weight"] = np.array(embedding), np.array(output)

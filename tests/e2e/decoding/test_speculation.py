@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -270,7 +271,7 @@ def test_a_draft_model_that_does_not_go_with_the_model_is_refused_by_name(tmp_pa
 HEADS = ("often right", "random")
 HEAD_WAYS = ("as it comes", "few blocks")
 HEAD_SIZES = HeadSizes(
-    VOCAB_SIZE, hidden_size=64, inner=96, num_heads=4, num_kv_heads=2, head_dim=32, target_hidden_size=256
+    VOCAB_SIZE, hidden_size=192, inner=96, num_heads=12, num_kv_heads=6, head_dim=32, target_hidden_size=256
 )
 
 
@@ -281,10 +282,10 @@ def head_config(head: str, want: Sequence[Sequence[RequestOutput]], folder: Path
     else:
         width = HEAD_SIZES.hidden_size
         embedding, output = np.random.default_rng(7).normal(size=(VOCAB_SIZE, width)), np.zeros((VOCAB_SIZE, width))
-        for part in want:
-            for one in (one for outputs in part for one in outputs.outputs):
-                for before, after in itertools.pairwise(one.token_ids):
-                    output[after] += embedding[before]
+        texts = (one.token_ids for part in want for outputs in part for one in outputs.outputs)
+        pairs = Counter(pair for text in texts for pair in itertools.pairwise(text))
+        for before, after in {pair[0]: pair[1] for pair, _ in reversed(pairs.most_common())}.items():
+            output[after] += embedding[before]
         tensors = finding_head(HEAD_SIZES, embedding, output)
     config = HEAD_SIZES.config(draft_vocab_size=len(tensors["lm_head.weight"]))
     return {"method": "eagle3", "model": str(write(folder, config, tensors)), "num_speculative_tokens": 3}
