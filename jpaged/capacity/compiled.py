@@ -95,10 +95,8 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
-    draft = _draft_config(options)
-    configs = [config] if draft is None else [config, draft]
-    one = 1 if options.has_head else None
-    num_devices, notes = _num_devices(configs, target, question.options.get("tensor_parallel_size", one))
+    draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
+    num_devices, notes = _num_devices([config] if draft is None else [config, draft], target, chosen)
     dtype = options.model.dtype
     if dtype == "auto":
         dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"

@@ -86,9 +86,7 @@ def read_weight(source: TensorSource, name: str, shape: tuple[int, ...], index: 
     return tensor
 
 
-def read_integers(
-    source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()
-) -> np.ndarray:
+def read_integers(source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
     """`TensorSource.read` of what must be integers."""
     tensor = source.read(name, shape, index)
     if tensor.dtype.kind != "i":

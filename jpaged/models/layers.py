@@ -277,10 +277,12 @@ class QKVLinear(Linear):
     It has no axes of heads: a TPU pads the last one to 128 numbers, and would copy heads of 64 or 96 in every step.
     """
 
-    def __init__(self, config: ModelConfig, use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs, num_inputs: int | None = None
+    ) -> None:
         of_group = config.num_heads // config.num_kv_heads + 2
         self.groups = config.num_kv_heads, of_group, config.head_dim
-        super().__init__(config.hidden_size, (math.prod(self.groups),), use_bias, dtype, rngs)
+        super().__init__(num_inputs or config.hidden_size, (math.prod(self.groups),), use_bias, dtype, rngs)
 
     def project(self, x_te: jax.Array, rows: Rows, norm: Norm | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_thd, k_tkd, v_tkd), queries not scaled."""

@@ -135,8 +135,7 @@ class HeadDrafter(Drafter):
         self.catch_up()
         last_tokens = self._runner.last_tokens
         hidden_se = self._runner.forward(packed)
-        self._due = packed, last_tokens, self._runner.features
-        self._runner.features = []
+        self._due = packed, last_tokens, self._runner.take_features()
         return hidden_se
 
     def catch_up(self) -> None:

@@ -265,11 +265,7 @@ class DraftPool(Protocol):
 
 
 class StepRunner:
-    """Owns the parameters and the tokens that were sampled last. The pool is lent, for the time of a forward.
-
-    Attributes:
-        features: what the last forward left for a head; none where there is none.
-    """
+    """Owns the parameters and the tokens that were sampled last. The pool is lent, for the time of a forward."""
 
     def __init__(
         self,
@@ -290,12 +286,17 @@ class StepRunner:
         self._counts = counts
         self._num_mask_words = num_mask_words(vocab_size)
         self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # singles and masks of rows that have none
-        self.features: list[jax.Array] = []
+        self._features: list[jax.Array] = []
 
     @property
     def last_tokens(self) -> jax.Array:
         """The tokens that rows sampled last."""
         return self._last_tokens
+
+    def take_features(self) -> list[jax.Array]:
+        """Hands out what the last forward left for a head; nothing where there is none."""
+        features, self._features = self._features, []
+        return features
 
     def pack(self, inputs: StepInputs) -> PackedForward:
         """A step's inputs in a fresh buffer.
@@ -310,7 +311,7 @@ class StepRunner:
     def forward(self, packed: PackedForward) -> jax.Array:
         """Starts the model over a step's tokens; the hidden states from which its rows sample."""
         program = self._find(ProgramSpec("forward", packed.num_tokens))
-        pool, hidden_se, *self.features = program(self._params, self._pool.take(), self._last_tokens, packed.words)
+        pool, hidden_se, *self._features = program(self._params, self._pool.take(), self._last_tokens, packed.words)
         self._pool.put(pool)
         return hidden_se
 

@@ -62,11 +62,13 @@ def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
 
 
 class Attention(nnx.Module):
-    """Projections around an injected attention."""
+    """Projections around an injected attention, of so many numbers of a token; None is of its hidden state."""
 
-    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs, *, num_inputs: int | None = None
+    ) -> None:
         head_dim, eps, offset = config.head_dim, config.norm_eps, config.norm_offset
-        self.qkv = QKVLinear(config, config.attention_bias, dtype, rngs)
+        self.qkv = QKVLinear(config, config.attention_bias, dtype, rngs, num_inputs)
         width = config.num_heads * head_dim
         self.out = Linear(width, (config.hidden_size,), config.attention_output_bias, dtype, rngs)
         self.q_norm = RMSNorm(head_dim, eps, dtype, offset) if config.qk_norm else None

@@ -40,7 +40,7 @@ HEADS = {
 }
 """The families of heads, by the one name that each has here."""
 
-NAMES = {name: ARCHITECTURE for name in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")}
+NAMES = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"), ARCHITECTURE)
 """What config.json may call a head; those of the paper's authors are called as the model is."""
 
 __all__ = ["HEADS", "NAMES", "EagleConfig"]

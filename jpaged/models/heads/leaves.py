@@ -26,7 +26,7 @@ from jpaged.models.leaves import (
 )
 
 IDS = "d2t"
-"""Of each token that a head proposes, how much greater the model's id of it is."""
+"""A tensor: how much greater the model's id of each token is that a head proposes."""
 
 
 def outer_leaves(config: EagleConfig, prefix: str) -> list[Leaf]:

@@ -11,26 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.errors import InternalError
 from jpaged.models.decoder.modules import MLP, Attention, DecoderEnds, Shared, make_norm
 from jpaged.models.heads.config import NUM_WATCHED, EagleConfig
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.layers import Attend, Embedding, EndsKeys, Linear, Measured, QKVLinear
+from jpaged.models.layers import Attend, Embedding, EndsKeys, Linear, Measured
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import Rows, TokenBatch
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
-class HeadShared:
-    """What the layer takes beside states.
+class HeadShared(Shared):
+    """What the layer takes beside states, the tokens' embeddings among it."""
 
-    Attributes:
-        embedded_te: the tokens, embedded.
-        decoder: what layers of decoders share.
-    """
+    embedded_te: jax.Array = dataclasses.field(kw_only=True)
 
-    embedded_te: jax.Array
-    decoder: Shared
+    @classmethod
+    def of(cls, shared: Shared, embedded_te: jax.Array) -> HeadShared:
+        """What layers of decoders share, and embeddings."""
+        return cls(shared.angles, shared.rows, shared.heads, shared.experts, embedded_te=embedded_te)
 
 
 class EagleLayer(nnx.Module):
@@ -39,9 +39,7 @@ class EagleLayer(nnx.Module):
     def __init__(self, config: EagleConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
         self.embedding_norm = make_norm(config, dtype)
         self.state_norm = make_norm(config, dtype)
-        self.attention = Attention(config, dtype, rngs)
-        both = dataclasses.replace(config, hidden_size=2 * config.hidden_size)
-        self.attention.qkv = QKVLinear(both, config.attention_bias, dtype, rngs)
+        self.attention = Attention(config, dtype, rngs, num_inputs=2 * config.hidden_size)
         self.mlp_norm = make_norm(config, dtype)
         self.mlp = MLP(config, dtype, rngs)
         self.adds_to_norm = config.norm_before_residual
@@ -50,12 +48,12 @@ class EagleLayer(nnx.Module):
         self, x: Measured, shared: HeadShared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[Measured, Any]:
         """The layer over packed tokens; attend, carry and place as in `Model.run`."""
-        decoder, normed_te = shared.decoder, self.state_norm(x.x_te)
+        normed_te = self.state_norm(x.x_te)
         both_te = jnp.concatenate([self.embedding_norm(shared.embedded_te), normed_te], axis=-1)
-        o_te, carry = self.attention.attend(both_te, None, decoder, attend, carry, place)
+        o_te, carry = self.attention.attend(both_te, None, shared, attend, carry, place)
         residual_te = normed_te if self.adds_to_norm else x.x_te
-        x_te = self.attention.out(o_te, decoder.rows, residual=residual_te)
-        x_te = self.mlp(x_te, decoder.rows, norm=self.mlp_norm, residual=x_te)
+        x_te = self.attention.out(o_te, shared.rows, residual=residual_te)
+        x_te = self.mlp(x_te, shared.rows, norm=self.mlp_norm, residual=x_te)
         return Measured.of(x_te, is_measured=False), carry
 
 
@@ -69,13 +67,14 @@ class EagleEnds(DecoderEnds):
         self.fc = Linear(NUM_WATCHED * config.target_hidden_size, (config.hidden_size,), False, dtype, rngs)
         self.ids = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.int32)) if config.has_ids else None
         if not config.has_embedding:
-            self.embed = None
+            del self.embed
         self.vocab_size = config.vocab_size
 
     def begin(self, tokens: TokenBatch) -> tuple[Measured, HeadShared]:
         """See `Ends`."""
-        assert self.embed is not None and tokens.states_te is not None
-        shared = HeadShared(self.embed(tokens.ids_t), self.shared(tokens))
+        if tokens.states_te is None:
+            raise InternalError("a head is run without states")
+        shared = HeadShared.of(self.shared(tokens), self.embed(tokens.ids_t))
         return Measured.of(tokens.states_te, is_measured=False), shared
 
     def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:

@@ -8,27 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.device.executor import JaxExecutor
-from jpaged.engine.executor import BlockMoves, Move
+from jpaged.checkpoints.weights import load_params, read_head
+from jpaged.device.mesh import serving_mesh
+from jpaged.device.programs.lowering import sized_step
+from jpaged.engine.executor import BlockMoves, Detail, Move
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
+from jpaged.models.hf_config import from_hf, head_from_hf
+from jpaged.models.model import Model
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
-from tests.device.speculation.eagle_oracle import Head
-from tests.device.speculation.eagle_rig import (
-    HEAD,
-    NUM_LAYERS,
-    SIZES,
-    WATCHED,
-    Served,
-    likely_head,
-    serve,
-)
-from tests.models.eagle_heads import random_head
+from tests.device.speculation.eagle_rig import HEAD, LLAMA, SIZES, Served, likely_head, serve
 from tests.device.speculation.test_rounds import NO_IDS, NUM_TOKENS, PROMPTS, one_by_one, speculate
+from tests.models.eagle_heads import random_head, write
 
 SPECULATION = f'{{"method": "eagle3", "model": "head", "num_speculative_tokens": {NUM_TOKENS}}}'
 OPTIONS = tiny_model.OPTIONS.replace(
@@ -58,8 +52,8 @@ def scanned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The same where layers are stacked, with the model's embedding, and other switches turned."""
     tensors = likely_head()
     del tensors["embed_tokens.weight"]
-    config = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": None}
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    by_output = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    config = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": None, "eagle_config": by_output}
     how: dict[str, Any] = {"mode": "scan", "layer_name": "layers.0.", "watched": (1, 2, 4)}
     served = serve(tmp_path_factory.mktemp("scanned"), tensors, OPTIONS, config, **how)
     yield served
@@ -120,6 +114,21 @@ def test_proposals_are_the_oracles(served: Served) -> None:
         run_plain(driver, sequences)
     num_accepted += run_rounds(served, driver, sequences, 2)
     assert num_accepted > 10 or served.head.norm_before_residual or "d2t" in served.head.tensors
+
+
+@pytest.mark.parametrize("fault", ["another layer", "states as they are", "tokens that are not shifted", "no ids"])
+def test_the_oracle_notices_a_fault(random: Served, fault: str) -> None:
+    head = random.head
+    unmapped = {name: tensor for name, tensor in head.tensors.items() if name != "d2t"}
+    faults = {
+        "another layer": dataclasses.replace(random, watched=(0, 1, 4)),
+        "states as they are": dataclasses.replace(random, head=dataclasses.replace(head, skips_norm=True)),
+        "tokens that are not shifted": dataclasses.replace(random, head=dataclasses.replace(head, shifts=False)),
+        "no ids": dataclasses.replace(random, head=dataclasses.replace(head, tensors=unmapped)),
+    }
+    driver = Driver(random.executor)
+    with pytest.raises(AssertionError, match=r"assert \[\d+, \d+, \d+\] == \[\d+, \d+, \d+\]"):
+        run_rounds(faults[fault], driver, begin(driver), 3)
 
 
 def test_a_prompt_may_come_in_parts_and_beside_others(served: Served) -> None:
@@ -200,3 +209,57 @@ def test_rows_that_end_leave_the_others_as_they_are(likely: Served) -> None:
 
 def test_nothing_was_compiled_after_warm_up(served: Served) -> None:
     assert served.executor.num_compiles_after_warm_up == 0
+
+
+def test_tokens_are_shown_with_their_states_alone(likely: Served) -> None:
+    driver = Driver(likely.executor)
+    rows = [Row(sequence, 1, prev_sampled_row=i) for i, sequence in enumerate(begin(driver))]
+    inputs, sampling, left = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS), np.ones(8, np.int32)
+    with pytest.raises(InternalError, match="a head is shown 8 tokens without their states"):
+        likely.executor.speculate(inputs, sampling, NO_IDS, left, num_rounds=1, unseen=[inputs])
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"vocab_size": 96, "draft_vocab_size": 60}, "a vocabulary of 96 tokens, and the model one of 97"),
+        ({"target_hidden_size": 64}, "hidden states of 64 numbers, and the model's have 32"),
+        ({"hidden_size": 64}, "has no embed_tokens, and the model's are 32 numbers wide, not 64"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, "input of layers 0, 2, 5, and the model has 4"),
+    ],
+)
+def test_a_head_that_does_not_go_with_the_model_is_refused_by_name(config: dict[str, Any], problem: str) -> None:
+    stored = head_from_hf({**HEAD, **config}).stored_as(["d2t"])
+    model = Model(from_hf(LLAMA), np.dtype(np.float32))
+    with pytest.raises(InvalidArgument, match=problem) as raised:
+        sized_step(model, OPTIONS, "loop", 8, serving_mesh(1), Model(stored, model.dtype))
+    assert raised.value.field == "speculative_config.model"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        ("fc.weight", None, r"tensor fc.weight \[32, 96\] is missing"),
+        ("midlayer.hidden_norm.weight", None, r"tensor midlayer.hidden_norm.weight \[32\] is missing"),
+        ("midlayer.self_attn.q_proj.weight", np.zeros((64, 32)), r"shape \[64, 32\]; config.json makes it \[64, 64\]"),
+        ("d2t", None, r"tensor d2t \[60\] is missing"),
+        ("d2t", np.full(60, 90), "names tokens twice, or beyond the 97 of the vocabulary"),
+        ("d2t", -np.arange(60), "names tokens twice"),
+        ("d2t", np.zeros(60), "tensor d2t is float32; it has to be of integers"),
+        ("midlayer.self_attn.q_norm.weight", np.ones(16), "1 tensors are not part of Eagle3LlamaForCausalLM"),
+    ],
+)
+def test_a_tensor_that_a_head_lacks_or_that_is_not_its_own_is_named(
+    name: str, tensor: np.ndarray | None, problem: str, tmp_path: Path
+) -> None:
+    tensors = {**random_head(SIZES, 60), name: tensor}
+    stored = {key: each for key, each in tensors.items() if each is not None}
+    folder = write(tmp_path, {**HEAD, "draft_vocab_size": 60}, stored)
+    with pytest.raises((InvalidArgument, Unsupported), match=problem):
+        load_params(Model(read_head(folder), np.dtype(np.float32)), folder, "loop")
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, HEAD, {}).joinpath("model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(Unsupported, match="only safetensors weights are read; convert the checkpoint"):
+        read_head(tmp_path)
