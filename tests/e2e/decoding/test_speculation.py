@@ -309,7 +309,6 @@ def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
         load = llm.load()
         assert rule.num_dispatches > 0
         share = load.speculation.num_accepted_tokens / load.speculation.num_draft_tokens
-        print("share", share)
         assert share > 0.1 if head == "often right" else share < 0.1
         assert load.num_preemptions > 0 or "num_blocks" not in WAYS[way]
 
@@ -317,3 +316,34 @@ def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
 @pytest.mark.parametrize("head", HEADS)
 def test_some_requests_have_the_same_tokens_with_a_head(head: str, tmp_path: Path) -> None:
     check_head(head, "few blocks" if head == "random" else "as it comes", range(60), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("way", HEAD_WAYS)
+def test_many_requests_have_the_same_tokens_with_a_head(head: str, way: str, tmp_path: Path) -> None:
+    check_head(head, way, range(1000) if way == "as it comes" else range(1000, 1100), tmp_path)
+
+
+def test_a_head_is_as_often_right_behind_plain_steps_and_in_every_copy(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    requests = [([first, 70, 9], params) for first in range(3, 11)]
+    with open_llm("demo", **SIZES) as llm:
+        want = generate(llm, requests)
+    config, shares = head_config("often right", [want], tmp_path), []
+    with open_llm("demo", **SIZES, data_parallel_size=2, speculative_config=config) as llm:
+        for _ in range(2):  # the first steps of each copy are plain
+            assert_same(generate(llm, requests), want)
+        assert llm.load().speculation.num_accepted_tokens > 0
+    with open_llm("demo", **SIZES, speculative_config=config) as llm:
+        rounds = engine_of(llm)._loop._rounds
+        assert rounds is not None
+        for nums_rounds in ((4,), (0, 1)):
+            rounds._rule = InTurn(*nums_rounds)
+            before = llm.load().speculation
+            for request, expected in zip(requests, want, strict=True):
+                assert_same(generate(llm, [request]), [expected])
+            after = llm.load().speculation
+            num_proposed = after.num_draft_tokens - before.num_draft_tokens
+            shares.append((after.num_accepted_tokens - before.num_accepted_tokens) / num_proposed)
+    assert min(shares) > 0.8 * max(shares) > 0.1, shares
