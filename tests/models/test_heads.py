@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.hf_config import from_hf, head_from_hf, to_hf
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
+from jpaged.models.tokens import TokenBatch
+from tests.models import dense
 from tests.models.eagle_heads import HeadSizes
+from tests.models.tiny import TinyCase, tiny_cases
 
 SIZES = HeadSizes(100, 32, inner=48, num_heads=4, num_kv_heads=2, head_dim=16, target_hidden_size=64)
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -88,3 +96,20 @@ def test_a_head_is_not_served_as_a_model() -> None:
         from_hf(SIZES.config(architectures=["Eagle3LlamaForCausalLM"]))
     with pytest.raises(Unsupported, match="architecture 'LlamaForCausalLMEagle3' is not supported"):
         from_hf(SIZES.config())
+
+
+@pytest.mark.parametrize("mode", ["loop", "scan"])
+@pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
+def test_every_model_has_states_that_a_head_may_watch(case: TinyCase, mode: LayerMode) -> None:
+    """Of each layer's input, and of the last one's output."""
+    model = Model(from_hf(case.config), np.dtype(np.float32))
+    positions_t, watched = np.arange(6), (0, 1, model.config.num_layers)
+
+    def run(params: Params) -> tuple[jax.Array, list[jax.Array]]:
+        tokens = TokenBatch(positions_t, positions_t, positions_t + 1)
+        hidden_te, _, seen = model.run_watched(params, tokens, dense.attend, (), mode, watched)
+        return hidden_te, seen
+
+    hidden, seen = jax.eval_shape(run, model.abstract_params(mode))
+    assert hidden.shape == (6, model.config.hidden_size)
+    assert [one.shape for one in seen] == [hidden.shape] * 3

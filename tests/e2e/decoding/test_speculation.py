@@ -271,14 +271,18 @@ def test_a_draft_model_that_does_not_go_with_the_model_is_refused_by_name(tmp_pa
 HEADS = ("often right", "random")
 HEAD_WAYS = ("as it comes", "few blocks")
 HEAD_SIZES = HeadSizes(
-    VOCAB_SIZE, hidden_size=192, inner=96, num_heads=12, num_kv_heads=6, head_dim=32, target_hidden_size=256
+    VOCAB_SIZE, hidden_size=256, inner=96, num_heads=16, num_kv_heads=8, head_dim=32, target_hidden_size=256
 )
 
 
 def head_config(head: str, want: Sequence[Sequence[RequestOutput]], folder: Path) -> dict[str, Any]:
-    """A head for the demo: one that knows nothing, or one that proposes what most often follows in these outputs."""
+    """A head for the demo: one that knows nothing, or one that proposes what most often follows in these outputs.
+
+    The first takes the demo's embedding.
+    """
     if head == "random":
         tensors = random_head(HEAD_SIZES, 1000)
+        del tensors["embed_tokens.weight"]
     else:
         width = HEAD_SIZES.hidden_size
         embedding, output = np.random.default_rng(7).normal(size=(VOCAB_SIZE, width)), np.zeros((VOCAB_SIZE, width))
