@@ -59,9 +59,7 @@ def test_programs_with_a_head_lower_with_their_kernels(name: str, program: str) 
     step, geometry, both = head_step(target)
     assert step.draft is not None
     params, of_head = split_params(both)
-    keys, pool = (
-        jax.ShapeDtypeStruct(one.layout.shape, one.layout.storage_dtype) for one in (step.draft.step, step)
-    )
+    keys, pool = (jax.ShapeDtypeStruct(one.layout.shape, one.layout.storage_dtype) for one in (step.draft.step, step))
     states = abstract_states(step.draft)
     of_draft = keys, jax.ShapeDtypeStruct(states.shape, states.dtype)
     packing, rounds = forward_packing(NUM_TOKENS, geometry), SpeculatePacking.of(8, geometry)

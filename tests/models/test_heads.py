@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -101,9 +102,9 @@ def test_a_head_is_not_served_as_a_model() -> None:
 @pytest.mark.parametrize("mode", ["loop", "scan"])
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
 def test_every_model_has_states_that_a_head_may_watch(case: TinyCase, mode: LayerMode) -> None:
-    """Of each layer's input, and of the last one's output."""
+    """They are the inputs of layers, and the output of the last one."""
     model = Model(from_hf(case.config), np.dtype(np.float32))
-    positions_t, watched = np.arange(6), (0, 1, model.config.num_layers)
+    positions_t, watched = jnp.arange(6), (0, 1, model.config.num_layers)
 
     def run(params: Params) -> tuple[jax.Array, list[jax.Array]]:
         tokens = TokenBatch(positions_t, positions_t, positions_t + 1)
