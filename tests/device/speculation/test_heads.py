@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged.checkpoints.weights import load_params, read_head
 from jpaged.device.mesh import serving_mesh
 from jpaged.device.programs.lowering import sized_step
+from jpaged.device.speculation.drafter import HeadDrafter
 from jpaged.engine.executor import BlockMoves, Detail, Move
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.models.hf_config import from_hf, head_from_hf
@@ -187,6 +189,20 @@ def test_a_copy_is_one_of_keys_and_states(likely: Served) -> None:
     likely.executor.move_blocks(moves)
     sequences[0].blocks, sequences[3].blocks = copies
     run_rounds(likely, driver, sequences, 2)
+
+
+def test_nan_in_the_pool_of_a_head_changes_no_token(likely: Served) -> None:
+    driver = Driver(likely.executor)
+    sequences = begin(driver)
+    want = one_by_one(driver, sequences, 12)
+    driver = Driver(likely.executor)
+    sequences = begin(driver)
+    assert isinstance(likely.executor._drafter, HeadDrafter)
+    pool = likely.executor._drafter._pool
+    pool.put(jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), pool.take()))
+    tokens, _ = speculate(driver, sequences, num_rounds=3)
+    pool.put(jax.tree.map(jnp.zeros_like, pool.take()))
+    assert tokens == [one[: len(found)] for one, found in zip(want, tokens, strict=True)]
 
 
 def test_rows_that_end_leave_the_others_as_they_are(likely: Served) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.hub import find_folder
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
@@ -351,3 +351,29 @@ def test_a_head_is_as_often_right_behind_plain_steps_and_in_every_copy(tmp_path:
             num_proposed = after.num_draft_tokens - before.num_draft_tokens
             shares.append((after.num_accepted_tokens - before.num_accepted_tokens) / num_proposed)
     assert min(shares) > 0.8 * max(shares) > 0.1, shares
+
+
+def test_a_head_that_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = random_head(HEAD_SIZES, 1000)
+    fits = HEAD_SIZES.config(draft_vocab_size=1000)
+    write(tmp_path / "narrow", {**fits, "target_hidden_size": 128}, {**tensors, "fc.weight": np.zeros((256, 384))})
+    fewer = dataclasses.replace(HEAD_SIZES, vocab_size=3000)
+    write(tmp_path / "fewer", fewer.config(draft_vocab_size=1000), random_head(fewer, 1000))
+    write(tmp_path / "lacks", fits, {name: each for name, each in tensors.items() if name != "fc.weight"})
+    write(tmp_path / "pickled", fits, {}).joinpath("model.safetensors").rename(tmp_path / "pickled" / "weights.bin")
+    problems = {
+        "narrow": "hidden states of 128 numbers, and the model's have 256",
+        "fewer": "vocabulary of 3000 tokens, and the model one of 3072",
+        "lacks": "tensor fc.weight .* is missing",
+        "pickled": "only safetensors weights are read",
+        "nothing": "there is no folder",
+        "demo": "of several layers is not supported",
+    }
+    for name, problem in problems.items():
+        model = name if name == "demo" else str(tmp_path / name)
+        config = {"method": "eagle3", "model": model, "num_speculative_tokens": 3}
+        with (
+            pytest.raises((InvalidArgument, Unsupported), match=rf"speculative_config.model: (?s:.*){problem}"),
+            open_llm("demo", **SIZES, speculative_config=config),
+        ):
+            raise AssertionError(f"{name} is served")
