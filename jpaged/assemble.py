@@ -21,7 +21,7 @@ from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.quantised.rounding import quantised_here
-from jpaged.checkpoints.weights import load_params, random_params
+from jpaged.checkpoints.weights import load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.executor import JaxExecutor
@@ -308,17 +308,22 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
 def _draft(
     source: Source, model: Model, options: EngineConfig, where: Placement, progress: Progress
 ) -> tuple[Model, Params] | None:
-    """The model that proposes tokens for another, and its parameters; None where none does.
+    """The model or the head that proposes tokens for another, and its parameters; None where none does.
 
     Raises:
         InvalidArgument: it cannot be found or read, or its tokens are others than the model's.
         Unsupported: it is of a kind that is not served.
     """
     field = f"{SPECULATIVE}.model"
-    if options.speculation is None or not options.has_draft_model or options.speculation.model is None:
+    speculation = options.speculation
+    if speculation is None or not options.has_draft or speculation.model is None:
         return None
     try:
-        found = find_source(options.speculation.model)
+        if options.has_head:
+            folder = find_folder(speculation.model)
+            found = Source(speculation.model, folder, read_head(folder), source.tokenizer)
+        else:
+            found = find_source(speculation.model)
         check_same_tokens(source.tokenizer, found.tokenizer)
         draft = Model(found.config, model.dtype)
         params = _load(draft, found, options, Placement.of(draft, where.mesh), progress)

@@ -190,14 +190,38 @@ def test_speculation_is_a_json_object_or_what_it_says():
         (3, "", "3 is not of type str"),
         ({"method": "ngram"}, ".num_speculative_tokens", "is missing"),
         ({"method": {1}}, "", "is no JSON object: Object of type set"),
-        (
-            {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2},
-            ".method",
-            "eagle3 is not served; one of ngram, suffix, draft_model",
-        ),
+        ({"method": "eagle", "num_speculative_tokens": 2}, ".method", "'eagle' is not one of ngram, suffix"),
+        ({"method": "eagle2", "num_speculative_tokens": 2}, ".method", "'eagle2' is not one of ngram, suffix"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, ".model", "eagle3 reads a checkpoint"),
+        ({"method": "eagle3", "model": "a/b"}, ".num_speculative_tokens", "is missing"),
     ],
 )
 def test_speculation_that_cannot_be_is_refused(value, field, problem):
     with pytest.raises(InvalidArgument, match=problem) as error:
         EngineConfig.load({"speculative_config": value})
     assert error.value.field == f"speculative_config{field}"
+
+
+EAGLE3 = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}
+
+
+def test_a_head_sees_each_token_once():
+    """The model runs one step at a time, and no block leaves for the host."""
+    for options in ({}, {"num_scheduler_steps": -1, "swap_space": 0.0}, {"num_scheduler_steps": 1, "swap_space": 1.0}):
+        found = EngineConfig.load({"speculative_config": EAGLE3, **options})
+        assert (found.scheduler.num_scheduler_steps, found.cache.swap_space) == (1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4, the limit with it is 1"),
+        ({"swap_space": 2.0}, "swap_space is to be 0"),
+        ({"tensor_parallel_size": 2}, "eagle3 runs on one device; tensor_parallel_size is 2"),
+        ({"enable_lora": True}, "eagle3 does not go with adapters"),
+    ],
+)
+def test_what_does_not_go_with_a_head_is_refused(options, problem):
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        EngineConfig.load({"speculative_config": EAGLE3, **options})
+    assert error.value.field == "speculative_config.method"

@@ -13,7 +13,9 @@ import numpy as np
 from jpaged.capacity.named_model import find_config
 from jpaged.capacity.step_times import PlannedModel, StepTimes
 from jpaged.capacity.target import Target, find_target
+from jpaged.checkpoints.hub import find_local
 from jpaged.checkpoints.quantised.rounding import quantised_here
+from jpaged.checkpoints.weights import read_head
 from jpaged.config import EngineConfig
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
@@ -93,9 +95,8 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
-    draft = _draft_config(options)
-    configs = [config] if draft is None else [config, draft]
-    num_devices, notes = _num_devices(configs, target, question.options.get("tensor_parallel_size"))
+    draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
+    num_devices, notes = _num_devices([config] if draft is None else [config, draft], target, chosen)
     dtype = options.model.dtype
     if dtype == "auto":
         dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
@@ -172,6 +173,15 @@ def _draft_config(options: EngineConfig) -> ModelConfig | None:
     if options.speculation is None or options.speculation.model is None:
         return None
     try:
-        return find_config(options.speculation.model)[1]
+        return _config_of_draft(options.speculation.model, is_head=options.has_head)
     except (InvalidArgument, NotFound) as error:
         raise InvalidArgument(f"{SPECULATIVE}.model", str(error).removeprefix("model: ")) from error
+
+
+def _config_of_draft(name: str, *, is_head: bool) -> ModelConfig:
+    if not is_head:
+        return find_config(name)[1]
+    folder = find_local(name)
+    if folder is None:
+        raise NotFound(f"model: {name!r} is no folder with a head")
+    return read_head(folder)

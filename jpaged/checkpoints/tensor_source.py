@@ -86,6 +86,14 @@ def read_weight(source: TensorSource, name: str, shape: tuple[int, ...], index: 
     return tensor
 
 
+def read_integers(source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+    """`TensorSource.read` of what must be integers."""
+    tensor = source.read(name, shape, index)
+    if tensor.dtype.kind != "i":
+        raise Unsupported(f"{source.where(name)}: tensor {name} is {tensor.dtype.name}; it has to be of integers")
+    return tensor
+
+
 def unsupported_dtype(where: Path, name: str, dtype: str) -> Unsupported:
     """The error for a tensor that is of no type in `DTYPES`."""
     return Unsupported(f"{where}: tensor {name} is {dtype}; supported: {', '.join(DTYPES)}")

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jpaged.checkpoints.finite import check_finite, refuse_tensor
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.scheme import read_model
-from jpaged.checkpoints.hub import read_scheme
+from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantised.leaf import Part, ReadMatrix, quantised_leaf
@@ -26,11 +26,13 @@ from jpaged.checkpoints.quantised.rounding import round_matrix
 from jpaged.checkpoints.quantised.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
 from jpaged.checkpoints.quantised.weights import Dequantised
 from jpaged.checkpoints.tensor_files import TensorFiles
-from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_weight
+from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_integers, read_weight
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
 from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.models.config import ModelConfig
+from jpaged.models.heads import EagleConfig
+from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params, normal
 from jpaged.models.leaves import Leaf
@@ -216,6 +218,18 @@ def open_tensors(folder: Path) -> Iterator[TensorSource]:
         yield TensorFiles(folder, opened)
 
 
+def read_head(folder: Path) -> EagleConfig:
+    """The shape of an EAGLE-3 head in a folder, as its config.json and the names of its tensors say it.
+
+    Raises:
+        InvalidArgument: a file is missing or malformed.
+        Unsupported: another kind of head, or a setting or a format that is not read.
+    """
+    config = head_from_hf(read_json(folder / CONFIG_FILE))
+    with open_tensors(folder) as tensors:
+        return config.stored_as(tensors.names)
+
+
 def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | None) -> None:
     """Refuses what `load_params` would refuse, before anything is read but a tied embedding that is there twice.
 
@@ -344,10 +358,9 @@ class _Source:
         if self.split is not None:
             shape[self.split.axis] = part.stop - part.start
         stack = np.empty((len(self.leaves), *shape), self.dtype)
+        read = read_weight if jnp.issubdtype(self.dtype, jnp.floating) else read_integers
         for array, leaf in zip(stack, self.leaves, strict=True):
-            tensors = [
-                read_weight(self.files, name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors
-            ]
+            tensors = [read(self.files, name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors]
             leaf.pack(tensors, array)
         return stack if self.is_stacked else stack[0]
 

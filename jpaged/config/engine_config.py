@@ -28,11 +28,12 @@ from jpaged.config.groups import (
     StartupOptions,
 )
 from jpaged.config.option import checked
-from jpaged.config.speculative import NAME, SERVED_METHODS, SpeculativeOptions
+from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost
 
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
+_WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
 """The options of one of several processes, which only `jpaged serve` can be."""
 
@@ -66,6 +67,8 @@ class EngineConfig:
             sections[section] = kind(**values)
         config = cls(**sections)
         config._check_together()
+        if config.has_head:
+            config = config._for_head(options)
         return config.replace(enable_lora=True) if config.lora.lora else config
 
     def _check_together(self) -> None:
@@ -91,22 +94,47 @@ class EngineConfig:
             )
         self.parallel.check()
         self.lora.check()
-        if self.speculation is not None and self.speculation.method not in SERVED_METHODS:
-            served = ", ".join(SERVED_METHODS)
-            raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} is not served; one of {served}")
-        self._check_draft_model()
+        self._check_draft()
 
-    def _check_draft_model(self) -> None:
-        """Refuses what does not go with a draft model, which is on the device of the model."""
-        if not self.has_draft_model:
+    def _check_draft(self) -> None:
+        """Refuses what does not go with a draft model or a head, which is on the device of the model."""
+        if self.speculation is None or not self.has_draft:
             return
+        method, size = self.speculation.method, self.parallel.tensor_parallel_size
+        if method == "eagle3" and size > 1:
+            raise InvalidArgument(
+                f"{NAME}.method", f"eagle3 runs on one device; tensor_parallel_size is {size}, the limit with it is 1"
+            )
         if self.lora.enable_lora or self.lora.lora:
-            raise InvalidArgument(f"{NAME}.method", "draft_model does not go with adapters (enable_lora is True)")
+            raise InvalidArgument(f"{NAME}.method", f"{method} does not go with adapters (enable_lora is True)")
+
+    def _for_head(self, given: Mapping[str, Any]) -> EngineConfig:
+        """These options where the model runs one step at a time, and no block leaves: a head sees each token once.
+
+        Raises:
+            InvalidArgument: it was given otherwise.
+        """
+        problem = "eagle3 has to see each token as it is run"
+        if self.scheduler.num_scheduler_steps > 1:
+            raise InvalidArgument(
+                f"{NAME}.method",
+                f"{problem}; num_scheduler_steps is {self.scheduler.num_scheduler_steps}, the limit with it is 1",
+            )
+        if given.get("swap_space") not in (None, 0, CacheOptions().swap_space):
+            raise InvalidArgument(
+                f"{NAME}.method", f"{problem}, and not when it comes back from the host; swap_space is to be 0"
+            )
+        return self.replace(**_WITH_HEAD)
 
     @property
-    def has_draft_model(self) -> bool:
-        """A draft model on the device proposes tokens."""
-        return self.speculation is not None and self.speculation.method == "draft_model"
+    def has_draft(self) -> bool:
+        """A draft model or a head on the device proposes tokens."""
+        return self.speculation is not None and self.speculation.method in MODEL_METHODS
+
+    @property
+    def has_head(self) -> bool:
+        """What proposes tokens takes hidden states of the model."""
+        return self.speculation is not None and self.speculation.method == "eagle3"
 
     @property
     def speculation(self) -> SpeculativeOptions | None:
@@ -146,8 +174,8 @@ class EngineConfig:
             raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
         if self.lora.enable_lora:
             raise InvalidArgument("enable_lora", f"True: adapters are served by one process, {several}")
-        if self.has_draft_model:
-            raise InvalidArgument(f"{NAME}.method", f"draft_model runs in one process, {several}")
+        if self.speculation is not None and self.has_draft:
+            raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} runs in one process, {several}")
         place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
         return self.replace(**place)
 

@@ -166,8 +166,8 @@ class SchedulerOptions:
     )
     speculative_config: JsonText | None = option(
         None,
-        "a JSON object as vLLM takes it, which says who proposes tokens ahead of the model (methods ngram, suffix and "
-        'draft_model), such as {"method": "suffix"}; what is proposed never changes what is generated',
+        "a JSON object as vLLM takes it, which says who proposes tokens ahead of the model (methods ngram, suffix, "
+        'draft_model and eagle3), such as {"method": "suffix"}; what is proposed never changes what is generated',
     )
     max_num_queued_reqs: int = option(4096, "waiting requests before new ones are refused", low=1, high=1 << 20)
 

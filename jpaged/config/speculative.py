@@ -4,9 +4,9 @@
     {"method": "suffix"}
 
 Keys, their meaning and their defaults are those of vLLM's `SpeculativeConfig`
-(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); of its methods, two that read a checkpoint of their own
-(draft_model, eagle3) are known and not served. Bounds and refusals are ours: a key that is not known, or that the
-method does not read, is an error.
+(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3
+read a checkpoint of their own. Bounds and refusals are ours: a key that is not known, or that the method does not read,
+is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from jpaged.errors import InvalidArgument
 
 NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "draft_model", "eagle3")
-SERVED_METHODS = ("ngram", "suffix", "draft_model")
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that read a checkpoint of their own."""
 MAX_NUM_SPECULATIVE_TOKENS = 32

@@ -175,7 +175,7 @@ class JaxExecutor:
         if smallest[0].layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(smallest[0], params)}
         if draft is not None and smallest[0].draft is not None:
-            params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1])}
+            params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1], params)}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
         memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
         least = least or (lambda value: value)
@@ -288,7 +288,7 @@ class JaxExecutor:
         """
         packed = inputs if isinstance(inputs, PackedForward) else self.pack(inputs)
         with self._calling(f"a forward of {packed.num_tokens} tokens failed"):
-            return self._runner.forward(packed)
+            return self._runner.forward(packed) if self._drafter is None else self._drafter.forward(packed)
 
     def pack(self, inputs: StepInputs) -> PackedForward:
         """A step's inputs in a fresh buffer.
@@ -306,7 +306,10 @@ class JaxExecutor:
             InternalError: a number of rows of no compiled program, or a fault of the device.
         """
         with self._calling(f"a sample of {len(inputs.rows_r)} rows failed"):
-            return self._runner.sample(hidden, inputs)
+            outputs = self._runner.sample(hidden, inputs)
+            if self._drafter is not None:
+                self._drafter.catch_up()
+            return outputs
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

@@ -18,4 +18,5 @@ rope/           rotary position embedding
 lora/           what adapters add to
 decoder/        the decoder that most families are
 families/       one file or room a family
+heads/          EAGLE-3 heads, which propose tokens for a model
 """

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
+from jpaged.models.heads import HEADS, NAMES, EagleConfig
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.registry import find_family
 
@@ -113,6 +114,28 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
     """
     whole = JsonFields(config, "config.json")
     architecture = _architecture(whole)
+    if architecture in HEADS:
+        raise Unsupported(f"{architecture} proposes tokens for another model, and is served beside it alone")
+    return _read(whole, architecture, generation)
+
+
+def head_from_hf(config: Mapping[str, object]) -> EagleConfig:
+    """Reads the config.json of an EAGLE-3 head; which tensors it has is not known yet.
+
+    Raises:
+        Unsupported: another kind of head, or a setting that this model code does not compute.
+        InvalidArgument: a missing or malformed value.
+    """
+    whole = JsonFields(config, "config.json")
+    name = _architecture(whole)
+    if name not in NAMES:
+        raise Unsupported(f"{name!r} is no EAGLE-3 head that is supported; supported: {', '.join(NAMES)}")
+    result = _read(whole, NAMES[name], None)
+    assert isinstance(result, EagleConfig)
+    return result
+
+
+def _read(whole: JsonFields, architecture: str, generation: Mapping[str, object] | None) -> ModelConfig:
     family = find_family(architecture)
     fields = whole if family.language is None else family.language(whole)
     for part in (whole, fields):

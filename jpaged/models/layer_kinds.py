@@ -47,9 +47,14 @@ class Segment:
     num_repeats: int
     first_stack: int
 
+    @property
+    def end(self) -> int:
+        """The number of the layer behind its last one."""
+        return self.first + len(self.kinds) * self.num_repeats
+
     def layers_at(self, place: int) -> range:
         """The layers that stand at one place of the period."""
-        return range(self.first + place, self.first + len(self.kinds) * self.num_repeats, len(self.kinds))
+        return range(self.first + place, self.end, len(self.kinds))
 
     def stack_at(self, place: int) -> str:
         """The name under which the layers at one place of the period are stacked."""

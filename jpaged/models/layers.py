@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.errors import InternalError
 from jpaged.kernels import lora, product
 from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.matmul import dot
@@ -276,10 +277,12 @@ class QKVLinear(Linear):
     It has no axes of heads: a TPU pads the last one to 128 numbers, and would copy heads of 64 or 96 in every step.
     """
 
-    def __init__(self, config: ModelConfig, use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs, num_inputs: int | None = None
+    ) -> None:
         of_group = config.num_heads // config.num_kv_heads + 2
         self.groups = config.num_kv_heads, of_group, config.head_dim
-        super().__init__(config.hidden_size, (math.prod(self.groups),), use_bias, dtype, rngs)
+        super().__init__(num_inputs or config.hidden_size, (math.prod(self.groups),), use_bias, dtype, rngs)
 
     def project(self, x_te: jax.Array, rows: Rows, norm: Norm | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_thd, k_tkd, v_tkd), queries not scaled."""
@@ -380,6 +383,10 @@ class Ends(nnx.Module):
     def normed(self, hidden_re: jax.Array) -> jax.Array:
         """The last layer's states behind the model's last norm, `[R, E]`: what it calls its hidden states."""
         return hidden_re if self.final_norm is None else self.final_norm(hidden_re)
+
+    def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:
+        """What a head takes beside tokens, `[T, E]`, of hidden states of the model that it proposes for."""
+        raise InternalError(f"{type(self).__name__} takes no hidden states of another model")
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
         """The last layer's states `[R, E]`, of which the first rows are in use, to float32 logits `[R, V]`."""

@@ -20,7 +20,7 @@ from jpaged.models.layers import Attend, Ends, Params
 from jpaged.models.quantisation.tree import put_quantised
 from jpaged.models.registry import find_family
 from jpaged.models.stack import LayerMode, LayerPlace, run_layers
-from jpaged.models.tokens import TokenBatch
+from jpaged.models.tokens import Rows, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,24 @@ class Model:
         Returns:
             hidden states `[T, E]` in the model's type, and the carry.
         """
+        hidden_te, carry, _ = self.run_watched(params, tokens, attend, carry, layer_mode, (), kv_places)
+        return hidden_te, carry
+
+    def run_watched(
+        self,
+        params: Params,
+        tokens: TokenBatch,
+        attend: Attend,
+        carry: Any,
+        layer_mode: LayerMode,
+        watched: Sequence[int],
+        kv_places: Sequence[KVPlace] | None = None,
+    ) -> tuple[jax.Array, Any, list[jax.Array]]:
+        """As `run`, and with the hidden states `[T, E]` that go into some layers.
+
+        Args:
+            watched: numbers of layers; that of all layers is what comes out of the last one.
+        """
         ends, config = self._ends(params), self.config
         x, shared = ends.begin(tokens)
 
@@ -104,8 +122,17 @@ class Model:
             return nnx.merge(graph, nnx.State(params))(x, shared, attend, carry, place)
 
         places = [(0, index) for index in range(config.num_layers)] if kv_places is None else kv_places
-        x, carry = run_layers(layer, params["layers"], x, carry, config.layer_kinds, places, mode=layer_mode)
-        return ends.end(x), carry
+        x, carry, seen = run_layers(
+            layer, params["layers"], x, carry, config.layer_kinds, places, mode=layer_mode, watched=watched
+        )
+        return ends.end(x), carry, [ends.end(one) for one in seen]
+
+    def combine(self, params: Params, features_tf: jax.Array, num_rows: jax.Array) -> jax.Array:
+        """What a head takes beside tokens, `[T, E]`, of the hidden states `[T, F]` that it watches, side by side.
+
+        So many rows are in use, the first ones.
+        """
+        return self._ends(params).combine(features_tf, Rows(num_rows))
 
     def logits(self, params: Params, hidden_re: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """Hidden states `[R, E]` to float32 logits `[R, V]`, by the final norm and the output matrix.

@@ -20,6 +20,7 @@ from jpaged.models.families import (
     starcoder2,
 )
 from jpaged.models.family import AnyFamily
+from jpaged.models.heads import HEADS
 
 _FAMILIES = (
     *(llama, mixtral, qwen_moe, gpt_oss, deepseek, gemma, phi3),
@@ -32,12 +33,12 @@ ARCHITECTURES: Mapping[str, AnyFamily] = {
 
 
 def find_family(architecture: str) -> AnyFamily:
-    """The family of an architecture.
+    """The family of an architecture, or of a head.
 
     Raises:
         Unsupported: the architecture is not served; the message lists those that are.
     """
-    family = ARCHITECTURES.get(architecture)
+    family = ARCHITECTURES.get(architecture) or HEADS.get(architecture)
     if family is None:
         raise Unsupported(f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return family

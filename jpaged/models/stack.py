@@ -54,7 +54,8 @@ def run_layers(
     kv_places: Sequence[KVPlace],
     *,
     mode: LayerMode,
-) -> tuple[Any, Any]:
+    watched: Sequence[int] = (),
+) -> tuple[Any, Any, list[Any]]:
     """Runs x and the carry through every layer in order.
 
     The carry (the whole KV pool when serving) stays one donated value in both modes: it is never sliced by layer.
@@ -69,35 +70,64 @@ def run_layers(
         mode: `scan` compiles one layer for each stack whatever the depth, but XLA copies each slice of the weights on
             CPU and GPU (2 to 3 times the traffic, measured); `loop` gives every layer its own arrays, and the jitted
             layer is traced and lowered once for each kind and group.
+        watched: layers whose input comes besides; a number of layers is the last one's output.
+
+    Returns:
+        x, the carry, and what went into each of the layers that are watched.
     """
+    seen: dict[int, Any] = {}
     if mode == "scan":
         for segment in segments_of(kinds):
-            x, carry = _scan(layer, layer_params, x, carry, segment, kv_places)
-        return x, carry
-    jitted = jax.jit(layer)
-    for params, kind, (group, index) in zip(layer_params, kinds, kv_places, strict=True):
-        x, carry = jitted(params, x, carry, LayerPlace(jnp.int32(index), kind, group))
-    return x, carry
+            inside = [number for number in watched if segment.first <= number < segment.end]
+            x, carry, found = _scan(layer, layer_params, x, carry, segment, kv_places, inside)
+            seen |= dict(zip(inside, found, strict=True))
+    else:
+        jitted = jax.jit(layer)
+        places = zip(layer_params, kinds, kv_places, strict=True)
+        for number, (params, kind, (group, index)) in enumerate(places):
+            seen[number] = x
+            x, carry = jitted(params, x, carry, LayerPlace(jnp.int32(index), kind, group))
+    seen[len(kinds)] = x
+    return x, carry, [seen[number] for number in watched]
 
 
 def _scan(
-    layer: Layer, layer_params: Any, x: Any, carry: Any, segment: Segment, kv_places: Sequence[KVPlace]
-) -> tuple[Any, Any]:
+    layer: Layer,
+    layer_params: Any,
+    x: Any,
+    carry: Any,
+    segment: Segment,
+    kv_places: Sequence[KVPlace],
+    watched: Sequence[int],
+) -> tuple[Any, Any, list[Any]]:
     places = [[kv_places[index] for index in segment.layers_at(i)] for i in range(len(segment.kinds))]
 
     stacks = [layer_params[segment.stack_at(i)] for i in range(len(segment.kinds))]
 
     # A layer's number is counted: read off an array it is an operation of its own.
-    def body(state: tuple[Any, Any, list[jax.Array]], params: Any) -> tuple[tuple[Any, Any, list[jax.Array]], None]:
-        x, carry, (repeat, *indices) = state
+    def body(state: tuple[Any, Any, list[jax.Array], list[Any]], params: Any) -> tuple[Any, None]:
+        x, carry, (repeat, *indices), seen = state
         for i, kind in enumerate(segment.kinds):
+            seen = [
+                _kept(found, x, repeat, segment.layers_at(i), number)
+                for found, number in zip(seen, watched, strict=True)
+            ]
             place = LayerPlace(indices[i], kind, places[i][0][0])
             x, carry = layer(_with_whole(params[i], stacks[i], repeat), x, carry, place)
-        return (x, carry, [repeat + 1, *(i + _step(of) for i, of in zip(indices, places, strict=True))]), None
+        return (x, carry, [repeat + 1, *(i + _step(of) for i, of in zip(indices, places, strict=True))], seen), None
 
     counted = [jnp.int32(0), *(jnp.int32(of_stack[0][1]) for of_stack in places)]
-    (x, carry, _), _ = jax.lax.scan(body, (x, carry, counted), [_without_whole(stack) for stack in stacks])
-    return x, carry
+    state = x, carry, counted, [x for _ in watched]
+    (x, carry, _, seen), _ = jax.lax.scan(body, state, [_without_whole(stack) for stack in stacks])
+    return x, carry, seen
+
+
+def _kept(found: Any, x: Any, repeat: jax.Array, layers: range, number: int) -> Any:
+    """What goes into a layer if it is the one with that number, else what was found before."""
+    if number not in layers:
+        return found
+    is_it = repeat == layers.index(number)
+    return jax.tree.map(lambda old, new: jnp.where(is_it, new, old), found, x)
 
 
 def _is_of_experts(path: tuple[Any, ...]) -> bool:

@@ -58,6 +58,7 @@ class TokenBatch:
         heads: what turns heads there; None is XLA, or the kernel that belongs to packed weights. Static.
         experts: what multiplies with the matrices of experts; None is one CPU device's. Static.
         adapters_t: see `Rows`.
+        states_te: what a head takes beside the tokens, `[T, E]`; None where a model takes tokens alone.
     """
 
     ids_t: jax.Array
@@ -67,6 +68,7 @@ class TokenBatch:
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     adapters_t: jax.Array | None = None
+    states_te: jax.Array | None = None
 
     @property
     def rows(self) -> Rows:

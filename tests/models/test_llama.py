@@ -70,15 +70,19 @@ def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
         assert place.index.dtype == jnp.int32
         return x + params * place.attention.scale, carry.at[place.index].set(x[0])
 
-    run = jax.jit(run_layers, static_argnums=(0, 4, 5), static_argnames="mode")
+    run = jax.jit(run_layers, static_argnums=(0, 4, 5), static_argnames=("mode", "watched"))
+    watched = (1, 5, 3, 0, 3)
     for scales in ((1.0,) * 5, (1.0, 2.0, 1.0, 2.0, 1.0), (1.0, 1.0, 2.0, 2.0, 3.0), (1.0, 2.0, 3.0, 1.0, 2.0)):
         params, kinds = 10.0 ** np.arange(5), tuple(LayerKind(AttentionKind(scale)) for scale in scales)
         sums = [0.0, *np.cumsum(params * np.array(scales)).tolist()]
         stacked = {name: jnp.array(params[np.array(layers)]) for name, layers in stacks_of(kinds).items()}
         places = tuple((0, index) for index in range(5))
         for mode, layer_params in (("loop", list(params)), ("scan", stacked)):
-            x, carry = run(layer, layer_params, jnp.zeros(2), jnp.zeros(5), kinds, places, mode=mode)
+            begin = layer, layer_params, jnp.zeros(2), jnp.zeros(5), kinds, places
+            x, carry, seen = run(*begin, mode=mode, watched=watched)
             assert [*carry.tolist(), x[0]] == sums
+            assert [one.tolist() for one in seen] == [[sums[number]] * 2 for number in watched]
+            assert run(*begin, mode=mode)[2] == []
 
 
 def test_states_measured_where_they_arise_are_normalised_alike(tmp_path: Path) -> None:

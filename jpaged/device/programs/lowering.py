@@ -170,7 +170,7 @@ def abstract_serving(
         shape, sharding = (num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
         params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
     if step.draft is not None:
-        params[DRAFT] = abstract_draft_params(step.draft)
+        params[DRAFT] = abstract_draft_params(step.draft, params)
     return step, geometry, params
 
 
@@ -204,7 +204,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         if spec.kind == "forward":
             packing = forward_packing(spec.size, geometry)
             forward = functools.partial(step.packed_forward, packing=packing)
-            outputs = of_pool, whole
+            watches = step.draft is not None and step.draft.is_head
+            outputs = (of_pool, whole, whole) if watches else (of_pool, whole)
             jitted = jax.jit(forward, donate_argnums=1, out_shardings=outputs, compiler_options=options["forward"])
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
         if spec.kind == "decode":

@@ -229,7 +229,8 @@ def _digest_of_model(config: ModelConfig) -> str:
 def _digest_of_draft(draft: Draft) -> str:
     step = draft.step
     how = (step.model.dtype, step.layout, step.layer_mode, step.backend, step.linear_backend)
-    return _digest(repr((_digest_of_model(step.model.config), how, draft.group, draft.num_tokens)))
+    beside = draft.group, draft.num_tokens, draft.watched, draft.shares_embedding
+    return _digest(repr((_digest_of_model(step.model.config), how, *beside)))
 
 
 def _digest(text: str) -> str:

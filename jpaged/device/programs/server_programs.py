@@ -22,7 +22,7 @@ from jpaged.device.programs.memory_plan import PoolRequest, ProgramMemory
 from jpaged.device.programs.report import ProgramReport
 from jpaged.device.programs.saved import SavedPrograms
 from jpaged.device.programs.store import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
-from jpaged.device.speculation.draft import pool_bytes_per_block
+from jpaged.device.speculation.draft import own_params, pool_bytes_per_block
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import EDIT_WORDS, ROW_WORDS
 from jpaged.device.step.told import MOST_BYTES
@@ -77,7 +77,7 @@ class ServerPrograms:
                 sources[spec] = ProgramSource(functools.partial(kept.make, spec, lowering))
             else:
                 sources[spec] = ProgramSource.of(lowering)
-        return cls(step, geometry, sources, local_bytes(params))
+        return cls(step, geometry, sources, local_bytes(own_params(step, params)))
 
     @property
     def decisive_specs(self) -> list[ProgramSpec]:

@@ -1,12 +1,14 @@
-"""The draft model beside the model: what it has to be, and its sizes. Allocates and compiles nothing."""
+"""The draft model, or the head, beside the model: what it has to be, and its sizes. Allocates and compiles nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from jpaged.config import EngineConfig, SpeculativeOptions
 from jpaged.device.linear import choose_linear_backend, params_for
-from jpaged.device.mesh import Placement, check_params, first_device, num_shards
+from jpaged.device.mesh import Placement, check_params, first_device, num_shards, replicated
 from jpaged.device.step.forward import Draft, Step
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Geometry
@@ -14,6 +16,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.kernels.paged_attention import Queries
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.sampling import choose_kernel
+from jpaged.models.heads import EagleConfig
 from jpaged.models.kv_groups import KVGroups
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -21,6 +24,7 @@ from jpaged.models.model import Model
 NAME = "speculative_config"
 DRAFT = "draft"
 """The draft's parameters among those of a step that has one."""
+_EMBEDDING = "embed"
 _FEW_ROWS = (1, 2, 4)
 """Fewer than a decode is padded to."""
 
@@ -35,7 +39,9 @@ def with_draft(
         Unsupported: the attention backend that was chosen cannot run the draft.
     """
     _check_options(step, geometry, options)
-    _check_model(step, geometry, draft)
+    watched, shares_embedding = _check_model(step, geometry, draft), False
+    if isinstance(draft.config, EagleConfig) and not draft.config.has_embedding:
+        draft, shares_embedding = _with_embedding(draft, has_embedding=True), True
     draft_step = _draft_step(step, geometry, draft, options)
     num_tokens = speculation.num_speculative_tokens
     wanted = _wanted_rows(geometry, speculation, first_device(step.mesh).platform)
@@ -51,27 +57,51 @@ def with_draft(
         buckets=dataclasses.replace(geometry.buckets, speculates=sizes),
         num_speculative_tokens=num_tokens,
     )
-    return dataclasses.replace(step, draft=Draft(draft_step, geometry.windows.index(None), num_tokens)), geometry
+    group = geometry.windows.index(None)
+    return dataclasses.replace(step, draft=Draft(draft_step, group, num_tokens, watched, shares_embedding)), geometry
 
 
-def draft_params_for(draft: Draft, params: Params) -> Params:
+def draft_params_for(draft: Draft, params: Params, model_params: Params) -> Params:
     """The draft's parameters on its device, as its programs take them, from those of the model as published.
+
+    Args:
+        model_params: as programs of the model that it proposes for take them.
 
     Raises:
         InvalidArgument: they are of other shapes.
     """
-    where = _placement(draft.step)
+    where = _placement(draft)
     check_params(params, where.abstract_params())
-    return params_for(draft.step, where.put(params))
+    return _with_shared(draft, params_for(draft.step, where.put(params)), model_params)
 
 
-def abstract_draft_params(draft: Draft) -> Params:
+def abstract_draft_params(draft: Draft, model_params: Params) -> Params:
     """Shapes of `draft_params_for`."""
-    return params_for(draft.step, _placement(draft.step).abstract_params())
+    return _with_shared(draft, params_for(draft.step, _placement(draft).abstract_params()), model_params)
 
 
-def _placement(step: Step) -> Placement:
-    return Placement.of(step.model, step.mesh, step.layer_mode)
+def own_params(step: Step, params: Params) -> Params:
+    """The parameters without what the draft takes of the model's."""
+    if step.draft is None or not step.draft.shares_embedding:
+        return params
+    return {**params, DRAFT: {name: tree for name, tree in params[DRAFT].items() if name != _EMBEDDING}}
+
+
+def _with_shared(draft: Draft, params: Params, model_params: Params) -> Params:
+    return {**params, _EMBEDDING: model_params[_EMBEDDING]} if draft.shares_embedding else params
+
+
+def _placement(draft: Draft) -> Placement:
+    """Where the draft's own parameters are."""
+    step = draft.step
+    model = _with_embedding(step.model, has_embedding=False) if draft.shares_embedding else step.model
+    return Placement.of(model, step.mesh, step.layer_mode)
+
+
+def _with_embedding(head: Model, *, has_embedding: bool) -> Model:
+    """The head with an embedding among its parameters, or without."""
+    assert isinstance(head.config, EagleConfig)
+    return Model(dataclasses.replace(head.config, has_embedding=has_embedding), head.dtype)
 
 
 def split_params(params: Params) -> tuple[Params, Params]:
@@ -81,8 +111,19 @@ def split_params(params: Params) -> tuple[Params, Params]:
 
 def pool_bytes_per_block(step: Step) -> int:
     """What one device holds of a block in the pools of a step."""
-    draft_bytes = 0 if step.draft is None else step.draft.step.layout.local.bytes_per_block
-    return step.layout.local.bytes_per_block + draft_bytes
+    num_bytes = step.layout.local.bytes_per_block
+    if step.draft is None:
+        return num_bytes
+    model = step.draft.step.model
+    state_bytes = model.config.hidden_size * model.dtype.itemsize if step.draft.is_head else 0
+    return num_bytes + step.draft.step.layout.local.bytes_per_block + state_bytes
+
+
+def abstract_states(draft: Draft) -> jax.ShapeDtypeStruct:
+    """What a head keeps beside its keys, `[N + 1, E]`, as shapes; see `by_head`."""
+    step = draft.step
+    shape = step.layout.blocks_per_layer, step.model.config.hidden_size
+    return jax.ShapeDtypeStruct(shape, step.model.dtype, sharding=replicated(step.mesh))
 
 
 def _check_options(step: Step, geometry: Geometry, options: EngineConfig) -> None:
@@ -94,8 +135,8 @@ def _check_options(step: Step, geometry: Geometry, options: EngineConfig) -> Non
         )
 
 
-def _check_model(step: Step, geometry: Geometry, draft: Model) -> None:
-    """Holds the draft to the vocabulary and the length of what it proposes for."""
+def _check_model(step: Step, geometry: Geometry, draft: Model) -> tuple[int, ...]:
+    """Holds the draft to the vocabulary and the length of what it proposes for; the layers that a head watches."""
     config = draft.config
     if config.vocab_size != step.vocab_size:
         raise InvalidArgument(
@@ -103,12 +144,36 @@ def _check_model(step: Step, geometry: Geometry, draft: Model) -> None:
             f"it has a vocabulary of {config.vocab_size} tokens, and the model one of {step.vocab_size}; they have to "
             "be the same",
         )
+    if isinstance(config, EagleConfig):
+        return _check_head(config, step)
     if config.max_model_len < geometry.max_model_len:
         raise InvalidArgument(
             f"{NAME}.model",
             f"it takes sequences of {config.max_model_len} tokens at most, and max_model_len is "
             f"{geometry.max_model_len}: lower it, or take another draft",
         )
+    return ()
+
+
+def _check_head(head: EagleConfig, step: Step) -> tuple[int, ...]:
+    """Holds a head to the hidden states of the model; the layers that it watches."""
+    field, config = f"{NAME}.model", step.model.config
+    if head.target_hidden_size != config.hidden_size:
+        raise InvalidArgument(
+            field,
+            f"the head takes hidden states of {head.target_hidden_size} numbers, and the model's have "
+            f"{config.hidden_size}",
+        )
+    if not head.has_embedding and head.hidden_size != config.hidden_size:
+        raise InvalidArgument(
+            field,
+            f"the head has no embed_tokens, and the model's are {config.hidden_size} numbers wide, not "
+            f"{head.hidden_size}",
+        )
+    try:
+        return head.layers_of(config.num_layers)
+    except InvalidArgument as error:
+        raise InvalidArgument(field, str(error)) from error
 
 
 def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineConfig) -> Step:

@@ -10,7 +10,7 @@ next step can be dispatched before the host has seen a token.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,24 +118,56 @@ class Step:
         words: Int[Array, "W"],
         *,
         packing: Packing,
-    ) -> tuple[Shaped[Array, "P B ..."], Float[Array, "S+Q E"]]:
-        """Runs the layers on inputs that are packed; the hidden states from which rows sample, and those asked of.
+    ) -> tuple[jax.Array, ...]:
+        """Runs the layers on inputs that are packed.
 
         The parameters hold the pool's scales as "kv_scales" `[G * L, K, 2]` where it keeps 8 bits, one group's layers
         after the other's.
+
+        Returns:
+            the pool, the hidden states `[S+Q, E]` from which rows sample, and those asked of; where a head proposes
+            what it watches of each token besides, `[T, F]`.
         """
         inputs = packing.unpack(words)
         sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
         ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
-        hidden_te, pool = self.run(params, pool, ids_t, inputs)
+        hidden_te, pool, features = self.run_watched(params, pool, ids_t, inputs)
         num_missing = self.num_places - inputs["sample_tokens_s"].shape[0]
         places = jnp.concatenate([jnp.pad(inputs["sample_tokens_s"], (0, num_missing)), inputs["told_tokens_q"]])
-        return pool, hidden_te[places]
+        return pool, hidden_te[places], *features
+
+    def run_watched(
+        self, params: Params, pool: Shaped[Array, "P B ..."], ids_t: Int[Array, "T"], inputs: Mapping[str, jax.Array]
+    ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."], tuple[jax.Array, ...]]:
+        """As `run`; where a head proposes, with what it watches: the states of its layers side by side, `[T, F]`."""
+        watched = () if self.draft is None else self.draft.watched
+        hidden_te, pool, seen = self._run(params, pool, ids_t, inputs, watched=watched)
+        return hidden_te, pool, (jnp.concatenate(seen, axis=-1),) if seen else ()
 
     def run(
-        self, params: Params, pool: Shaped[Array, "P B ..."], ids_t: Int[Array, "T"], inputs: Mapping[str, jax.Array]
+        self,
+        params: Params,
+        pool: Shaped[Array, "P B ..."],
+        ids_t: Int[Array, "T"],
+        inputs: Mapping[str, jax.Array],
+        states_te: Float[Array, "T E"] | None = None,
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."]]:
-        """Runs the layers on tokens, with the other fields of `StepInputs` by name; the hidden state of each."""
+        """Runs the layers on tokens, with the other fields of `StepInputs` by name; the hidden state of each.
+
+        A head takes states beside the tokens.
+        """
+        hidden_te, pool, _ = self._run(params, pool, ids_t, inputs, states_te)
+        return hidden_te, pool
+
+    def _run(
+        self,
+        params: Params,
+        pool: jax.Array,
+        ids_t: jax.Array,
+        inputs: Mapping[str, jax.Array],
+        states_te: jax.Array | None = None,
+        watched: Sequence[int] = (),
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         kinds, places = self.model.config.attention_kinds, self.kv_groups.places
         pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=True)}
         rows = {pair: self._prepare(*pair, inputs) for pair in pairs}
@@ -162,9 +194,10 @@ class Step:
             heads=self._heads(),
             experts=experts,
             adapters_t=inputs.get("adapters_t"),
+            states_te=states_te,
         )
         params = in_parts(params, self.model, self.layer_mode, self.mesh)
-        return self.model.run(params, tokens, attend, pool, self.layer_mode, places)
+        return self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
 
     def packed_sample(
         self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, detail: Detail
@@ -360,17 +393,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model beside a model, over a pool of its own that the same block tables reach.
+    """A draft model or a head beside a model, over a pool of its own that the same block tables reach.
 
     Attributes:
         step: of the draft model. Its layers are one KV group, whatever they see.
         group: the model's KV group whose block tables it is reached by; it sees everything.
         num_tokens: that it proposes to a row in a round (k).
+        watched: the model's layers whose input a head takes; a draft model takes none.
+        shares_embedding: the draft takes the model's embedding.
     """
 
     step: Step
     group: int
     num_tokens: int
+    watched: tuple[int, ...] = ()
+    shares_embedding: bool = False
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it takes hidden states of the model, and so runs behind each of its forwards."""
+        return bool(self.watched)
 
 
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +34,14 @@ from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
 
 
-class KVPool:
-    """Holds the pool's one array while no step has it.
+class Pool:
+    """Holds one array while no step has it.
 
     Every step donates the array and gets it back updated: between `take` and `put` it is spent, and touching it raises.
-    How many blocks it gets is `jpaged.device.programs.memory_plan`'s to say.
     """
 
-    def __init__(self, layout: KVLayout, sharding: Sharding) -> None:
-        zeros = jax.jit(lambda: jnp.zeros(layout.shape, layout.storage_dtype), out_shardings=sharding)
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> None:
+        zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
         self._array: jax.Array | None = zeros()
 
     def take(self) -> jax.Array:
@@ -71,6 +71,13 @@ class KVPool:
         if self._array is not None:
             self._array.delete()
             self._array = None
+
+
+class KVPool(Pool):
+    """Keys and values. How many blocks they get is `jpaged.device.programs.memory_plan`'s to say."""
+
+    def __init__(self, layout: KVLayout, sharding: Sharding) -> None:
+        super().__init__(layout.shape, layout.storage_dtype, sharding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +251,19 @@ def unpack_told(outputs: NDArray[np.generic], inputs: TellInputs, vocab_size: in
     )
 
 
+class DraftPool(Protocol):
+    """Holds what a draft keeps while no program has it: an array, or a tree of them."""
+
+    def take(self) -> Any:
+        """Hands it out to be donated."""
+
+    def put(self, array: Any) -> None:
+        """Takes what a program returned."""
+
+    def release(self) -> None:
+        """Frees the memory. Idempotent."""
+
+
 class StepRunner:
     """Owns the parameters and the tokens that were sampled last. The pool is lent, for the time of a forward."""
 
@@ -266,6 +286,17 @@ class StepRunner:
         self._counts = counts
         self._num_mask_words = num_mask_words(vocab_size)
         self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # singles and masks of rows that have none
+        self._features: list[jax.Array] = []
+
+    @property
+    def last_tokens(self) -> jax.Array:
+        """The tokens that rows sampled last."""
+        return self._last_tokens
+
+    def take_features(self) -> list[jax.Array]:
+        """Hands out what the last forward left for a head; nothing where there is none."""
+        features, self._features = self._features, []
+        return features
 
     def pack(self, inputs: StepInputs) -> PackedForward:
         """A step's inputs in a fresh buffer.
@@ -280,7 +311,7 @@ class StepRunner:
     def forward(self, packed: PackedForward) -> jax.Array:
         """Starts the model over a step's tokens; the hidden states from which its rows sample."""
         program = self._find(ProgramSpec("forward", packed.num_tokens))
-        pool, hidden_se = program(self._params, self._pool.take(), self._last_tokens, packed.words)
+        pool, hidden_se, *self._features = program(self._params, self._pool.take(), self._last_tokens, packed.words)
         self._pool.put(pool)
         return hidden_se
 
@@ -353,7 +384,7 @@ class StepRunner:
         return outputs_nrc
 
     def speculate(
-        self, program: jax.stages.Compiled, words: I32, draft_params: Params, draft_pool: KVPool
+        self, program: jax.stages.Compiled, words: I32, draft_params: Params, draft_pool: DraftPool
     ) -> jax.Array:
         """Starts rounds of proposals; the outputs as one array, on their way to the host."""
         pools = self._pool.take(), draft_pool.take()

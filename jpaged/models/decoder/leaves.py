@@ -104,23 +104,23 @@ def outer_leaves(config: DecoderConfig, prefix: str, names: Names, lm_head: str)
     if config.num_positions:
         shape = (config.num_positions, width)
         leaves.append(same(("positions", "embedding"), f"{prefix}{names.positions}.weight", (None, "embed"), shape))
-    return leaves + _norm(config, ("norm",), f"{prefix}{names.norm}") + output_matrix(config, width, lm_head)
+    return leaves + norm_leaves(config, ("norm",), f"{prefix}{names.norm}") + output_matrix(config, width, lm_head)
 
 
 def layer_leaves(
     config: DecoderConfig, prefix: str, kind: LayerKind, names: Names, *, attention: list[Leaf] | None = None
 ) -> list[Leaf]:
     """See `Family`; attention may be the family's own."""
-    leaves = _norm(config, ("attention_norm",), prefix + names.attention_norm)
+    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm)
     if config.residual != "shared":
-        leaves += _norm(config, ("mlp_norm",), prefix + names.mlp_norm)
+        leaves += norm_leaves(config, ("mlp_norm",), prefix + names.mlp_norm)
     if config.post_norms:
-        leaves += _norm(config, ("attention_post_norm",), prefix + names.attention_post_norm)
-        leaves += _norm(config, ("mlp_post_norm",), prefix + names.mlp_post_norm)
+        leaves += norm_leaves(config, ("attention_post_norm",), prefix + names.attention_post_norm)
+        leaves += norm_leaves(config, ("mlp_post_norm",), prefix + names.mlp_post_norm)
     leaves += _attention(config, prefix, names) if attention is None else attention
     if kind.is_sparse and config.mixture is not None:
         return leaves + mixture_leaves(config.mixture, config.hidden_size, prefix, names.experts)
-    return leaves + _feed_forward(config, prefix, names)
+    return leaves + feed_forward(config, prefix, names)
 
 
 def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
@@ -146,7 +146,8 @@ def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
     return leaves
 
 
-def _feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
+def feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
+    """The leaves of a dense feed-forward."""
     width, inner = config.hidden_size, config.intermediate_size
     into = Linears(tuple(prefix + name for name in names.gate_up), names.is_transposed)
     down = Linears((prefix + names.down,), names.is_transposed)
@@ -167,7 +168,8 @@ def _feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf
     return leaves
 
 
-def _norm(config: DecoderConfig, path: tuple[str, ...], name: str) -> list[Leaf]:
+def norm_leaves(config: DecoderConfig, path: tuple[str, ...], name: str) -> list[Leaf]:
+    """The leaves of a norm, of a tensor of this name."""
     leaves = [whole((*path, "scale"), f"{name}.weight", config.hidden_size)]
     if config.norm == "layer":
         leaves.append(whole((*path, "bias"), f"{name}.bias", config.hidden_size))

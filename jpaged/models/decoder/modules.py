@@ -62,11 +62,13 @@ def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
 
 
 class Attention(nnx.Module):
-    """Projections around an injected attention."""
+    """Projections around an injected attention, of so many numbers of a token; None is of its hidden state."""
 
-    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs, *, num_inputs: int | None = None
+    ) -> None:
         head_dim, eps, offset = config.head_dim, config.norm_eps, config.norm_offset
-        self.qkv = QKVLinear(config, config.attention_bias, dtype, rngs)
+        self.qkv = QKVLinear(config, config.attention_bias, dtype, rngs, num_inputs)
         width = config.num_heads * head_dim
         self.out = Linear(width, (config.hidden_size,), config.attention_output_bias, dtype, rngs)
         self.q_norm = RMSNorm(head_dim, eps, dtype, offset) if config.qk_norm else None
@@ -74,7 +76,7 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.has_sinks else None
 
     def attend(
-        self, x_te: jax.Array, norm: Norm, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """What the heads find, `[T, H * D]`, and the carry."""
         q_thd, k_tkd, v_tkd = self._project(x_te, norm, shared, place.kind.rope)
@@ -85,7 +87,7 @@ class Attention(nnx.Module):
         return o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1), carry
 
     def _project(
-        self, x_te: jax.Array, norm: Norm, shared: Shared, which: int | None
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, which: int | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_thd, k_tkd, v_tkd) of the normalised states, queries and keys rotated, queries not scaled."""
         if which is None:
@@ -190,20 +192,25 @@ class DecoderEnds(Ends):
 
     def begin(self, tokens: TokenBatch) -> tuple[Measured, Shared]:
         """See `Ends`; states are measured where the layers are a loop on a TPU."""
-        config, heads = self.config, tokens.heads
+        config = self.config
         x_te = self.embed(tokens.ids_t)
         if config.embed_scale != 1:
             x_te = x_te * jnp.asarray(config.embed_scale, x_te.dtype)
         if self.positions is not None:
             x_te = x_te + self.positions(tokens.positions_t)
+        x = Measured.of(x_te, is_measured=tokens.heads is not None and config.norm == "rms")
+        return x, self.shared(tokens)
+
+    def shared(self, tokens: TokenBatch) -> Shared:
+        """What all layers share."""
+        config, heads = self.config, tokens.heads
 
         def angles(which: RopeConfig) -> Any:
             made = rope.cos_sin(which, config.rotary_dim, tokens.positions_t, tokens.rope_lens_t)
             # Behind the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
-        x = Measured.of(x_te, is_measured=heads is not None and config.norm == "rms")
-        return x, Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts)
+        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.saved import SavedPrograms
 from jpaged.errors import InvalidArgument
+from jpaged.models.hf_config import head_from_hf
+from jpaged.models.model import Model
 from tests.device import tiny_model
+from tests.models.eagle_heads import HeadSizes
 
 MIB = 1 << 20
 
@@ -27,6 +31,7 @@ def deployment(
     num_devices: int = 1,
     save: Path | None = None,
     scheduler: SchedulerOptions = tiny_model.OPTIONS.scheduler,
+    draft: Model | None = None,
     **cache: Any,
 ) -> Deployment:
     cache = {"num_blocks": None, "memory_utilization": 1.0, "swap_space": 0.0, **cache}
@@ -35,7 +40,7 @@ def deployment(
     )
     mesh = build_mesh(jax.devices()[:num_devices])
     return compile_deployment(
-        Models(tiny_model.model()),
+        Models(tiny_model.model(), draft),
         options,
         mesh,
         hbm_bytes,
@@ -97,6 +102,36 @@ def test_a_server_starts_with_what_a_plan_saved_and_compiles_nothing(tmp_path: P
     assert {program.origin for program in executor._programs.ready.values()} == {"saved"}
     assert executor.memory_plan.num_blocks == found.memory.num_blocks
     assert executor.memory_plan.programs is not None
+    executor.shutdown()
+
+
+def test_a_head_is_planned_and_saved_with_its_model(tmp_path: Path) -> None:
+    """Its keys, and the states that it keeps of each block, are in the pool's size."""
+    config = HeadSizes(97, 32, inner=48, num_heads=4, num_kv_heads=2, head_dim=16, target_hidden_size=32).config(
+        eagle_aux_hidden_state_layer_ids=[0, 1, 3], draft_vocab_size=50
+    )
+    head = Model(head_from_hf(config).stored_as([]), tiny_model.model().dtype)
+    speculation = {"method": "eagle3", "model": "head", "num_speculative_tokens": 1}
+    scheduler = EngineConfig.load({"speculative_config": speculation}).scheduler
+    scheduler = dataclasses.replace(scheduler, max_num_seqs=4, max_num_batched_tokens=16)
+    found = deployment(64 * MIB, scheduler=scheduler, draft=head, save=tmp_path / "programs")
+    names = {program.name for program in found.programs}
+    assert {"speculate[8]", "draft[16]", "draft_copy[8]", "forward[16]"} <= names
+    assert not any(name.startswith("decode") for name in names)
+    plain = deployment(64 * MIB).memory.request
+    state_bytes, key_bytes = 4 * 32, 8 * 2 * 2 * 16 * 4
+    assert found.memory.request.bytes_per_block == plain.bytes_per_block + key_bytes + state_bytes
+    head_bytes = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(head.abstract_params("loop")))
+    padding = found.memory.request.weight_bytes - plain.weight_bytes - head_bytes
+    assert 0 <= padding < 4 * 97 * 32, "the model's embedding is there once"
+
+    startup = StartupOptions(wait_for_all_programs=True, compiled=str(tmp_path / "programs"))
+    cache = dataclasses.replace(tiny_model.OPTIONS.cache, num_blocks=None, swap_space=0.0)
+    options = dataclasses.replace(tiny_model.OPTIONS, cache=cache, startup=startup, scheduler=scheduler)
+    params = head.init_params(jax.random.key(1), "loop")
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options, draft=(head, params))
+    executor.warm_up(tiny_model.quiet)
+    assert {program.origin for program in executor._programs.ready.values()} == {"saved"}
     executor.shutdown()
 
 

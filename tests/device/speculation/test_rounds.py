@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.step.runner import KVPool
+from jpaged.device.step.runner import DraftPool, KVPool
 from jpaged.engine.executor import (
     BANNED_WIDTH,
     BEYOND_TOKENS,
@@ -320,12 +320,12 @@ def test_rounds_without_a_draft_are_refused(same: JaxExecutor) -> None:
     plain.shutdown()
 
 
-def pools(executor: JaxExecutor) -> tuple[KVPool, KVPool]:
+def pools(executor: JaxExecutor) -> tuple[KVPool, DraftPool]:
     assert executor._drafter is not None
     return executor._pool, executor._drafter._pool
 
 
-def blocks_of(pool: KVPool, num_blocks: int) -> np.ndarray:
+def blocks_of(pool: DraftPool, num_blocks: int) -> np.ndarray:
     """What the first layer holds in each block."""
     array = pool.take()
     content = np.array(array[: num_blocks + 1])

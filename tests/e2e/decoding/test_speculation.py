@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +17,13 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.hub import find_folder
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import engine_of, open_llm
 from tests.engine.proposing import Always, InTurn
+from tests.models.eagle_heads import HeadSizes, finding_head, random_head, write
 from tests.models.tiny import tiny_case, write_checkpoint
 from tests.service.grammars.schemas import random_schema, with_definitions
 
@@ -263,3 +266,114 @@ def test_a_draft_model_that_does_not_go_with_the_model_is_refused_by_name(tmp_pa
         ):
             raise AssertionError(f"{name} is served")
         assert raised.value.field == "speculative_config.model"
+
+
+HEADS = ("often right", "random")
+HEAD_WAYS = ("as it comes", "few blocks")
+HEAD_SIZES = HeadSizes(
+    VOCAB_SIZE, hidden_size=256, inner=96, num_heads=16, num_kv_heads=8, head_dim=32, target_hidden_size=256
+)
+
+
+def head_config(head: str, want: Sequence[Sequence[RequestOutput]], folder: Path) -> dict[str, Any]:
+    """A head for the demo: one that knows nothing, or one that proposes what most often follows in these outputs.
+
+    The first takes the demo's embedding.
+    """
+    if head == "random":
+        tensors = random_head(HEAD_SIZES, 1000)
+        del tensors["embed_tokens.weight"]
+    else:
+        width = HEAD_SIZES.hidden_size
+        embedding, output = np.random.default_rng(7).normal(size=(VOCAB_SIZE, width)), np.zeros((VOCAB_SIZE, width))
+        texts = (one.token_ids for part in want for outputs in part for one in outputs.outputs)
+        pairs = Counter(pair for text in texts for pair in itertools.pairwise(text))
+        for before, after in {pair[0]: pair[1] for pair, _ in reversed(pairs.most_common())}.items():
+            output[after] += embedding[before]
+        tensors = finding_head(HEAD_SIZES, embedding, output)
+    config = HEAD_SIZES.config(draft_vocab_size=len(tensors["lm_head.weight"]))
+    return {"method": "eagle3", "model": str(write(folder, config, tensors)), "num_speculative_tokens": 3}
+
+
+def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
+    """As `check_draft`."""
+    requests = [a_request(random.Random(seed)) for seed in seeds]
+    alone = [one for one in requests if has_rounds(one[1])]
+    size = 24 if "num_blocks" in WAYS[way] else 4
+    parts = [some[begin : begin + size] for some in (requests, alone) for begin in range(0, len(some), size)]
+    with open_llm("demo", **SIZES, max_logprobs=-1) as llm:
+        want = [generate(llm, part) for part in parts]
+    config = head_config(head, want, folder)
+    with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=config) as llm:
+        rounds = engine_of(llm)._loop._rounds
+        assert rounds is not None
+        rounds._rule = rule = InTurn(*NUMS_ROUNDS)
+        for part, expected in zip(parts, want, strict=True):
+            assert_same(generate(llm, part), expected)
+        load = llm.load()
+        assert rule.num_dispatches > 0
+        share = load.speculation.num_accepted_tokens / load.speculation.num_draft_tokens
+        assert share > 0.1 if head == "often right" else share < 0.1
+        assert load.num_preemptions > 0 or "num_blocks" not in WAYS[way]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_some_requests_have_the_same_tokens_with_a_head(head: str, tmp_path: Path) -> None:
+    check_head(head, "few blocks" if head == "random" else "as it comes", range(60), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("way", HEAD_WAYS)
+def test_many_requests_have_the_same_tokens_with_a_head(head: str, way: str, tmp_path: Path) -> None:
+    check_head(head, way, range(1000) if way == "as it comes" else range(1000, 1100), tmp_path)
+
+
+def test_a_head_is_as_often_right_behind_plain_steps_and_in_every_copy(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    requests = [([first, 70, 9], params) for first in range(3, 11)]
+    with open_llm("demo", **SIZES) as llm:
+        want = generate(llm, requests)
+    config, shares = head_config("often right", [want], tmp_path), []
+    with open_llm("demo", **SIZES, data_parallel_size=2, speculative_config=config) as llm:
+        for _ in range(2):  # the first steps of each copy are plain
+            assert_same(generate(llm, requests), want)
+        assert llm.load().speculation.num_accepted_tokens > 0
+    with open_llm("demo", **SIZES, speculative_config=config) as llm:
+        rounds = engine_of(llm)._loop._rounds
+        assert rounds is not None
+        for nums_rounds in ((4,), (0, 1)):
+            rounds._rule = InTurn(*nums_rounds)
+            before = llm.load().speculation
+            for request, expected in zip(requests, want, strict=True):
+                assert_same(generate(llm, [request]), [expected])
+            after = llm.load().speculation
+            num_proposed = after.num_draft_tokens - before.num_draft_tokens
+            shares.append((after.num_accepted_tokens - before.num_accepted_tokens) / num_proposed)
+    assert min(shares) > 0.8 * max(shares) > 0.1, shares
+
+
+def test_a_head_that_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = random_head(HEAD_SIZES, 1000)
+    fits = HEAD_SIZES.config(draft_vocab_size=1000)
+    write(tmp_path / "narrow", {**fits, "target_hidden_size": 128}, {**tensors, "fc.weight": np.zeros((256, 384))})
+    fewer = dataclasses.replace(HEAD_SIZES, vocab_size=3000)
+    write(tmp_path / "fewer", fewer.config(draft_vocab_size=1000), random_head(fewer, 1000))
+    write(tmp_path / "lacks", fits, {name: each for name, each in tensors.items() if name != "fc.weight"})
+    write(tmp_path / "pickled", fits, {}).joinpath("model.safetensors").rename(tmp_path / "pickled" / "weights.bin")
+    problems = {
+        "narrow": "hidden states of 128 numbers, and the model's have 256",
+        "fewer": "vocabulary of 3000 tokens, and the model one of 3072",
+        "lacks": "tensor fc.weight .* is missing",
+        "pickled": "only safetensors weights are read",
+        "nothing": "there is no folder",
+        "demo": "of several layers is not supported",
+    }
+    for name, problem in problems.items():
+        model = name if name == "demo" else str(tmp_path / name)
+        config = {"method": "eagle3", "model": model, "num_speculative_tokens": 3}
+        with (
+            pytest.raises((InvalidArgument, Unsupported), match=rf"speculative_config.model: (?s:.*){problem}"),
+            open_llm("demo", **SIZES, speculative_config=config),
+        ):
+            raise AssertionError(f"{name} is served")

@@ -269,18 +269,24 @@ def test_more_rows_than_were_asked_for_have_no_rounds():
 
 # --- what does not go together --------------------------------------------------------------------------------------
 
-DRAFT = '{"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}'
+METHODS = "draft_model", "eagle3"
 
 
-def test_adapters_have_no_draft_model():
-    with pytest.raises(ValueError, match=r"speculative_config\.method: .*does not go with adapters"):
-        EngineConfig.load({"speculative_config": DRAFT, "enable_lora": True})
+def drafting(method: str) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "model": "draft", "num_speculative_tokens": 2}}
 
 
-def test_several_processes_have_no_draft_model():
-    options = EngineConfig.load({"speculative_config": DRAFT})
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_have_no_draft_model(method):
+    with pytest.raises(ValueError, match=rf"speculative_config\.method: {method} does not go with adapters"):
+        EngineConfig.load({**drafting(method), "enable_lora": True})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_several_processes_have_no_draft_model(method):
+    options = EngineConfig.load(drafting(method))
     given = {"coordinator": "host:1", "num_processes": 2, "process_id": 0}
     multihost = EngineConfig.load(given).multihost()
     assert multihost is not None
-    with pytest.raises(ValueError, match=r"speculative_config\.method: draft_model runs in one process"):
+    with pytest.raises(ValueError, match=rf"speculative_config\.method: {method} runs in one process"):
         options.for_multihost(multihost)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.executor import I32, BlockMoves, Geometry, Speculated, StepInputs
+from jpaged.engine.executor import I32, BlockMoves, Detail, Geometry, Speculated, StepInputs
 from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.speculation.rounds.rule import RoundRule
@@ -24,10 +24,14 @@ class Rounds:
 
     Args:
         num_speculative_tokens: that it proposes to a row in a round.
+        follows: the draft runs behind each step of the model, and lacks nothing: a head.
     """
 
-    def __init__(self, rule: RoundRule, geometry: Geometry, num_speculative_tokens: int) -> None:
+    def __init__(
+        self, rule: RoundRule, geometry: Geometry, num_speculative_tokens: int, *, follows: bool = False
+    ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self._follows = follows
         self._rule = rule
         self._geometry = geometry
         self._seen = SeenBlocks(geometry)
@@ -35,7 +39,8 @@ class Rounds:
     @classmethod
     def of(cls, options: SpeculativeOptions, geometry: Geometry) -> Rounds:
         """The rounds that the options ask for."""
-        return cls(RoundRule(options.disable_by_batch_size), geometry, geometry.num_speculative_tokens)
+        rule, follows = RoundRule(options.disable_by_batch_size), options.method == "eagle3"
+        return cls(rule, geometry, geometry.num_speculative_tokens, follows=follows)
 
     def wanted(self, scheduler: Scheduler, geometry: Geometry) -> int:
         """Rounds of the next dispatch; 0 is none.
@@ -61,6 +66,8 @@ class Rounds:
 
     def begin(self, schedule: Schedule, inputs: StepInputs, num_left_r: I32) -> Iterator[StepInputs]:
         """Rounds begin: steps that the draft is to run alone before, of all in front of them that it has not seen."""
+        if self._follows:
+            return
         step, room = Schedule(), self._geometry.max_num_batched_tokens
         decodes, ends = schedule.decodes, inputs.positions_t.tolist()
         begins = self._seen.see(inputs, num_left_r).tolist()
@@ -89,7 +96,8 @@ class Rounds:
         if size is None:
             return
         if speculated is None:
-            self._rule.took_plain(size, seconds / decodes.num_steps)
+            if decodes.detail is Detail.TOKENS and not decodes.are_bound_s.any():  # rows that may have rounds
+                self._rule.took_plain(size, seconds / decodes.num_steps)
             return
         num_rounds = max(1, speculated.num_rounds)
         tokens = float(speculated.num_tokens_r[: len(decodes)].sum()) / (len(decodes) * num_rounds)

@@ -1,0 +1,145 @@
+"""Proposals of a head: it runs tokens beside the model's hidden states of the ones in front of them.
+
+    place in its pool   p - 1     p     p + 1   p + 2
+    token               x_p       a     b       c         x_p is a row's last token, a, b and c are proposed behind it
+    state               g         h     h       h         g is made of what the model had at p - 1, h is its own
+
+What it makes of a token and of the state in front of it has the place of that state: the token's own place is that of
+keys which do not exist before the model has run it. Behind a round its own states are replaced by the model's of what
+was accepted, so that keys are of those alone. Of the last place that the model has run in a block the state is kept
+beside the pool: what runs next begins there, be it a round, a forward, or another request that found the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.device.speculation.dispatch import Dispatch, Reached, Verified
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Shaped
+
+HeadPool = tuple[jax.Array, jax.Array]
+"""The head's pool, and states `[N + 1, E]` of the last place that the model has run in each block."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The head's pool, and tokens of each row that it has yet to run with the model's states.
+
+    Attributes:
+        ids_rw: the first ones, so many as counts_r says, are in use; the last of them is the row's last token.
+        states_rwe: the model's, of the place in front of each.
+        places_r: the place of the first one's state.
+    """
+
+    pool: Shaped[Array, "P B ..."]
+    states_ne: Float[Array, "N E"]
+    ids_rw: Int[Array, "R W"]
+    states_rwe: Float[Array, "R W E"]
+    places_r: Int[Array, "R"]
+    counts_r: Int[Array, "R"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProposer:
+    """See `Proposer`."""
+
+    dispatch: Dispatch
+
+    def begin(self, pool: HeadPool, reached: Reached) -> Due:
+        """See `Proposer`: what is due is each row's last token."""
+        dispatch = self.dispatch
+        width = dispatch.draft.num_tokens + 1
+        places_r = jnp.maximum(dispatch.starts(reached) - 1, 0)
+        keys, states_ne = pool
+        states_re = states_ne[self._blocks(places_r[:, None])[:, 0]]
+        states_rwe = jnp.pad(states_re[:, None], ((0, 0), (0, width - 1), (0, 0)))
+        ids_rw = jnp.pad(reached.ids_r[:, None], ((0, 0), (0, width - 1)))
+        return Due(keys, states_ne, ids_rw, states_rwe, places_r, jnp.ones_like(places_r))
+
+    def propose(self, kept: Due, reached: Reached) -> tuple[Int[Array, "R K"], Due]:
+        """See `Proposer`."""
+        dispatch = self.dispatch
+        hidden_re, keys, states_ne = self._catch_up(kept)
+
+        def follow(place: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            proposals_rk, keys, states_re = carry
+            positions_r1, is_written_r1 = dispatch.places(reached, place[None] - 1)
+            ids_r1 = lax.dynamic_slice_in_dim(proposals_rk, place - 1, 1, axis=1)
+            hidden_re, keys = self._run(keys, ids_r1, states_re, positions_r1, is_written_r1)
+            proposed_r1 = dispatch.propose_from(hidden_re, reached, place)[:, None]
+            return lax.dynamic_update_slice_in_dim(proposals_rk, proposed_r1, place, axis=1), keys, hidden_re
+
+        proposals_rk = jnp.zeros((dispatch.num_rows, dispatch.draft.num_tokens), jnp.int32)
+        proposals_rk = proposals_rk.at[:, 0].set(dispatch.propose_from(hidden_re, reached, 0))
+        proposals_rk, keys, _ = lax.fori_loop(1, dispatch.draft.num_tokens, follow, (proposals_rk, keys, hidden_re))
+        return proposals_rk, Due(keys, states_ne, kept.ids_rw, kept.states_rwe, kept.places_r, kept.counts_r)
+
+    def verified(self, kept: Due, reached: Reached, verified: Verified) -> Due:
+        """See `Proposer`: what is due is what was drawn, beside the model's states in front of it."""
+        dispatch, drawn_rw, (features_tf,) = self.dispatch, verified.drawn_rw, verified.features
+        num_used = dispatch.inputs["num_rows"] * drawn_rw.shape[1]
+        states_te = dispatch.draft.step.model.combine(dispatch.draft_params, features_tf, num_used)
+        goes_on_r = verified.counts_r > 0
+        return Due(
+            kept.pool,
+            kept.states_ne,
+            jnp.where(goes_on_r[:, None], drawn_rw, kept.ids_rw),
+            jnp.where(goes_on_r[:, None, None], states_te.reshape(kept.states_rwe.shape), kept.states_rwe),
+            jnp.where(goes_on_r, dispatch.starts(reached), kept.places_r),
+            jnp.where(goes_on_r, verified.counts_r, kept.counts_r),
+        )
+
+    def complete(self, kept: Due, reached: Reached) -> HeadPool:
+        """See `Proposer`: nothing is due any more."""
+        _, keys, states_ne = self._catch_up(kept)
+        return keys, states_ne
+
+    def _catch_up(self, kept: Due) -> tuple[Float[Array, "R E"], jax.Array, jax.Array]:
+        """Runs what is due: the hidden state of each row's last token, and both arrays of the pool."""
+        dispatch = self.dispatch
+        places_w, lasts_r1 = jnp.arange(kept.ids_rw.shape[1]), kept.counts_r[:, None] - 1
+        is_due_rw = (places_w <= lasts_r1) & dispatch.is_used_r[:, None]
+        positions_rw = kept.places_r[:, None] + jnp.minimum(places_w, lasts_r1)
+        states_te = kept.states_rwe.reshape(-1, kept.states_rwe.shape[-1])
+        hidden_te, keys = self._run(kept.pool, kept.ids_rw, states_te, positions_rw, is_due_rw)
+        hidden_rwe = hidden_te.reshape(kept.states_rwe.shape)
+        hidden_re = jnp.take_along_axis(hidden_rwe, lasts_r1[:, :, None], axis=1)[:, 0]
+        is_kept_rw = is_due_rw & ((places_w == lasts_r1) | is_last_of_block(positions_rw, self._block_size))
+        blocks_rw = jnp.where(is_kept_rw, self._blocks(positions_rw), 0)
+        return hidden_re, keys, kept.states_ne.at[blocks_rw.reshape(-1)].set(states_te)
+
+    def _run(
+        self,
+        keys: jax.Array,
+        ids_rw: Int[Array, "R W"],
+        states_te: Float[Array, "T E"],
+        positions_rw: Int[Array, "R W"],
+        is_written_rw: Bool[Array, "R W"],
+    ) -> tuple[Float[Array, "T E"], jax.Array]:
+        """The head over W tokens of each row: the hidden states, and its keys."""
+        dispatch = self.dispatch
+        rows = dispatch.rows_at(positions_rw, is_written_rw, dispatch.draft_tables_1sm)
+        return dispatch.draft.step.run(dispatch.draft_params, keys, ids_rw.reshape(-1), rows, states_te)
+
+    def _blocks(self, positions_rw: Int[Array, "R W"]) -> Int[Array, "R W"]:
+        """The block of each position; the null block where a row is not in use."""
+        tables_rm = self.dispatch.tables(self.dispatch.draft_tables_1sm)[0]
+        blocks_rw = jnp.take_along_axis(tables_rm, positions_rw // self._block_size, axis=1, mode="clip")
+        return jnp.where(self.dispatch.is_used_r[:, None], blocks_rw, 0)
+
+    @property
+    def _block_size(self) -> int:
+        return self.dispatch.step.layout.block_size
+
+
+def is_last_of_block(positions: Int[Array, "..."], block_size: int) -> Bool[Array, "..."]:
+    """Whether no place of a block is behind each of these."""
+    return positions % block_size == block_size - 1

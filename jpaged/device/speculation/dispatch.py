@@ -1,0 +1,156 @@
+"""A dispatch of rounds on the device: which rows there are, how they are run and sampled, and who proposes for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.device.step.forward import Draft, Step
+from jpaged.engine.executor import Detail
+from jpaged.kernels.sampling import RowSampling
+from jpaged.models.layers import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far the rows are.
+
+    Attributes:
+        ids_r: the last token of each row, whose keys are in neither pool.
+        num_done_r: tokens that each row has sampled.
+        has_ended_r: rows that sample no more.
+    """
+
+    ids_r: Int[Array, "R"]
+    num_done_r: Int[Array, "R"]
+    has_ended_r: Bool[Array, "R"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What came of a round.
+
+    Attributes:
+        proposals_rk: that the model was shown behind each row's last token.
+        drawn_rw: what it drew behind that token and each of them.
+        counts_r: how many of those are tokens of the row.
+        features: what a head watches, `[R * W, F]`.
+    """
+
+    proposals_rk: Int[Array, "R K"]
+    drawn_rw: Int[Array, "R W"]
+    counts_r: Int[Array, "R"]
+    features: tuple[Float[Array, "T F"], ...]
+
+
+Kept = TypeVar("Kept")
+
+
+class Proposer(Protocol[Kept]):
+    """Proposes tokens, and keeps what it needs for that from round to round: a tree of arrays, its pool among them."""
+
+    def begin(self, pool: Any, reached: Reached) -> Kept:
+        """What it keeps before the first round."""
+
+    def propose(self, kept: Kept, reached: Reached) -> tuple[Int[Array, "R K"], Kept]:
+        """The tokens proposed for each row."""
+
+    def verified(self, kept: Kept, reached: Reached, verified: Verified) -> Kept:
+        """Takes what came of a round in front of which the rows were so far."""
+
+    def complete(self, kept: Kept, reached: Reached) -> Any:
+        """The pool behind the last round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A dispatch on the device; `inputs` has the fields of `StepInputs` by name."""
+
+    step: Step
+    draft: Draft
+    params: Params
+    draft_params: Params
+    inputs: Mapping[str, jax.Array]
+    ending_token_ids_rx: Int[Array, "R X"]
+    num_left_r: Int[Array, "R"]
+    how: RowSampling
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.num_left_r)
+
+    @property
+    def is_used_r(self) -> Bool[Array, "R"]:
+        return jnp.arange(self.num_rows) < self.inputs["num_rows"]
+
+    def ends(self, ids: Int[Array, "R ..."]) -> Bool[Array, "R ..."]:
+        """Whether each token ends its row."""
+        ending = self.ending_token_ids_rx.reshape(self.num_rows, *[1] * (ids.ndim - 1), -1)
+        return jnp.any(ids[..., None] == ending, axis=-1)
+
+    def left(self, reached: Reached) -> Int[Array, "R"]:
+        """Tokens that each row may still sample."""
+        return jnp.where(reached.has_ended_r, 0, self.num_left_r - reached.num_done_r)
+
+    def starts(self, reached: Reached) -> Int[Array, "R"]:
+        """The position of each row's last token."""
+        return self.inputs["positions_t"] + reached.num_done_r
+
+    def places(self, reached: Reached, places_w: Int[Array, "W"]) -> tuple[Int[Array, "R W"], Bool[Array, "R W"]]:
+        """Positions behind the last token of each row, as far as it has blocks, and whether it has."""
+        left_r1 = self.left(reached)[:, None]
+        positions_rw = self.starts(reached)[:, None] + jnp.clip(places_w, 0, jnp.maximum(left_r1 - 1, 0))
+        return positions_rw, places_w < left_r1
+
+    def rows_at(
+        self, positions_rw: Int[Array, "R W"], is_written_rw: Bool[Array, "R W"], tables_gsm: Int[Array, "G S M"]
+    ) -> dict[str, jax.Array]:
+        """A step of a row for each of W tokens of each row; keys that are not to be written go to the null block."""
+        width = positions_rw.shape[1]
+        block_size, num_used = self.step.layout.block_size, self.inputs["num_rows"] * width
+        tables_grm = self.tables(tables_gsm)
+        blocks_grw = jnp.take_along_axis(tables_grm, (positions_rw // block_size)[None], axis=2, mode="clip")
+        slots_grw = jnp.where(is_written_rw, blocks_grw * block_size + positions_rw % block_size, 0)
+        positions_t = positions_rw.reshape(-1)
+        places = jnp.arange(len(positions_t) + 1)
+        return {
+            "positions_t": positions_t,
+            "rope_lens_t": jnp.maximum(jnp.repeat(self.inputs["rope_lens_t"], width), positions_t + 1),
+            "slots_gt": slots_grw.reshape(len(tables_gsm), -1),
+            "query_starts_s1": jnp.minimum(places, num_used),
+            "kv_lens_s": jnp.where(places[:-1] < num_used, positions_t + 1, 0),
+            "block_tables_gsm": jnp.repeat(tables_grm, width, axis=1),
+            "num_rows": num_used,
+        }
+
+    def tables(self, tables_gsm: Int[Array, "G S M"]) -> Int[Array, "G R M"]:
+        """The block tables of the rows."""
+        return tables_gsm[:, jnp.minimum(jnp.arange(self.num_rows), tables_gsm.shape[1] - 1)]
+
+    @property
+    def draft_tables_1sm(self) -> Int[Array, "1 S M"]:
+        """The block tables by which the draft's pool is reached."""
+        return self.inputs["block_tables_gsm"][self.draft.group][None]
+
+    def sampling_at(self, num_before_rw: Int[Array, "R W"]) -> RowSampling:
+        """How W tokens of each row are sampled, behind so many that it has sampled before."""
+        width = num_before_rw.shape[1]
+        how: RowSampling = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), self.how)
+        return dataclasses.replace(how, positions_r=how.positions_r + num_before_rw.reshape(-1))
+
+    def propose_from(
+        self, hidden_re: Float[Array, "R E"], reached: Reached, place: int | Int[Array, ""]
+    ) -> Int[Array, "R"]:
+        """What the draft proposes for a place behind the rows' last tokens, sampled as the model samples there."""
+        how, last_id = self.sampling_at((reached.num_done_r + place)[:, None]), self.step.vocab_size - 1
+        sampled = self.draft.step.sample(self.draft_params, hidden_re, how, Detail.TOKENS)
+        return jnp.clip(sampled.token_ids_r, 0, last_id)

@@ -1,0 +1,46 @@
+"""EAGLE-3 heads (2025): one layer that proposes tokens, of embeddings and of hidden states of the model beside it.
+
+config.py   their shape, and what it is read from
+modules.py  the layer, and what is around it
+leaves.py   the leaves of its parameters: axes, and tensors in a checkpoint
+
+    the model's layers 2, L/2, L - 3     f f f ── fc ──> g            of the token at p
+    the token at p + 1                   x ── embed ──> e             (norm(e), norm(g)) ── layer ──> h ── lm_head ──>
+                                                                      a token at p + 2
+    and of what was proposed             its own h takes the place of g
+
+Equation and names are those of the EAGLE-3 paper's code (https://arxiv.org/abs/2503.01840), and of vLLM's and SGLang's
+`llama_eagle3.py`.
+"""
+
+from jpaged.models.family import Family, Modules
+from jpaged.models.heads.config import ARCHITECTURE, EagleConfig, read
+from jpaged.models.heads.leaves import layer_leaves, outer_leaves
+from jpaged.models.leaves import LM_HEAD
+
+
+def _modules() -> Modules[EagleConfig]:
+    from jpaged.models.heads.modules import EagleEnds, EagleLayer
+
+    return Modules(EagleEnds, EagleLayer)
+
+
+HEADS = {
+    ARCHITECTURE: Family(
+        model_type="llama",
+        read=read,
+        to_hf=lambda config: config.to_hf(),
+        modules=_modules,
+        outer_leaves=outer_leaves,
+        layer_leaves=layer_leaves,
+        name_prefix=lambda stored: "",
+        ignored=("t2d",),
+        lm_head=LM_HEAD,
+    )
+}
+"""The families of heads, by the one name that each has here."""
+
+NAMES = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"), ARCHITECTURE)
+"""What config.json may call a head; those of the paper's authors are called as the model is."""
+
+__all__ = ["HEADS", "NAMES", "EagleConfig"]

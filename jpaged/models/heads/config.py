@@ -1,0 +1,123 @@
+"""The shape of an EAGLE-3 head, and what it is read from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
+from jpaged.models.decoder import DecoderConfig
+from jpaged.models.families.llama import LlamaVariant
+from jpaged.models.json_fields import MAX_INTEGER, JsonFields
+
+ARCHITECTURE = "Eagle3LlamaForCausalLM"
+NUM_WATCHED = 3
+_LLAMA = LlamaVariant("llama", "config", True, False, "none", None, None, 2048, None)
+_HARMLESS = ("max_window_layers", "tie_word_embeddings", "target_model_type", "modal_type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(DecoderConfig):
+    """A head of one Llama layer; its vocabulary is the model's, of which it proposes a part.
+
+    Attributes:
+        draft_vocab_size: tokens that it may propose.
+        target_hidden_size: width of the model's hidden states.
+        norm_before_residual: what the layer adds to is normalised, too.
+        watched: numbers of the model's layers whose input it takes; None is what the paper's authors took.
+        has_embedding: it has one of its own; else it takes the model's.
+        has_ids: a tensor says which tokens it proposes; else it may propose all.
+        layer_name: what the names of its layer's tensors begin with.
+    """
+
+    draft_vocab_size: int
+    target_hidden_size: int
+    norm_before_residual: bool = False
+    watched: tuple[int, ...] | None = None
+    has_embedding: bool = True
+    has_ids: bool = True
+    layer_name: str = "midlayer"
+
+    @property
+    def max_model_len(self) -> int:
+        """See `ModelConfig`: positions are turned, and have no end; beyond those of its training it is seldom right."""
+        return MAX_INTEGER
+
+    def stored_as(self, names: Collection[str]) -> EagleConfig:
+        """The head of a checkpoint that holds tensors of these names."""
+        return dataclasses.replace(
+            self,
+            has_embedding="embed_tokens.weight" in names,
+            has_ids="d2t" in names or self.draft_vocab_size < self.vocab_size,
+            layer_name="layers.0" if any(name.startswith("layers.0.") for name in names) else "midlayer",
+        )
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The layers that it watches of a model with so many; that number stands for the output of the last one.
+
+        Raises:
+            InvalidArgument: the model has no such layers.
+        """
+        found = (2, num_layers // 2, num_layers - 3) if self.watched is None else self.watched
+        if not all(0 <= number <= num_layers for number in found):
+            raise InvalidArgument(
+                "eagle_aux_hidden_state_layer_ids",
+                f"the head watches the input of layers {', '.join(map(str, found))}, and the model has {num_layers}",
+            )
+        return found
+
+    def to_hf(self) -> dict[str, object]:
+        """See `Family`."""
+        own: dict[str, object] = {
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_hidden_size,
+            "norm_before_residual": self.norm_before_residual,
+        }
+        if self.watched is not None:
+            own["eagle_aux_hidden_state_layer_ids"] = list(self.watched)
+        return _LLAMA.to_hf(self) | own
+
+
+def read(fields: JsonFields, architecture: str) -> EagleConfig:
+    """See `Family`."""
+    fields.ignore(_HARMLESS)
+    fields.only("use_sliding_window", False, why="heads with a window are not supported")
+    fields.only("sliding_window", None, why="heads with a window are not supported")
+    fields.only("num_hidden_layers", 1, why="an EAGLE-3 head of several layers is not supported; only of 1")
+    base = _LLAMA.read(fields, architecture)
+    vocab_size = base.vocab_size
+    draft_vocab_size = fields.integer("draft_vocab_size", vocab_size, maximum=MAX_VOCAB_SIZE)
+    if draft_vocab_size > vocab_size:
+        raise fields.bad("draft_vocab_size", f"is {draft_vocab_size}, more than vocab_size, {vocab_size}")
+    values = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    return EagleConfig(
+        **values | {"tie_word_embeddings": False},
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=fields.integer("target_hidden_size", base.hidden_size, maximum=MAX_WIDTH),
+        norm_before_residual=fields.flag("norm_before_residual", False),
+        watched=_watched(fields),
+    )
+
+
+def _watched(fields: JsonFields) -> tuple[int, ...] | None:
+    """The layers whose input the head takes, where config.json names them.
+
+    At the top, as vLLM has it, they are named by their input; in `eagle_config`, as SGLang has it, by their output.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    inner = JsonFields(fields.mapping("eagle_config"), f"{fields.name} eagle_config")
+    inner.only("use_aux_hidden_state", True, why="a head of the last hidden state alone is not supported")
+    inner.only("use_input_layernorm_in_first_layer", True, why="only normalised embeddings are supported")
+    inner.only("use_last_layernorm", True, why="only a norm in front of the output matrix is supported")
+    inner.only("use_mtp_layernorm", False, why="only EAGLE-3 is supported")
+    inner.only("parallel_draft_step", 1, why="only one token after another is proposed")
+    by_input, by_output = fields.token_ids(key), inner.token_ids(key)
+    inner.finish()
+    found = by_input or tuple(number + 1 for number in by_output)
+    if not found:
+        return None
+    if len(found) != NUM_WATCHED or max(found) > MAX_LAYERS:
+        raise Unsupported(f"{fields.name}: {key} is {list(by_input or by_output)}; it has to name {NUM_WATCHED} layers")
+    return found

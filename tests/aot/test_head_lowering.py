@@ -1,0 +1,92 @@
+"""Programs of a head beside Llama-3-8B lower for TPUs and Hopper GPUs, with the plain wheels of jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from jpaged.capacity.known_models import KNOWN_MODELS
+from jpaged.config import EngineConfig
+from jpaged.device.mesh import build_mesh
+from jpaged.device.programs.lowering import abstract_serving
+from jpaged.device.speculation.draft import DRAFT, abstract_states, split_params
+from jpaged.device.speculation.following import packed_follow
+from jpaged.device.speculation.packing import SpeculatePacking
+from jpaged.device.speculation.rounds import packed_speculate
+from jpaged.device.step.forward import Step, forward_packing
+from jpaged.engine.executor import Geometry
+from jpaged.kernels.sampling import choose_kernel
+from jpaged.models.hf_config import head_from_hf
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from tests.aot.test_step_lowering import NUM_TOKENS, OPTIONS, TARGETS, Target, on
+from tests.models.eagle_heads import HeadSizes
+
+SPECULATION = {"method": "eagle3", "model": "head", "num_speculative_tokens": 1}
+
+
+def head_step(target: Target) -> tuple[Step, Geometry, Params]:
+    """A step with a head that takes the model's embedding, on devices of the target."""
+    model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
+    sizes = HeadSizes(model.config.vocab_size, 4096, 14336, 32, 8, 128, target_hidden_size=4096)
+    head = Model(head_from_hf(sizes.config(draft_vocab_size=32000)).stored_as(["d2t"]), model.dtype)
+    options = EngineConfig.load({**OPTIONS, "speculative_config": SPECULATION})
+    step, geometry, _ = abstract_serving(model, options, build_mesh(jax.devices()[:1]), draft=head)
+    assert step.draft is not None
+    assert step.draft.watched == (2, 16, 29)
+
+    def on_target(step: Step) -> Step:
+        sampler = choose_kernel(target.backend, 1, model.config.vocab_size)
+        layout = dataclasses.replace(step.layout, form=target.form)
+        return dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan", sampler=sampler)
+
+    draft = dataclasses.replace(step.draft, step=on_target(step.draft.step))
+    step = dataclasses.replace(on_target(step), draft=draft)
+    return step, geometry, {**step.model.abstract_params("scan"), DRAFT: draft.step.model.abstract_params("scan")}
+
+
+@pytest.mark.parametrize("program", ["forward", "draft", "speculate"])
+@pytest.mark.parametrize("name", ["v6e", "h200"])
+def test_programs_with_a_head_lower_with_their_kernels(name: str, program: str) -> None:
+    target = TARGETS[name]
+    step, geometry, both = head_step(target)
+    assert step.draft is not None
+    params, of_head = split_params(both)
+    keys, pool = (jax.ShapeDtypeStruct(one.layout.shape, one.layout.storage_dtype) for one in (step.draft.step, step))
+    states = abstract_states(step.draft)
+    of_draft = keys, jax.ShapeDtypeStruct(states.shape, states.dtype)
+    packing, rounds = forward_packing(NUM_TOKENS, geometry), SpeculatePacking.of(8, geometry)
+    last = jax.ShapeDtypeStruct((step.num_places,), np.int32)
+    words, of_rounds = (jax.ShapeDtypeStruct((size,), np.int32) for size in (packing.size, rounds.size))
+    features = jax.ShapeDtypeStruct((NUM_TOKENS, 3 * 4096), jnp.bfloat16)
+    calls: dict[str, tuple[Any, tuple[Any, ...], int]] = {
+        "forward": (functools.partial(step.packed_forward, packing=packing), (params, pool, last, words), 1),
+        "draft": (
+            functools.partial(packed_follow, step.draft, packing=packing),
+            (of_head, of_draft, last, words, features),
+            1,
+        ),
+        "speculate": (
+            functools.partial(packed_speculate, step, packing=rounds),
+            (params, of_head, (pool, of_draft), last, of_rounds),
+            2,
+        ),
+    }
+    run, arguments, donated = calls[program]
+    with on(target):
+        checks = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+        jitted = jax.jit(run, donate_argnums=donated)
+        exported = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(*arguments)
+    text = exported.mlir_module()
+    assert target.call in text
+    num_donated = {"forward": 1, "draft": 2, "speculate": 3}[program]
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == num_donated
+    if program == "forward":
+        assert [out.shape for out in exported.out_avals][2] == (NUM_TOKENS, 3 * 4096)

@@ -1,0 +1,116 @@
+"""EAGLE-3 heads as their config.json describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.hf_config import from_hf, head_from_hf, to_hf
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
+from jpaged.models.tokens import TokenBatch
+from tests.models import dense
+from tests.models.eagle_heads import HeadSizes
+from tests.models.tiny import TinyCase, tiny_cases
+
+SIZES = HeadSizes(100, 32, inner=48, num_heads=4, num_kv_heads=2, head_dim=16, target_hidden_size=64)
+KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
+def test_a_head_has_one_name_here(name: str) -> None:
+    config = head_from_hf(SIZES.config(architectures=[name], draft_vocab_size=30, norm_before_residual=True))
+    assert config.architecture == "Eagle3LlamaForCausalLM"
+    sizes = config.vocab_size, config.draft_vocab_size, config.hidden_size, config.target_hidden_size
+    assert sizes == (100, 30, 32, 64)
+    assert config.norm_before_residual
+    assert head_from_hf(to_hf(config)) == config
+
+
+def test_what_a_head_does_not_say_is_as_the_model_has_it() -> None:
+    config = head_from_hf(SIZES.config(draft_vocab_size=None, target_hidden_size=None, tie_word_embeddings=True))
+    assert (config.draft_vocab_size, config.target_hidden_size) == (100, 32)
+    assert not config.tie_word_embeddings
+    assert not config.norm_before_residual
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({}, (2, 16, 29)),
+        ({KEY: []}, (2, 16, 29)),
+        ({KEY: [1, 9, 32]}, (1, 9, 32)),
+        ({"eagle_config": {KEY: [1, 9, 31], "use_aux_hidden_state": True}}, (2, 10, 32)),
+        ({"eagle_config": {KEY: []}}, (2, 16, 29)),
+    ],
+)
+def test_layers_are_named_by_input_at_the_top_and_by_output_below(
+    config: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    assert head_from_hf(SIZES.config(**config)).layers_of(32) == layers
+
+
+def test_a_head_of_layers_that_a_model_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="input of layers 2, 1, -1, and the model has 2"):
+        head_from_hf(SIZES.config()).layers_of(2)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["fc.weight", "d2t"], (False, True, "midlayer")),
+        (["embed_tokens.weight", "layers.0.hidden_norm.weight"], (True, False, "layers.0")),
+    ],
+)
+def test_what_a_checkpoint_holds_is_told_by_its_names(names: list[str], found: tuple[bool, bool, str]) -> None:
+    config = head_from_hf(SIZES.config()).stored_as(names)
+    assert (config.has_embedding, config.has_ids, config.layer_name) == found
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is no EAGLE-3 head that is supported"),
+        ({"architectures": ["Eagle3Speculator"]}, "'Eagle3Speculator' is no EAGLE-3 head"),
+        ({"num_hidden_layers": 2}, "an EAGLE-3 head of several layers is not supported"),
+        ({"draft_vocab_size": 101}, "draft_vocab_size: is 101, more than vocab_size, 100"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "a head of the last hidden state alone"),
+        ({"eagle_config": {"depth": 3}}, "unknown setting depth=3"),
+        ({KEY: [1, 2]}, "it has to name 3 layers"),
+        ({"parallel": True}, "unknown setting parallel=True"),
+        ({"quantization_config": {}}, "quantised checkpoints are not supported"),
+    ],
+)
+def test_a_head_of_another_kind_is_refused(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises((InvalidArgument, Unsupported), match=problem):
+        head_from_hf(SIZES.config(**config))
+
+
+def test_a_head_is_not_served_as_a_model() -> None:
+    with pytest.raises(Unsupported, match="proposes tokens for another model, and is served beside it alone"):
+        from_hf(SIZES.config(architectures=["Eagle3LlamaForCausalLM"]))
+    with pytest.raises(Unsupported, match="architecture 'LlamaForCausalLMEagle3' is not supported"):
+        from_hf(SIZES.config())
+
+
+@pytest.mark.parametrize("mode", ["loop", "scan"])
+@pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
+def test_every_model_has_states_that_a_head_may_watch(case: TinyCase, mode: LayerMode) -> None:
+    """They are the inputs of layers, and the output of the last one."""
+    model = Model(from_hf(case.config), np.dtype(np.float32))
+    positions_t, watched = jnp.arange(6), (0, 1, model.config.num_layers)
+
+    def run(params: Params) -> tuple[jax.Array, list[jax.Array]]:
+        tokens = TokenBatch(positions_t, positions_t, positions_t + 1)
+        hidden_te, _, seen = model.run_watched(params, tokens, dense.attend, (), mode, watched)
+        return hidden_te, seen
+
+    hidden, seen = jax.eval_shape(run, model.abstract_params(mode))
+    assert hidden.shape == (6, model.config.hidden_size)
+    assert [one.shape for one in seen] == [hidden.shape] * 3
