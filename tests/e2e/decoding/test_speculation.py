@@ -268,7 +268,7 @@ def test_a_draft_model_that_does_not_go_with_the_model_is_refused_by_name(tmp_pa
         assert raised.value.field == "speculative_config.model"
 
 
-HEADS = ("often right", "random")
+HEADS = ("sometimes right", "random")
 HEAD_WAYS = ("as it comes", "few blocks")
 HEAD_SIZES = HeadSizes(
     VOCAB_SIZE, hidden_size=256, inner=96, num_heads=16, num_kv_heads=8, head_dim=32, target_hidden_size=256
@@ -313,7 +313,7 @@ def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
         load = llm.load()
         assert rule.num_dispatches > 0
         share = load.speculation.num_accepted_tokens / load.speculation.num_draft_tokens
-        assert share > 0.1 if head == "often right" else share < 0.1
+        assert share > 0.01 if head == "sometimes right" else share < 0.005, share
         assert load.num_preemptions > 0 or "num_blocks" not in WAYS[way]
 
 
@@ -329,12 +329,12 @@ def test_many_requests_have_the_same_tokens_with_a_head(head: str, way: str, tmp
     check_head(head, way, range(1000) if way == "as it comes" else range(1000, 1100), tmp_path)
 
 
-def test_a_head_is_as_often_right_behind_plain_steps_and_in_every_copy(tmp_path: Path) -> None:
+def test_a_head_is_right_as_often_behind_plain_steps_and_in_every_copy(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
     requests = [([first, 70, 9], params) for first in range(3, 11)]
     with open_llm("demo", **SIZES) as llm:
         want = generate(llm, requests)
-    config, shares = head_config("often right", [want], tmp_path), []
+    config, shares = head_config("sometimes right", [want], tmp_path), []
     with open_llm("demo", **SIZES, data_parallel_size=2, speculative_config=config) as llm:
         for _ in range(2):  # the first steps of each copy are plain
             assert_same(generate(llm, requests), want)
