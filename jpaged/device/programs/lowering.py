@@ -42,7 +42,7 @@ from jpaged.models.stack import LayerMode
 _HALVES_FROM = 256
 """Tokens of a step from which there are programs for half as many again: on CPUs padding is not computed."""
 Lowering = Callable[[], jax.stages.Lowered]
-_NUM_TOLD, _NUM_TOLD_ELSEWHERE = {"cpu": 64}, 256
+_NUM_TOLD, _NUM_TOLD_ELSEWHERE = {"cpu": 512}, 256
 """Tokens of a step of which more than a sample is asked, at most."""
 _NUM_STEPS, _NUM_STEPS_ELSEWHERE = {"cpu": 8}, 2
 """Decode steps of one dispatch at most: on CPUs, where the host's part is the largest, more."""
