@@ -256,7 +256,8 @@ class LLM:
             adapter=self._serving.adapters.find(adapter) if adapter else None,
         )
         grammars = self._serving.grammars
-        request = request if grammars is None else grammars.bind_now(request)
+        with processor.naming_errors(prompt, sampling, request):
+            request = request if grammars is None else grammars.bind_now(request)
         return _Asked(request, processor.answers(prompt, sampling, request))
 
     def _run(self, asked: list[_Asked], use_tqdm: bool | MakeBar) -> list[RequestOutput]:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jpaged.chat import ChatOptions
@@ -19,6 +20,7 @@ from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupp
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, text_bytes
+from jpaged.service.chat.structural_tag import naming_tools
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
@@ -129,6 +131,13 @@ class InputProcessor:
         if prompt.messages is None:
             return None
         return self._answering.answers(prompt.chat_options, sampling, request.prompt_token_ids)
+
+    def naming_errors(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> AbstractContextManager[None]:
+        """Inside, errors of the grammar of a request that was made of these name what the caller gave."""
+        outputs = request.sampling.structured_outputs
+        is_of_tools = outputs is not None and sampling.structured_outputs is None
+        tag = str(outputs.structural_tag) if outputs is not None and is_of_tools else None
+        return naming_tools(tag, prompt.chat_options.shown_tools)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""

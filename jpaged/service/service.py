@@ -17,6 +17,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -385,7 +386,7 @@ class Service:
         deadline_s = None if call.remaining_s is None else model.engine.clock() + call.remaining_s
         adapter = model.adapters.named(call.adapter)
 
-        def make() -> tuple[Request, ChatAnswers | None]:
+        def make() -> tuple[Request, ChatAnswers | None, AbstractContextManager[None]]:
             prompt, sampling = call.read()
             request = model.input_processor.make_request(
                 request_id=generation.engine_id,
@@ -397,12 +398,14 @@ class Service:
                 is_whole=call.is_whole,
                 adapter=adapter,
             )
-            return request, model.input_processor.answers(prompt, sampling, request)
+            naming = model.input_processor.naming_errors(prompt, sampling, request)
+            return request, model.input_processor.answers(prompt, sampling, request), naming
 
         async def prepare() -> tuple[Request, ChatAnswers | None]:
-            request, answers = await self._workers.run(make, call.size)
+            request, answers, naming = await self._workers.run(make, call.size)
             if model.grammars is not None and request.sampling.structured_outputs is not None:
-                request = await model.grammars.bind(request)
+                with naming:
+                    request = await model.grammars.bind(request)
             return request, answers
 
         generation.preparing = asyncio.create_task(prepare())

@@ -25,12 +25,15 @@ Source: https://xgrammar.mlc.ai/docs/xgrammar_features/structural_tag.html.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from jpaged.chat import Tool, ToolChoice, ToolChoiceMode
+from jpaged.errors import InvalidArgument
 from jpaged.service.chat.parsers.formats import AnswerFormat, ReasoningFormat, ToolFormat
 
 Format = dict[str, Any]
@@ -38,6 +41,8 @@ _ANY_OBJECT = {"type": "object"}
 _NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]*"}
 _TEXT: Format = {"type": "regex", "pattern": "(?s:.*)"}
 _CHANNELS: Format = {"type": "regex", "pattern": "analysis|commentary"}
+_SCHEMA_PLACE = re.compile(r" at ((?:/[a-z0-9_]+)*/json_schema)(?=[/:])")
+"""Where in a tag a schema is, in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,33 @@ def structural_tag_for(
         body = [_in_text(schemas, tool_format, is_forced=is_forced, is_one=is_one)]
     thought = [] if reasoning is None or reasoning.is_whole_answer else _thought(reasoning, tokens, is_open=is_open)
     return {"type": "structural_tag", "format": _sequence([*thought, *body])}
+
+
+@contextmanager
+def naming_tools(tag: str | None, tools: Sequence[Tool]) -> Iterator[None]:
+    """Errors of a tag that was made of tools name these, as the caller knows them.
+
+    Args:
+        tag: as JSON; None where none was made, and errors are of what the caller gave.
+
+    Raises:
+        InvalidArgument: what is raised inside, of `tools`, or of the one whose schema is wrong.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        if tag is None or "structural_tag" not in error.field:
+            raise
+        place = _SCHEMA_PLACE.search(told := str(error))
+        if place is None:
+            raise InvalidArgument("tools", f"as a grammar they are refused: {error.problem}") from error
+        schema: Any = json.loads(tag)
+        for key in place[1].split("/")[1:]:
+            schema = schema[int(key) if isinstance(schema, list) else key]
+        index = next(number for number, tool in enumerate(tools) if dict(tool.parameters) == schema)
+        rest = told[place.end() :]
+        problem = f"at {rest}" if rest.startswith("/") else rest.removeprefix(": ")
+        raise InvalidArgument(f"tools[{index}].function.parameters", problem) from error
 
 
 def _in_text(schemas: Mapping[str, Any], tool_format: ToolFormat, *, is_forced: bool, is_one: bool) -> Format:
