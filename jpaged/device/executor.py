@@ -371,8 +371,8 @@ class JaxExecutor:
             InternalError: the device failed in it.
         """
         with self._calling("the device failed in a step"):
-            array = np.asarray(handle)
-            outputs = unpack_rounds(array) if is_of_rounds(array) else unpack_outputs(array)
+            array, has_draft = np.asarray(handle), self._drafter is not None
+            outputs = unpack_rounds(array) if has_draft and is_of_rounds(array) else unpack_outputs(array)
             if self._host.on_the_way:
                 self._host.land_ready()
             return outputs

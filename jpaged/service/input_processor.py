@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from jpaged.chat import ChatOptions
@@ -135,9 +135,9 @@ class InputProcessor:
     def naming_errors(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> AbstractContextManager[None]:
         """Inside, errors of the grammar of a request that was made of these name what the caller gave."""
         outputs = request.sampling.structured_outputs
-        is_of_tools = outputs is not None and sampling.structured_outputs is None
-        tag = str(outputs.structural_tag) if outputs is not None and is_of_tools else None
-        return naming_tools(tag, prompt.chat_options.shown_tools)
+        if outputs is None or sampling.structured_outputs is not None:
+            return nullcontext()
+        return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""

@@ -24,6 +24,7 @@ POLICY_FAULTS = (
         "a copy is made after the write",
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
+        "            if self._rounds is not None:\n                self._rounds.move(moves)\n"
         "        if not schedule.num_rows:\n            return None\n"
         "        inputs = build_step_inputs(schedule, geometry)\n",
         "        if schedule.rows:\n"
@@ -37,6 +38,7 @@ POLICY_FAULTS = (
         "moves wait for a step that has rows",
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
+        "            if self._rounds is not None:\n                self._rounds.move(moves)\n"
         "        if not schedule.num_rows:\n            return None\n",
         "        if not schedule.num_rows:\n            return None\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n",
@@ -270,15 +272,15 @@ POLICY_FAULTS = (
     Fault(
         "what a window has left behind is swapped, too",
         "scheduling/scheduler.py",
-        "            _settle(sequence, self._memory)  # what its",
+        "            settle(sequence, self._memory)  # what its",
         "            pass  # what its",
         ("kv/test_swap.py",),
     ),
     Fault(
         "several steps go in one dispatch while somebody waits who could join",
         "scheduling/scheduler.py",
-        "        if not (is_joined or any(parts.values())",
-        "        if not (any(parts.values())",
+        "not (is_joined or proposals is not None or",
+        "not (proposals is not None or",
         LOOKAHEAD,
     ),
     Fault(
@@ -291,7 +293,7 @@ POLICY_FAULTS = (
     Fault(
         "somebody joins several steps, which changed who is next",
         "scheduling/scheduler.py",
-        " and schedule.num_steps == 1:",
+        " and schedule.num_steps == 1 and not has_rounds:",
         ":",
         LOOKAHEAD,
     ),
@@ -354,7 +356,7 @@ POLICY_FAULTS = (
     Fault(
         "a block that a row has filled is not found",
         "scheduling/scheduler.py",
-        "        for sequence in due:\n            _settle(sequence, self._memory)\n",
+        "        for sequence in due:\n            settle(sequence, self._memory)\n",
         "",
         ("scheduling/test_rows.py",),
     ),

@@ -109,11 +109,3 @@ class KVMemory(Protocol):
     def check(self, groups: Iterable[Group]) -> None:
         """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
         ...
-
-
-def settle(sequence: Sequence, memory: KVMemory) -> None:
-    """Makes known what a running sequence has filled, and takes back what nobody sees of it any more."""
-    if memory.prefixes is not None:
-        memory.prefixes.register_full_blocks(sequence)
-    if memory.windows is not None:
-        memory.windows.move_on(sequence)

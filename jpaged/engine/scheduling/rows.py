@@ -31,6 +31,7 @@ from jpaged.engine.executor import (
     SamplingInputs,
     random_columns,
 )
+from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.editing import Editing
 from jpaged.engine.scheduling.told_budget import ToldBudget
@@ -332,6 +333,14 @@ class DecodingRows:
             self._ending_ids_sx,
             self._may_end_s,
         )
+
+
+def settle(sequence: Sequence, memory: KVMemory) -> None:
+    """Makes known what a running sequence has filled, and takes back what nobody sees of it any more."""
+    if memory.prefixes is not None:
+        memory.prefixes.register_full_blocks(sequence)
+    if memory.windows is not None:
+        memory.windows.move_on(sequence)
 
 
 def _num_left(group: Group, sequence: Sequence, outgrowing: Outgrowing | None) -> int:

@@ -16,7 +16,7 @@ from itertools import chain
 from jpaged.config import SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.executor import DeviceRates, Geometry
-from jpaged.engine.kv.interface import KVMemory, Shares, settle
+from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.lookahead import Lookahead
@@ -24,7 +24,7 @@ from jpaged.engine.scheduling.pace import Pace
 from jpaged.engine.scheduling.policies import POLICIES
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.queues import Queues
-from jpaged.engine.scheduling.rows import DecodingRows
+from jpaged.engine.scheduling.rows import DecodingRows, settle
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens

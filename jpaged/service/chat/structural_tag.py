@@ -111,11 +111,11 @@ def structural_tag_for(
 
 
 @contextmanager
-def naming_tools(tag: str | None, tools: Sequence[Tool]) -> Iterator[None]:
+def naming_tools(tag: str, tools: Sequence[Tool]) -> Iterator[None]:
     """Errors of a tag that was made of tools name these, as the caller knows them.
 
     Args:
-        tag: as JSON; None where none was made, and errors are of what the caller gave.
+        tag: as JSON.
 
     Raises:
         InvalidArgument: what is raised inside, of `tools`, or of the one whose schema is wrong.
@@ -123,7 +123,7 @@ def naming_tools(tag: str | None, tools: Sequence[Tool]) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        if tag is None or "structural_tag" not in error.field:
+        if "structural_tag" not in error.field:
             raise
         place = _SCHEMA_PLACE.search(told := str(error))
         if place is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv.interface import KVMemory, settle
+from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.scheduling.policies import SchedulingPolicy
 from jpaged.engine.scheduling.queues import Queues
-from jpaged.engine.scheduling.rows import DecodingRows
+from jpaged.engine.scheduling.rows import DecodingRows, settle
 from jpaged.engine.scheduling.schedule import Schedule
 
 
