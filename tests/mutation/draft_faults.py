@@ -6,6 +6,7 @@ from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
 DRAFTING = ("speculation/test_drafting.py",)
+ROUNDS = ("speculation/test_rounds.py",)
 
 DRAFT_FAULTS = (
     Fault(
@@ -70,6 +71,34 @@ DRAFT_FAULTS = (
         "sampling.beam_width or sampling.needs_counts or",
         "sampling.beam_width or",
         DRAFTING,
+    ),
+    Fault(
+        "a draft model is taken to have seen what comes from the host",
+        "speculation/rounds/seen_blocks.py",
+        "        elif moves.move is Move.SWAP_IN:\n            self._are_seen[moves.destinations] = False\n",
+        "",
+        ("speculation/test_seen_blocks.py",),
+    ),
+    Fault(
+        "a draft model is taken to have seen what several plain steps ran",
+        "speculation/rounds/seen_blocks.py",
+        "            self._are_seen[ids_m[begin:end]] = False\n",
+        "            pass\n",
+        ROUNDS,
+    ),
+    Fault(
+        "rows do not know of the blocks that they have for rounds",
+        "speculation/rounds/rows.py",
+        "            self.rows.grown(sequence)\n",
+        "",
+        ROUNDS,
+    ),
+    Fault(
+        "rows stay where rounds began",
+        "intake.py",
+        "            self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1)\n",
+        "            pass\n",
+        ROUNDS,
     ),
     Fault(
         "a proposer hears of a token twice",
