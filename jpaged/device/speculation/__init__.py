@@ -1,4 +1,4 @@
-"""A draft model on the device: it proposes tokens, and the model verifies them in the same dispatch.
+"""A draft model or a head on the device: it proposes tokens, and the model verifies them in the same dispatch.
 
 draft.py     the draft model, or the head, beside the model: what it has to be, and its sizes
 packing.py   what a dispatch takes in one buffer, and what it gives

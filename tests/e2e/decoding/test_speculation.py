@@ -218,9 +218,11 @@ def test_every_copy_of_a_model_has_its_draft() -> None:
         want = generate(llm, requests)
     config = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 2}
     with open_llm("demo", **SIZES, data_parallel_size=2, speculative_config=config) as llm:
-        for _ in range(2):  # the first steps of each copy are plain
+        for _ in range(20):  # the first steps of each copy are plain, and of each number of rows
             assert_same(generate(llm, requests), want)
-        assert llm.load().speculation.num_accepted_tokens > 0
+            if num_accepted := llm.load().speculation.num_accepted_tokens:
+                break
+        assert num_accepted > 0
 
 
 def test_a_draft_model_that_the_first_proposals_come_from_has_seen_what_plain_steps_ran() -> None:
@@ -336,9 +338,11 @@ def test_a_head_is_right_as_often_behind_plain_steps_and_in_every_copy(tmp_path:
         want = generate(llm, requests)
     config, shares = head_config("sometimes right", [want], tmp_path), []
     with open_llm("demo", **SIZES, data_parallel_size=2, speculative_config=config) as llm:
-        for _ in range(2):  # the first steps of each copy are plain
+        for _ in range(20):  # the first steps of each copy are plain, and of each number of rows
             assert_same(generate(llm, requests), want)
-        assert llm.load().speculation.num_accepted_tokens > 0
+            if num_accepted := llm.load().speculation.num_accepted_tokens:
+                break
+        assert num_accepted > 0
     with open_llm("demo", **SIZES, speculative_config=config) as llm:
         rounds = engine_of(llm)._loop._rounds
         assert rounds is not None
