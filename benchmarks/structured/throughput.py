@@ -104,7 +104,7 @@ def _in_child(num_rounds: int, processors: list[int]) -> dict[str, Any]:
 
 
 def _measure(num_rounds: int) -> dict[str, dict[str, Any]]:
-    prompts = [f"Once upon a time there was a {_WORDS[row % len(_WORDS)]} in house {row}" for row in range(NUM_ROWS)]
+    prompts = prompts_of(NUM_ROWS)
     with LLM("demo", max_num_seqs=NUM_ROWS) as llm:
         return {name: dataclasses.asdict(_case(llm, prompts, of_row, num_rounds)) for name, of_row in CASES.items()}
 
@@ -132,7 +132,7 @@ def _phases_us(
     both: list[list[dict[str, float]]] = [[], []]
     for number in range(num_rounds):
         for found, schema in zip(both, (schema_of, None), strict=True):
-            params = [_params(number, row, schema, ignore_eos=schema is None) for row in range(len(prompts))]
+            params = [params_of(number, row, schema, ignore_eos=schema is None) for row in range(len(prompts))]
             with phases() as seconds:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
             num_tokens = sum(len(one.outputs[0].token_ids) for one in outputs)
@@ -141,8 +141,13 @@ def _phases_us(
     return {name: (round(bound[name], 1), round(plain.get(name, 0.0), 1)) for name in bound}
 
 
+def prompts_of(num_rows: int) -> list[str]:
+    """A prompt a row, all different."""
+    return [f"Once upon a time there was a {_WORDS[row % len(_WORDS)]} in house {row}" for row in range(num_rows)]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """One batch: microseconds a token, of the clock and of the processor."""
 
     wall_us: float
@@ -152,17 +157,18 @@ class _Run:
     lens: list[int]
 
 
-def _round(llm: LLM, prompts: list[str], schema_of: Callable[[int], Any], number: int) -> tuple[_Run, _Run, _Run]:
-    plain = [_params(number, row) for row in range(len(prompts))]
-    bound = _run(llm, prompts, [_params(number, row, schema_of) for row in range(len(prompts))])
+def _round(llm: LLM, prompts: list[str], schema_of: Callable[[int], Any], number: int) -> tuple[Run, Run, Run]:
+    plain = [params_of(number, row) for row in range(len(prompts))]
+    bound = run(llm, prompts, [params_of(number, row, schema_of) for row in range(len(prompts))])
     lens = zip(plain, bound.lens, strict=True)
     as_long = [dataclasses.replace(one, max_tokens=num_tokens, ignore_eos=True) for one, num_tokens in lens]
-    return bound, _run(llm, prompts, as_long), _run(llm, prompts, plain)
+    return bound, run(llm, prompts, as_long), run(llm, prompts, plain)
 
 
-def _params(
+def params_of(
     number: int, row: int, schema_of: Callable[[int], Any] | None = None, *, ignore_eos: bool = False
 ) -> SamplingParams:
+    """How a row of a round is sampled."""
     return SamplingParams(
         temperature=0.8,
         seed=1000 * number + row,
@@ -172,14 +178,15 @@ def _params(
     )
 
 
-def _run(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> _Run:
+def run(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> Run:
+    """Run a batch."""
     num_forced = llm.load().num_forced_tokens
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     cpu_s, wall_s = time.process_time() - begin_cpu_s, time.perf_counter() - begin_s
     lens = [len(one.outputs[0].token_ids) for one in outputs]
     num_tokens, num_forced = sum(lens), llm.load().num_forced_tokens - num_forced
-    return _Run(wall_s / num_tokens * 1e6, cpu_s / num_tokens * 1e6, num_tokens, num_forced / num_tokens, lens)
+    return Run(wall_s / num_tokens * 1e6, cpu_s / num_tokens * 1e6, num_tokens, num_forced / num_tokens, lens)
 
 
 def _spread(ratios: list[float]) -> tuple[float, tuple[float, float]]:

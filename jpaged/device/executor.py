@@ -5,6 +5,7 @@
     forward      StepInputs -> one buffer -> forward[T] -> hidden states                     returns at once
     sample       hidden states, SamplingInputs -> sample[R] -> copy to host begins           returns at once
     decode       StepInputs, ... -> one buffer -> decode[R] -> copy to host begins              returns at once
+    decode_fed   the same, and a feed for which its steps wait                                  returns at once
     speculate    StepInputs, ... -> one buffer -> speculate[R] -> copy to host begins           returns at once
     collect      waits for that copy -> StepOutputs; lands what has been swapped out
 
@@ -50,6 +51,7 @@ from jpaged.device.programs.store import ProgramStore
 from jpaged.device.speculation.draft import DRAFT, draft_params_for, split_params
 from jpaged.device.speculation.drafter import drafter_of
 from jpaged.device.speculation.packing import is_of_rounds, unpack_rounds
+from jpaged.device.step.feeding import ProgramFeed
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, StepRunner, unpack_outputs, unpack_told
 from jpaged.device.step.told import ToldArrays
@@ -67,8 +69,10 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.executor.edits import num_mask_words
 from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
+from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
 from jpaged.models.model import Model
@@ -82,7 +86,11 @@ Least = Callable[[int], int]
 
 
 class JaxExecutor:
-    """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's."""
+    """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's.
+
+    Attributes:
+        step: what runs: the model, its kernels and how it multiplies.
+    """
 
     def __init__(
         self,
@@ -96,7 +104,7 @@ class JaxExecutor:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
         step, geometry = served.step, served.geometry
         params, draft_params = split_params(params)
-        self._served = served
+        self._served, self.step = served, step
         self._least = least
         self._geometry = geometry
         self._memory_plan = memory_plan
@@ -206,11 +214,6 @@ class JaxExecutor:
         return self._memory_plan
 
     @property
-    def step(self) -> Step:
-        """What runs: the model, its kernels and how it multiplies."""
-        return self._served.step
-
-    @property
     def rates(self) -> DeviceRates:
         """The rates that `warm_up` measured."""
         if self._rates is None:
@@ -227,7 +230,7 @@ class JaxExecutor:
             InternalError: together they take more memory than the plan has.
         """
         _require_alive(self._is_shut_down)
-        buckets, layout = self._geometry.buckets, self._served.step.layout
+        buckets, layout = self._geometry.buckets, self.step.layout
         has_host_blocks = self._geometry.num_host_blocks > 0
         make = program_specs if self._waits_for_all else least_programs
         has_adapters = self._geometry.max_loras > 0
@@ -244,7 +247,7 @@ class JaxExecutor:
         """Lets steps have the shapes that are ready. A sample that tells most does for one that tells less."""
         sizes = self._programs.sizes
         tokens, rows = sizes("forward"), sizes("sample", detail=Detail.TOP_LOGPROBS)
-        if self._served.step.draft is not None:  # which is to be shown whatever the model runs
+        if self.step.draft is not None:  # which is to be shown whatever the model runs
             tokens = tuple(size for size in tokens if size in sizes("draft"))
         if tokens and rows:
             buckets = BucketTable(tokens, rows, sizes("decode"), sizes("speculate"))
@@ -321,6 +324,24 @@ class JaxExecutor:
         """
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
             return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
+
+    def decode_fed(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[jax.Array, ProgramFeed]:
+        """Starts several steps that wait for masks, and the copy of their tokens to the host.
+
+        Raises:
+            InternalError: as `decode`.
+        """
+        num_rows = len(sampling.rows_r)
+        feed = Feed.open(num_rows, num_mask_words(self._geometry.vocab_size))
+        try:
+            with self._calling(f"{num_steps} steps of {num_rows} rows with masks failed"):
+                outputs = self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps, feed.number)
+        except InternalError:
+            feed.close()
+            raise
+        return outputs, ProgramFeed(feed, outputs)
 
     def speculate(
         self,

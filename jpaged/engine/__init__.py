@@ -2,6 +2,8 @@
 
 engine.py      what any thread may ask of it, and the thread of the loop
 loop.py        schedule, dispatch, collect, publish; who is in flight, and until when
+dispatches.py  what is under way
+turns.py       several steps between which masks are made
 adapters.py    which adapter (LoRA) is in which slot of the device
 executor/      what the engine asks of a device: the shapes of a step, and its verbs
 reach.py       how far the layers of a KV group see, in blocks

@@ -9,12 +9,13 @@
     sample n + 1  ─────────────> device
 
 So a step waits for the one before it between its forward and its sample, if it has such a row, and for nothing else.
+Several steps of such rows are one dispatch: `turns.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +90,7 @@ class Grammars:
     lookahead: Lookahead
     _masks: GrammarMasks | None = None
     _num_forced: int = 0
+    _refused: dict[Sequence, JpagedError] = field(default_factory=dict)
 
     def narrow(
         self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs, output: OutputProcessor
@@ -109,21 +111,22 @@ class Grammars:
         filled_rw &= edits.mask_rw[places]
         edits.mask_rw[places] = filled_rw
         self.lookahead.saw_choices(len(rows), num_words_r.count(1))
+        self._refused = {sequence: error for sequence, error in self._refused.items() if sequence.is_live}
         may_jump = not schedule.drafts and schedule.num_steps == 1
         are_left_r = np.any(filled_rw, axis=1).tolist()
         for bound, num_words, is_left in zip(rows, num_words_r, are_left_r, strict=True):
             failure, has_choice = bound.state.failure, num_words > 1 or not may_jump
-            if failure is None and has_choice and is_left and bound.is_plain:
+            error = self._refused.get(bound.sequence) if failure is None else _too_much(failure)
+            if error is None and has_choice and is_left and bound.is_plain:
                 continue
             if not bound.sequence.is_live:  # another one has ended their request
                 edits.mask_rw[bound.place] = -1
                 continue
-            if failure is None and not has_choice and (token_ids := self._forced(bound.group, bound.sequence)):
+            if error is None and not has_choice and (token_ids := self._forced(bound.group, bound.sequence)):
                 schedule.know_token(bound.entered)
                 if output.jump(bound.group, bound.sequence, token_ids):
                     yield bound.group, bound.sequence, None
                 continue
-            error = None if failure is None else _too_much(failure)
             if error is None and not (is_left and bound.is_plain):
                 error = self._left(bound, sampling)
             if error is None:
@@ -156,6 +159,28 @@ class Grammars:
                 and output.jump(group, sequence, token_ids)
             ):
                 yield group, sequence, None
+
+    def went_on(self, rows: list[BoundRow], token_ids_r: I32) -> bool:
+        """Moves over the tokens of a step that is fed; False where a grammar cannot go on.
+
+        Their sequences are given them later, and `narrow` then says of which request that is the end.
+        """
+        for bound in rows:
+            token_id = token_ids_r.item(bound.place)
+            if not bound.state.accept(token_id):
+                self._refused[bound.sequence] = _not_accepted(bound.state, token_id)
+        return not any(bound.sequence in self._refused for bound in rows)
+
+    def fill(self, rows: list[BoundRow], mask_rw: I32) -> bool:
+        """Writes the masks of the next step that is fed; False where one of them leaves nothing, or cannot be told."""
+        mask_rw[:] = -1
+        if not rows:
+            return True
+        filled_rw = self._filled([bound.state for bound in rows])
+        mask_rw[[bound.place for bound in rows]] = filled_rw
+        num_words_r = np.count_nonzero(filled_rw, axis=1)
+        self.lookahead.saw_choices(len(rows), int(np.count_nonzero(num_words_r == 1)))
+        return bool(num_words_r.all()) and all(bound.state.failure is None for bound in rows)
 
     def _forced(self, group: Group, sequence: Sequence) -> list[int]:
         """Moves over what follows without a choice behind the tokens that are known.

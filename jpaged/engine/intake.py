@@ -49,7 +49,7 @@ class Intake:
         if schedule.decodes.is_in_turn:
             self._take_step(schedule, outputs, now_s, schedule.num_steps - 1)
             return []
-        if schedule.num_steps > 1:
+        if schedule.num_steps > 1:  # grammars that are fed are over them
             for step in range(schedule.num_steps):
                 self._take_step(schedule, outputs.at(step), now_s, step)
             return []
@@ -114,7 +114,7 @@ class Intake:
         tokens, beams = schedule.live_tokens(step)
         num_at_once = 1 if schedule.decodes.is_in_turn else schedule.num_steps
         self.stats.count_tokens([*tokens.groups, *beams.groups], now_s, num_at_once)
-        self._publish(tokens, outputs, schedule.num_steps, going_on)
+        self._publish(tokens, outputs, schedule.num_steps, None if schedule.decodes.is_fed else going_on)
         for group, rows in beams.by_group().items():
             self._advance_beams(group, rows, outputs)
 
@@ -132,12 +132,15 @@ class Intake:
         self.stats.count_tokens(tokens.groups, now_s)
         self._publish(tokens, outputs, 1, going_on)
 
-    def _publish(self, tokens: Sampled, outputs: StepOutputs, num_steps: int, going_on: Collection[Sequence]) -> None:
+    def _publish(
+        self, tokens: Sampled, outputs: StepOutputs, num_steps: int, going_on: Collection[Sequence] | None
+    ) -> None:
         for group, sequence in self.output.publish(tokens, outputs):
             if max(num_steps, sequence.num_in_flight_tokens) > 1:
                 sequence.ended_on_the_way()
             self._end_sequence(group, sequence)
-        self._follow(self.grammars.follow(tokens, self.output, going_on))
+        if going_on is not None:
+            self._follow(self.grammars.follow(tokens, self.output, going_on))
 
     def _follow(self, ended: Iterator[tuple[Group, Sequence, JpagedError | None]]) -> None:
         for group, sequence, error in ended:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from jpaged.config import CacheOptions, EngineConfig
-from jpaged.engine.executor import Executor, Geometry, SamplingInputs, StepInputs
-from jpaged.engine.executor.telling import ToldOutputs
+from jpaged.engine.dispatches import Dispatched, Fed, Started
+from jpaged.engine.executor import Executor, Geometry, StepInputs
 from jpaged.engine.garbage import collect_if_due
-from jpaged.engine.grammars import BoundRow, Grammars, MakeMasks, bound_rows
+from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.intake import Intake
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
@@ -33,7 +33,7 @@ from jpaged.engine.scheduling.schedule import (
 )
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
-from jpaged.engine.scheduling.tells import StepTell, build_tells
+from jpaged.engine.scheduling.tells import build_tells
 from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.soundness import Soundness
 from jpaged.engine.speculation.drafting import Drafting
@@ -41,6 +41,7 @@ from jpaged.engine.speculation.drafts import Proposals
 from jpaged.engine.speculation.rounds.rounds import Rounds
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
+from jpaged.engine.turns import Turns
 from jpaged.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -178,30 +179,6 @@ class InFlight:
         return self._is_idle.wait(timeout_s)
 
 
-class _Dispatched(NamedTuple):
-    """A dispatch whose results were not collected yet: what it was, and the executor's handles."""
-
-    schedule: Schedule
-    begin_s: float
-    handle: Any
-    tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]] = ()
-
-
-class _Started(NamedTuple):
-    """A step whose forward pass is under way, and whose sample is not.
-
-    Attributes:
-        bound: rows that wait for what the step before sampled.
-    """
-
-    schedule: Schedule
-    inputs: StepInputs
-    hidden: Any
-    sampling: SamplingInputs
-    tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]]
-    bound: list[BoundRow]
-
-
 class EngineLoop:
     """Runs groups to their end, a step at a time.
 
@@ -234,7 +211,7 @@ class EngineLoop:
         self._overlap = config.scheduler.overlap
         self._output = OutputProcessor(tokenizer, eos_token_ids)
         self._deadlines = Deadlines()
-        self._dispatched: _Dispatched | None = None
+        self._dispatched: Dispatched | None = None
         self._device_wait_s = self._last_end_s = 0.0
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
@@ -242,6 +219,7 @@ class EngineLoop:
         grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead)
         soundness = Soundness(self.memory, self._output, self.stats)
         self._intake = Intake(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
+        self._turns = Turns(executor, self._intake, self.scheduler, clock)
         self._rounds = None if options is None or not geometry.num_speculative_tokens else Rounds.of(options, geometry)
         is_on_host = options is not None and self._rounds is None
         self._drafting = Drafting.of(options, executor.rates, geometry) if options and is_on_host else None
@@ -258,19 +236,25 @@ class EngineLoop:
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
         started = self._start(schedule)
-        if isinstance(started, _Started):
+        is_whole = True
+        if isinstance(started, Started):
             if started.bound:
                 self._collect_earlier()
                 self._intake.narrow(started.schedule, started.bound, started.sampling)
             self._newest = self._executor.sample(started.hidden, started.sampling)
-            self._go_on(started)
-            started = _Dispatched(started.schedule, start_s, self._newest, started.tells)
+            if schedule.decodes.is_in_turn:
+                self._newest = self._turns.go_on(started, self._newest)
+            started = Dispatched(started.schedule, start_s, self._newest, started.tells)
+        elif isinstance(started, Fed):
+            self._collect_earlier()
+            started, is_whole = self._turns.feed(started)
+        self._device_wait_s += self._turns.take_waited_s()
         self.stats.count_steps(schedule)
         collect_if_due()
         earlier, self._dispatched = self._dispatched, started
         if earlier is not None:
             self._collect(earlier)
-        if schedule.drafts or schedule.decodes.num_rounds or not self._overlap:
+        if schedule.drafts or schedule.decodes.num_rounds or not (is_whole and self._overlap):
             self._collect_earlier()
         has_run = schedule.num_rows > 0 or was_in_flight
         if has_run:
@@ -308,8 +292,8 @@ class EngineLoop:
             earlier, self._dispatched = self._dispatched, None
             self._collect(earlier)
 
-    def _start(self, schedule: Schedule) -> _Started | _Dispatched | None:
-        """Starts a step: its moves, which there may be without a row, and its rows as far as the sample."""
+    def _start(self, schedule: Schedule) -> Started | Fed | Dispatched | None:
+        """Starts a step: its moves, which there may be without a row, and its rows as far as they need no masks."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
         self._sharing.share(schedule, geometry)
         self.stats.count_schedule(schedule)
@@ -325,7 +309,7 @@ class EngineLoop:
         inputs = build_step_inputs(schedule, geometry)
         is_decode = not (schedule.rows or schedule.decodes.num_rounds)
         num_decodes = schedule.num_rows if is_decode else 0
-        self.scheduler.lookahead.began(num_decodes, schedule.num_steps, begin_s, is_in_turn=schedule.decodes.is_in_turn)
+        self.scheduler.lookahead.began(num_decodes, schedule.num_steps, begin_s, is_masked=schedule.decodes.are_masked)
         if pace is not None and not schedule.decodes.num_rounds:
             pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
         if self._rounds is not None and schedule.decodes.num_rounds:
@@ -334,44 +318,24 @@ class EngineLoop:
             self._rounds.begin_plain(inputs, schedule.num_steps)
         if schedule.num_steps > 1 and not schedule.decodes.is_in_turn:
             sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
+            ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
+            arguments = inputs, sampling, ending_ids_rx, schedule.num_steps
             self._end_idle()
-            self._newest = self._executor.decode(
-                inputs, sampling, build_ending_ids(schedule, len(sampling.rows_r)), schedule.num_steps
-            )
-            return _Dispatched(schedule, begin_s, self._newest)
+            if schedule.decodes.is_fed:
+                self._newest, feed = self._executor.decode_fed(*arguments)
+                bound = bound_rows(schedule)
+                return Fed(schedule, begin_s, self._newest, feed, sampling, ending_ids_rx, bound)
+            self._newest = self._executor.decode(*arguments)
+            return Dispatched(schedule, begin_s, self._newest)
         self._end_idle()
         hidden = self._executor.forward(inputs)
         self._newest = None  # what was the newest has this behind it
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
-        return _Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule))
+        return Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule))
 
-    def _go_on(self, started: _Started) -> None:
-        """Starts the further steps of a schedule whose steps go in turn; the last one's results are left to collect.
-
-        forward 1 ──> device      sample 0 is under way
-        collect 0 <── tokens, which are taken in
-        sample 1  ──> device      with masks behind those tokens
-        """
-        schedule, sampling = started.schedule, started.sampling
-        if not schedule.decodes.is_in_turn:
-            return
-        further = started.inputs.further(schedule.num_steps, self._executor.geometry.block_size)
-        for step, inputs in enumerate(further, start=1):
-            sampling = sampling.of_next_step()
-            hidden = self._executor.forward(inputs)
-            waiting_since_s = self._clock()
-            outputs = self._executor.collect(self._newest)
-            now_s = self._clock()
-            self._device_wait_s += now_s - waiting_since_s
-            self._intake.take_first(schedule, step - 1, outputs, now_s)
-            self._intake.narrow(schedule, started.bound, sampling)
-            self._newest = self._executor.sample(hidden, sampling)
-            if not self.scheduler.goes_on(schedule, step):
-                return
-
-    def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> _Dispatched:
+    def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> Dispatched:
         """Starts rounds of a draft model, behind what that has not seen yet."""
         geometry, editing = self._executor.geometry, self.scheduler.rows.editing
         self._end_idle()
@@ -382,7 +346,7 @@ class EngineLoop:
         self._newest = self._executor.speculate(
             inputs, sampling, ending_ids_rx, num_left_r, schedule.decodes.num_rounds, unseen
         )
-        return _Dispatched(schedule, begin_s, self._newest)
+        return Dispatched(schedule, begin_s, self._newest)
 
     def _end_idle(self) -> None:
         """Notes that the device is given something to do."""
@@ -395,13 +359,12 @@ class EngineLoop:
             self._newest = None
             self._idle.seen_done(self._clock())
 
-    def _collect(self, dispatched: _Dispatched) -> None:
-        schedule, begin_s, handle, tells = dispatched
+    def _collect(self, dispatched: Dispatched) -> None:
+        schedule, begin_s, handle, tells, found = dispatched
         waiting_since_s = self._clock()
         told = [(tell, collect()) for tell, collect in tells]
-        outputs = self._executor.collect(handle)
-        now = self._clock()
-        self._device_wait_s += now - waiting_since_s
+        outputs, now = found or (self._executor.collect(handle), self._clock())
+        self._device_wait_s += max(0.0, now - waiting_since_s)
         if handle is self._newest:
             self._newest = None
             self._idle.seen_done(now)

@@ -3,8 +3,10 @@
 fake_executor.py   an executor without a model
 fake_model.py      the next token of a context
 fake_edits.py      tokens that edits change, and counts that are checked
+fake_feed.py       several steps in one dispatch, which may wait for masks
 fake_grammar.py    a grammar over token ids
 fake_rounds.py     rounds of proposals, as if some were accepted
+fake_rows.py       what inputs say of a row
 fake_tells.py      log-probabilities and hidden states of tokens
 single_steps.py    the steps of a decode, one by one
 byte_tokenizer.py  a token is a byte
@@ -16,6 +18,7 @@ from jpaged.testing.fake_executor import (
     FakeAdapter,
     FakeExecutor,
     Faults,
+    FedExecutor,
     SeveralStepsExecutor,
     SpeculatingExecutor,
     scripted,
@@ -31,6 +34,7 @@ __all__ = [
     "FakeAdapter",
     "FakeExecutor",
     "Faults",
+    "FedExecutor",
     "SeveralStepsExecutor",
     "SpeculatingExecutor",
     "VirtualClock",

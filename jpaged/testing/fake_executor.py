@@ -46,10 +46,11 @@ from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
+from jpaged.testing.fake_feed import FakeFeed
 from jpaged.testing.fake_model import NAN, Script, Seen, sampled
 from jpaged.testing.fake_rounds import FakeDraft, FakeRounds
+from jpaged.testing.fake_rows import adapter_slot, run_of
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
-from jpaged.testing.single_steps import step_at
 from jpaged.types import Adapter
 
 _UNWRITTEN = -1
@@ -113,17 +114,22 @@ class FakeExecutor:
 
     Attributes:
         max_num_steps: decode steps of a dispatch at most.
+        has_fed_steps: they can wait for masks.
         num_speculative_tokens: that its draft model proposes; 0 has none.
         draft: what its draft model has seen.
         windows: of its KV groups.
         max_loras: its adapter slots.
+        num_compiles_after_warm_up: it compiles nothing.
         sampled: the token that a row samples.
+        last_tokens, have_ended: see `fake_feed.RunsSteps`.
     """
 
     max_num_steps = 1
+    has_fed_steps = False
     num_speculative_tokens = 0
     windows: tuple[int | None, ...] = (None,)
     max_loras = 0
+    num_compiles_after_warm_up = 0
     sampled: Callable[[Seen, np.void, int], int] = staticmethod(sampled)
 
     def __init__(
@@ -150,6 +156,7 @@ class FakeExecutor:
             buckets=_buckets(max_num_batched_tokens, max_num_seqs, self.max_num_steps, self.num_speculative_tokens),
             num_host_blocks=num_host_blocks,
             max_num_steps=self.max_num_steps,
+            has_fed_steps=self.has_fed_steps,
             windows=self.windows,
             max_loras=self.max_loras,
             num_speculative_tokens=self.num_speculative_tokens,
@@ -161,8 +168,8 @@ class FakeExecutor:
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
-        self._last_tokens = np.zeros(max_num_seqs, np.int64)
-        self._have_ended = np.zeros(max_num_seqs, np.bool_)  # in the last decode: not all that they read was written
+        self.last_tokens = np.zeros(max_num_seqs, np.int64)
+        self.have_ended = np.zeros(max_num_seqs, np.bool_)
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._counted = CountedTokens()
         self.draft = FakeDraft(self._geometry, _UNWRITTEN)
@@ -172,10 +179,6 @@ class FakeExecutor:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
-
-    @property
-    def num_compiles_after_warm_up(self) -> int:
-        return 0
 
     @property
     def rates(self) -> DeviceRates:
@@ -214,7 +217,7 @@ class FakeExecutor:
         if self.num_steps == self.faults.fail_at_step:
             raise RuntimeError(f"injected fault at step {self.num_steps}")
         self.num_steps += 1
-        tokens_t = np.where(inputs.is_prev_sampled_t, self._last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
+        tokens_t = np.where(inputs.is_prev_sampled_t, self.last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
         used = slice(0, inputs.num_tokens)
         is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
         self._pool[inputs.slots_gt[:, used], 0] = (tokens_t + is_nan_t * NAN)[used]
@@ -222,7 +225,7 @@ class FakeExecutor:
             self._write_digests(inputs, row)
         self._told = [self._seen_at(inputs, int(place)) for place in inputs.told_tokens_q]
         last_t = inputs.query_starts_s1[1 : inputs.num_rows + 1] - 1
-        has_ended = inputs.is_prev_sampled_t[last_t] & self._have_ended[inputs.prev_sampled_rows_t[last_t]]
+        has_ended = inputs.is_prev_sampled_t[last_t] & self.have_ended[inputs.prev_sampled_rows_t[last_t]]
         return [self._seen(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
 
     def sample(self, hidden: list[Seen], inputs: SamplingInputs) -> StepOutputs:
@@ -238,8 +241,8 @@ class FakeExecutor:
                 token_ids_r[row] = self._counted.edited(
                     int(token_ids_r[row]), inputs.edits, row, seen.context, self._geometry.vocab_size
                 )
-        self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
-        self._have_ended[:] = False
+        self.last_tokens[: len(token_ids_r)] = token_ids_r[: len(self.last_tokens)]
+        self.have_ended[:] = False
         return _outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail, self._geometry.vocab_size)
 
     def tell(self, hidden: list[Seen], inputs: TellInputs) -> Callable[[], ToldOutputs]:
@@ -256,28 +259,14 @@ class FakeExecutor:
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> StepOutputs:
         """Runs one step after the other at once, until every row has ended."""
-        num_rows, shape = inputs.num_rows, (len(sampling.rows_r), num_steps)
-        token_ids_rn, is_sound_rn = np.full(shape, -1, np.int32), np.ones(shape, np.bool_)
+        return FakeFeed(self, inputs, sampling, ending_token_ids_rx, num_steps).run()
 
-        def end(tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-            is_ending: NDArray[np.bool_] = (tokens[:, None] == ending_token_ids_rx[:num_rows]).any(axis=1)
-            return is_ending
-
-        kept = self._last_tokens[inputs.prev_sampled_rows_t[:num_rows]]
-        ended = inputs.is_prev_sampled_t[:num_rows] & end(kept)
-        for place in range(num_steps):
-            if ended.all():
-                self._last_tokens[:num_rows] = kept
-                self._have_ended[:num_rows] = True
-                break
-            step, rows = step_at(place, inputs, sampling, self._geometry.block_size)
-            outputs = self.sample(self.forward(step), rows)
-            token_ids_rn[:, place] = outputs.token_ids_rn[:, 0]
-            is_sound_rn[:num_rows, place] = outputs.is_sound_rn[:num_rows, 0] | ended
-            self._last_tokens[:num_rows] = kept = np.where(ended, kept, self._last_tokens[:num_rows])
-            ended |= end(kept)
-            self._have_ended[:num_rows] = ended
-        return StepOutputs(token_ids_rn, is_sound_rn)
+    def decode_fed(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[FakeFeed, FakeFeed]:
+        """Runs each step when its masks are there; the feed is the handle, too."""
+        feed = FakeFeed(self, inputs, sampling, ending_token_ids_rx, num_steps)
+        return feed, feed
 
     def speculate(
         self,
@@ -299,7 +288,7 @@ class FakeExecutor:
             self.draft.show(step, self._pool)
         self.draft.begin(inputs, self._pool)
         used = slice(0, inputs.num_rows)
-        last_ids = self._last_tokens[inputs.prev_sampled_rows_t[used]]
+        last_ids = self.last_tokens[inputs.prev_sampled_rows_t[used]]
         first_ids = np.where(inputs.is_prev_sampled_t[used], last_ids, inputs.token_ids_t[used]).tolist()
         ending = ending_token_ids_rx.tolist()
         has_ended = [
@@ -314,15 +303,15 @@ class FakeExecutor:
         counts_r = np.zeros(0, np.int32) if outputs.speculated is None else outputs.speculated.num_tokens_r
         self.draft.end(inputs, counts_r, self._pool)
         for row, first_id in enumerate(first_ids):
-            self._last_tokens[row] = outputs.token(row, int(counts_r[row]) - 1) if counts_r[row] else first_id
+            self.last_tokens[row] = outputs.token(row, int(counts_r[row]) - 1) if counts_r[row] else first_id
         return outputs
 
-    def is_done(self, handle: StepOutputs) -> bool:
+    def is_done(self, handle: StepOutputs | FakeFeed) -> bool:
         return True
 
-    def collect(self, handle: StepOutputs) -> StepOutputs:
+    def collect(self, handle: StepOutputs | FakeFeed) -> StepOutputs:
         self.faults.wait()
-        return handle
+        return handle.outputs if isinstance(handle, FakeFeed) else handle
 
     def shutdown(self) -> None:
         self._is_shut_down = True
@@ -333,7 +322,7 @@ class FakeExecutor:
         if begin == end:
             return
         start, before = inputs.positions_t[begin], np.int64(0)
-        weight = self._weights.item(_adapter_slot(inputs, row))
+        weight = self._weights.item(adapter_slot(inputs, row))
         for group in range(len(self._geometry.windows)):
             slots = self._slots_of(inputs, row, group, max(0, start - 1))
             if start:
@@ -349,7 +338,7 @@ class FakeExecutor:
         """
         block_size, window = self._geometry.block_size, self._geometry.windows[group]
         positions, shared = np.arange(begin, inputs.kv_lens_s[row]), inputs.kv_begins_s[row]
-        first, end = _run_of(inputs, row)
+        first, end = run_of(inputs, row)
         far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0  # where the last one's window begins
         is_shared = (positions >= -(-far // block_size) * block_size) & (positions < shared)
         blocks = inputs.block_tables_gsm[group, np.where(is_shared, first, row), positions // block_size]
@@ -359,7 +348,7 @@ class FakeExecutor:
     def _seen(self, inputs: StepInputs, row: int, *, is_checked: bool) -> Seen:
         """What a row's last token sees, read back from the slots that attention would read."""
         end = int(inputs.kv_lens_s[row])
-        seen = Seen([], [], self._weights.item(_adapter_slot(inputs, row)))
+        seen = Seen([], [], self._weights.item(adapter_slot(inputs, row)))
         if is_checked and inputs.positions_t[inputs.sample_tokens_s[row]] != end - 1:
             raise InternalError(f"row {row} of {end} tokens samples from token {inputs.sample_tokens_s[row]}")
         for group, window in enumerate(self._geometry.windows):
@@ -377,7 +366,7 @@ class FakeExecutor:
         if row >= inputs.num_rows:
             return Seen.of([0], windows, 0)
         whole = self._pool[self._slots_of(inputs, row, 0, 0), 0][: position + 1] % NAN
-        return Seen.of(whole.tolist(), windows, self._weights.item(_adapter_slot(inputs, row)))
+        return Seen.of(whole.tolist(), windows, self._weights.item(adapter_slot(inputs, row)))
 
     def _check_reads(self, inputs: StepInputs, row: int, group: int) -> None:
         """Raises where any of a row's tokens sees what was never written, or keys of another prefix."""
@@ -391,7 +380,7 @@ class FakeExecutor:
         blocks = slots // self._geometry.block_size
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
-        weight = self._weights.item(_adapter_slot(inputs, row))
+        weight = self._weights.item(adapter_slot(inputs, row))
         expected = _digests(tokens, self._factors[begin:], weight)
         if windows[0] is None and group:  # the first group has what came before
             whole = self._slots_of(inputs, row, 0, 0)
@@ -407,6 +396,12 @@ class SeveralStepsExecutor(FakeExecutor):
     """A fake that decodes several steps in one dispatch, where the engine asks for them."""
 
     max_num_steps = MAX_NUM_STEPS
+
+
+class FedExecutor(SeveralStepsExecutor):
+    """A fake whose several steps can wait for masks."""
+
+    has_fed_steps = True
 
 
 class SpeculatingExecutor(SeveralStepsExecutor):
@@ -444,29 +439,6 @@ def _digests(tokens: NDArray[np.int64], factors: NDArray[np.int64], weight: int)
     """Return the digest of each token and those in front of it, modulo 2^64; factors are of their positions."""
     digests: NDArray[np.int64] = np.cumsum((tokens + 1 + weight) * factors[: len(tokens)])
     return digests
-
-
-def _run_of(inputs: StepInputs, row: int) -> tuple[int, int]:
-    """Return the first row of the run that a row is in, and the one behind it; itself where there are no runs."""
-    if not inputs.num_runs:
-        return row, row + 1
-    run = int(np.searchsorted(inputs.run_starts_s1[: inputs.num_runs + 1], row, side="right")) - 1
-    first, end = inputs.run_starts_s1[run : run + 2]
-    if not first <= row < end or inputs.kv_begins_s[row] != inputs.kv_begins_s[first]:
-        raise InternalError(f"row {row} shares {inputs.kv_begins_s[row]} tokens with the rows {first} to {end}")
-    begin, shared = inputs.query_starts_s1[row], inputs.kv_begins_s[row]
-    if begin < inputs.query_starts_s1[row + 1] and shared > inputs.positions_t[begin]:
-        raise InternalError(f"row {row} is at {inputs.positions_t[begin]} and shares {shared} tokens")
-    return int(first), int(end)
-
-
-def _adapter_slot(inputs: StepInputs, row: int) -> int:
-    """Return the adapter slot of a row, which is that of all its tokens."""
-    slots = inputs.adapters_t[inputs.query_starts_s1[row] : inputs.query_starts_s1[row + 1]]
-    slot = int(inputs.adapters_t[inputs.sample_tokens_s[row]])
-    if np.any(slots != slot):
-        raise InternalError(f"row {row} of adapter slot {slot} has tokens of {slots.tolist()}")
-    return slot
 
 
 def _outputs(

@@ -23,6 +23,7 @@ from jpaged.engine.executor import (
     BlockMoves,
     DeviceRates,
     Geometry,
+    MaskFeed,
     Progress,
     SamplingInputs,
     StepInputs,
@@ -113,6 +114,11 @@ class Share:
 
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Any:
         return self._executor.decode(inputs, sampling, ending_token_ids_rx, num_steps)
+
+    def decode_fed(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[Any, MaskFeed]:
+        return self._executor.decode_fed(inputs, sampling, ending_token_ids_rx, num_steps)
 
     def speculate(
         self,

@@ -24,6 +24,7 @@ from jpaged.engine.executor import (
     Detail,
     DeviceRates,
     Geometry,
+    MaskFeed,
     Move,
     Progress,
     SamplingInputs,
@@ -150,6 +151,16 @@ class SimulatedExecutor:
             self.forward(step_at(place, inputs, sampling, self.geometry.block_size)[0])
         shape = len(ending_token_ids_rx), num_steps
         return StepOutputs(np.zeros(shape, np.int32), np.ones(shape, np.bool_))
+
+    def decode_fed(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[StepOutputs, MaskFeed]:
+        """Is not asked for: the simulated servers have no grammars.
+
+        Raises:
+            InternalError: it was.
+        """
+        raise InternalError(f"a simulated server was asked for {num_steps} steps that wait for masks")
 
     def speculate(
         self,

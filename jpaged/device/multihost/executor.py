@@ -32,6 +32,7 @@ from jpaged.engine.executor import (
     Detail,
     DeviceRates,
     Geometry,
+    MaskFeed,
     Move,
     Progress,
     SamplingInputs,
@@ -245,6 +246,16 @@ class MultiHostExecutor:
             InternalError: it was.
         """
         raise InternalError(f"several processes were asked for {num_steps} steps at once; their limit is 1")
+
+    def decode_fed(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[MultiHostHandle, MaskFeed]:
+        """Is not asked for: the geometry of several processes has no such steps.
+
+        Raises:
+            InternalError: it was.
+        """
+        raise InternalError(f"several processes were asked for {num_steps} steps that wait for masks")
 
     def speculate(
         self,

@@ -31,7 +31,7 @@ from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.executor import BucketTable, Geometry
 from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor.telling import TELL_IDS, Tell
-from jpaged.kernels.sampling import choose_kernel
+from jpaged.kernels.sampling import FedSamplingKernel, choose_kernel
 from jpaged.models.kv_groups import group_layers
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params
@@ -75,13 +75,11 @@ def sized_step(
 def _sized_step(
     model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
 ) -> tuple[Step, Geometry]:
-    num_parts, vocab_size = num_shards(mesh), model.config.vocab_size
-    attention = Attention.on(model, options, mesh)
+    num_parts, attention = num_shards(mesh), Attention.on(model, options, mesh)
     sizes = attention.sizes()
     chosen = attention.choose(sizes)
-    model = Placement.of(model, mesh, layer_mode).model
-    config = model.config
-    # What was chosen is one device's part.
+    vocab_size, model = model.config.vocab_size, Placement.of(model, mesh, layer_mode).model
+    config = model.config  # what was chosen is one device's part
     windows = [kind.sliding_window for kind in config.attention_kinds]
     stacks = list(stacks_of(config.layer_kinds).values()) if layer_mode == "scan" else None
     groups = group_layers(windows, sizes.max_model_len, stacks)
@@ -97,6 +95,7 @@ def _sized_step(
         num_heads = config.num_heads // num_parts
         cascade = cascade_costs(chosen.backend, layout.local, config.attention_kinds, num_heads)
     max_num_steps = max_steps_of_dispatch(options, mesh)
+    sampler = choose_kernel(chosen.backend, num_parts, vocab_size)
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -113,6 +112,7 @@ def _sized_step(
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade,
         max_num_steps=max_num_steps,
+        has_fed_steps=max_num_steps > 1 and isinstance(sampler, FedSamplingKernel),
         windows=groups.windows,
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         num_told=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
@@ -128,7 +128,7 @@ def _sized_step(
         mesh=mesh,
         backend=chosen.backend,
         linear_backend=choose_linear_backend(options.model.linear_backend, mesh, layer_mode),
-        sampler=choose_kernel(chosen.backend, num_parts, vocab_size),
+        sampler=sampler,
         slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
     )
     return step, geometry

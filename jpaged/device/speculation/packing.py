@@ -81,4 +81,5 @@ def unpack_words(
     words: jax.Array, packing: SpeculatePacking
 ) -> tuple[tuple[dict[str, jax.Array], jax.Array, jax.Array, dict[str, jax.Array]], jax.Array]:
     """On the device: what a decode takes, in its order, and what each row may still sample."""
-    return packing.decode.unpack(words[: packing.decode.size]), words[packing.decode.size :]
+    step, (num_rounds, _), ending_rx, rows = packing.decode.unpack(words[: packing.decode.size])
+    return (step, num_rounds, ending_rx, rows), words[packing.decode.size :]

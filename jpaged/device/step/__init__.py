@@ -2,6 +2,7 @@
 
 forward.py     the model over packed tokens, then the sampler over rows
 decode.py      the two again and again, in one program
+feeding.py     what host and program tell each other while it runs
 runner.py      what a call takes in one buffer, the pool between two calls, and the calls
 edits.py       logits that are changed before a token is sampled
 told.py        what tells gave, on its way to the host

@@ -7,6 +7,8 @@
     positions  7      └──┘  8      └──┘  9           grow by one, and so do the lengths of contexts; slots come of the
                                                      block tables, which have room for all steps
 
+Rows with grammars wait in it for their masks, where the kernel that samples can (`engine/executor/feed.py`).
+
 It computes what single steps do. Why it is worth a program: on one core two dispatches and the copy of a token to the
 host take half a millisecond, a step of a small model takes one.
 """
@@ -24,7 +26,7 @@ from jax import lax
 
 from jpaged.device.step.forward import Step
 from jpaged.device.step.runner import NUM_TOKEN_COLUMNS, DecodePacking
-from jpaged.engine.executor import MAX_NUM_STEPS, Detail
+from jpaged.engine.executor import MAX_NUM_STEPS, Verdict
 from jpaged.kernels.sampling import RowSampling
 from jpaged.models.layers import Params
 
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Shaped
 
 
-_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-"""Steps that were run, the pool, the last tokens, which rows have ended, and the outputs."""
+_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+"""Steps that were run, the pool, the last tokens, which rows have ended, the outputs, and the newest step's verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class _Decode:
 
     step: Mapping[str, jax.Array]
     num_steps: Int[Array, ""]
+    feed: Int[Array, ""]
     ending_token_ids_rx: Int[Array, "R X"]
     how: RowSampling
     block_size: int
@@ -49,8 +52,8 @@ class _Decode:
     @classmethod
     def of(cls, words: Int[Array, "W"], packing: DecodePacking, block_size: int) -> _Decode:
         """Takes the buffer of a call apart."""
-        step, num_steps, ending_rx, rows = packing.unpack(words)
-        return cls(step, num_steps, ending_rx, RowSampling(**rows), block_size)
+        step, (num_steps, feed), ending_rx, rows = packing.unpack(words)
+        return cls(step, num_steps, feed, ending_rx, RowSampling(**rows), block_size)
 
     @property
     def is_used_r(self) -> Bool[Array, "R"]:
@@ -101,19 +104,19 @@ def packed_decode(
     outputs_nrc = jnp.ones((MAX_NUM_STEPS, packing.num_rows, NUM_TOKEN_COLUMNS), jnp.int32)
 
     def goes_on(state: _State) -> jax.Array:
-        place, _, _, has_ended_r, _ = state
-        return (place < inputs.num_steps) & ~jnp.all(has_ended_r)
+        place, _, _, has_ended_r, _, verdict = state
+        return (place < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == Verdict.GOES_ON)
 
     def run(state: _State) -> _State:
-        place, pool, ids_r, has_ended_r, outputs_nrc = state
+        place, pool, ids_r, has_ended_r, outputs_nrc, _ = state
         hidden_re, pool = step.run(params, pool, ids_r, inputs.step_at(place))
         how = dataclasses.replace(inputs.how, positions_r=inputs.how.positions_r + place)
-        sampled = step.sample(params, hidden_re, how, Detail.TOKENS)
-        ids_r = jnp.where(has_ended_r, ids_r, sampled.token_ids_r)
+        sampled, verdict = step.sample_fed(params, hidden_re, how, inputs.feed, place)
+        ids_r = jnp.where(has_ended_r | (verdict == Verdict.VOID), ids_r, sampled.token_ids_r)
         columns_rc = jnp.stack([ids_r, (sampled.is_sound_r | has_ended_r).astype(jnp.int32)], axis=1)
         outputs_nrc = lax.dynamic_update_index_in_dim(outputs_nrc, columns_rc, place, 0)
-        return place + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc
+        return place + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc, verdict
 
-    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc
-    _, pool, ids_r, _, outputs_nrc = lax.while_loop(goes_on, run, state)
+    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(Verdict.GOES_ON)
+    _, pool, ids_r, _, outputs_nrc, _ = lax.while_loop(goes_on, run, state)
     return pool, jnp.pad(ids_r, (0, step.num_places - packing.num_rows)), outputs_nrc

@@ -38,7 +38,7 @@ from jpaged.device.step.experts import experts_kernel
 from jpaged.device.step.products import in_parts
 from jpaged.device.step.runner import NUM_COUNT_WORDS, Packing, unpack_edits, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import Detail, Geometry, StepInputs
+from jpaged.engine.executor import Detail, Geometry, StepInputs, Verdict
 from jpaged.engine.executor.telling import TELL_IDS, Tell
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.heads import tpu as heads
@@ -47,7 +47,7 @@ from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, p
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, prefix_spec
 from jpaged.kernels.paged_attention.sinks import add_sinks
 from jpaged.kernels.paged_attention.spec import NewKV
-from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel
+from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, Sampled, SamplingKernel
 from jpaged.models.kv_groups import KVGroups
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -241,6 +241,27 @@ class Step:
 
         logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
         return on_shards(sample, self.mesh, (LOGITS_SPEC, whole), whole)(logits_rv, how)
+
+    def sample_fed(
+        self,
+        params: Params,
+        hidden_re: Float[Array, "R E"],
+        how: RowSampling,
+        feed: Int[Array, ""],
+        place: Int[Array, ""],
+    ) -> tuple[Sampled, Int[Array, ""]]:
+        """As `sample`, of tokens alone, which masks allow that the host may give meanwhile.
+
+        Args:
+            feed: its number; 0 is none.
+            place: of the step in its dispatch.
+
+        Returns:
+            the samples, and what becomes of the step, a `Verdict`.
+        """
+        if not isinstance(self.sampler, FedSamplingKernel):
+            return self.sample(params, hidden_re, how, Detail.TOKENS), jnp.int32(Verdict.GOES_ON)
+        return self.sampler.sample_fed(self._logits(params, hidden_re, how.num_in_use), how, feed, place)
 
     def sample_edited(
         self,

@@ -179,7 +179,7 @@ NUM_COUNT_WORDS = 4
 class DecodePacking:
     """One host buffer for all that a decode of R rows takes. Hashable: static under jit.
 
-    a forward's fields | number of steps | what ends each row [R, X] | the sampler's rows
+    a forward's fields | number of steps, the feed that they wait for | what ends each row [R, X] | the sampler's rows
     """
 
     step: Packing
@@ -187,19 +187,21 @@ class DecodePacking:
 
     @property
     def size(self) -> int:
-        return self.step.size + 1 + self.num_rows * (BANNED_WIDTH + ROW_WORDS)
+        return self.step.size + 2 + self.num_rows * (BANNED_WIDTH + ROW_WORDS)
 
-    def pack(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> I32:
+    def pack(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int, feed: int = 0
+    ) -> I32:
         """A fresh buffer: the device may read it after the call."""
-        steps, ending_words = np.array([num_steps], np.int32), ending_token_ids_rx.reshape(-1)
+        steps, ending_words = np.array([num_steps, feed], np.int32), ending_token_ids_rx.reshape(-1)
         return np.concatenate([self.step.pack(inputs), steps, ending_words, sampling.words])
 
     def unpack(self, words: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The parts in this order, on the device; fields by name."""
-        ends = np.cumsum([self.step.size, 1, self.num_rows * BANNED_WIDTH]).tolist()
-        step_words, num_steps, ending_words, row_words = jnp.split(words, ends)
+        """The parts in this order, on the device; fields by name, and the two numbers as one array."""
+        ends = np.cumsum([self.step.size, 2, self.num_rows * BANNED_WIDTH]).tolist()
+        step_words, steps_2, ending_words, row_words = jnp.split(words, ends)
         ending_rx = ending_words.reshape(self.num_rows, BANNED_WIDTH)
-        return self.step.unpack(step_words), num_steps[0], ending_rx, unpack_rows(row_words)
+        return self.step.unpack(step_words), steps_2, ending_rx, unpack_rows(row_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,12 +374,16 @@ class StepRunner:
         return jax.make_array_from_callback(array.shape, self._last_tokens.sharding, lambda part: array[part])
 
     def decode(
-        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int, feed: int = 0
     ) -> jax.Array:
-        """Starts several steps of rows that decode; the outputs as one array, on their way to the host."""
+        """Starts several steps of rows that decode; the outputs as one array, on their way to the host.
+
+        Args:
+            feed: that gives each its masks; 0 is none.
+        """
         num_rows = len(sampling.rows_r)
         program = self._find(ProgramSpec("decode", num_rows))
-        words = self._decode_packings[num_rows].pack(inputs, sampling, ending_token_ids_rx, num_steps)
+        words = self._decode_packings[num_rows].pack(inputs, sampling, ending_token_ids_rx, num_steps, feed)
         pool, self._last_tokens, outputs_nrc = program(self._params, self._pool.take(), self._last_tokens, words)
         self._pool.put(pool)
         outputs_nrc.copy_to_host_async()

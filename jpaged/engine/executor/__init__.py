@@ -2,6 +2,7 @@
 
     forward(StepInputs) ── hidden ──> sample(hidden, SamplingInputs) ── handle ──> collect(handle) ──> StepOutputs
     decode(StepInputs, SamplingInputs, ...), the two again and again ─ handle ──┤
+    decode_fed(StepInputs, SamplingInputs, ...), with a MaskFeed ───── handle ──┤
     speculate(StepInputs, SamplingInputs, ...), with a draft model ─── handle ──┘
 
 The engine decides, the executor computes. Padded numpy arrays go down and come back; what is in between stays on the
@@ -18,11 +19,13 @@ shapes.py    sizes, and how long the device takes for what
 record.py    what a field of a record is
 rows.py      how each row's next token is sampled
 edits.py     how logits are changed before
+feed.py      masks for steps that are under way
 telling.py   what is asked of a step besides samples
 steps.py     what goes into a step, and what comes out
 verbs.py     the verbs
 """
 
+from jpaged.engine.executor.feed import MaskFeed, Verdict
 from jpaged.engine.executor.record import BEYOND_TOKENS, RowField
 from jpaged.engine.executor.rows import (
     BANNED_WIDTH,
@@ -82,6 +85,7 @@ __all__ = [
     "Geometry",
     "Handle",
     "Hidden",
+    "MaskFeed",
     "Move",
     "Progress",
     "RowField",
@@ -89,6 +93,7 @@ __all__ = [
     "Speculated",
     "StepInputs",
     "StepOutputs",
+    "Verdict",
     "num_pairs",
     "random_columns",
     "row_lists",

@@ -87,6 +87,7 @@ class Geometry:
         max_num_steps: decode steps of one dispatch at most.
         windows: tokens that the layers of each KV group see; None is everything. A block is of one group.
         max_loras: adapter slots, 1 to max_loras; 0 where the device takes no adapters.
+        has_fed_steps: several steps can be given masks while they are under way.
         num_told: tokens of a step of which more than a sample is asked, at most (Q).
         num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 where there is
             none.
@@ -104,6 +105,7 @@ class Geometry:
     max_num_steps: int = 1
     windows: tuple[int | None, ...] = (None,)
     max_loras: int = 0
+    has_fed_steps: bool = False
     num_told: int = MIN_BUCKET
     num_speculative_tokens: int = 0
 

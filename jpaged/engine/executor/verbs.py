@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from jpaged.engine.executor.feed import MaskFeed
 from jpaged.engine.executor.rows import SamplingInputs
 from jpaged.engine.executor.shapes import I32, DeviceRates, Geometry
 from jpaged.engine.executor.steps import BlockMoves, StepInputs, StepOutputs
@@ -81,6 +82,20 @@ class Executor(Protocol[Hidden, Handle]):
         Row i has token i and no other in each of them, is of Detail.TOKENS, and its block table has room for all. One
         that samples an id that ends it (BEYOND_TOKENS is none), or that a decode before has ended so, keeps that token:
         what it gives afterwards is sound and means nothing. No further step is run when all rows have ended.
+        """
+        ...
+
+    def decode_fed(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[Handle, MaskFeed]:
+        """Starts several steps as `decode` does, each of which waits for masks before it samples.
+
+        Only where `Geometry.has_fed_steps`. Until the feed has given the last step its masks, or is closed, nothing may
+        be asked of the executor but what the feed is asked. The mask of a row that has ended changes nothing.
+
+        Args:
+            sampling: its edits count for nothing.
+            num_steps: at most; the feed may say earlier that a step is the last.
         """
         ...
 

@@ -26,8 +26,9 @@ _LONGEST_S = 0.02
 _LONGEST_WITHOUT_ROOM_S = 0.05
 """The same where who arrives finds no row: tokens come so close together that they are read as a flow."""
 _NUM_KEPT = 5
-_JUMPING_SHARE = 0.125
-"""Rows without a choice, of those that follow grammars, from which jumps save more than several steps at once do."""
+_JUMPING_SHARE, _JUMPING_SHARE_OF_FED = 0.125, 0.5
+"""Rows without a choice, of those that follow grammars, from which jumps save more than several steps at once do; and
+where those are fed, for they cost less (`python -m benchmarks.structured.jumps`)."""
 _NEWEST_SHARE = 0.02
 """What the newest step counts in that share."""
 _SPARE_SHARE = 0.65
@@ -38,7 +39,7 @@ class _UnderWay(NamedTuple):
     num_rows: int
     num_steps: int
     begin_s: float
-    is_in_turn: bool
+    is_masked: bool
 
 
 class Lookahead:
@@ -60,6 +61,7 @@ class Lookahead:
         self._under_way: deque[_UnderWay] = deque()
         self._last_end_s = 0.0
         self._forced_share = 0.0
+        self._jumping_share = _JUMPING_SHARE_OF_FED if geometry.has_fed_steps else _JUMPING_SHARE
 
     def has_programs(self, buckets: BucketTable) -> None:
         """Notes which sizes there are by now."""
@@ -81,7 +83,7 @@ class Lookahead:
             are_bound: some follow grammars: the dispatch is over where a row ends, and has no jumps.
         """
         if are_bound:
-            if self._forced_share > _JUMPING_SHARE:
+            if self._forced_share > self._jumping_share:
                 return 1
             may_end = False
         most = min(self._most, least_left)
@@ -99,13 +101,13 @@ class Lookahead:
         """Seconds that a dispatch may take which is left to time."""
         return self._longest_s if has_room or may_end else self._longest_without_room_s
 
-    def began(self, num_rows: int, num_steps: int, begin_s: float, *, is_in_turn: bool = False) -> None:
+    def began(self, num_rows: int, num_steps: int, begin_s: float, *, is_masked: bool = False) -> None:
         """A dispatch is on its way, for which the first thing was done at begin_s; num_rows is 0 unless all decode.
 
         Args:
-            is_in_turn: its steps are started one after another, and what comes next is decided with the last.
+            is_masked: masks come between its steps, and what comes next is decided with the last.
         """
-        self._under_way.append(_UnderWay(num_rows, num_steps, begin_s, is_in_turn))
+        self._under_way.append(_UnderWay(num_rows, num_steps, begin_s, is_masked))
 
     def cut_short(self, num_steps: int) -> None:
         """The newest dispatch that is on its way has no more than so many steps."""
@@ -130,8 +132,8 @@ class Lookahead:
         """
         if len(self._under_way) != 1:
             return 0.0
-        num_rows, num_steps, begin_s, is_in_turn = self._under_way[0]
-        size = self._buckets.num_decode_rows(num_rows) if num_steps > 1 and not is_in_turn else None
+        num_rows, num_steps, begin_s, is_masked = self._under_way[0]
+        size = self._buckets.num_decode_rows(num_rows) if num_steps > 1 and not is_masked else None
         seen_s = self._seen_s.get(size) if size is not None else None
         if not seen_s:
             return 0.0

@@ -63,6 +63,7 @@ class Decodes:
         num_rounds: of a draft model, in place of steps; above 0 there are no other rows.
         num_left_s: tokens that each may sample in those rounds, for which it has blocks; empty without.
         is_in_turn: those steps are started one after another, for masks come between them.
+        is_fed: masks come between them while they are under way.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -84,6 +85,12 @@ class Decodes:
     num_rounds: int = 0
     num_left_s: I32 = field(default_factory=_none)
     is_in_turn: bool = False
+    is_fed: bool = False
+
+    @property
+    def are_masked(self) -> bool:
+        """Whether masks come between several steps: how many are made shows on the way."""
+        return self.is_in_turn or self.is_fed
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -130,6 +137,7 @@ class DecodingRows:
         self.told = ToldBudget(geometry.num_told)
         self.settled: set[Group] = set()
         self._block_size = geometry.block_size
+        self._has_fed_steps = geometry.has_fed_steps
         self.outgrowing = outgrowing
         self._sequences: list[Sequence] = []
         self._groups: list[Group] = []
@@ -263,6 +271,7 @@ class DecodingRows:
         """
         num_rows, sequences = len(self._sequences), list(self._sequences)
         # Each was in the step before, and in no other since: the tokens of all of them are in flight, or of none.
+        are_masked = num_steps > 1 and bool(self._are_bound_s[:num_rows].any())
         is_in_flight = num_rows > 0 and sequences[0].num_in_flight_tokens > 0
         decodes = Decodes(
             sequences,
@@ -282,7 +291,8 @@ class DecodingRows:
             num_steps=num_steps,
             num_rounds=rounds[0] if rounds else 0,
             num_left_s=np.array(rounds[1] if rounds else [], np.int32),
-            is_in_turn=num_steps > 1 and bool(self._are_bound_s[:num_rows].any()),
+            is_in_turn=are_masked and not self._has_fed_steps,
+            is_fed=are_masked and self._has_fed_steps,
         )
         self._starts_s[:num_rows] += num_steps
         self._num_left_s[:num_rows] -= num_steps

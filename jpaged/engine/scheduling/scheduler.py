@@ -115,20 +115,15 @@ class Scheduler:
         schedule.move_first(self._memory.take_ops())
         return schedule
 
-    def goes_on(self, schedule: Schedule, step: int) -> bool:
-        """Whether a schedule whose steps go in turn has more than this one, which is not its first.
-
-        It has not where a row has ended meanwhile: the others stop there, too, and whoever waits may come in.
-        """
-        self._policy.decoded(schedule.decodes.groups)
-        num_steps = step + 1
-        if len(self.rows) < schedule.num_rows and num_steps < schedule.num_steps:
+    def has_made(self, schedule: Schedule, num_steps: int) -> None:
+        """Notes how many steps a schedule had, between which masks came."""
+        self._policy.decoded(schedule.decodes.groups * (num_steps - 1))
+        if num_steps < schedule.num_steps:
             self.rows.go_back(schedule.num_steps - num_steps)
             self.lookahead.cut_short(num_steps)
             if self.pace is not None:
                 self.pace.steps.cut_short(num_steps)
             schedule.decodes.cut_short(num_steps)
-        return num_steps < schedule.num_steps
 
     def finish(self, group: Group) -> None:
         """Ends a group in whatever state it is; its blocks are free at once (steps run in order of dispatch)."""
@@ -231,7 +226,7 @@ class Scheduler:
         for sequence in changed:
             self.rows.grown(sequence)
         schedule.decode(self.rows.take(num_steps))
-        self._policy.decoded(schedule.decodes.groups * (1 if schedule.decodes.is_in_turn else num_steps))
+        self._policy.decoded(schedule.decodes.groups * (1 if schedule.decodes.are_masked else num_steps))
         return True
 
     def _grow_running(self, parts: dict[Group, Shares], schedule: Schedule) -> None:

@@ -10,6 +10,6 @@ tpu/        the kernel of TPUs: groups of rows, which are read once and stay on 
 """
 
 from jpaged.kernels.sampling.choose import choose_kernel
-from jpaged.kernels.sampling.rows import RowSampling, Sampled, SamplingKernel
+from jpaged.kernels.sampling.rows import FedSamplingKernel, RowSampling, Sampled, SamplingKernel
 
-__all__ = ["RowSampling", "Sampled", "SamplingKernel", "choose_kernel"]
+__all__ = ["FedSamplingKernel", "RowSampling", "Sampled", "SamplingKernel", "choose_kernel"]

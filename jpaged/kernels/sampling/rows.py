@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -72,5 +72,27 @@ class SamplingKernel(Protocol):
             how: of each row.
             has_logprobs: log-probabilities and ranks are wanted, too.
             num_top: the likeliest tokens that are wanted besides (K), at most V; 0 without log-probabilities.
+        """
+        ...
+
+
+@runtime_checkable
+class FedSamplingKernel(SamplingKernel, Protocol):
+    """A kernel that can wait for masks of the host: which tokens each row may have."""
+
+    def sample_fed(
+        self, logits_rv: Float[Array, "R V"], how: RowSampling, number: Int[Array, ""], step: Int[Array, ""]
+    ) -> tuple[Sampled, Int[Array, ""]]:
+        """Samples a token a row, of those that a feed gives to a step.
+
+        Args:
+            logits_rv: float32.
+            how: of each row.
+            number: the feed's; 0 is none, and each row has all tokens.
+            step: of the program that is fed, from 0.
+
+        Returns:
+            the tokens, and what becomes of the step, a `jpaged.engine.executor.Verdict`. The tokens of one that is void
+            mean nothing.
         """
         ...

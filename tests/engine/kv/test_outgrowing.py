@@ -33,7 +33,7 @@ def turning(kind: type[FakeExecutor]) -> type[FakeExecutor]:
             are_long_t = inputs.rope_lens_t[used] > LENGTH
             self.are_long[inputs.slots_gt[:, used]] = are_long_t
             last_t = inputs.query_starts_s1[1 : inputs.num_rows + 1] - 1
-            has_ended = inputs.is_prev_sampled_t[last_t] & self._have_ended[inputs.prev_sampled_rows_t[last_t]]
+            has_ended = inputs.is_prev_sampled_t[last_t] & self.have_ended[inputs.prev_sampled_rows_t[last_t]]
             for row in np.flatnonzero(~has_ended):
                 is_long = are_long_t[last_t[row]]
                 begins = inputs.query_starts_s1[row] == last_t[row] - LENGTH

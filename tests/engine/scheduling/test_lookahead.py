@@ -307,7 +307,7 @@ def test_rows_with_grammars_go_as_if_none_ended_and_singly_where_they_have_littl
 def test_a_dispatch_that_was_cut_short_says_how_long_its_steps_took():
     one = lookahead(0, 0.001)
     for begin_s in range(6):
-        one.began(3, 16, float(begin_s), is_in_turn=True)
+        one.began(3, 16, float(begin_s), is_masked=True)
         assert one.spare_s(begin_s + 0.001) == 0
         one.cut_short(15)
         one.ended(begin_s + 0.15)

@@ -26,19 +26,37 @@ struct Scratch {
   }
 };
 
+// The row with minus infinity for the tokens that its mask takes from it; false where a logit is not below infinity.
+bool mask(const SamplingCall& call, int64_t r, Row& row, float* allowed) {
+  const Floats infinity = all(kInfinity);
+  Ints is_below = Ints{} - 1;
+  for (int64_t word = 0; word * kMaskBits < row.size; ++word) {
+    const Ints bits = Ints{} + call.mask_rw[r * call.num_mask_words + word];
+    for (int64_t at = word * kMaskBits; at < (word + 1) * kMaskBits && at < row.size; at += kWidth) {
+      const Floats x = load_until(row.x, at, row.size);
+      is_below &= x < infinity;
+      const Ints is_allowed = (bits >> (kLanes + static_cast<int32_t>(at % kMaskBits))) & 1;
+      store(allowed + at, is_allowed != 0 ? x : all(-kInfinity));
+    }
+  }
+  row.x = allowed;
+  return !any(~is_below);
+}
+
 // The row without its banned tokens, which are copied out of it; false where it has none.
 bool ban(const SamplingCall& call, int64_t r, Row& row, float* allowed) {
   const int32_t* ids = call.banned_token_ids_rx + r * call.num_banned;
-  const float* logits = row.x;
+  bool has_any = false;
   for (int64_t i = 0; i < call.num_banned; ++i) {
     if (ids[i] < 0 || ids[i] >= row.size) continue;
-    if (row.x == logits) {
-      __builtin_memcpy(allowed, logits, row.size * sizeof(float));
+    if (row.x != allowed) {
+      __builtin_memcpy(allowed, row.x, row.size * sizeof(float));
       row.x = allowed;
     }
     allowed[ids[i]] = -kInfinity;
+    has_any = true;
   }
-  return row.x != logits;
+  return has_any;
 }
 
 bool is_below_where_banned(const SamplingCall& call, int64_t r, const float* logits, int64_t size) {
@@ -99,15 +117,16 @@ void sample(const SamplingCall& call, int64_t r, float* memory) {
   const Scratch scratch(memory, call.vocab_size);
   const float* logits = call.logits_rv + r * call.vocab_size;
   Row row{logits, call.vocab_size, scratch.groups, 0, true};
+  bool is_below = !call.mask_rw || mask(call, r, row, scratch.allowed);
   const bool has_banned = ban(call, r, row, scratch.allowed);
   scan(row);
-  const bool is_below = row.is_below && (!has_banned || is_below_where_banned(call, r, logits, row.size));
+  is_below &= row.is_below && (!has_banned || is_below_where_banned(call, r, logits, row.size));
   const int64_t token_id = is_below ? choose(call, r, row, scratch) : first_largest(row);
   const float chosen = row.x[token_id];
   call.token_ids_r[r] = static_cast<int32_t>(token_id);
   call.is_sound_r[r] = is_below && chosen > -kInfinity;
   if (!call.logprobs_r) return;
-  if (has_banned) {
+  if (row.x != logits) {
     row.x = logits;
     scan(row);
   }

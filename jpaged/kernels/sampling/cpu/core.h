@@ -23,6 +23,9 @@ struct SamplingCall {
   int32_t* top_ids_rk;
   float* top_logprobs_rk;
   int64_t num_top;         // K; 0 where not wanted
+
+  const int32_t* mask_rw;  // a bit a token, set for those that a row may have, or null
+  int64_t num_mask_words;  // W
 };
 
 // Sampling compiled for one kind of processor.

@@ -1,8 +1,10 @@
-// Sampling on CPUs as an XLA custom call: which thread samples which rows. core.cc samples one.
+// Sampling on CPUs as an XLA custom call: which thread samples which rows. core.cc samples one; feed.h says who waits for
+// whom where masks come from the host meanwhile.
 
 #include <algorithm>
 
 #include "core.h"
+#include "feed.h"
 #include "processor.h"
 #include "tasks.h"
 #include "xla/ffi/api/ffi.h"
@@ -61,9 +63,10 @@ const char* contradiction(int64_t num_rows, int64_t vocab_size, ffi::AnyBuffer::
 
 ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, Ints32 top_ks, Floats32 top_ps,
                   Floats32 min_ps, ffi::Buffer<ffi::U32> seeds, Ints32 sequence_indices, Ints32 positions,
-                  Ints32 banned_token_ids, ffi::Result<Ints32> token_ids, ffi::Result<ffi::Buffer<ffi::PRED>> is_sound,
-                  ffi::Result<Floats32> logprobs, ffi::Result<Ints32> ranks, ffi::Result<Ints32> top_ids,
-                  ffi::Result<Floats32> top_logprobs, int64_t max_width, int64_t max_threads) {
+                  Ints32 banned_token_ids, Ints32 fed, ffi::Result<Ints32> token_ids,
+                  ffi::Result<ffi::Buffer<ffi::PRED>> is_sound, ffi::Result<Floats32> logprobs,
+                  ffi::Result<Ints32> ranks, ffi::Result<Ints32> top_ids, ffi::Result<Floats32> top_logprobs,
+                  ffi::Result<Ints32> verdict, int64_t max_width, int64_t max_threads) {
   const auto shape = logits.dimensions(), banned = banned_token_ids.dimensions(), top = top_ids->dimensions();
   const int64_t num_rows = shape.size() == 2 ? shape[0] : 0, vocab_size = shape.size() == 2 ? shape[1] : 0;
   const auto count = [](const auto& buffer) { return static_cast<int64_t>(buffer.element_count()); };
@@ -77,6 +80,21 @@ ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, 
       top[1] > vocab_size || (top[1] && (top[0] != num_rows || !count(*logprobs)))) {
     return ffi::Error::InvalidArgument("top log-probabilities are not [R, K], or come without log-probabilities");
   }
+  if (count(fed) != 2 || count(*verdict) != 1) return ffi::Error::InvalidArgument("what is fed has no two numbers");
+  const int32_t number = fed.typed_data()[0], step = fed.typed_data()[1];
+  const std::shared_ptr<Feed> feed = number ? feeds().find(number) : nullptr;
+  if (number && !feed) {  // it was closed: nobody reads what comes of this
+    std::fill_n(token_ids->typed_data(), num_rows, 0);
+    std::fill_n(is_sound->typed_data(), num_rows, true);
+    *verdict->typed_data() = kStepIsVoid;
+    return ffi::Error::Success();
+  }
+  if (feed && (feed->num_rows() != num_rows || feed->num_words() * 32 < vocab_size)) {
+    return ffi::Error::InvalidArgument("the masks that are fed are of other rows or tokens");
+  }
+  const int32_t* mask_rw = nullptr;
+  *verdict->typed_data() = feed ? feed->await(step, &mask_rw) : kStepIsOneOfMore;
+  if (*verdict->typed_data() == kStepIsVoid) mask_rw = nullptr;
   const bool has_logprobs = count(*logprobs) > 0;
   const SamplingCall call{
       logits.typed_data(),      vocab_size,
@@ -88,9 +106,11 @@ ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, 
       is_sound->typed_data(),   has_logprobs ? logprobs->typed_data() : nullptr,
       has_logprobs ? ranks->typed_data() : nullptr,
       top_ids->typed_data(),    top_logprobs->typed_data(),
-      top[1],
+      top[1],                   mask_rw,
+      feed ? feed->num_words() : 0,
   };
   run_sampling(pool, call, num_rows, choose_core(max_width), max_threads);
+  if (mask_rw) feed->post(step, call.token_ids_r, call.is_sound_r);
   return ffi::Error::Success();
 }
 
@@ -111,11 +131,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_sample, jpaged::sample,
                                   .Arg<jpaged::Ints32>()         // sequence indices [R]
                                   .Arg<jpaged::Ints32>()         // positions [R]
                                   .Arg<jpaged::Ints32>()         // banned token ids [R, X]
+                                  .Arg<jpaged::Ints32>()         // feed, or 0; step of the program
                                   .Ret<jpaged::Ints32>()         // token ids [R]
                                   .Ret<ffi::Buffer<ffi::PRED>>() // which rows are sound [R]
                                   .Ret<jpaged::Floats32>()       // log-probabilities [R] or [0]
                                   .Ret<jpaged::Ints32>()         // ranks [R] or [0]
                                   .Ret<jpaged::Ints32>()         // top ids [R, K]
                                   .Ret<jpaged::Floats32>()       // top log-probabilities [R, K]
+                                  .Ret<jpaged::Ints32>()         // verdict on the step, as it was fed [1]
                                   .Attr<int64_t>("max_width")
                                   .Attr<int64_t>("max_threads"));

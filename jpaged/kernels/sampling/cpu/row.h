@@ -21,6 +21,7 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 constexpr int64_t kBlock = 256;
+constexpr int64_t kMaskBits = 32;
 constexpr int64_t kStride = 4 * kWidth;  // what is counted at a time: arrays have so much room behind their end
 
 inline bool any(Ints mask) {

@@ -19,7 +19,7 @@ from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 from jpaged.kernels.sampling.rows import RowSampling, Sampled
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
 _ARGUMENTS = (
     *("temperature_r", "top_k_r", "top_p_r", "min_p_r"),
@@ -44,17 +44,30 @@ class CpuSampling:
         self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
     ) -> Sampled:
         """Samples a token a row."""
+        return self._sample(logits_rv, how, jnp.zeros(2, jnp.int32), has_logprobs=has_logprobs, num_top=num_top)[0]
+
+    def sample_fed(
+        self, logits_rv: Float[Array, "R V"], how: RowSampling, number: Int[Array, ""], step: Int[Array, ""]
+    ) -> tuple[Sampled, Int[Array, ""]]:
+        """Samples a token a row, of those that a feed gives to a step."""
+        sampled, verdict_1 = self._sample(logits_rv, how, jnp.stack([number, step]), has_logprobs=False, num_top=0)
+        return sampled, verdict_1[0]
+
+    def _sample(
+        self, logits_rv: jax.Array, how: RowSampling, fed_2: jax.Array, *, has_logprobs: bool, num_top: int
+    ) -> tuple[Sampled, jax.Array]:
         num_rows = logits_rv.shape[0]
         num_told = num_rows if has_logprobs else 0
         shapes = [
             *(jax.ShapeDtypeStruct((num_rows,), jnp.int32), jax.ShapeDtypeStruct((num_rows,), jnp.bool_)),
             *(jax.ShapeDtypeStruct((num_told,), jnp.float32), jax.ShapeDtypeStruct((num_told,), jnp.int32)),
             *(jax.ShapeDtypeStruct((num_rows, num_top), dtype) for dtype in (jnp.int32, jnp.float32)),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
         ]
         run = jax.ffi.ffi_call(f"{NAME}_sample", shapes)
         limits = {"max_width": np.int64(self.max_width), "max_threads": np.int64(self.max_threads)}
-        told = run(logits_rv, *(getattr(how, name) for name in _ARGUMENTS), **limits)
-        return Sampled(*told[: 2 + 2 * has_logprobs + 2 * (num_top > 0)])
+        *told, verdict_1 = run(logits_rv, *(getattr(how, name) for name in _ARGUMENTS), fed_2, **limits)
+        return Sampled(*told[: 2 + 2 * has_logprobs + 2 * (num_top > 0)]), verdict_1
 
 
 @functools.cache

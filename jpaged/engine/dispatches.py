@@ -1,0 +1,53 @@
+"""What is under way: a dispatch that was begun, and one whose results are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from jpaged.engine.executor import I32, MaskFeed, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor.telling import ToldOutputs
+from jpaged.engine.grammars import BoundRow
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.tells import StepTell
+
+
+class Dispatched(NamedTuple):
+    """A dispatch whose results were not taken in yet: what it was, and the executor's handles.
+
+    Attributes:
+        outputs: its results, and when they came, where they were waited for already.
+    """
+
+    schedule: Schedule
+    begin_s: float
+    handle: Any
+    tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]] = ()
+    outputs: tuple[StepOutputs, float] | None = None
+
+
+class Started(NamedTuple):
+    """A step whose forward pass is under way, and whose sample is not.
+
+    Attributes:
+        bound: rows that wait for what the step before sampled.
+    """
+
+    schedule: Schedule
+    inputs: StepInputs
+    hidden: Any
+    sampling: SamplingInputs
+    tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]]
+    bound: list[BoundRow]
+
+
+class Fed(NamedTuple):
+    """A dispatch of several steps that wait for masks."""
+
+    schedule: Schedule
+    begin_s: float
+    handle: Any
+    feed: MaskFeed
+    sampling: SamplingInputs
+    ending_ids_rx: I32
+    bound: list[BoundRow]

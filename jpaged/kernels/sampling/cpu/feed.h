@@ -1,0 +1,144 @@
+// Masks from the host for a program that runs: before each of its samples the program waits for which tokens each row
+// may have, and behind it the host waits for those that were drawn.
+//
+//     program   forward ─ await(0) ─ sample ─ post(0) ─ forward ─ await(1) ─ ...
+//     host          give(0) ┘                  └ wait(0) ─ masks ─ give(1) ┘
+//
+// Included by kernel.cc alone.
+
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace jpaged {
+namespace {
+
+constexpr int32_t kStepIsVoid = 0;  // `jpaged.engine.executor.feed.Verdict`
+constexpr int32_t kStepIsOneOfMore = 2;
+
+class Feed {
+ public:
+  Feed(int64_t num_rows, int64_t num_words) : num_words_(num_words), drawn_(2 * num_rows) {}
+
+  int64_t num_rows() const { return static_cast<int64_t>(drawn_.size()) / 2; }
+  int64_t num_words() const { return num_words_; }
+
+  // --- the program's ---
+
+  // Waits for what is given for a step. The masks stay as they are until the step's tokens are posted.
+  int32_t await(int64_t step, const int32_t** mask_rw) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return num_given_ > step || is_closed_; });
+    *mask_rw = masks_.data();
+    return num_given_ > step ? verdict_ : kStepIsVoid;
+  }
+
+  void post(int64_t step, const int32_t* token_ids_r, const bool* is_sound_r) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (int64_t r = 0; r < num_rows(); ++r) {
+      drawn_[r] = token_ids_r[r];
+      drawn_[num_rows() + r] = is_sound_r[r];
+    }
+    num_posted_ = step + 1;
+    changed_.notify_all();
+  }
+
+  // --- the host's ---
+
+  void give(const int32_t* mask_rw, int32_t verdict) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    masks_.assign(mask_rw, mask_rw + num_rows() * num_words_);
+    verdict_ = verdict;
+    ++num_given_;
+    changed_.notify_all();
+  }
+
+  // Waits for the tokens of the step that was given last: [2, R], whether they are sound behind them; false where they
+  // do not come in time.
+  bool wait(int32_t* drawn, int64_t timeout_ms) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto are_there = [&] { return num_posted_ == num_given_; };
+    if (!changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), are_there)) return false;
+    std::copy(drawn_.begin(), drawn_.end(), drawn);
+    return true;
+  }
+
+  void close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  const int64_t num_words_;
+  std::vector<int32_t> masks_, drawn_;
+  int64_t num_given_ = 0, num_posted_ = 0;
+  int32_t verdict_ = kStepIsVoid;
+  bool is_closed_ = false;
+};
+
+// The feeds that are open, by number. A program may still wait for one that has just been closed.
+class Feeds {
+ public:
+  int32_t open(int64_t num_rows, int64_t num_words) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    last_ = last_ == INT32_MAX ? 1 : last_ + 1;
+    open_[last_] = std::make_shared<Feed>(num_rows, num_words);
+    return last_;
+  }
+
+  std::shared_ptr<Feed> find(int32_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = open_.find(number);
+    return found == open_.end() ? nullptr : found->second;
+  }
+
+  void close(int32_t number) {
+    const std::shared_ptr<Feed> feed = find(number);
+    if (!feed) return;
+    feed->close();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_.erase(number);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int32_t, std::shared_ptr<Feed>> open_;
+  int32_t last_ = 0;
+};
+
+Feeds& feeds() {
+  static Feeds all;
+  return all;
+}
+
+}  // namespace
+}  // namespace jpaged
+
+extern "C" {
+
+int32_t jpaged_feed_open(int64_t num_rows, int64_t num_words) { return jpaged::feeds().open(num_rows, num_words); }
+
+// False where there is no such feed; so are those below.
+bool jpaged_feed_give(int32_t number, const int32_t* mask_rw, int32_t verdict) {
+  const auto feed = jpaged::feeds().find(number);
+  if (feed) feed->give(mask_rw, verdict);
+  return feed != nullptr;
+}
+
+bool jpaged_feed_wait(int32_t number, int32_t* drawn, int64_t timeout_ms) {
+  const auto feed = jpaged::feeds().find(number);
+  return feed && feed->wait(drawn, timeout_ms);
+}
+
+void jpaged_feed_close(int32_t number) { jpaged::feeds().close(number); }
+
+}  // extern "C"

@@ -1,0 +1,68 @@
+"""Masks that the host gives to a program that runs, and the tokens that it draws under them; see feed.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.kernels.cpu.library import library
+
+_TIMEOUT_MS = 50
+
+
+@dataclass(slots=True)
+class Feed:
+    """An open feed. Used by one thread at a time.
+
+    Attributes:
+        number: by which a program names it; above 0.
+        num_rows: rows of its masks (R).
+        num_words: words of a mask (W).
+    """
+
+    number: int
+    num_rows: int
+    num_words: int
+
+    @classmethod
+    def open(cls, num_rows: int, num_words: int) -> Feed:
+        """A feed of its own for a program that is about to start."""
+        return cls(_functions().jpaged_feed_open(num_rows, num_words), num_rows, num_words)
+
+    def give(self, mask_rw: NDArray[np.int32], verdict: int) -> None:
+        """Gives the next step its masks, which are copied.
+
+        Raises:
+            ValueError: they are of another shape or type.
+        """
+        if mask_rw.shape != (self.num_rows, self.num_words) or mask_rw.dtype != np.int32:
+            raise ValueError(f"masks are {mask_rw.dtype}{mask_rw.shape}, not int32{(self.num_rows, self.num_words)}")
+        _functions().jpaged_feed_give(self.number, np.ascontiguousarray(mask_rw).ctypes.data, verdict)
+
+    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]] | None:
+        """The tokens of the step that was given masks last, and which are sound, `[R]` each; None after a while."""
+        drawn_2r = np.empty((2, self.num_rows), np.int32)
+        if not _functions().jpaged_feed_wait(self.number, drawn_2r.ctypes.data, _TIMEOUT_MS):
+            return None
+        return drawn_2r[0], drawn_2r[1] != 0
+
+    def close(self) -> None:
+        """Ends it: a step that waits is void. Idempotent."""
+        _functions().jpaged_feed_close(self.number)
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    found = library()
+    if isinstance(found, str):
+        raise OSError(found)
+    number, pointer, size = ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64
+    found.jpaged_feed_open.argtypes, found.jpaged_feed_open.restype = (size, size), number
+    found.jpaged_feed_give.argtypes, found.jpaged_feed_give.restype = (number, pointer, number), ctypes.c_bool
+    found.jpaged_feed_wait.argtypes, found.jpaged_feed_wait.restype = (number, pointer, size), ctypes.c_bool
+    found.jpaged_feed_close.argtypes, found.jpaged_feed_close.restype = (number,), None
+    return found
