@@ -331,9 +331,11 @@ class JaxExecutor:
         """Starts several steps that wait for masks, and the copy of their tokens to the host.
 
         Raises:
-            InternalError: as `decode`.
+            InternalError: as `decode`; also where steps cannot be fed.
         """
         num_rows = len(sampling.rows_r)
+        if not self._geometry.has_fed_steps:
+            raise InternalError(f"{num_steps} steps are to wait for masks, and this device's cannot")
         feed = Feed.open(num_rows, num_mask_words(self._geometry.vocab_size))
         try:
             with self._calling(f"{num_steps} steps of {num_rows} rows with masks failed"):

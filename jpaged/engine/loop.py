@@ -12,6 +12,7 @@ import heapq
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
 from typing import Any
 
 from jpaged.config import CacheOptions, EngineConfig
@@ -236,7 +237,7 @@ class EngineLoop:
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
         started = self._start(schedule)
-        is_whole = True
+        all_go_on = True
         if isinstance(started, Started):
             if started.bound:
                 self._collect_earlier()
@@ -246,15 +247,16 @@ class EngineLoop:
                 self._newest = self._turns.go_on(started, self._newest)
             started = Dispatched(started.schedule, start_s, self._newest, started.tells)
         elif isinstance(started, Fed):
-            self._collect_earlier()
-            started, is_whole = self._turns.feed(started)
+            with closing(started.feed):
+                self._collect_earlier()
+                started, all_go_on = self._turns.feed(started)
         self._device_wait_s += self._turns.take_waited_s()
         self.stats.count_steps(schedule)
         collect_if_due()
         earlier, self._dispatched = self._dispatched, started
         if earlier is not None:
             self._collect(earlier)
-        if schedule.drafts or schedule.decodes.num_rounds or not (is_whole and self._overlap):
+        if schedule.drafts or schedule.decodes.num_rounds or not (all_go_on and self._overlap):
             self._collect_earlier()
         has_run = schedule.num_rows > 0 or was_in_flight
         if has_run:

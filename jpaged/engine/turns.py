@@ -77,22 +77,19 @@ class Turns:
         The dispatch is over where a row has ended, so that whoever waits may come in.
 
         Returns:
-            the dispatch with its results, and whether it had all its steps.
+            the dispatch with its results, and whether all rows go on behind it: else it is to be taken in at once.
         """
-        try:
-            num_steps = self._serve(fed)
-        finally:
-            fed.feed.close()
+        num_steps, go_on = self._serve(fed)
+        fed.feed.close()  # or the program would wait for more
         waiting_since_s = self.clock()
         outputs = self.executor.collect(fed.handle)
         now_s = self.clock()
         self._waited_s += now_s - waiting_since_s
-        is_whole = num_steps == fed.schedule.num_steps
         self.scheduler.has_made(fed.schedule, num_steps)
-        return Dispatched(fed.schedule, fed.begin_s, fed.handle, outputs=(outputs, now_s)), is_whole
+        return Dispatched(fed.schedule, fed.begin_s, fed.handle, outputs=(outputs, now_s)), go_on
 
-    def _serve(self, fed: Fed) -> int:
-        """Gives masks until no further step is to be made; how many were made."""
+    def _serve(self, fed: Fed) -> tuple[int, bool]:
+        """Gives masks until no further step is to be made; how many were made, and whether all rows go on."""
         schedule, edits = fed.schedule, fed.sampling.edits
         if edits is None or edits.mask_rw is None:
             raise InternalError("steps wait for masks, and there are none")
@@ -106,15 +103,15 @@ class Turns:
             drawn = fed.feed.wait()
             self._waited_s += self.clock() - waiting_since_s
             if drawn is None:
-                return num_made
+                return num_made, False
             token_ids_r, is_sound_r = drawn[0][used], drawn[1][used]
             has_ended_r |= (token_ids_r[:, None] == fed.ending_ids_rx[used]).any(axis=1) | ~is_sound_r
             bound = [row for row in bound if row.sequence.is_live and not has_ended_r[row.place]]
             may_go_on = self.intake.grammars.went_on(bound, token_ids_r)
+            go_on = may_go_on and not has_ended_r.any()
             if verdict == Verdict.LAST or num_made == schedule.num_steps or has_ended_r.all():
-                return num_made
+                return num_made, go_on
             if not may_go_on or not self.intake.grammars.fill(bound, mask_rw):
-                return num_made  # whose turn it is not has a step of its own, which tells why
-            if has_ended_r.any():
-                verdict = Verdict.LAST
+                return num_made, False  # what is wrong shows where the next step begins
+            verdict = Verdict.GOES_ON if go_on else Verdict.LAST
         raise InternalError("a dispatch has no steps")

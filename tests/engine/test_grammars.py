@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.errors import InvalidArgument
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
-from jpaged.testing import FakeExecutor, SeveralStepsExecutor
+from jpaged.testing import FakeExecutor, FedExecutor, SeveralStepsExecutor
 from jpaged.testing.fake_grammar import FakeGrammar
 from tests.engine.harness import Harness
 
@@ -55,6 +55,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 9},
     "static": {"batching": "static"},
     "several steps": {"num_scheduler_steps": 4, "executor": SeveralStepsExecutor},
+    "several steps, fed": {"num_scheduler_steps": 4, "executor": FedExecutor},
+    "several steps, fed, in turn": {"num_scheduler_steps": 4, "executor": FedExecutor, "overlap": False},
+    "fed, few blocks, swapped": {
+        "num_scheduler_steps": 4,
+        "executor": FedExecutor,
+        "num_blocks": 14,
+        "num_host_blocks": 64,
+        "preemption_mode": "swap",
+    },
     "drafts": {"num_speculative_tokens": 5, "max_num_seqs": 32},
     "drafts, few blocks": {"num_speculative_tokens": 3, "num_blocks": 20, "max_num_seqs": 16},
 }
@@ -79,13 +88,14 @@ def test_tokens_are_those_of_one_step_at_a_time(way, seed):
     assert h.adaptation.num_accepted > 0 or "drafts" not in way
 
 
+@pytest.mark.parametrize("kind", [SeveralStepsExecutor, FedExecutor])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_blocks", [64, 14])
 @pytest.mark.parametrize("num_steps", [2, 5, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_are_the_same_where_several_steps_are_decided_at_once(seed, num_steps, num_blocks, overlap):
+def test_tokens_are_the_same_where_several_steps_are_decided_at_once(seed, num_steps, num_blocks, overlap, kind):
     """Some have a choice everywhere, and go several steps; rows end on the way, and others come."""
-    h = harness(executor=SeveralStepsExecutor, num_scheduler_steps=num_steps, num_blocks=num_blocks, overlap=overlap)
+    h = harness(executor=kind, num_scheduler_steps=num_steps, num_blocks=num_blocks, overlap=overlap)
     expected = {}
     for number, (prompt, fields) in enumerate(requests_of(seed, share_free=0.95)):
         expected[str(number)] = alone(prompt, **fields)
@@ -97,9 +107,10 @@ def test_tokens_are_the_same_where_several_steps_are_decided_at_once(seed, num_s
     assert h.engine.load().num_steps == h.executor.num_steps
 
 
+@pytest.mark.parametrize("kind", [SeveralStepsExecutor, FedExecutor])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_rows_with_grammars_go_several_steps_at_once_until_one_of_them_ends(overlap):
-    h = harness(executor=SeveralStepsExecutor, num_scheduler_steps=8, overlap=overlap)
+def test_rows_with_grammars_go_several_steps_at_once_until_one_of_them_ends(overlap, kind):
+    h = harness(executor=kind, num_scheduler_steps=8, overlap=overlap)
     free = [FakeGrammar(V, EOS, length, salt=length, is_free=True) for length in (5, 40)]
     for name, grammar in zip("ab", free, strict=True):
         h.submit(name, [3, 1], grammar=grammar, max_tokens=60, temperature=1.0, seed=7)
@@ -123,8 +134,21 @@ def test_rows_with_little_choice_jump_instead():
     assert h.engine.load().num_forced_tokens > 20
 
 
-def test_a_grammar_that_takes_too_much_between_steps_ends_its_request_alone():
-    h = harness(executor=SeveralStepsExecutor, num_scheduler_steps=8)
+def test_rows_that_are_fed_jump_where_they_have_hardly_a_choice():
+    h = harness(executor=FedExecutor, num_scheduler_steps=8)
+    given = tuple(number % 50 for number in range(99))
+    thinking = ThinkingGrammar(ThinkingBudget((), given, 1, is_open_at_start=True))
+    h.submit("a", [3, 1], grammar=thinking, max_tokens=100)
+    h.run()
+    assert tuple(h.tokens("a")[1:]) == given
+    assert h.executor.num_steps < 60
+    assert h.engine.load().num_forced_tokens > 40
+
+
+@pytest.mark.parametrize("kind", [SeveralStepsExecutor, FedExecutor])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_grammar_that_takes_too_much_between_steps_ends_its_request_alone(overlap, kind):
+    h = harness(overlap=overlap, executor=kind, num_scheduler_steps=8)
     failing, fine = (FakeGrammar(V, EOS, 30, salt=1, fails_after=n, is_free=True) for n in (7, None))
     h.submit("a", [3], grammar=failing, max_tokens=20)
     h.submit("b", [3], grammar=fine, max_tokens=20)

@@ -31,7 +31,7 @@ from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.executor import BucketTable, Geometry
 from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor.telling import TELL_IDS, Tell
-from jpaged.kernels.sampling import FedSamplingKernel, choose_kernel
+from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.kv_groups import group_layers
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params
@@ -112,7 +112,7 @@ def _sized_step(
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade,
         max_num_steps=max_num_steps,
-        has_fed_steps=max_num_steps > 1 and isinstance(sampler, FedSamplingKernel),
+        has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
         windows=groups.windows,
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         num_told=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
@@ -132,6 +132,11 @@ def _sized_step(
         slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
     )
     return step, geometry
+
+
+def _can_be_fed(sampler: SamplingKernel | None) -> bool:
+    """Whether a program can wait for the host: it runs on a thread of its own, unless jax was told otherwise."""
+    return isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
 
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 namespace jpaged {
@@ -24,10 +25,14 @@ constexpr int32_t kStepIsOneOfMore = 2;
 
 class Feed {
  public:
-  Feed(int64_t num_rows, int64_t num_words) : num_words_(num_words), drawn_(2 * num_rows) {}
+  Feed(int64_t num_rows, int64_t num_words)
+      : host_(std::this_thread::get_id()), num_words_(num_words), drawn_(2 * num_rows) {}
 
   int64_t num_rows() const { return static_cast<int64_t>(drawn_.size()) / 2; }
   int64_t num_words() const { return num_words_; }
+
+  // Whether this is the thread that gives: a program that XLA runs on it, as it does small ones, would wait for itself.
+  bool is_host() const { return std::this_thread::get_id() == host_; }
 
   // --- the program's ---
 
@@ -47,6 +52,11 @@ class Feed {
     }
     num_posted_ = step + 1;
     changed_.notify_all();
+  }
+
+  bool has_given(int64_t step) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_given_ > step || is_closed_;
   }
 
   // --- the host's ---
@@ -78,6 +88,7 @@ class Feed {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
+  const std::thread::id host_;
   const int64_t num_words_;
   std::vector<int32_t> masks_, drawn_;
   int64_t num_given_ = 0, num_posted_ = 0;

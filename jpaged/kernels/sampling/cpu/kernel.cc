@@ -92,6 +92,9 @@ ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, 
   if (feed && (feed->num_rows() != num_rows || feed->num_words() * 32 < vocab_size)) {
     return ffi::Error::InvalidArgument("the masks that are fed are of other rows or tokens");
   }
+  if (feed && feed->is_host() && !feed->has_given(step)) {
+    return ffi::Error::Internal("a program that is fed runs on the thread that feeds it, and would wait for itself");
+  }
   const int32_t* mask_rw = nullptr;
   *verdict->typed_data() = feed ? feed->await(step, &mask_rw) : kStepIsOneOfMore;
   if (*verdict->typed_data() == kStepIsVoid) mask_rw = nullptr;
