@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -31,29 +32,36 @@ def main() -> None:
     parser.add_argument("--num-rounds", type=int, default=6)
     num_rounds = parser.parse_args().num_rounds
     found: dict[str, Any] = {}
-    for num_rows in (1, 4, NUM_ROWS):
-        for name, schema_of in _SCHEMAS.items():
-            rounds = {share: _runs(share, schema_of, num_rows, num_rounds) for share in _SHARES}
-            found[f"{num_rows} rows, {name}"] = {
-                f"from {share}": {
-                    "us_a_token": round(statistics.median(one.wall_us for one in runs), 1),
-                    "range": [round(min(one.wall_us for one in runs), 1), round(max(one.wall_us for one in runs), 1)],
-                    "forced_share": round(statistics.mean(one.forced_share for one in runs), 3),
-                }
-                for share, runs in rounds.items()
-            }
-            print(f"{num_rows} rows, {name}", found[f"{num_rows} rows, {name}"], flush=True)
+    with ExitStack() as stack:
+        engines = {share: stack.enter_context(_jumping_from(share)) for share in _SHARES}
+        for num_rows in (1, 4, NUM_ROWS):
+            for name, schema_of in _SCHEMAS.items():
+                found[f"{num_rows} rows, {name}"] = case = _case(engines, schema_of, num_rows, num_rounds)
+                print(f"{num_rows} rows, {name}", case, flush=True)
     record = {"versions": versions(), "num_rounds": num_rounds, "found": found}
     save("structured_jumps", "python -m benchmarks.structured.jumps", record)
 
 
-def _runs(share: float, schema_of: Callable[[int], Any], num_rows: int, num_rounds: int) -> list[Run]:
-    name = "_JUMPING_SHARE_OF_FED"
-    with mock.patch.object(lookahead, name, share), LLM("demo", max_num_seqs=NUM_ROWS) as llm:
-        return [
-            run(llm, prompts_of(num_rows), [params_of(number, row, schema_of) for row in range(num_rows)])
-            for number in range(num_rounds + 1)
-        ][1:]  # one to warm up
+def _jumping_from(share: float) -> LLM:
+    with mock.patch.object(lookahead, "_JUMPING_SHARE_OF_FED", share):
+        return LLM("demo", max_num_seqs=NUM_ROWS)
+
+
+def _case(engines: dict[float, LLM], schema_of: Callable[[int], Any], num_rows: int, num_rounds: int) -> dict[str, Any]:
+    runs = dict[float, list[Run]]()
+    for number in range(num_rounds + 1):
+        params = [params_of(number, row, schema_of) for row in range(num_rows)]
+        for share, llm in engines.items():
+            runs.setdefault(share, []).append(run(llm, prompts_of(num_rows), params))
+    found = {}
+    for share, (_, *timed) in runs.items():  # the first round is to warm up
+        times = [one.wall_us for one in timed]
+        found[f"from {share}"] = {
+            "us_a_token": round(statistics.median(times), 1),
+            "range": [round(min(times), 1), round(max(times), 1)],
+            "forced_share": round(statistics.mean(one.forced_share for one in timed), 3),
+        }
+    return found
 
 
 def _numbers(row: int) -> dict[str, Any]:

@@ -172,8 +172,10 @@ class Grammars:
         return not any(bound.sequence in self._refused for bound in rows)
 
     def fill(self, rows: list[BoundRow], mask_rw: I32) -> bool:
-        """Writes the masks of the next step that is fed; False where one of them leaves nothing, or cannot be told."""
-        mask_rw[:] = -1
+        """Writes the masks of the next step that is fed; False where one of them leaves nothing, or cannot be told.
+
+        Others keep what they had: a row that has ended samples for nobody.
+        """
         if not rows:
             return True
         filled_rw = self._filled([bound.state for bound in rows])

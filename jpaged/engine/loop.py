@@ -250,7 +250,8 @@ class EngineLoop:
             with closing(started.feed):
                 self._collect_earlier()
                 started, all_go_on = self._turns.feed(started)
-        self._device_wait_s += self._turns.take_waited_s()
+        if schedule.decodes.are_masked:
+            self._device_wait_s += self._turns.take_waited_s()
         self.stats.count_steps(schedule)
         collect_if_due()
         earlier, self._dispatched = self._dispatched, started
