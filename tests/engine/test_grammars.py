@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.engine.grammars import Grammars
 from jpaged.errors import InvalidArgument
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.testing import FakeExecutor, FedExecutor, SeveralStepsExecutor
@@ -259,3 +260,24 @@ def test_thinking_ends_when_its_budget_is_used_up(budget, overlap):
     assert tuple(tokens[budget : budget + 3]) == closes
     assert len(tokens) == 12
     assert h.engine.load().num_forced_tokens == (3 if budget else 2)  # the first is sampled with the prompt
+
+
+def test_a_loop_that_fails_between_steps_that_are_fed_leaves_no_program_waiting(monkeypatch):
+    h, feeds = harness(executor=FedExecutor, num_scheduler_steps=8), []
+    decode_fed = h.executor.decode_fed
+
+    def noted(*step):
+        feeds.append(decode_fed(*step)[1])
+        return feeds[-1], feeds[-1]
+
+    monkeypatch.setattr(h.executor, "decode_fed", noted)
+    h.submit("a", [3, 1], grammar=FakeGrammar(V, EOS, 30, is_free=True), max_tokens=30)
+    h.step()
+
+    def fill(*_):
+        raise RuntimeError("no masks any more")
+
+    monkeypatch.setattr(Grammars, "fill", fill)
+    with pytest.raises(RuntimeError, match="no masks any more"):
+        h.run()
+    assert [feed.is_over for feed in feeds] == [True]

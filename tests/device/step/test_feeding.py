@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
+from jpaged.config import Backend
+from jpaged.device.mesh import serving_mesh
+from jpaged.device.programs.lowering import sized_step
 from jpaged.engine.executor import I32, Bool, Detail, MaskFeed, Verdict
 from jpaged.engine.executor.edits import MASK_BITS, EditInputs, num_mask_words
 from jpaged.errors import InternalError
 from jpaged.testing.single_steps import step_at
+from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 from tests.device.step.test_decode import NO_IDS, NUM_ROWS, begin, decode
 
@@ -111,3 +116,16 @@ def test_steps_of_no_program_leave_no_feed_open(driver: Driver) -> None:
     cut = type(sampling)(sampling.rows_r[:3])
     with pytest.raises(InternalError, match=r"no program decode\[3\] is compiled"):
         driver.executor.decode_fed(inputs, cut, NO_IDS[:3], 2)
+
+
+@pytest.mark.parametrize(("backend", "is_async"), [("cpu", True), ("cpu", False), ("xla", True)])
+def test_steps_can_be_fed_where_the_kernel_waits_on_another_thread(backend: Backend, is_async: bool) -> None:
+    model = dataclasses.replace(tiny_model.OPTIONS.model, attention_backend=backend)
+    options = dataclasses.replace(tiny_model.OPTIONS, model=model)
+    before = jax.config.values["jax_cpu_enable_async_dispatch"]
+    jax.config.update("jax_cpu_enable_async_dispatch", is_async)
+    try:
+        _, geometry = sized_step(tiny_model.model(), options, "loop", 5, serving_mesh(1))
+    finally:
+        jax.config.update("jax_cpu_enable_async_dispatch", before)
+    assert geometry.has_fed_steps == (backend == "cpu" and is_async)
