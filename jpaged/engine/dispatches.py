@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from jpaged.engine.executor import I32, MaskFeed, SamplingInputs, StepInputs, StepOutputs
@@ -16,14 +17,14 @@ class Dispatched(NamedTuple):
     """A dispatch whose results were not taken in yet: what it was, and the executor's handles.
 
     Attributes:
-        outputs: its results, and when they came, where they were waited for already.
+        results: waits for them, where they are not to be collected of the executor.
     """
 
     schedule: Schedule
     begin_s: float
     handle: Any
     tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]] = ()
-    outputs: tuple[StepOutputs, float] | None = None
+    results: Callable[[], StepOutputs] | None = None
 
 
 class Started(NamedTuple):
@@ -51,3 +52,12 @@ class Fed(NamedTuple):
     sampling: SamplingInputs
     ending_ids_rx: I32
     bound: list[BoundRow]
+
+    @contextmanager
+    def closed_where_it_fails(self) -> Iterator[None]:
+        """Closes the feed where what is inside raises: the program would wait for ever."""
+        try:
+            yield
+        except BaseException:
+            self.feed.close()
+            raise

@@ -29,7 +29,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import Sampled
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError, InvalidArgument, JpagedError
-from jpaged.structured import GrammarMasks, GrammarState
+from jpaged.structured import GrammarBatch, GrammarMasks, GrammarState
 
 MakeMasks = Callable[[], GrammarMasks]
 """Makes what fills masks; called when the first request with a grammar has come, and its vocabulary is there."""
@@ -160,29 +160,31 @@ class Grammars:
             ):
                 yield group, sequence, None
 
-    def went_on(self, rows: list[BoundRow], token_ids_r: I32) -> bool:
+    def batch(self, rows: list[BoundRow]) -> GrammarBatch:
+        """The grammars of rows that are fed."""
+        return self._made.batch([bound.state for bound in rows], [bound.place for bound in rows])
+
+    def went_on(self, rows: list[BoundRow], batch: GrammarBatch, token_ids_r: I32) -> bool:
         """Moves over the tokens of a step that is fed; False where a grammar cannot go on.
 
         Their sequences are given them later, and `narrow` then says of which request that is the end.
         """
-        for bound in rows:
-            token_id = token_ids_r.item(bound.place)
-            if not bound.state.accept(token_id):
-                self._refused[bound.sequence] = _not_accepted(bound.state, token_id)
-        return not any(bound.sequence in self._refused for bound in rows)
+        token_ids = token_ids_r[[bound.place for bound in rows]].tolist()
+        refused = batch.accept(token_ids)
+        for place in refused:
+            bound = rows[place]
+            self._refused[bound.sequence] = _not_accepted(bound.state, token_ids[place])
+        return not refused
 
-    def fill(self, rows: list[BoundRow], mask_rw: I32) -> bool:
+    def fill(self, rows: list[BoundRow], batch: GrammarBatch, mask_rw: I32) -> bool:
         """Writes the masks of the next step that is fed; False where one of them leaves nothing, or cannot be told.
 
         Others keep what they had: a row that has ended samples for nobody.
         """
-        if not rows:
-            return True
-        filled_rw = self._filled([bound.state for bound in rows])
-        mask_rw[[bound.place for bound in rows]] = filled_rw
-        num_words_r = np.count_nonzero(filled_rw, axis=1)
+        is_sound = batch.fill(mask_rw)
+        num_words_r = np.count_nonzero(mask_rw[[bound.place for bound in rows]], axis=1)
         self.lookahead.saw_choices(len(rows), int(np.count_nonzero(num_words_r == 1)))
-        return bool(num_words_r.all()) and all(bound.state.failure is None for bound in rows)
+        return is_sound and bool(num_words_r.all())
 
     def _forced(self, group: Group, sequence: Sequence) -> list[int]:
         """Moves over what follows without a choice behind the tokens that are known.
@@ -206,13 +208,17 @@ class Grammars:
         num_forced, self._num_forced = self._num_forced, 0
         return num_forced
 
-    def _filled(self, states: list[GrammarState]) -> I32:
+    @property
+    def _made(self) -> GrammarMasks:
         if self._masks is None:
             if self.make_masks is None:
                 raise InternalError("a request has a grammar, and the engine was given nothing that fills masks")
             self._masks = self.make_masks()
+        return self._masks
+
+    def _filled(self, states: list[GrammarState]) -> I32:
         filled_rw = np.empty((len(states), num_mask_words(self.vocab_size)), np.int32)
-        self._masks.fill(states, filled_rw)
+        self._made.fill(states, filled_rw)
         return filled_rw
 
     def _left(self, bound: BoundRow, sampling: SamplingInputs) -> JpagedError | None:

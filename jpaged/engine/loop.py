@@ -12,7 +12,6 @@ import heapq
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing
 from typing import Any
 
 from jpaged.config import CacheOptions, EngineConfig
@@ -237,7 +236,7 @@ class EngineLoop:
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
         started = self._start(schedule)
-        all_go_on = True
+        may_go_on = True
         if isinstance(started, Started):
             if started.bound:
                 self._collect_earlier()
@@ -247,9 +246,9 @@ class EngineLoop:
                 self._newest = self._turns.go_on(started, self._newest)
             started = Dispatched(started.schedule, start_s, self._newest, started.tells)
         elif isinstance(started, Fed):
-            with closing(started.feed):
+            with started.closed_where_it_fails():
                 self._collect_earlier()
-                started, all_go_on = self._turns.feed(started)
+                started, may_go_on = self._turns.feed(started)
         if schedule.decodes.are_masked:
             self._device_wait_s += self._turns.take_waited_s()
         self.stats.count_steps(schedule)
@@ -257,7 +256,7 @@ class EngineLoop:
         earlier, self._dispatched = self._dispatched, started
         if earlier is not None:
             self._collect(earlier)
-        if schedule.drafts or schedule.decodes.num_rounds or not (all_go_on and self._overlap):
+        if schedule.drafts or schedule.decodes.num_rounds or not (may_go_on and self._overlap):
             self._collect_earlier()
         has_run = schedule.num_rows > 0 or was_in_flight
         if has_run:
@@ -363,11 +362,12 @@ class EngineLoop:
             self._idle.seen_done(self._clock())
 
     def _collect(self, dispatched: Dispatched) -> None:
-        schedule, begin_s, handle, tells, found = dispatched
+        schedule, begin_s, handle, tells, results = dispatched
         waiting_since_s = self._clock()
         told = [(tell, collect()) for tell, collect in tells]
-        outputs, now = found or (self._executor.collect(handle), self._clock())
-        self._device_wait_s += max(0.0, now - waiting_since_s)
+        outputs = self._executor.collect(handle) if results is None else results()
+        now = self._clock()
+        self._device_wait_s += now - waiting_since_s
         if handle is self._newest:
             self._newest = None
             self._idle.seen_done(now)

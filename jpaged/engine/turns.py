@@ -4,8 +4,8 @@ where the device can be fed                        elsewhere
 device   f0 s0 f1 s1 f2 s2     one program         device   f0 s0 | f1 s1 | f2 s2     two programs a step
 host       m0 ── m1 ── m2      masks alone         host       m0 ─ take in, start, m1 ─ ...
 
-What is fed is taken in as any dispatch of several steps is: when all of it is there. Grammars are ahead of the tokens
-that sequences have, meanwhile.
+What is fed is taken in as any dispatch of several steps is: when all of it is there, and the next is under way.
+Meanwhile grammars are ahead of the tokens that sequences have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.engine.dispatches import Dispatched, Fed, Started
-from jpaged.engine.executor import Executor, Verdict
+from jpaged.engine.executor import I32, Bool, Executor, StepOutputs, Verdict
 from jpaged.engine.intake import Intake
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.errors import InternalError
@@ -32,6 +32,7 @@ class Turns:
     scheduler: Scheduler
     clock: Callable[[], float]
     _waited_s: float = 0.0
+    _unread: Any = None  # the last dispatch that was fed, whose tokens are known
 
     def take_waited_s(self) -> float:
         """Seconds of waiting for the device since this was asked last."""
@@ -72,46 +73,103 @@ class Turns:
         return newest
 
     def feed(self, fed: Fed) -> tuple[Dispatched, bool]:
-        """Gives each step of a dispatch its masks, and waits for the last; all that came before must be taken in.
+        """Gives each step of a dispatch its masks; all that came before must be taken in.
 
         The dispatch is over where a row has ended, so that whoever waits may come in.
 
         Returns:
-            the dispatch with its results, and whether all rows go on behind it: else it is to be taken in at once.
+            the dispatch, whose last step may still be under way; and whether no row is known to have ended in it: else
+            it is to be taken in before anything else is decided.
         """
-        num_steps, go_on = self._serve(fed)
-        fed.feed.close()  # or the program would wait for more
-        waiting_since_s = self.clock()
-        outputs = self.executor.collect(fed.handle)
-        now_s = self.clock()
-        self._waited_s += now_s - waiting_since_s
+        steps = FedSteps(fed, self.intake, self.clock)
+        num_steps = steps.serve()
         self.scheduler.has_made(fed.schedule, num_steps)
-        return Dispatched(fed.schedule, fed.begin_s, fed.handle, outputs=(outputs, now_s)), go_on
+        self._waited_s += steps.waited_s
+        if self._unread is not None:  # only now, for a program that waits for masks may keep others waiting
+            self.executor.collect(self._unread)
+        self._unread = fed.handle
+        return Dispatched(fed.schedule, fed.begin_s, fed.handle, results=self._results_of(steps)), not steps.are_over
 
-    def _serve(self, fed: Fed) -> tuple[int, bool]:
-        """Gives masks until no further step is to be made; how many were made, and whether all rows go on."""
-        schedule, edits = fed.schedule, fed.sampling.edits
+    def _results_of(self, steps: FedSteps) -> Callable[[], StepOutputs]:
+        def results() -> StepOutputs:
+            if steps.finish():
+                return steps.outputs
+            self._unread = None
+            return self.executor.collect(steps.fed.handle)  # which says what went wrong
+
+        return results
+
+
+class FedSteps:
+    """The steps of one dispatch on their way.
+
+    Attributes:
+        are_over: no further step is made, and all that were made are here.
+        waited_s: for their tokens.
+    """
+
+    def __init__(self, fed: Fed, intake: Intake, clock: Callable[[], float]) -> None:
+        self.fed, self.are_over, self.waited_s = fed, False, 0.0
+        self._intake, self._grammars, self._clock = intake, intake.grammars, clock
+        self._bound, self._batch = fed.bound, intake.grammars.batch(fed.bound)
+        self._has_ended_r = np.zeros(fed.schedule.num_rows, np.bool_)
+        self._columns = list[tuple[I32, Bool]]()
+
+    @property
+    def outputs(self) -> StepOutputs:
+        """What was drawn."""
+        token_ids, is_sound = zip(*self._columns, strict=True)
+        return StepOutputs(np.stack(token_ids, axis=1), np.stack(is_sound, axis=1))
+
+    def serve(self) -> int:
+        """Gives masks until no further step is to be made; how many are made.
+
+        Where that is all of them, the tokens of the last are still to come.
+        """
+        schedule, feed, edits = self.fed.schedule, self.fed.feed, self.fed.sampling.edits
         if edits is None or edits.mask_rw is None:
             raise InternalError("steps wait for masks, and there are none")
-        self.intake.narrow(schedule, fed.bound, fed.sampling)
-        mask_rw, used, bound = edits.mask_rw, slice(0, schedule.num_rows), fed.bound
-        has_ended_r = np.zeros(schedule.num_rows, np.bool_)
-        verdict = Verdict.GOES_ON
+        self._intake.narrow(schedule, self._bound, self.fed.sampling)
+        verdict = Verdict.GOES_ON if all(one.is_live for one in schedule.sequences) else Verdict.LAST
         for num_made in range(1, schedule.num_steps + 1):
-            fed.feed.give(mask_rw, verdict)
-            waiting_since_s = self.clock()
-            drawn = fed.feed.wait()
-            self._waited_s += self.clock() - waiting_since_s
-            if drawn is None:
-                return num_made, False
-            token_ids_r, is_sound_r = drawn[0][used], drawn[1][used]
-            has_ended_r |= (token_ids_r[:, None] == fed.ending_ids_rx[used]).any(axis=1) | ~is_sound_r
-            bound = [row for row in bound if row.sequence.is_live and not has_ended_r[row.place]]
-            may_go_on = self.intake.grammars.went_on(bound, token_ids_r)
-            go_on = may_go_on and not has_ended_r.any()
-            if verdict == Verdict.LAST or num_made == schedule.num_steps or has_ended_r.all():
-                return num_made, go_on
-            if not may_go_on or not self.intake.grammars.fill(bound, mask_rw):
-                return num_made, False  # what is wrong shows where the next step begins
-            verdict = Verdict.GOES_ON if go_on else Verdict.LAST
+            feed.give(edits.mask_rw, verdict)
+            if num_made == schedule.num_steps and verdict == Verdict.GOES_ON:
+                return num_made
+            may_go_on = self._take()
+            if verdict == Verdict.LAST or not may_go_on or not self._fill(edits.mask_rw):
+                self.are_over = True  # what is wrong with a grammar shows where the next step begins
+                feed.close()
+                return num_made
+            verdict = Verdict.LAST if self._has_ended_r.any() else Verdict.GOES_ON
         raise InternalError("a dispatch has no steps")
+
+    def finish(self) -> bool:
+        """Waits for the last step; False where its tokens do not come."""
+        if not self.are_over:
+            self._take()
+            self.are_over = True
+            self.fed.feed.close()
+        return len(self._columns) == self.fed.schedule.num_steps
+
+    def _take(self) -> bool:
+        """Waits for the step that has its masks, and moves the grammars over its tokens; False where none can go on."""
+        waiting_since_s = self._clock()
+        drawn = self.fed.feed.wait()
+        self.waited_s += self._clock() - waiting_since_s
+        if drawn is None:
+            return False
+        self._columns.append(drawn)
+        used = slice(0, len(self._has_ended_r))
+        token_ids_r, is_sound_r = drawn[0][used], drawn[1][used]
+        self._has_ended_r |= (token_ids_r[:, None] == self.fed.ending_ids_rx[used]).any(axis=1) | ~is_sound_r
+        return self._go_on(token_ids_r) and not self._has_ended_r.all()
+
+    def _go_on(self, token_ids_r: I32) -> bool:
+        """Moves the grammars of those that have not ended."""
+        bound = [row for row in self._bound if row.sequence.is_live and not self._has_ended_r[row.place]]
+        if len(bound) < len(self._bound):
+            self._bound, self._batch = bound, self._grammars.batch(bound)
+        return not bound or self._grammars.went_on(bound, self._batch, token_ids_r)
+
+    def _fill(self, mask_rw: I32) -> bool:
+        return not self._bound or self._grammars.fill(self._bound, self._batch, mask_rw)

@@ -5,7 +5,7 @@ grammar.py  what a compiled one does for the engine
 thinking.py budgets of thinking, as grammars
 """
 
-from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
+from jpaged.structured.grammar import Grammar, GrammarBatch, GrammarMasks, GrammarState, StatesOneByOne
 from jpaged.structured.outputs import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
@@ -20,9 +20,11 @@ __all__ = [
     "MAX_CHOICES",
     "MAX_GRAMMAR_BYTES",
     "Grammar",
+    "GrammarBatch",
     "GrammarMasks",
     "GrammarState",
     "Kind",
+    "StatesOneByOne",
     "StructuredOutputs",
     "ThinkingBudget",
     "ThinkingGrammar",

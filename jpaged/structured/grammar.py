@@ -4,6 +4,7 @@
     masks.fill(states, mask_rw)        while the device runs `forward`: before each `sample`
     state.accept(token)                what was sampled
     state.forced(limit)                what follows without a choice: appended without a step each
+    masks.batch(states, rows)          for several steps of the same rows
 
 A mask has a bit for each token: token t is bit t % 32 of word t // 32, and W words hold the vocabulary.
 """
@@ -11,6 +12,7 @@ A mask has a bit for each token: token t is bit t % 32 of word t // 32, and W wo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import numpy as np
@@ -73,8 +75,24 @@ class Grammar(Protocol):
         ...
 
 
+class GrammarBatch(Protocol):
+    """The same rows for several steps: what is done for each of them at every step costs no more than it has to."""
+
+    def accept(self, token_ids: Sequence[int]) -> list[int]:
+        """Move each state over its token; the places, among the states, of those whose token may not come."""
+        ...
+
+    def fill(self, mask_rw: np.ndarray) -> bool:
+        """Write the masks where the rows have theirs; False where a state has failed."""
+        ...
+
+
 class GrammarMasks(Protocol):
     """Masks of a whole batch."""
+
+    def batch(self, states: Sequence[GrammarState], rows: Sequence[int]) -> GrammarBatch:
+        """The states of rows with these places in masks, as they move from here on."""
+        ...
 
     @property
     def num_words(self) -> int:
@@ -84,3 +102,20 @@ class GrammarMasks(Protocol):
     def fill(self, states: Sequence[GrammarState | None], mask_rw: np.ndarray) -> None:
         """Write each row's mask into int32 `[R, W]`, on several threads without the GIL; None allows every token."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatesOneByOne:
+    """A `GrammarBatch` of any states."""
+
+    states: Sequence[GrammarState]
+    rows: Sequence[int]
+
+    def accept(self, token_ids: Sequence[int]) -> list[int]:
+        pairs = enumerate(zip(self.states, token_ids, strict=True))
+        return [place for place, (state, token_id) in pairs if not state.accept(token_id)]
+
+    def fill(self, mask_rw: np.ndarray) -> bool:
+        for state, row in zip(self.states, self.rows, strict=True):
+            state.fill(mask_rw[row])
+        return all(state.failure is None for state in self.states)

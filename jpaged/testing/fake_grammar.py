@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor.edits import num_mask_words
-from jpaged.structured import GrammarState
+from jpaged.structured import GrammarBatch, GrammarState, StatesOneByOne
 
 _NUM_CHOICES = 7
 
@@ -115,6 +115,9 @@ class FakeMasks:
     @property
     def num_words(self) -> int:
         return num_mask_words(self.vocab_size)
+
+    def batch(self, states: Sequence[GrammarState], rows: Sequence[int]) -> GrammarBatch:
+        return StatesOneByOne(states, rows)
 
     def fill(self, states: Sequence[GrammarState | None], mask_rw: NDArray[np.int32]) -> None:
         for mask_w, state in zip(mask_rw, states, strict=True):

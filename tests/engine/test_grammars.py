@@ -105,7 +105,7 @@ def test_tokens_are_the_same_where_several_steps_are_decided_at_once(seed, num_s
             h.step()
     h.run()
     assert {request_id: h.tokens(request_id) for request_id in expected} == expected
-    assert h.engine.load().num_steps == h.executor.num_steps
+    assert h.engine.load().num_steps - h.executor.num_steps in (0, 1)  # of rows that had all ended, none is run
 
 
 @pytest.mark.parametrize("kind", [SeveralStepsExecutor, FedExecutor])
@@ -120,7 +120,8 @@ def test_rows_with_grammars_go_several_steps_at_once_until_one_of_them_ends(over
         h.step()
     assert len(h.tokens("b")) in (6, 7)  # a's sixth token is the end, and one step more was under way
     h.run()
-    assert h.engine.load().num_steps == h.executor.num_steps < 45
+    assert h.executor.num_steps < 45
+    assert h.engine.load().num_steps - h.executor.num_steps in (0, 1)
     assert h.num_steps < 15
     for name, grammar in zip("ab", free, strict=True):
         assert h.tokens(name) == alone([3, 1], grammar, max_tokens=60, temperature=1.0, seed=7)

@@ -162,3 +162,36 @@ def test_masks_of_a_batch_are_those_of_its_rows(compiler, num_threads):
     masks.fill(rows, strided_rw)
     assert (strided_rw == mask_rw).all()
     masks.fill([None], mask_rw[:1])
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_go_several_steps_together_go_as_each_would_by_itself(compiler, seed, is_closing):
+    """At random through grammars of several kinds, to their ends and beyond; other rows keep their masks."""
+    rng, masks = np.random.default_rng(seed), LlguidanceMasks(packaged_vocabulary().num_words)
+    together = [grammar_of(compiler, **fields).start() for fields in FORCING]
+    if is_closing:
+        together[2].closing(12)
+    singly, rows = [state.copy() for state in together], [3, 0, 1, 7, 5, 2]
+    batch, mask_rw = masks.batch(together, rows), np.full((8, masks.num_words), 7, np.int32)
+    for _ in range(40):
+        assert batch.fill(mask_rw)
+        token_ids = []
+        for row, state in zip(rows, singly, strict=True):
+            expected_w = np.zeros(masks.num_words, np.int32)
+            state.fill(expected_w)
+            assert (mask_rw[row] == expected_w).all()
+            token_ids.append(int(rng.choice(allowed(state))))
+        assert (mask_rw[[4, 6]] == 7).all()
+        assert batch.accept(token_ids) == []
+        assert all(state.accept(token_id) for state, token_id in zip(singly, token_ids, strict=True))
+    assert any(state.has_ended for state in together)
+
+
+def test_rows_whose_token_may_not_come_are_named(compiler):
+    states = [grammar_of(compiler, regex="[0-9]{3}").start() for _ in range(3)]
+    masks = LlguidanceMasks(packaged_vocabulary().num_words)
+    batch = masks.batch(states, range(3))
+    assert batch.accept([ids("1")[0], ids("x")[0], ids("2")[0]]) == [1]
+    assert states[1].failure is not None
+    assert not batch.fill(np.zeros((3, masks.num_words), np.int32))
