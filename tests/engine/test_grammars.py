@@ -127,6 +127,24 @@ def test_rows_with_grammars_go_several_steps_at_once_until_one_of_them_ends(over
         assert h.tokens(name) == alone([3, 1], grammar, max_tokens=60, temperature=1.0, seed=7)
 
 
+def test_steps_are_not_fed_on_beside_a_row_that_a_stop_string_has_ended():
+    """Which shows when its tokens are taken in: by then the next dispatch is under way, and has one step."""
+    h, grammars = (
+        harness(executor=FedExecutor, num_scheduler_steps=8),
+        [FakeGrammar(V, EOS, 50, i, None, True) for i in (1, 2)],
+    )
+    sampling = {"max_tokens": 40, "temperature": 1.0, "seed": 7}
+    tokens = alone([3, 1], grammars[0], **sampling)
+    stop = next(one for one in tokens[2:7] if tokens.index(one) > 1)
+    h.submit("a", [3, 1], grammar=grammars[0], stop=[chr(stop)], **sampling)
+    h.submit("b", [3, 1], grammar=grammars[1], **sampling)
+    while not h.ended("a"):
+        h.step()
+    assert len(h.tokens("b")) == 11  # of the prompt, a step beside it, eight and one
+    h.run()
+    assert h.tokens("b") == alone([3, 1], grammars[1], **sampling)
+
+
 def test_rows_with_little_choice_jump_instead():
     h = harness(executor=SeveralStepsExecutor, num_scheduler_steps=8)
     h.submit("a", [3, 1], grammar=FakeGrammar(V, EOS, 100, salt=3), max_tokens=101)

@@ -17,7 +17,7 @@ FEED_FAULTS = (
     Fault(
         "steps are fed on when a row has ended",
         "turns.py",
-        "verdict = Verdict.GOES_ON if go_on else Verdict.LAST",
+        "verdict = Verdict.LAST if self._has_ended_r.any() else Verdict.GOES_ON",
         "verdict = Verdict.GOES_ON",
         GRAMMARS,
     ),
@@ -31,22 +31,29 @@ FEED_FAULTS = (
     Fault(
         "a grammar that fails on the way is fed on",
         "grammars.py",
-        "return bool(num_words_r.all()) and all(bound.state.failure is None for bound in rows)",
+        "return is_sound and bool(num_words_r.all())",
         "return True",
-        GRAMMARS,
-    ),
-    Fault(
-        "the next dispatch is decided before it is known who has ended",
-        "loop.py",
-        "not (all_go_on and self._overlap)",
-        "not self._overlap",
         GRAMMARS,
     ),
     Fault(
         "steps are fed before what came before is taken in",
         "loop.py",
-        "                self._collect_earlier()\n                started, all_go_on",
-        "                started, all_go_on",
+        "                self._collect_earlier()\n                started, may_go_on",
+        "                started, may_go_on",
+        GRAMMARS,
+    ),
+    Fault(
+        "what the last step gave is not followed",
+        "turns.py",
+        "        if not self.are_over:\n            self._take()\n",
+        "        if not self.are_over:\n            self._columns.append(self.fed.feed.wait())\n",
+        GRAMMARS,
+    ),
+    Fault(
+        "a row that has ended before is fed beside the others to their end",
+        "turns.py",
+        "Verdict.GOES_ON if all(one.is_live for one in schedule.sequences) else Verdict.LAST",
+        "Verdict.GOES_ON",
         GRAMMARS,
     ),
 )
