@@ -247,8 +247,9 @@ class EngineLoop:
             started = Dispatched(started.schedule, start_s, self._newest, started.tells)
         elif isinstance(started, Fed):
             with started.closed_where_it_fails():
+                steps = self._turns.begin(started)
                 self._collect_earlier()
-                started, may_go_on = self._turns.feed(started)
+                started, may_go_on = self._turns.feed(steps)
         if schedule.decodes.are_masked:
             self._device_wait_s += self._turns.take_waited_s()
         self.stats.count_steps(schedule)

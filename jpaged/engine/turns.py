@@ -32,6 +32,7 @@ class Turns:
     scheduler: Scheduler
     clock: Callable[[], float]
     _waited_s: float = 0.0
+    _before: FedSteps | None = None
     _unread: Any = None  # the last dispatch that was fed, whose tokens are known
 
     def take_waited_s(self) -> float:
@@ -72,7 +73,19 @@ class Turns:
         self.scheduler.has_made(schedule, step + 1)
         return newest
 
-    def feed(self, fed: Fed) -> tuple[Dispatched, bool]:
+    def begin(self, fed: Fed) -> FedSteps:
+        """Begins with a dispatch: with its first masks, where all rows go on from the one before.
+
+        So the device need not wait until that one is taken in.
+        """
+        steps, before, waiting_since_s = FedSteps(fed, self.intake, self.clock), self._before, self.clock()
+        if before is not None and not before.are_over and before.finish() and before.all_go_on:
+            self._waited_s += self.clock() - waiting_since_s
+            steps.give_first()
+        self._before = steps
+        return steps
+
+    def feed(self, steps: FedSteps) -> tuple[Dispatched, bool]:
         """Gives each step of a dispatch its masks; all that came before must be taken in.
 
         The dispatch is over where a row has ended, so that whoever waits may come in.
@@ -81,8 +94,7 @@ class Turns:
             the dispatch, whose last step may still be under way; and whether no row is known to have ended in it: else
             it is to be taken in before anything else is decided.
         """
-        steps = FedSteps(fed, self.intake, self.clock)
-        num_steps = steps.serve()
+        fed, num_steps = steps.fed, steps.serve()
         self.scheduler.has_made(fed.schedule, num_steps)
         self._waited_s += steps.waited_s
         if self._unread is not None:  # only now, for a program that waits for masks may keep others waiting
@@ -105,11 +117,13 @@ class FedSteps:
 
     Attributes:
         are_over: no further step is made, and all that were made are here.
+        all_go_on: no row is known to have ended, nor any grammar to have failed.
         waited_s: for their tokens.
     """
 
     def __init__(self, fed: Fed, intake: Intake, clock: Callable[[], float]) -> None:
-        self.fed, self.are_over, self.waited_s = fed, False, 0.0
+        self.fed, self.are_over, self.all_go_on, self.waited_s = fed, False, True, 0.0
+        self._has_first = False
         self._intake, self._grammars, self._clock = intake, intake.grammars, clock
         self._bound, self._batch = fed.bound, intake.grammars.batch(fed.bound)
         self._has_ended_r = np.zeros(fed.schedule.num_rows, np.bool_)
@@ -121,26 +135,42 @@ class FedSteps:
         token_ids, is_sound = zip(*self._columns, strict=True)
         return StepOutputs(np.stack(token_ids, axis=1), np.stack(is_sound, axis=1))
 
+    @property
+    def _mask_rw(self) -> I32:
+        edits = self.fed.sampling.edits
+        if edits is None or edits.mask_rw is None:
+            raise InternalError("steps wait for masks, and there are none")
+        return edits.mask_rw
+
+    def give_first(self) -> None:
+        """Gives the first step its masks before what came before is taken in, if nothing is wrong with any."""
+        if self._fill(self._mask_rw):
+            self.fed.feed.give(self._mask_rw, Verdict.GOES_ON)
+            self._has_first = True
+
     def serve(self) -> int:
         """Gives masks until no further step is to be made; how many are made.
 
         Where that is all of them, the tokens of the last are still to come.
         """
-        schedule, feed, edits = self.fed.schedule, self.fed.feed, self.fed.sampling.edits
-        if edits is None or edits.mask_rw is None:
-            raise InternalError("steps wait for masks, and there are none")
-        self._intake.narrow(schedule, self._bound, self.fed.sampling)
-        verdict = Verdict.GOES_ON if all(one.is_live for one in schedule.sequences) else Verdict.LAST
+        schedule, feed, mask_rw = self.fed.schedule, self.fed.feed, self._mask_rw
+        are_live = all(one.is_live for one in schedule.sequences)
+        verdict = Verdict.GOES_ON
+        if not self._has_first:
+            self._intake.narrow(schedule, self._bound, self.fed.sampling)
+            verdict = Verdict.GOES_ON if are_live else Verdict.LAST
+            feed.give(mask_rw, verdict)
         for num_made in range(1, schedule.num_steps + 1):
-            feed.give(edits.mask_rw, verdict)
+            if num_made > 1:
+                feed.give(mask_rw, verdict)
             if num_made == schedule.num_steps and verdict == Verdict.GOES_ON:
                 return num_made
             may_go_on = self._take()
-            if verdict == Verdict.LAST or not may_go_on or not self._fill(edits.mask_rw):
+            if verdict == Verdict.LAST or not may_go_on or not self._fill(mask_rw):
                 self.are_over = True  # what is wrong with a grammar shows where the next step begins
                 feed.close()
                 return num_made
-            verdict = Verdict.LAST if self._has_ended_r.any() else Verdict.GOES_ON
+            verdict = Verdict.GOES_ON if are_live and self.all_go_on else Verdict.LAST
         raise InternalError("a dispatch has no steps")
 
     def finish(self) -> bool:
@@ -162,7 +192,9 @@ class FedSteps:
         used = slice(0, len(self._has_ended_r))
         token_ids_r, is_sound_r = drawn[0][used], drawn[1][used]
         self._has_ended_r |= (token_ids_r[:, None] == self.fed.ending_ids_rx[used]).any(axis=1) | ~is_sound_r
-        return self._go_on(token_ids_r) and not self._has_ended_r.all()
+        may_go_on = self._go_on(token_ids_r)
+        self.all_go_on = may_go_on and not self._has_ended_r.any()
+        return may_go_on and not self._has_ended_r.all()
 
     def _go_on(self, token_ids_r: I32) -> bool:
         """Moves the grammars of those that have not ended."""

@@ -128,7 +128,7 @@ def test_rows_with_grammars_go_several_steps_at_once_until_one_of_them_ends(over
 
 
 def test_steps_are_not_fed_on_beside_a_row_that_a_stop_string_has_ended():
-    """Which shows when its tokens are taken in: by then the next dispatch is under way, and has one step."""
+    """Which shows when its tokens are taken in: by then the next dispatch is under way, and has two steps."""
     h, grammars = (
         harness(executor=FedExecutor, num_scheduler_steps=8),
         [FakeGrammar(V, EOS, 50, i, None, True) for i in (1, 2)],
@@ -140,7 +140,7 @@ def test_steps_are_not_fed_on_beside_a_row_that_a_stop_string_has_ended():
     h.submit("b", [3, 1], grammar=grammars[1], **sampling)
     while not h.ended("a"):
         h.step()
-    assert len(h.tokens("b")) == 11  # of the prompt, a step beside it, eight and one
+    assert len(h.tokens("b")) == 12  # of the prompt, a step beside it, eight and two
     h.run()
     assert h.tokens("b") == alone([3, 1], grammars[1], **sampling)
 

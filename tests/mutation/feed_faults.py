@@ -17,7 +17,7 @@ FEED_FAULTS = (
     Fault(
         "steps are fed on when a row has ended",
         "turns.py",
-        "verdict = Verdict.LAST if self._has_ended_r.any() else Verdict.GOES_ON",
+        "verdict = Verdict.GOES_ON if are_live and self.all_go_on else Verdict.LAST",
         "verdict = Verdict.GOES_ON",
         GRAMMARS,
     ),
@@ -52,8 +52,8 @@ FEED_FAULTS = (
     Fault(
         "a row that has ended before is fed beside the others to their end",
         "turns.py",
-        "Verdict.GOES_ON if all(one.is_live for one in schedule.sequences) else Verdict.LAST",
-        "Verdict.GOES_ON",
+        "are_live = all(one.is_live for one in schedule.sequences)",
+        "are_live = True",
         GRAMMARS,
     ),
 )
