@@ -104,6 +104,8 @@ class Turns:
 
     def _results_of(self, steps: FedSteps) -> Callable[[], StepOutputs]:
         def results() -> StepOutputs:
+            if self._before is steps:
+                self._before = None
             if steps.finish():
                 return steps.outputs
             self._unread = None
