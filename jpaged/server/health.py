@@ -21,6 +21,7 @@ class HealthServicer(health.aio.HealthServicer):
         self._status: dict[str, Any] = {}
         self._changed = asyncio.Event()
         self._has_ended = asyncio.Event()
+        self._watches: set[asyncio.Task[Any]] = set()
 
     async def set(self, service: str, status: Any) -> None:
         """Sets the status of a service, and wakes those who watch."""
@@ -30,7 +31,23 @@ class HealthServicer(health.aio.HealthServicer):
         self._changed = asyncio.Event()
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        watch = asyncio.create_task(self._tell(request.service, context))
+        call = asyncio.current_task()
+        assert call is not None  # gRPC runs each call in a task of its own
+        self._watches.add(call)
+        call.add_done_callback(self._watches.discard)
+        await self._watch(request.service, context)
+
+    async def end_watches(self, timeout_s: float) -> None:
+        """Ends every watch with UNAVAILABLE, those that begin later too, and waits until the clients have been told.
+
+        Those that do not read are left after `timeout_s` seconds.
+        """
+        self._has_ended.set()
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=timeout_s)
+
+    async def _watch(self, service: str, context: Any) -> None:
+        watch = asyncio.create_task(self._tell(service, context))
         end = asyncio.create_task(self._has_ended.wait())
         try:
             await asyncio.wait((watch, end), return_when=asyncio.FIRST_COMPLETED)
@@ -41,10 +58,6 @@ class HealthServicer(health.aio.HealthServicer):
         if not self._has_ended.is_set():
             await watch  # raises what ended it
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has ended")
-
-    def end_watches(self) -> None:
-        """Ends every watch with UNAVAILABLE, those that begin later too."""
-        self._has_ended.set()
 
     async def _tell(self, service: str, context: Any) -> None:
         """Writes the status of a service whenever it is another; states that come and go meanwhile are left out."""

@@ -246,7 +246,7 @@ class Server:
     async def _close(self) -> None:
         if not await _wait(self._service.is_idle, _FLUSH_TIMEOUT_S):
             _LOG.warning("clients that do not read their streams were cut off")
-        self._health.end_watches()
+        await self._health.end_watches(_FLUSH_TIMEOUT_S)
         await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
         if self.state.model is not None:
             await asyncio.to_thread(self.state.model.engine.stop)

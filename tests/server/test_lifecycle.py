@@ -58,7 +58,8 @@ async def end_of(watch: Any) -> aio.AioRpcError:
         return error
 
 
-async def test_watches_of_health_end_with_the_server():
+async def test_watches_of_health_end_with_the_server(monkeypatch):
+    monkeypatch.setattr("jpaged.server.lifecycle._FLUSH_TIMEOUT_S", 120.0)
     async with running() as harness, aio.insecure_channel(harness.target) as channel:
         watches = [health_stub(channel).Watch(health_pb2.HealthCheckRequest(service=name)) for name in NAMES]
         for watch in watches:
