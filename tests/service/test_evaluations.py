@@ -83,10 +83,9 @@ async def test_each_part_is_a_request_and_is_counted(rig):
     assert scores[0].logprob == scores[2].logprob
     vectors = await rig.embed(["ab", "abc"])
     assert [one.values[:2] for one in vectors] == [(98.0, 2.0), (99.0, 3.0)]
-    load = rig.engine.load()
-    assert rig.engine.num_ended_by_reason()["length"] == 5
-    assert load.num_prompt_tokens == 7 + 8 + 7 + 2 + 3
     await eventually(lambda: rig.is_at_rest)
+    assert rig.engine.num_ended_by_reason()["length"] == 5
+    assert rig.engine.load().num_prompt_tokens == 7 + 8 + 7 + 2 + 3
 
 
 async def test_what_the_asker_says_holds_for_every_request(rig):

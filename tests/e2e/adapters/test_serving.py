@@ -69,11 +69,11 @@ async def serving(folder: Path, **options: Any) -> AsyncIterator[AsyncClient]:
             await client.wait_until_ready(300)
             yield client
             assert (await client.load()).num_compiles_after_warm_up == 0
-        assert server.state.model is not None
-        server.state.model.engine.check()
     finally:
         server.request_stop()
         assert await run == 0
+    assert server.state.model is not None
+    server.state.model.engine.check()
 
 
 async def complete(client: AsyncClient, prompt: list[int], adapter: str) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from jpaged.server.lifecycle import Server
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.types import SamplingParams
 from tests.e2e.rig import write_model
+from tests.server.harness import eventually
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -66,12 +67,12 @@ async def served(folder: Path, source: Path, target: Path) -> BatchSummary:
     try:
         model = await loaded
         summary = await run_batch(BatchOptions(source, target, f"127.0.0.1:{port}"), lambda summary: None)
-        model.engine.check()
-        load = model.engine.load()
-        assert (load.num_blocks_used, load.num_compiles_after_warm_up) == (0, 0)
+        await eventually(lambda: model.engine.load().num_blocks_used == 0)
     finally:
         server.request_stop()
         assert await run == 0
+    model.engine.check()
+    assert model.engine.load().num_compiles_after_warm_up == 0
     return summary
 
 
