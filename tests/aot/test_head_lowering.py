@@ -54,6 +54,7 @@ def head_step(target: Target) -> tuple[Step, Geometry, Params]:
 
 @pytest.mark.parametrize("program", ["forward", "draft", "speculate"])
 @pytest.mark.parametrize("name", ["v6e", "h200"])
+@pytest.mark.thinned(6)
 def test_programs_with_a_head_lower_with_their_kernels(name: str, program: str) -> None:
     target = TARGETS[name]
     step, geometry, both = head_step(target)

@@ -115,6 +115,7 @@ def test_layers_on_a_tpu_find_the_lists_of_rows_made() -> None:
 
 @pytest.mark.parametrize("program", ["forward", "decode"])
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.thinned(10)
 def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> None:
     target = TARGETS[name]
     model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
@@ -143,6 +144,7 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
 
 
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.thinned(5)
 def test_rounds_of_a_draft_model_lower_with_both_attention_kernels(name: str) -> None:
     target, dtype = TARGETS[name], jnp.dtype("bfloat16")
     config = {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}
@@ -213,6 +215,7 @@ NUM_ADAPTED = 4 + 7
 
 
 @pytest.mark.parametrize("form", [None, "int4"], ids=["bfloat16", "int4"])
+@pytest.mark.thinned(2)
 def test_a_step_with_adapters_lowers_and_multiplies_with_all_of_them_at_once(form: str | None) -> None:
     target, config = TARGETS["h200"], KNOWN_MODELS["llama-3-8b"].config
     if form is not None:

@@ -57,6 +57,7 @@ def test_every_method_of_our_services_is_attacked():
     assert paths <= {method.path for method in METHODS}
 
 
+@pytest.mark.long
 async def test_a_server_over_a_fake_engine_keeps_its_word(caplog):
     async with running(served_model_name="fake") as harness:
         verdict = await Attacker(harness.target, seed=1, names=Names(model="fake")).fire(2000)

@@ -56,6 +56,7 @@ def write_mixed(case: TinyCase, folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
+@pytest.mark.thinned(17)
 def test_a_checkpoint_comes_back_bit_by_bit(case: TinyCase, tmp_path: Path) -> None:
     stored = write_mixed(case, tmp_path / "once")
     convert_folder(tmp_path / "once", tmp_path / "orbax", TO_ORBAX)
@@ -158,6 +159,7 @@ def test_a_type_that_is_too_narrow_is_refused_and_nothing_is_left(to, tmp_path: 
 
 
 @pytest.mark.parametrize("way", ["there", "back"])
+@pytest.mark.thinned(2)
 def test_few_tensors_are_in_memory_at_any_time(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is read when the one before is written: with the cast, three arrays are alive at the most."""
     alive: set[int] = set()
@@ -200,6 +202,7 @@ RESTORED = [("llama3_tied", [1, 2, 4, 8]), ("opt", [1, 4]), ("mistral_mqa", [8])
 
 @pytest.mark.parametrize(("name", "sizes"), RESTORED)
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
+@pytest.mark.thinned(4)
 def test_every_mesh_restores_what_it_reads_from_safetensors(name, sizes, layer_mode, tmp_path: Path) -> None:
     model, folder = model_of(name), write_checkpoint(tiny_case(name), tmp_path / "once")
     convert_folder(folder, tmp_path / "orbax", TO_ORBAX)
@@ -226,6 +229,7 @@ def assert_same_parts(left: object, right: object) -> None:
 
 @pytest.mark.parametrize("name", ["llama3_tied", "mistral_mqa", "qwen3_tied", "opt", "opt_post_norm"])
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
+@pytest.mark.thinned(5)
 def test_what_one_mesh_saves_is_the_published_model(name, layer_mode, tmp_path: Path) -> None:
     """Heads are repeated and the vocabulary is padded on four devices; nothing of that is in the file."""
     case, size = tiny_case(name), 2 if name == "opt_post_norm" else 4

@@ -61,6 +61,7 @@ def assert_same_trees(left: object, right: object) -> None:
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
+@pytest.mark.thinned(5)
 def test_the_tree_is_the_one_that_the_model_describes(case: TinyCase, layer_mode, tmp_path: Path) -> None:
     model = model_of(case)
     params = load_params(model, write_checkpoint(case, tmp_path), layer_mode)

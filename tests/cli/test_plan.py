@@ -115,6 +115,7 @@ DEMO = ["plan", "demo", *SMALL, "--input-len", "64", "--output-len", "32"]
     ("words", "lengths"),
     [([], (96, 32)), (["--input-len", "120"], (120, 8)), (["--output-len", "100"], (28, 100))],
 )
+@pytest.mark.thinned(3)
 def test_lengths_that_are_left_out_fit_into_a_sequence(
     words: list[str], lengths: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +125,7 @@ def test_lengths_that_are_left_out_fit_into_a_sequence(
 
 
 @pytest.mark.usefixtures("on_cpus")
+@pytest.mark.long
 def test_topologies_are_compared_and_the_cheapest_that_fits_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--topology", "v5e:1x1,v6e:1x1", "--topology", "v5p:1x1x1", "--price", "v5e=0.1,v6e=2,v5p=3"]
     assert main([*DEMO, *words, "--request-rate", "2", "--json"]) == 0
@@ -169,6 +171,7 @@ def test_a_kernel_that_is_passed_over_is_said_first_with_what_would_bring_it_bac
 
 
 @pytest.mark.usefixtures("on_cpus")
+@pytest.mark.long
 def test_adapters_are_weights_that_every_step_reads(capsys: pytest.CaptureFixture[str]) -> None:
     def planned(*words: str) -> dict[str, Any]:
         assert main([*DEMO, "--topology", "v6e:1x1", "--json", *words]) == 0

@@ -138,6 +138,7 @@ async def test_a_request_that_takes_too_long_is_a_failed_line(tmp_path):
     assert results(target)["c0"]["error"]["code"] == "DEADLINE_EXCEEDED"
 
 
+@pytest.mark.long
 async def test_a_server_that_goes_away_ends_the_run_and_the_next_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "_MAX_TRIES", 2)
     source, target = write_input(tmp_path / "in", simple(20)), tmp_path / "out"

@@ -186,6 +186,7 @@ async def test_errors_come_back_as_they_were(client_of):
         await asyncio.gather(first, *fillers, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_closing_a_stream_cancels_its_request():
     async with running() as harness, AsyncClient(harness.target) as client:
         for how in ("close", "with", "break"):

@@ -38,6 +38,7 @@ def test_no_prompt_that_measures_it_is_one_that_it_learnt_from():
 
 
 @pytest.mark.parametrize(("temperature", "floor"), [(0.0, 0.8), (TEMPERATURE, 0.7)])
+@pytest.mark.thinned(2)
 def test_it_often_writes_what_the_demo_writes(temperature, floor):
     asked = prompts(NUM_PROMPTS)
     rows = continuations(asked, temperature, NUM_TOKENS)

@@ -52,6 +52,7 @@ def stories(sampler):
     return stories_about(sampler, SUBJECTS)
 
 
+@pytest.mark.long
 def test_most_stories_keep_the_subject_of_the_prompt(stories):
     assert len(kept(stories)) >= 19, set(SUBJECTS) - kept(stories)
 

@@ -16,6 +16,7 @@ TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
 @given(st.text())
+@pytest.mark.long
 def test_any_text_makes_the_round_trip(text):
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     if not any(token in text for token in SPECIAL_TOKENS):

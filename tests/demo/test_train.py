@@ -51,6 +51,7 @@ def plain_attend(mask_bst, q_thd, k_tkd, v_tkd, carry, place):
     return jnp.einsum("bhst,bshd->bthd", probs, v, precision="highest").reshape(q_thd.shape), carry
 
 
+@pytest.mark.long
 def test_a_few_steps_reduce_the_loss(config, tokenizer):
     rows = batch(tokenizer, 99, 0, (1, 512), Lesson())
     before = Model(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(SETTINGS.seed), "loop")

@@ -92,6 +92,7 @@ def test_a_leaf_is_let_go_of_when_it_is_packed() -> None:
     assert all(isinstance(layer["mlp"]["down"]["kernel"], product.PackedMatrix) for layer in packed["layers"])
 
 
+@pytest.mark.long
 def test_both_backends_give_the_same_tokens() -> None:
     texts = []
     for backend in ("cpu", "xla"):
@@ -182,11 +183,13 @@ CASES = [("qwen3", "float32"), ("llama3_tied", "bfloat16"), ("opt_post_norm", "f
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES)
+@pytest.mark.thinned(3)
 def test_neither_batch_nor_chunk_shows_in_a_bit_of_the_logits(case: str, dtype: str, tmp_path: Path) -> None:
     check_bits(case, dtype, tmp_path, 64, NUM_BESIDE[::2])
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("gptq_desc_act", "bfloat16"), ("w8a8", "float32")])
+@pytest.mark.thinned(2)
 def test_nor_in_one_of_a_model_of_fewer_bits(layout: str, dtype: str, tmp_path: Path) -> None:
     written = next(each for each in LAYOUTS if each.name == layout)
     tiny = case_of(written)

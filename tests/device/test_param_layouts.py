@@ -87,6 +87,7 @@ def test_random_and_loaded_leaves_lie_so_from_the_beginning(monkeypatch: pytest.
     assert order_of(kernel.format) == order_of(loaded.format) == (0, 2, 3, 1)
 
 
+@pytest.mark.long
 def test_a_step_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tiny_model.warm_executor(layer_mode="scan")
     token_ids_r, logprobs_r = greedy(plain)

@@ -66,6 +66,7 @@ def smallest_slice(config: ModelConfig) -> Topology:
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
+@pytest.mark.thinned(11)
 def test_every_model_has_its_devices_own_kernel_on_a_slice_that_holds_it(name: str) -> None:
     config = KNOWN_MODELS[name].config
     topology = smallest_slice(config)

@@ -39,6 +39,7 @@ def check_same(name: str, sizes: list[int], folder: Path) -> None:
             assert_same(generate(llm, prompts, GREEDY), want)
 
 
+@pytest.mark.long
 def test_an_orbax_folder_is_a_model(tmp_path: Path) -> None:
     """Two key/value heads on four devices: each is kept twice; 131 tokens are padded."""
     check_same("llama3_tied", [4], tmp_path)

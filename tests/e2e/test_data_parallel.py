@@ -27,6 +27,7 @@ from tests.processes import Process, load_at_rest
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
+@pytest.mark.long
 def test_two_copies_sample_what_one_device_samples(tmp_path: Path) -> None:
     check_same(CASES["llama3_tied"], [(2, 1)], ["cached"], tmp_path)
 
@@ -88,6 +89,7 @@ def test_the_option_copies_a_served_model(tmp_path: Path) -> None:
         assert engine.load().num_blocks == 80
 
 
+@pytest.mark.long
 def test_the_host_s_memory_is_that_of_all_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is what limits the pools: two copies get about half of the blocks each, and the same number."""
     folder = write_model("llama3_tied", tmp_path)
@@ -152,6 +154,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.long
 def test_a_server_of_two_copies_answers_as_one(tmp_path: Path) -> None:
     """A process, over gRPC: many at once, on threads that share nothing but the host."""
     folder = write_model("llama3_tied", tmp_path)

@@ -53,6 +53,7 @@ def kernel_of(llm: LLM) -> Any:
     return params["layers"][-1]["mlp"]["experts"]["gate"]["kernel"]
 
 
+@pytest.mark.long
 def test_devices_with_whole_experts_or_parts_change_no_token(tmp_path: Path) -> None:
     check("mixtral", [(4, True), (2, False)], tmp_path)
 

@@ -83,6 +83,7 @@ def test_options_reach_the_engine(llm: LLM) -> None:
     assert llm._serving.engine.geometry.num_host_blocks == int(0.001 * 2**30) // (3 * 8 * 2 * 2 * 32 * 4)
 
 
+@pytest.mark.long
 def test_a_batch_has_no_newcomers_unless_a_number_of_steps_is_given() -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 64, "num_blocks": 32}
     with LLM("demo", **sizes) as several, LLM("demo", **sizes, num_scheduler_steps=1) as single:

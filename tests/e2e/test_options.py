@@ -157,6 +157,7 @@ def test_kv_cache_dtype_is_that_of_the_pool_alone(base: LLM, folder: Path, name:
 
 
 @flips("attention_backend", "linear_backend")
+@pytest.mark.long
 def test_backends_are_those_that_were_named(base: LLM, folder: Path) -> None:
     with open_llm(folder, attention_backend="xla", linear_backend="xla", **BASE) as llm:
         assert (llm.config.model.attention_backend, llm.config.model.linear_backend) == ("xla", "xla")
@@ -186,6 +187,7 @@ def test_a_kernel_that_is_passed_over_is_said_before_anything_is_loaded(
 
 
 @flips("tensor_parallel_size", "enable_expert_parallel")
+@pytest.mark.long
 def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, folder: Path) -> None:
     with open_llm(folder, tensor_parallel_size=2, **BASE) as llm:
         assert (llm._serving.backend.num_devices, base._serving.backend.num_devices) == (2, 1)
@@ -376,6 +378,7 @@ def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
 
 @flips("enable_cascade_attention")
 @pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.thinned(2)
 def test_a_prefix_that_rows_share_is_read_once_or_by_each(folder: Path, enabled: bool) -> None:
     options = {"max_model_len": 160, "num_blocks": 40, "block_size": 16, "max_num_batched_tokens": 32}
     with open_llm(folder, enable_cascade_attention=enabled, attention_backend="xla", **options) as llm:

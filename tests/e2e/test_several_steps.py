@@ -66,6 +66,7 @@ def test_some_end_in_the_middle_and_some_at_their_limit(single: list[Any]) -> No
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_steps", [2, 3, 8])
+@pytest.mark.thinned(5)
 def test_the_tokens_are_the_same(
     folder: Path, single: list[Any], num_steps: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_preemption_changes_nothing(
     assert max(dispatches) > 1
 
 
+@pytest.mark.long
 def test_devices_that_share_a_model_change_nothing(
     folder: Path, single: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

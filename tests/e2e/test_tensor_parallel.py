@@ -58,6 +58,7 @@ def check_same(case: TinyCase, sizes: list[tuple[int, int]], checks: list[str], 
             executor.shutdown()
 
 
+@pytest.mark.long
 def test_a_device_that_shares_samples_what_one_device_samples(tmp_path: Path) -> None:
     """Two key/value heads on four devices: each is kept twice."""
     check_same(CASES["llama3_tied"], [(1, 4)], ["cached"], tmp_path)
@@ -85,6 +86,7 @@ def test_any_number_of_devices_samples_what_one_device_samples(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
+@pytest.mark.thinned(2)
 def test_the_option_splits_a_served_model(kv_cache_dtype: str, tmp_path: Path) -> None:
     """Through the front door, log-probabilities included; the pool's scales are split too."""
     folder = write_model("llama3_tied", tmp_path)

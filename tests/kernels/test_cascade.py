@@ -46,6 +46,7 @@ _plain = jax.jit(paged_attention, static_argnames=("spec", "backend"))
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thinned(4)
 def test_it_is_attention(name: str, dtype: str, kv_dtype: str | None) -> None:
     shape = Shape(dtype=dtype, kv_dtype=kv_dtype)
     case, cascade = shared_case(name, shape)
@@ -101,6 +102,7 @@ WINDOWS = (3, 37, 1000, *(pytest.param(window, marks=pytest.mark.deep) for windo
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thinned(4)
 def test_a_sliding_window_is_each_querys_own(name: str, window: int) -> None:
     shape = Shape(sliding_window=window)
     case, cascade = shared_case(name, shape)
@@ -133,6 +135,7 @@ GPU = {
 
 
 @pytest.mark.parametrize("name", GPU)
+@pytest.mark.thinned(5)
 def test_hopper_reads_all_parts_in_one_launch(name: str) -> None:
     window, max_parts = GPU[name]
     shape = Shape(sliding_window=window, num_tokens=64)
@@ -145,6 +148,7 @@ def test_hopper_reads_all_parts_in_one_launch(name: str) -> None:
     np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.long
 def test_on_hopper_a_prefix_is_one_tile_for_all_its_rows() -> None:
     """And it is what the update runs there: one kernel, no condition, the keys stored first."""
     shape = Shape(dtype="bfloat16", num_tokens=64)
@@ -192,6 +196,7 @@ def test_a_soft_cap_is_kept() -> None:
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", ["samples_decode", "chunks_take_part", "nothing_shared"])
+@pytest.mark.thinned(11)
 def test_an_update_stores_the_new_keys(
     name: str, is_fused: bool, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +224,7 @@ def _fused(call: AttentionCall, new_kv: NewKV) -> Updated:
 
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.thinned(4)
 def test_neither_branch_copies_the_pool(dtype: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers in one program, as a step has them, with the pool donated."""
     if is_fused:

@@ -108,6 +108,7 @@ def test_other_types_are_refused() -> None:
         (8, 128, "bfloat16", 4, (8, 2, 128)),
     ],
 )
+@pytest.mark.thinned(4)
 def test_the_tiles_of_a_tpu(heads: int, head_dim: int, dtype: str, shards: int, token_shape: tuple[int, ...]) -> None:
     layout = KVLayout(2, 3, 4, heads, head_dim, jnp.dtype(dtype), "tpu", shards)
     assert layout.token_shape == token_shape
@@ -134,6 +135,7 @@ def test_a_shard_of_the_pool_is_the_pool_of_its_heads() -> None:
 
 @pytest.mark.parametrize("form", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.thinned(4)
 def test_latents_are_kept_once_and_their_values_are_their_beginnings(form: Any, dtype: str) -> None:
     """Half of the bytes of keys and values; each of two shards has the whole of its own."""
     layout = KVLayout(2, 3, 4, 2, 576, jnp.dtype(dtype), form, 2, 512)

@@ -129,6 +129,7 @@ QUICK: dict[str, tuple[list[tuple[int, int]], Shape, int, int]] = {
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.thinned(8)
 def test_the_kernel_is_right_and_free_of_races(name: str) -> None:
     rows, shape, max_parts, tile_rows = QUICK[name]
     suite = Interpreted()
@@ -148,6 +149,7 @@ def test_parts_are_merged_to_more_digits_than_the_result_has() -> None:
 
 
 @pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.thinned(2)
 def test_what_lies_around_a_part_of_a_context_never_matters(tile_rows: int) -> None:
     """Skipped blocks hold NaN, and one in the middle is named by no id of the layer."""
     shape = Shape(num_heads=8, num_kv_heads=1, num_tokens=10, num_rows=2)
@@ -224,6 +226,7 @@ def _rows(counts: list[int], kv_lens: list[int], used: int, **fields: Any) -> Ra
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.thinned(8)
 def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_rows, num_tokens = 6, 90
@@ -339,6 +342,7 @@ def test_heads_of_256_have_them_where_memory_and_registers_have_room(
     assert choose_tiling(spec, 32, 2048, 64, 2048).tile_rows == tile_rows
 
 
+@pytest.mark.long
 def test_two_consumers_read_a_prompts_keys_half_as_often() -> None:
     spec, rows = _spec(), _rows([1024, 1], [1024, 500], 2)
     chunks = []

@@ -137,6 +137,7 @@ def test_bfloat16_stays_close_to_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layer_mode", MODES)
+@pytest.mark.thinned(2)
 def test_a_batch_can_be_mapped_and_differentiated(layer_mode: LayerMode, tmp_path: Path) -> None:
     case = tiny_case("qwen2_tied_yarn")
     model, params = model_of(case), params_of(case, tmp_path, layer_mode)
@@ -154,6 +155,7 @@ def test_a_batch_can_be_mapped_and_differentiated(layer_mode: LayerMode, tmp_pat
     assert float(after) < float(before)
 
 
+@pytest.mark.long
 def test_dynamic_rope_does_not_depend_on_how_a_prompt_is_cut() -> None:
     model = model_of(tiny_case("llama_dynamic_long"))
     positions = np.arange(100, dtype=np.int32)

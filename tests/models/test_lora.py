@@ -95,6 +95,7 @@ def check(name: str, tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), [("llama_gqa_bias", "packed"), ("phi3_short", "scan"), ("gpt2", "xla")])
+@pytest.mark.thinned(3)
 def test_logits_are_those_of_the_merged_checkpoint(name: str, how: str, tmp_path: Path) -> None:
     check(name, tmp_path, how)
 

@@ -48,6 +48,7 @@ def read_model(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", cases.MODELS.values(), ids=lambda case: case.name)
+@pytest.mark.thinned(24)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tmp_path: Path) -> None:
     golden = read_model(case.name)
     model = Model(from_hf(case.config), np.dtype(jnp.float32))
@@ -149,6 +150,7 @@ def check_alone_and_in_company(name: str, folder: Path, block_size: int, chunk: 
 
 
 @pytest.mark.parametrize(("name", "block_size", "chunk"), QUICK)
+@pytest.mark.thinned(16)
 def test_tokens_equal_those_of_transformers(name: str, block_size: int, chunk: int, tmp_path: Path) -> None:
     check_alone_and_in_company(name, tmp_path, block_size, chunk)
 
@@ -239,6 +241,7 @@ SEARCHES = cases.read("beams")["searches"]
 
 
 @pytest.mark.parametrize("case", beam_cases(), ids=lambda case: case.name)
+@pytest.mark.thinned(3)
 def test_a_search_finds_what_transformers_found(executor: JaxExecutor, case: BeamCase) -> None:
     check_search(executor, case, [Found(**sequence) for sequence in SEARCHES[case.name]])
 

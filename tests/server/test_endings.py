@@ -142,6 +142,7 @@ async def test_an_abort_of_nobody_says_so(harness, request_id, code):
     assert error.code() is code
 
 
+@pytest.mark.long
 async def test_a_slow_reader_stalls_nobody_and_loses_nothing():
     executor = FakeExecutor(num_blocks=1024, block_size=16, max_model_len=8192)
     async with running(executor=executor) as harness:

@@ -105,6 +105,7 @@ def test_what_a_template_cannot_lay_out_is_the_callers_to_change(process, body, 
     assert template.render(USER, max_bytes=1000) == "user: hi\n"
 
 
+@pytest.mark.long
 def test_a_template_that_never_yields_is_ended_and_the_next_one_runs(process):
     template = ChatTemplate(process, ON_DEMAND.replace("{{ BODY }}", LOOPS), {})
     with pytest.raises(InvalidArgument, match=r"^chat\.messages: the chat template takes over 2\.0 s"):

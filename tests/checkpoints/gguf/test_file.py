@@ -151,6 +151,7 @@ def test_a_layout_that_is_not_read_is_named(old: str, new: str, message: str, tm
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
+@pytest.mark.thinned(3)
 def test_what_is_not_computed_is_refused(
     more: dict[str, Any], error: type[JpagedError], message: str, tmp_path: Path
 ) -> None:

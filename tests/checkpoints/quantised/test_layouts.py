@@ -81,6 +81,7 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.thinned(6)
 def test_a_checkpoint_has_the_weights_that_its_layout_says(layout: LayoutCase, tmp_path: Path) -> None:
     case = case_of(layout)
     plain = write_quantised(case, layout, tmp_path / "quantised")
@@ -118,6 +119,7 @@ def test_a_deepseek_is_read_as_it_is_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.thinned(6)
 def test_every_expert_has_what_was_published_of_it(layout: LayoutCase, tmp_path: Path) -> None:
     case = tiny_case("qwen3_moe")
     folder = write_plain(case, write_quantised(case, layout, tmp_path / "quantised"), tmp_path / "plain")

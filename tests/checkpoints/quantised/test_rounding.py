@@ -61,6 +61,7 @@ def test_the_matrices_of_layers_are_rounded_and_nothing_else(asked, layer_mode: 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 @pytest.mark.parametrize(("num_parts", "layer_mode"), [(2, "scan"), pytest.param(4, "loop", marks=pytest.mark.long)])
+@pytest.mark.thinned(2)
 def test_parts_are_of_the_same_numbers(asked: str, num_parts: int, layer_mode: LayerMode, tmp_path: Path) -> None:
     folder = write_checkpoint(tiny_case("llama3_tied"), tmp_path)
     model = quantised(folder, asked)
@@ -101,6 +102,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "asked", ["int8", pytest.param("int4", marks=pytest.mark.long), pytest.param("fp8", marks=pytest.mark.long)]
 )
+@pytest.mark.long
 def test_the_demo_tells_stories_in_fewer_bits(asked: str) -> None:
     llm = LLM("demo", quantization=asked, num_blocks=32, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
     (output,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=16, temperature=0))

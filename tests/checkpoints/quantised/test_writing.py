@@ -24,6 +24,7 @@ FLOAT = np.dtype(np.float32)
 @pytest.mark.parametrize(
     ("asked", "to"), [("int8", "safetensors"), ("int4", "safetensors"), ("fp8", "safetensors"), ("int4", "orbax")]
 )
+@pytest.mark.thinned(4)
 def test_what_is_written_is_what_loading_would_make_of_it(asked: str, to, tmp_path: Path) -> None:
     source = write_checkpoint(tiny_case("llama_gqa_bias"), tmp_path / "source")
     convert_folder(source, tmp_path / "new", ConversionOptions(to, quantize=asked))

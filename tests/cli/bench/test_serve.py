@@ -31,6 +31,7 @@ def fake_server(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.long
 def test_a_sweep_of_rates_over_a_server_that_is_started_for_it(fake_server, tmp_path: Path, capsys):
     words = [*SERVE, "--model", "fake-model", "--request-rate", "200", "inf", "--goodput", "e2el:1e6", "ttft:1e6"]
     files = ["--output-json", f"{tmp_path}/all.json", "--plot", f"{tmp_path}/rates.png", "--save-result"]

@@ -66,6 +66,7 @@ def commands(monkeypatch) -> list[list[str]]:
     return started
 
 
+@pytest.mark.long
 def test_cold_and_warm_starts_are_timed(commands, tmp_path: Path, capsys):
     counts = ["--num-iters-cold", "1", "--num-iters-warmup", "1", "--num-iters-warm", "1"]
     words = ["--model", "fake-model", *counts, "--output-json", f"{tmp_path}/a.json", "--", "--max-num-seqs", "2"]

@@ -162,6 +162,7 @@ def test_of_a_file_no_more_is_in_memory_than_a_few_row_groups(tmp_path):
     assert most < 16 << 20
 
 
+@pytest.mark.long
 async def test_a_run_that_ends_in_between_leaves_lines_that_the_next_goes_on_from(tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "_MAX_TRIES", 2)
     source, out = (

@@ -300,6 +300,7 @@ async def test_what_a_lost_server_had_is_run_by_the_others_once(tmp_path):
     assert summary.num_retries >= num_lost > 0
 
 
+@pytest.mark.long
 async def test_a_server_that_comes_back_takes_part_again(tmp_path):
     source, target = write_input(tmp_path / "in", simple(60)), tmp_path / "out"
     seen: list[BatchSummary] = []

@@ -71,6 +71,7 @@ def test_every_program_is_compiled_where_that_is_asked() -> None:
     assert found.memory.free_bytes >= 0
 
 
+@pytest.mark.long
 def test_a_chosen_pool_that_is_too_large_is_a_result_with_one_that_fits() -> None:
     found = deployment(64 * MIB, num_blocks=100_000)
     assert not found.fits
@@ -81,6 +82,7 @@ def test_a_chosen_pool_that_is_too_large_is_a_result_with_one_that_fits() -> Non
     assert not deployment(64 * MIB, num_blocks=found.most_blocks + 1).fits
 
 
+@pytest.mark.long
 def test_saved_programs_are_all_there_and_say_what_they_are_for(tmp_path: Path) -> None:
     folder = tmp_path / "programs"
     found = deployment(64 * MIB, save=folder)
@@ -105,6 +107,7 @@ def test_a_server_starts_with_what_a_plan_saved_and_compiles_nothing(tmp_path: P
     executor.shutdown()
 
 
+@pytest.mark.long
 def test_a_head_is_planned_and_saved_with_its_model(tmp_path: Path) -> None:
     """Its keys, and the states that it keeps of each block, are in the pool's size."""
     config = HeadSizes(97, 32, inner=48, num_heads=4, num_kv_heads=2, head_dim=16, target_hidden_size=32).config(
@@ -147,11 +150,13 @@ def test_weights_that_are_too_large_are_known_before_anything_is_compiled() -> N
     assert found.problem.startswith("tensor_parallel_size: the weights alone are ")
 
 
+@pytest.mark.long
 def test_two_devices_hold_half_of_each_block() -> None:
     one, two = (deployment(64 * MIB, num_devices=count).memory.request for count in (1, 2))
     assert two.bytes_per_block * 2 == one.bytes_per_block
 
 
+@pytest.mark.long
 def test_what_devices_exchange_is_read_off_the_compiled_step() -> None:
     """XLA for CPUs sums the float32 that the programs ask for; one device exchanges nothing."""
     assert deployment(64 * MIB, num_devices=2).number_bytes == 4

@@ -102,6 +102,7 @@ def serve(executor: JaxExecutor, line: Line) -> list[tuple[SamplingInputs, TellI
     return done
 
 
+@pytest.mark.long
 def test_another_process_counts_edits_and_tells_as_it_was_said(executors: list[JaxExecutor]) -> None:
     first, second = executors
     line = Line()

@@ -74,6 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_second_start_traces_nothing_and_says_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tiny_model.warm_executor()
     monkeypatch.setattr(server_programs, "program_lowerings", refuse_to_lower)

@@ -230,6 +230,7 @@ def options(**cache: Any) -> EngineConfig:
     return dataclasses.replace(tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, **cache))
 
 
+@pytest.mark.long
 def test_a_server_on_little_memory_plans_with_the_compilers_numbers_and_keeps_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

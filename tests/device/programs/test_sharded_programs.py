@@ -62,6 +62,7 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
+@pytest.mark.thinned(2)
 def test_what_edits_and_tells_is_split_over_the_vocabulary(num_parts: int) -> None:
     """A device counts its own tokens, in place; none sees the logits of another but the best few of each row."""
     where = place(model_of("llama3_tied"), num_parts, "loop")
@@ -86,6 +87,7 @@ def test_what_edits_and_tells_is_split_over_the_vocabulary(num_parts: int) -> No
         assert memory.alias_size_in_bytes == in_place, spec
 
 
+@pytest.mark.long
 def test_each_device_holds_the_counts_of_its_own_tokens() -> None:
     where = place(model_of("llama3_tied"), 2)
     params = random_params(where.model, where.layer_mode, seed=0, shardings=where.shardings)

@@ -106,6 +106,7 @@ def run_plain(driver: Driver, sequences: list[Sequence]) -> None:
         sequence.tokens.append(outputs.token(row))
 
 
+@pytest.mark.thinned(3)
 def test_proposals_are_the_oracles(served: Served) -> None:
     """In several rounds of a dispatch, in several dispatches, and behind steps of the model alone."""
     driver = Driver(served.executor)

@@ -164,6 +164,7 @@ def want(other: JaxExecutor) -> list[list[int]]:
     return one_by_one(driver, begin(driver))
 
 
+@pytest.mark.thinned(2)
 def test_tokens_are_those_of_single_steps_over_several_dispatches(executor: JaxExecutor, want: list[list[int]]) -> None:
     """Also where forwards and decodes of the same rows go on behind one dispatch, and another behind those."""
     driver = Driver(executor)
@@ -211,6 +212,7 @@ def test_a_draft_that_knows_nothing_is_seldom_right(other: JaxExecutor, want: li
     assert speculated.num_proposed_nr[:NUM_ROUNDS, : len(tokens)].min() == NUM_TOKENS
 
 
+@pytest.mark.long
 def test_nan_in_the_draft_changes_no_token(want: list[list[int]]) -> None:
     executor = make_executor(spoilt_draft())
     driver = Driver(executor)

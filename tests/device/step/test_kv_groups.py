@@ -97,6 +97,7 @@ LENGTHS = (3, 40, 21, 33)
         pytest.param("scan", "xla", marks=pytest.mark.deep),
     ],
 )
+@pytest.mark.long
 def test_tokens_are_those_of_a_model_whose_blocks_are_all_kept(layer_mode: LayerMode, backend: str) -> None:
     executor = executor_of(layer_mode, backend)
     assert executor.geometry.windows == (None, WINDOW, WINDOW)

@@ -119,6 +119,7 @@ def test_tokens_are_the_oracles(rows: list[Params], seed: int, has_ties: bool) -
 
 @settings(max_examples=100)
 @given(rows=st.lists(PARAMS, min_size=8, max_size=8), seed=st.integers(0, 1000), has_ties=st.booleans())
+@pytest.mark.thinned(2)
 def test_what_is_kept_is_the_oracles(rows: list[Params], seed: int, has_ties: bool) -> None:
     scaled = random_logits(8, seed)
     if has_ties:

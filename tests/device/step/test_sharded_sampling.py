@@ -55,6 +55,7 @@ def assert_same_sample(got: Sampled, want: Sampled) -> None:
 
 
 @pytest.mark.parametrize("num_parts", NUM_PARTS)
+@pytest.mark.thinned(3)
 def test_a_split_vocabulary_samples_the_same_tokens(num_parts: int) -> None:
     sampled = set()
     for seed in range(4):
@@ -98,6 +99,7 @@ def test_passes_that_settle_more_bits_find_the_same_thresholds(num_bits: int, mo
 
 
 @pytest.mark.parametrize("detail", list(Detail))
+@pytest.mark.thinned(3)
 def test_every_number_of_devices_sees_which_rows_are_not_sound(detail: Detail) -> None:
     logits, rows, is_unsound = unsound_rows()
     how = row_sampling(rows)

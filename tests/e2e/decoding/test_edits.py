@@ -65,6 +65,7 @@ def logits_of(folder: Path, sequences: Sequence[tuple[list[int], Sequence[int]]]
     return found
 
 
+@pytest.mark.long
 def test_each_token_is_the_oracles(folder: Path, llm: LLM, alone: list[CompletionOutput]) -> None:
     processor = llm._serving.input_processor
     all_logits = logits_of(folder, [(p, one.token_ids) for p, one in zip(PROMPTS, alone, strict=True)])
@@ -98,6 +99,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thinned(5)
 def test_no_way_changes_a_token(folder: Path, alone: list[CompletionOutput], way: str) -> None:
     """In one batch, in chunks of a few tokens, behind cached prefixes the second time."""
     with open_llm(folder, **{**OPTIONS, **WAYS[way]}) as llm:
@@ -109,6 +111,7 @@ def test_no_way_changes_a_token(folder: Path, alone: list[CompletionOutput], way
         assert engine_of(llm).load().num_prefix_hit_tokens > load.num_prefix_hit_tokens
 
 
+@pytest.mark.long
 def test_two_devices_sample_what_the_oracles_say(folder: Path) -> None:
     with open_llm(folder, tensor_parallel_size=2, **OPTIONS) as llm:
         outputs = generate(llm, PROMPTS, PARAMS)

@@ -145,6 +145,7 @@ def check(method: str, way: str, seeds: range) -> None:
 
 
 @pytest.mark.parametrize(("method", "way"), [("suffix", "as it comes"), ("ngram", "few blocks")])
+@pytest.mark.thinned(2)
 def test_some_requests_of_every_mix_have_the_same_tokens(method: str, way: str) -> None:
     check(method, way, range(60))
 
@@ -198,6 +199,7 @@ def check_draft(draft: str, way: str, seeds: range, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("draft", "way"), [("the model itself", "as it comes"), ("random", "swapped")])
+@pytest.mark.thinned(2)
 def test_some_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: str, tmp_path: Path) -> None:
     check_draft(draft, way, range(60), tmp_path)
 
@@ -210,6 +212,7 @@ def test_many_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: 
     check_draft(draft, way, seeds, tmp_path)
 
 
+@pytest.mark.long
 def test_every_copy_of_a_model_has_its_draft() -> None:
     requests = [
         (prompt, params) for prompt, params in map(a_request, map(random.Random, range(40))) if has_rounds(params)
@@ -320,6 +323,7 @@ def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.thinned(2)
 def test_some_requests_have_the_same_tokens_with_a_head(head: str, tmp_path: Path) -> None:
     check_head(head, "few blocks" if head == "random" else "as it comes", range(60), tmp_path)
 
@@ -331,6 +335,7 @@ def test_many_requests_have_the_same_tokens_with_a_head(head: str, way: str, tmp
     check_head(head, way, range(1000) if way == "as it comes" else range(1000, 1100), tmp_path)
 
 
+@pytest.mark.long
 def test_a_head_is_right_as_often_behind_plain_steps_and_in_every_copy(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
     requests = [([first, 70, 9], params) for first in range(3, 11)]

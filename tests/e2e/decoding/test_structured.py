@@ -69,6 +69,7 @@ def check_schemas(llm: LLM, seeds: range) -> None:
     assert num_whole > len(schemas) // 2
 
 
+@pytest.mark.long
 def test_random_schemas_are_kept(llm: LLM) -> None:
     check_schemas(llm, range(24))
 

@@ -78,6 +78,7 @@ def assert_near(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.thinned(4)
 def test_products_are_those_of_the_weights_in_float64(limited: ProductKernel, name: str, dtype: str) -> None:
     form = FORMATS[name]
     for depth, width, num_rows in ((192, 33, 14), (384, 64, 1)) if form.group_size else ((3, 1, 3), (301, 40, 14)):
@@ -163,6 +164,7 @@ def test_listed_groups_of_several_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.thinned(19)
 def test_neither_the_batch_nor_the_threads_show_in_a_single_bit(limited: ProductKernel, name: str, dtype: str) -> None:
     depth = 160 if FORMATS[name].group_size is None else 192
     matrix, x = pack(quantise(numbers((depth, 200), "float32"), FORMATS[name])), numbers((200, depth), dtype, 1)
@@ -197,6 +199,7 @@ def test_numbers_of_any_size_multiply(limited: ProductKernel, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.thinned(3)
 def test_embeddings_multiply_and_give_their_rows(name: str) -> None:
     depth = 96 if FORMATS[name].group_size == 32 else 128
     matrix = quantise(numbers((77, depth), "float32"), FORMATS[name], axis=-1)

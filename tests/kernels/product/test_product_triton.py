@@ -77,6 +77,7 @@ def expected(x: jax.Array, matrix: QuantisedMatrix) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.bfloat16) for name in FORMATS), ("int4 groups", jnp.float32)])
+@pytest.mark.thinned(3)
 def test_rows_of_one_matrix_are_multiplied_with_what_it_stands_for(name: str, dtype: Any) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of(name, 1, dtype))
     x = jnp.asarray(normal((19, DEPTH), 1), dtype)
@@ -93,6 +94,7 @@ def test_rows_of_floats_are_rounded_where_the_device_multiplies_those(name: str)
 
 @pytest.mark.usefixtures("has_fp8")
 @pytest.mark.parametrize(("name", "is_static"), [("int8 rows", True), ("int4 groups", False), ("fp8 blocks", False)])
+@pytest.mark.thinned(4)
 def test_each_row_meets_its_own_matrix_alone(name: str, is_static: bool) -> None:
     """A matrix without rows, one with many, and rows behind those that are counted."""
     counts, matrices = np.array([3, 0, 20, 1], np.int32), matrices_of(name, 4)
@@ -109,6 +111,7 @@ def test_each_row_meets_its_own_matrix_alone(name: str, is_static: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["int8", "int8 rows", "int8 groups", "fp8", "fp8 rows", "fp8 blocks"])
+@pytest.mark.thinned(3)
 def test_numbers_of_8_bits_are_read_in_pairs_where_31_bits_do_not_count_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +201,7 @@ def test_gpus_take_the_kernel_where_numbers_would_be_made_weights(
 
 @pytest.mark.parametrize("name", ["int4", "int4 groups", "int4 rows", "mxfp4", "fp8 blocks"])
 @pytest.mark.parametrize("split", ["depth", "columns"])
+@pytest.mark.thinned(5)
 def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
     depth, out = 256, (2, 26)
     whole = quantise(normal((depth, *out)), FORMATS[name], dtype=np.dtype(jnp.bfloat16))

@@ -56,6 +56,7 @@ def sample_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1024, 1537])
+@pytest.mark.thinned(2)
 def test_it_samples_as_xla_does(vocab_size: int) -> None:
     """Halves of whole vectors in several turns, and a second half that begins within a vector."""
     for seed in range(3):
@@ -103,6 +104,7 @@ def adversarial_rows() -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.long
 def test_adversarial_rows_are_truncated_as_xla_does_and_as_the_oracle_may() -> None:
     cases = [(name, row, how) for name, row in adversarial_rows().items() for how in TRUNCATIONS]
     logits = np.stack([row for _, row, _ in cases]).astype(np.float32)
@@ -120,6 +122,7 @@ def test_adversarial_rows_are_truncated_as_xla_does_and_as_the_oracle_may() -> N
             assert token == int(want.token_ids_r[i]) or (sure != possible).any(), (name, rows[i])
 
 
+@pytest.mark.long
 def test_what_is_kept_is_kept_in_every_draw() -> None:
     """One nearly flat row in 32 positions a way: a token too many or too few is drawn there, or missed."""
     logits = np.random.default_rng(8).normal(size=300) * 0.7
@@ -145,6 +148,7 @@ def test_what_is_kept_is_kept_in_every_draw() -> None:
 
 
 @pytest.mark.parametrize("detail", [Detail.TOKENS, Detail.TOP_LOGPROBS])
+@pytest.mark.thinned(2)
 def test_a_row_that_is_not_sound_says_so_and_disturbs_no_other(detail: Detail) -> None:
     logits, rows, is_unsound = unsound_rows()
     how = row_sampling(rows)
@@ -154,6 +158,7 @@ def test_a_row_that_is_not_sound_says_so_and_disturbs_no_other(detail: Detail) -
     np.testing.assert_array_equal(got.token_ids_r[~is_unsound], want.token_ids_r[~is_unsound])
 
 
+@pytest.mark.long
 def test_few_rows_are_a_group_of_their_own_and_sample_what_they_do_among_many() -> None:
     num_rows = 3
     logits, how = random_logits(7, 300), how_of(random_rows(7, 300))

@@ -88,11 +88,13 @@ class TestEarly(Device, PagedAttentionPromises):
 
 
 @pytest.mark.parametrize(("suite", "dtype"), [(Late(), "float32"), (Early(), "bfloat16")], ids=["late", "early"])
+@pytest.mark.thinned(2)
 def test_rows_of_all_kinds_whose_keys_are_stored(suite: Interpreted, dtype: str) -> None:
     suite.test_an_update_stores_the_new_keys_and_nothing_else("mixed", dtype, None)
 
 
 @pytest.mark.parametrize("suite", [pytest.param(Late(), marks=pytest.mark.long), Early()], ids=["late", "early"])
+@pytest.mark.long
 def test_chunks_with_a_window_and_a_cap(suite: Interpreted) -> None:
     shape = Shape(head_dim=80, block_size=8, num_heads=6, num_kv_heads=3, sliding_window=20, soft_cap=5.0)
     suite.check(RAGGED["chunk_continues"], shape)
@@ -101,6 +103,7 @@ def test_chunks_with_a_window_and_a_cap(suite: Interpreted) -> None:
 @pytest.mark.parametrize(
     ("suite", "kv_dtype", "head_dim"), [(Late(), "int8", 32), (Early(), "float8_e4m3fn", 128)], ids=["late", "early"]
 )
+@pytest.mark.thinned(2)
 def test_decodes_of_8_bits(suite: Interpreted, kv_dtype: str, head_dim: int) -> None:
     # As many tokens as rows: one tile of the grid has them all.
     suite.check(RAGGED["decodes"], Shape(head_dim=head_dim, kv_dtype=kv_dtype, dtype="bfloat16", num_tokens=8))
@@ -109,6 +112,7 @@ def test_decodes_of_8_bits(suite: Interpreted, kv_dtype: str, head_dim: int) -> 
 @pytest.mark.parametrize(
     ("suite", "num_kv_heads", "kv_dtype"), [(Late(), 5, "float8_e4m3fn"), (Early(), 3, None)], ids=["late", "early"]
 )
+@pytest.mark.thinned(2)
 def test_decodes_of_heads_that_share_lanes_in_pairs(
     suite: Interpreted, num_kv_heads: int, kv_dtype: str | None
 ) -> None:
@@ -124,6 +128,7 @@ def test_decodes_of_heads_that_share_lanes_in_pairs(
     suite.check(RAGGED["decodes"], shape)
 
 
+@pytest.mark.long
 def test_latents_of_several_pieces_are_stored_and_seen() -> None:
     shape = Shape(num_kv_heads=1, head_dim=320, value_dim=256, num_tokens=40, dtype="bfloat16")
     Late().check_update("mixed", shape)
@@ -171,6 +176,7 @@ def _compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tpu7x")
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [pytest.param(1, 256, marks=pytest.mark.long), (4, 128)])
+@pytest.mark.long
 def test_keys_of_8_bits_that_are_turned_before_their_product(num_kv_heads: int, head_dim: int) -> None:
     """Heads that have their product alone, and that share it."""
     shape = Shape(
@@ -195,12 +201,14 @@ class AtOnce(Interpreted):
     ("suite", "num_tokens"),
     [(Early(), 32), *(pytest.param(suite, n, marks=pytest.mark.deep) for suite, n in ((Early(), 8), (AtOnce(), 32)))],
 )
+@pytest.mark.long
 def test_two_cores_share_the_rows(suite: Interpreted, num_tokens: int) -> None:
     """And a tile of tokens, alone and with one behind it that has no rows."""
     suite.check([(1, 130), (1, 5), (1, 192), (1, 33), (1, 64)], Shape(num_tokens=num_tokens, dtype="bfloat16"))
 
 
 @pytest.mark.usefixtures("two_cores")
+@pytest.mark.long
 def test_two_cores_have_tiles_of_their_own() -> None:
     """Two and three: the first one's have a chunk's between them, and end in that in which the second one's begin."""
     rows = [*[(1, 140)] * 2, (50, 50), *[(1, 20)] * 9]
@@ -209,6 +217,7 @@ def test_two_cores_have_tiles_of_their_own() -> None:
 
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize("suite", [pytest.param(AtOnce(), marks=pytest.mark.deep), Early()])
+@pytest.mark.long
 def test_two_cores_store_new_keys_that_either_sees(suite: Interpreted) -> None:
     suite.test_an_update_stores_the_new_keys_and_nothing_else("mixed", "bfloat16", None)
 
@@ -236,11 +245,13 @@ class EarlyAtOnce(Interpreted):
     ],
     ids=["own rows", "shared row", "one head", "joined", "not halved"],
 )
+@pytest.mark.thinned(2)
 def test_two_cores_share_the_heads_of_chunks(suite: Interpreted, shape: Shape) -> None:
     suite.check([(7, 7), (20, 90), (1, 33)], dataclasses.replace(shape, num_rows=4, num_tokens=64))
 
 
 @pytest.mark.usefixtures("two_cores")
+@pytest.mark.long
 def test_two_cores_have_one_row_or_none() -> None:
     Late().check([(1, 140)], Shape(num_tokens=8))
     Late().test_no_rows_at_all()
@@ -263,6 +274,7 @@ def test_cores_have_as_many_items_as_rows_allow(items: list[int], num_cores: int
     np.testing.assert_array_equal(lists.shares(jnp.asarray(before), num_cores), begins)
 
 
+@pytest.mark.long
 def test_lists_made_ahead_of_all_layers_are_all_that_a_call_reads_of_its_rows() -> None:
     shape, suite = Shape(dtype="bfloat16"), Late()
     case = make_case(RAGGED["mixed"], shape)
@@ -277,15 +289,18 @@ def test_lists_made_ahead_of_all_layers_are_all_that_a_call_reads_of_its_rows() 
         np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.long
 def test_ids_outside_of_the_layer() -> None:
     Early().test_block_ids_outside_of_the_layer_read_as_zeros(num_queries=1)
 
 
+@pytest.mark.long
 def test_queries_of_padding_and_no_rows() -> None:
     Late().test_padding_tokens_are_zero_whatever_their_queries()
     Late().test_no_rows_at_all()
 
 
+@pytest.mark.long
 def test_new_tokens_outside_of_the_layer_are_dropped() -> None:
     shape, suite = Shape(num_tokens=16, num_rows=2), Early()
     case = make_case([(3, 3)], shape)

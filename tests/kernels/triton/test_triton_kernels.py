@@ -98,6 +98,7 @@ QUICK: dict[str, tuple[list[tuple[int, int]], Shape, int | None]] = {
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.thinned(6)
 def test_the_kernels_are_right(name: str) -> None:
     rows, shape, part_chunks = QUICK[name]
     suite = Interpreted()

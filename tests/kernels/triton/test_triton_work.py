@@ -90,6 +90,7 @@ class Draw:
 
 @pytest.mark.parametrize("are_shared", [False, True])
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.thinned(10)
 def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bool) -> None:
     draw = Draw(seed, are_shared=are_shared)
     seen: dict[int, list[int]] = {token: [] for token in range(draw.num_tokens)}
@@ -145,6 +146,7 @@ def test_results_that_are_merged_have_a_place_of_their_own_and_others_are_whole(
         assert len(items) <= draw.cut.num_parts
 
 
+@pytest.mark.long
 def test_a_prefix_is_read_by_the_queries_of_all_its_rows_together() -> None:
     """In tiles of 32 rows, 8 queries of 4 heads, where rows that decode alone have tiles of 16."""
     rows = dataclasses.replace(decodes([1000, 1001, 997, 1050, 30], 64, 512), kv_begins_s=jnp.zeros(64, jnp.int32))
@@ -162,6 +164,7 @@ def test_a_prefix_is_read_by_the_queries_of_all_its_rows_together() -> None:
     assert np.asarray(work.merges)[:, :6, MergeField.NUM_PARTS].tolist() == [[1] * 4 + [0] * 2, [4] * 4 + [0] * 2]
 
 
+@pytest.mark.long
 def test_parts_follow_from_the_rows_that_are_there_and_not_from_the_bucket() -> None:
     cut = choose_cut(SPEC, BFLOAT16, 32, (64, 64, 512))
     assert cut.num_parts == 64

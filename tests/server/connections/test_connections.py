@@ -87,6 +87,7 @@ def test_connections_stay_below_what_the_process_may_open(monkeypatch, caplog):
     assert "max_connections is 50, not 512: the process may open 100 files" in caplog.text
 
 
+@pytest.mark.long
 async def test_idle_connections_do_not_keep_a_scrape_from_its_answer():
     async with running(metrics_port=0) as harness:
         port = harness.server.metrics_port

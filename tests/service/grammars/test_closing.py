@@ -72,6 +72,7 @@ def test_two_hundred_random_schemas_are_met_with_hardly_enough_tokens(compiler):
         },
     ],
 )
+@pytest.mark.thinned(3)
 def test_every_kind_is_complete_with_hardly_enough_tokens(compiler, fields):
     grammar = complete(compiler, **fields)
     for seed in range(4):
