@@ -86,6 +86,7 @@ def test_the_pronoun_behind_a_name_is_that_of_the_name(stories):
     assert len(wrong) <= 1, wrong
 
 
+@pytest.mark.long
 def test_a_row_depends_on_its_own_seed_and_prompt_alone(sampler, stories):
     alone = sampler.continue_texts([with_template("user: Tell me a story about a fox."), "One day"], [1, 5])
     assert alone[0] == stories["fox"]

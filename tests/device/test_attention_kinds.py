@@ -45,7 +45,7 @@ MODEL = Model(AlternatingConfig(**FIELDS), jnp.dtype("float32"))
         pytest.param("scan", "xla", marks=pytest.mark.deep),
     ],
 )
-@pytest.mark.thinned(2)
+@pytest.mark.long
 def test_each_layer_attends_in_its_own_way(layer_mode: LayerMode, backend: str) -> None:
     chosen = dataclasses.replace(tiny_model.OPTIONS.model, attention_backend=backend)
     options = dataclasses.replace(tiny_model.OPTIONS, model=chosen)

@@ -378,7 +378,7 @@ def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
 
 @flips("enable_cascade_attention")
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.thinned(2)
+@pytest.mark.long
 def test_a_prefix_that_rows_share_is_read_once_or_by_each(folder: Path, enabled: bool) -> None:
     options = {"max_model_len": 160, "num_blocks": 40, "block_size": 16, "max_num_batched_tokens": 32}
     with open_llm(folder, enable_cascade_attention=enabled, attention_backend="xla", **options) as llm:

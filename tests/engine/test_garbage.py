@@ -62,7 +62,7 @@ def test_a_loop_that_fails_leaves_the_collector_as_it_was():
 
 
 @pytest.mark.parametrize("max_looks", [0, 50])
-@pytest.mark.thinned(2)
+@pytest.mark.long
 def test_what_steps_leave_behind_is_collected_while_they_run(monkeypatch, max_looks):
     monkeypatch.setattr(garbage, "_MAX_NEW", 300)
     monkeypatch.setattr(garbage, "_MAX_LOOKS", max_looks)

@@ -199,7 +199,7 @@ def check_draft(draft: str, way: str, seeds: range, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("draft", "way"), [("the model itself", "as it comes"), ("random", "swapped")])
-@pytest.mark.thinned(2)
+@pytest.mark.long
 def test_some_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: str, tmp_path: Path) -> None:
     check_draft(draft, way, range(60), tmp_path)
 
@@ -323,7 +323,7 @@ def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.thinned(2)
+@pytest.mark.long
 def test_some_requests_have_the_same_tokens_with_a_head(head: str, tmp_path: Path) -> None:
     check_head(head, "few blocks" if head == "random" else "as it comes", range(60), tmp_path)
 
