@@ -5,14 +5,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.choosing import is_in_part, part_of, thin
 
 # XLA's code generator does little of its optimising: the suite spends its time in compiles, and those of
 # tests/models took 43 s of CPU so, instead of 107 s. The long tests run what a server runs, but for those that compare
@@ -42,9 +42,7 @@ _MANY_MAPS = 10_000
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what CI chooses with, which has no time for every long test."""
-    parser.addoption(
-        "--part", metavar="K/N", default="1/1", help="run the K-th of N parts of the tests, by their names"
-    )
+    parser.addoption("--part", metavar="K/N", default="1/1", help="run the K-th of N parts of the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,26 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that `thinned` leaves out, and keep the part that was asked for."""
-    num_seen: Counter[str] = Counter()
-    for item in items:
-        mark = item.get_closest_marker("thinned")
-        if mark is None or item.get_closest_marker("long") or item.get_closest_marker("deep"):
-            continue
-        if num_seen[_function_of(item)] % mark.args[0]:
-            item.add_marker(pytest.mark.long)
-        num_seen[_function_of(item)] += 1
-    part, num_parts = map(int, config.getoption("--part").split("/"))
-    if not 1 <= part <= num_parts:
-        raise pytest.UsageError(f"--part: {part} is not one of {num_parts} parts, counted from 1")
-    # A test's cases stay together: they share what is made for them.
-    others = [item for item in items if crc32(_function_of(item).encode()) % num_parts != part - 1]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if crc32(_function_of(item).encode()) % num_parts == part - 1]
-
-
-def _function_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+    thin(items)
+    part, num_parts = part_of(config.getoption("--part"))
+    kept = [item for item in items if is_in_part(item.nodeid, part, num_parts)]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if not is_in_part(item.nodeid, part, num_parts)])
+        items[:] = kept
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

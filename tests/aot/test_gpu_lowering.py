@@ -70,7 +70,7 @@ def check(case: AttentionCase) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(6)
 def test_the_kernel_is_lowered(case: AttentionCase) -> None:
     check(case)
 

@@ -202,7 +202,7 @@ RESTORED = [("llama3_tied", [1, 2, 4, 8]), ("opt", [1, 4]), ("mistral_mqa", [8])
 
 @pytest.mark.parametrize(("name", "sizes"), RESTORED)
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 def test_every_mesh_restores_what_it_reads_from_safetensors(name, sizes, layer_mode, tmp_path: Path) -> None:
     model, folder = model_of(name), write_checkpoint(tiny_case(name), tmp_path / "once")
     convert_folder(folder, tmp_path / "orbax", TO_ORBAX)
@@ -229,7 +229,7 @@ def assert_same_parts(left: object, right: object) -> None:
 
 @pytest.mark.parametrize("name", ["llama3_tied", "mistral_mqa", "qwen3_tied", "opt", "opt_post_norm"])
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(4)
 def test_what_one_mesh_saves_is_the_published_model(name, layer_mode, tmp_path: Path) -> None:
     """Heads are repeated and the vocabulary is padded on four devices; nothing of that is in the file."""
     case, size = tiny_case(name), 2 if name == "opt_post_norm" else 4

@@ -198,7 +198,7 @@ def test_collecting_a_step_lands_what_has_arrived(executor: JaxExecutor) -> None
         (BlockMoves(Move.COPY, [1, 2], [3, 1]), "a copy reads what it writes"),
     ],
 )
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(5)
 def test_moves_that_name_no_block_are_refused_and_harm_nothing(
     executor: JaxExecutor, moves: BlockMoves, message: str
 ) -> None:

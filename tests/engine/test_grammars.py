@@ -72,7 +72,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_tokens_are_those_of_one_step_at_a_time(way, seed):
     h, expected = harness(**WAYS[way]), {}
     for number, (prompt, fields) in enumerate(requests_of(seed)):

@@ -108,7 +108,6 @@ def test_other_types_are_refused() -> None:
         (8, 128, "bfloat16", 4, (8, 2, 128)),
     ],
 )
-@pytest.mark.thinned(4)
 def test_the_tiles_of_a_tpu(heads: int, head_dim: int, dtype: str, shards: int, token_shape: tuple[int, ...]) -> None:
     layout = KVLayout(2, 3, 4, heads, head_dim, jnp.dtype(dtype), "tpu", shards)
     assert layout.token_shape == token_shape

@@ -48,7 +48,7 @@ def read_model(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", cases.MODELS.values(), ids=lambda case: case.name)
-@pytest.mark.thinned(24)
+@pytest.mark.thinned(7)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tmp_path: Path) -> None:
     golden = read_model(case.name)
     model = Model(from_hf(case.config), np.dtype(jnp.float32))
@@ -241,7 +241,6 @@ SEARCHES = cases.read("beams")["searches"]
 
 
 @pytest.mark.parametrize("case", beam_cases(), ids=lambda case: case.name)
-@pytest.mark.thinned(3)
 def test_a_search_finds_what_transformers_found(executor: JaxExecutor, case: BeamCase) -> None:
     check_search(executor, case, [Found(**sequence) for sequence in SEARCHES[case.name]])
 

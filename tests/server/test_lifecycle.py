@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.server.health import HealthServicer
 from jpaged.server.lifecycle import SERVICE_NAMES, Server
 from jpaged.service.state import Stage
 from jpaged.testing import FakeExecutor, Faults
@@ -68,6 +69,39 @@ async def test_watches_of_health_end_with_the_server(monkeypatch):
         for watch in watches:
             end = await end_of(watch)
             assert (end.code(), end.details()) == (grpc.StatusCode.UNAVAILABLE, "the server has ended")
+
+
+class Watching:
+    """The context of a watch whose client reads its end when `reads` is set."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+
+    async def write(self, message: health_pb2.HealthCheckResponse) -> None:
+        """Take a status."""
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        await self.reads.wait()
+        raise aio.AbortError(details)
+
+
+async def test_the_end_waits_until_watches_have_been_told_and_not_for_those_that_do_not_read():
+    health, reader, other = HealthServicer(), Watching(), Watching()
+    request = health_pb2.HealthCheckRequest()
+    read, left = [asyncio.create_task(health.Watch(request, context)) for context in (reader, other)]
+    await asyncio.sleep(0)
+    await health.end_watches(timeout_s=0.01)
+    assert not read.done() and not left.done()
+    end = asyncio.create_task(health.end_watches(timeout_s=120.0))
+    reader.reads.set()
+    with pytest.raises(aio.AbortError):
+        await read
+    assert not end.done()
+    other.reads.set()
+    await end
+    with pytest.raises(aio.AbortError):
+        await left
+    await health.end_watches(timeout_s=120.0)  # nobody watches
 
 
 async def test_a_server_that_starts_answers_and_refuses():

@@ -48,7 +48,7 @@ def run(who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: Gate = S
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("who", ["tiles", "wide-tiles", "ragged", "cpu"])
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(11)
 def test_rows_become_what_float64_makes_of_them(
     who: Who, shape: tuple[int, int, int, int], dtype: str, gate: Gate
 ) -> None:

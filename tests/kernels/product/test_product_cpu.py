@@ -68,7 +68,7 @@ def multiply(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 def test_products_are_those_of_float64(limited: ProductKernel, shape: tuple[int, int], dtype: str) -> None:
     matrix = numbers(shape, dtype)
     for num_rows in (1, 3, 14):

@@ -78,7 +78,7 @@ def assert_near(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 def test_products_are_those_of_the_weights_in_float64(limited: ProductKernel, name: str, dtype: str) -> None:
     form = FORMATS[name]
     for depth, width, num_rows in ((192, 33, 14), (384, 64, 1)) if form.group_size else ((3, 1, 3), (301, 40, 14)):

@@ -80,7 +80,7 @@ def layer_of(matrices: QuantisedMatrix, index: int) -> QuantisedMatrix:
 
 
 @pytest.mark.parametrize(("name", "num_rows"), [*((name, 19) for name in FORMATS), ("int4", 150), ("fp8 blocks", 150)])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 def test_rows_are_multiplied_with_what_the_matrix_of_a_layer_stands_for(name: str, num_rows: int) -> None:
     matrices = matrices_of(name, (3, DEPTH, COLUMNS))
     assert unsupported_reason(matrices) is None

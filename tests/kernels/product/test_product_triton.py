@@ -77,7 +77,7 @@ def expected(x: jax.Array, matrix: QuantisedMatrix) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.bfloat16) for name in FORMATS), ("int4 groups", jnp.float32)])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_rows_of_one_matrix_are_multiplied_with_what_it_stands_for(name: str, dtype: Any) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of(name, 1, dtype))
     x = jnp.asarray(normal((19, DEPTH), 1), dtype)
@@ -201,7 +201,7 @@ def test_gpus_take_the_kernel_where_numbers_would_be_made_weights(
 
 @pytest.mark.parametrize("name", ["int4", "int4 groups", "int4 rows", "mxfp4", "fp8 blocks"])
 @pytest.mark.parametrize("split", ["depth", "columns"])
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(4)
 def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
     depth, out = 256, (2, 26)
     whole = quantise(normal((depth, *out)), FORMATS[name], dtype=np.dtype(jnp.bfloat16))

@@ -90,7 +90,7 @@ class Draw:
 
 @pytest.mark.parametrize("are_shared", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(9)
 def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bool) -> None:
     draw = Draw(seed, are_shared=are_shared)
     seen: dict[int, list[int]] = {token: [] for token in range(draw.num_tokens)}
@@ -119,7 +119,7 @@ def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bo
 
 @pytest.mark.parametrize("are_shared", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(5)
 def test_results_that_are_merged_have_a_place_of_their_own_and_others_are_whole(seed: int, are_shared: bool) -> None:
     draw = Draw(seed, are_shared=are_shared)
     work = plan(draw.parts, draw.cut, draw.num_tokens)
