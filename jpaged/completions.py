@@ -1,10 +1,18 @@
-"""Folds what comes of one request, delta by delta, into a `RequestOutput`: one completion an index."""
+"""Folds what comes of one request, delta by delta, into a `RequestOutput`: one completion an index.
+
+And `Evaluated`, what comes of a call that scores or embeds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 from jpaged.chat import ChatAnswer
 from jpaged.errors import InternalError
-from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams, SequenceDelta
+from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams, SequenceDelta, Usage
+
+_T = TypeVar("_T")
 
 
 class Completions:
@@ -75,3 +83,18 @@ def completions_of(sampling: SamplingParams) -> Completions:
     """For a request of these parameters."""
     has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
     return Completions(has_logprobs=has_logprobs, has_prompt_logprobs=sampling.prompt_logprobs is not None)
+
+
+class Evaluated(tuple[_T, ...]):
+    """What came of each part of one call, in order.
+
+    Attributes:
+        usage: of all parts together.
+    """
+
+    usage: Usage
+
+    def __new__(cls, parts: Iterable[_T], usage: Usage) -> Evaluated[_T]:
+        self = super().__new__(cls, parts)
+        self.usage = usage
+        return self

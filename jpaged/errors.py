@@ -21,6 +21,7 @@ engine loop, the top of the servicer) and becomes an InternalError.
 from __future__ import annotations
 
 import os
+import re
 from typing import ClassVar
 
 
@@ -33,6 +34,11 @@ class JpagedError(Exception):
         super().__init_subclass__()
         if grpc_status is not None:
             cls.grpc_status = grpc_status
+
+
+def reason_of(error: JpagedError) -> str:
+    """The error's name for machines: RequestTooLong -> REQUEST_TOO_LONG."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
 
 
 def sentence_of(error: BaseException) -> str:

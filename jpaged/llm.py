@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from jpaged.assemble import build
 from jpaged.chat import ChatWords, chat_options_of
 from jpaged.completions import completions_of
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.engine.executor import Progress
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.errors import InternalError, InvalidArgument
@@ -69,7 +69,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
-        for name in (*field_names(ServerOptions), *PROCESS_OPTIONS):
+        for name in (*server_field_names(), *PROCESS_OPTIONS):
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
         config = EngineConfig.load({"model": model, **_DEFAULTS, **options})

@@ -3,7 +3,7 @@
     counted     engine/stats.py                      EngineLoad: a snapshot of one engine after a step
     added up    total_load                           over the replicas of a server
     sent        server/servicer.py -> client/wire.py ReplicaLoad and LoadTotals, by the names of the proto's fields
-    scraped     server/metrics.py                    whatever has a metric
+    scraped     telemetry/metrics.py                    whatever has a metric
 
 A new number is a field here, a field of the proto, and a line where it is counted. `vllm:*` names a metric whose
 meaning is vLLM's, so that dashboards, autoscalers and routers made for it read ours; `jpaged:*` what only we have.

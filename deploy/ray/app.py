@@ -28,7 +28,7 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.grpc_util import RayServegRPCContext
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names, platform_default
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, platform_default, server_field_names
 from jpaged.errors import JpagedError
 from jpaged.server.replica import Refused, Replica
 
@@ -89,7 +89,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
-        for name in sorted({*field_names(ServerOptions), *PROCESS_OPTIONS} - set(_KEPT_SERVER_OPTIONS)):
+        for name in sorted({*server_field_names(), *PROCESS_OPTIONS} - set(_KEPT_SERVER_OPTIONS)):
             if name in self.engine:
                 raise ValueError(
                     f"engine.{name} is an option of `jpaged serve`; here Ray has the port and the processes"

@@ -35,13 +35,14 @@ from ray import cloudpickle
 
 from jpaged.chat import ChatOptions
 from jpaged.client import wire
-from jpaged.client.batching.answers import Answers
 from jpaged.client.channel import Backoff
-from jpaged.client.evaluations import Asker, Evaluated, embed_call, score_call
+from jpaged.client.evaluations import Asker, embed_call, score_call
 from jpaged.client.failures import error_of
-from jpaged.client.openai import BadLine, Line, failure_line
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
+from jpaged.completions import Evaluated
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, sentence_of
+from jpaged.openai.answers import Answers
+from jpaged.openai.lines import BadLine, Line, failure_line
 from jpaged.server.replica import Refused, Replica
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
@@ -286,7 +287,7 @@ def _results(missing: Sequence[Block], arguments: argparse.Namespace, folder: Pa
 
 
 def _check_engine(engine: Mapping[str, Any]) -> None:
-    for name in (*field_names(ServerOptions), *PROCESS_OPTIONS):
+    for name in (*server_field_names(), *PROCESS_OPTIONS):
         if name in engine:
             raise InvalidArgument(f"--engine: {name}", "is an option of `jpaged serve`; there is no server here")
     EngineConfig.load(dict(engine))

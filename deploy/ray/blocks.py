@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from jpaged.client.batching.parquet import COLUMNS, SUFFIX, row_line, rows_of
-from jpaged.client.openai import BadLine, Line, parse_line
 from jpaged.client.results import PASSING
 from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.openai.lines import BadLine, Line, parse_line
 
 SUFFIXES = (".jsonl", SUFFIX)
 

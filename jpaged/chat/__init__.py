@@ -2,6 +2,7 @@
 
 tools.py        tools, and the choice among them
 options.py      what a chat asks for beside its messages
+messages.py     messages of a conversation, checked
 pieces.py       an answer in pieces, and put together
 json_bounds.py  JSON that callers send, bounded
 """
@@ -11,6 +12,7 @@ from jpaged.chat.json_bounds import (
     json_bytes,
     json_object,
 )
+from jpaged.chat.messages import MESSAGE_TEXTS, check_message
 from jpaged.chat.options import (
     MAX_TEMPLATE_KWARGS,
     MAX_TEMPLATE_KWARGS_BYTES,
@@ -53,6 +55,7 @@ __all__ = [
     "MAX_TOOL_BYTES",
     "MAX_TOOL_CALLS",
     "MAX_TOOL_NAME_CHARS",
+    "MESSAGE_TEXTS",
     "ChatAnswer",
     "ChatOptions",
     "ChatWords",
@@ -66,6 +69,7 @@ __all__ = [
     "ToolChoice",
     "ToolChoiceMode",
     "chat_options_of",
+    "check_message",
     "is_tool_name",
     "json_bytes",
     "json_object",

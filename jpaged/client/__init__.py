@@ -8,10 +8,8 @@ channel.py    how both connect: keepalive, retries
 base.py       what both clients share
 sync.py       Client
 aio.py        AsyncClient
-openai.py     the OpenAI batch file format, without I/O
-openai_chat.py  its chats: messages, tools, reasoning, and answers as messages
-batch.py      runs such a file against servers
-batching/     what that stands on: who runs what, other bodies, Parquet
+batch.py      runs an OpenAI batch file against servers
+batching/     what that stands on: who runs what, Parquet
 health.py     asks grpc.health.v1 once
 results.py    the file of its answers: locked, whole lines, taken up again
 """

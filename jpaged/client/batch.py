@@ -19,12 +19,12 @@ from types import ModuleType
 from typing import Protocol
 
 from jpaged.client.aio import AsyncClient
-from jpaged.client.batching.answers import Answers
 from jpaged.client.batching.targets import ELSEWHERE, Lines, Targets, targets_in
 from jpaged.client.channel import require_target
-from jpaged.client.openai import BadLine, Line, failure_line, parse_file
 from jpaged.client.results import Results
 from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.openai.answers import Answers
+from jpaged.openai.lines import BadLine, Line, failure_line, parse_file
 
 DEFAULT_MAX_CONCURRENCY = 256
 """Twice the rows that a server has by default."""

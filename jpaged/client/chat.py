@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jpaged import json_text
 from jpaged._proto.v1 import inference_pb2
-from jpaged.chat import ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode
-from jpaged.errors import InvalidArgument
+from jpaged.chat import MESSAGE_TEXTS, ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode, check_message
 from jpaged.types import Prompt, require_whole_characters
 
 _MODES = {
@@ -17,8 +16,6 @@ _MODES = {
     ToolChoiceMode.REQUIRED: inference_pb2.TOOL_CHOICE_MODE_REQUIRED,
     ToolChoiceMode.NAMED: inference_pb2.TOOL_CHOICE_MODE_NAMED,
 }
-_TEXTS = ("role", "content", "name", "tool_call_id", "reasoning_content")
-_MAX_SHOWN = 80
 
 
 def chat_message(prompt: Prompt) -> inference_pb2.ChatPrompt:
@@ -39,11 +36,6 @@ def chat_message(prompt: Prompt) -> inference_pb2.ChatPrompt:
     )
 
 
-def check_message(where: str, message: Mapping[str, Any]) -> None:
-    """Refuse a message that cannot be sent, as `chat_message` does."""
-    _turn(where, message)
-
-
 def piece_of(delta: inference_pb2.ToolCallDelta) -> ToolCallPiece:
     """A part of a call as a value."""
     return ToolCallPiece(
@@ -55,49 +47,23 @@ def piece_of(delta: inference_pb2.ToolCallDelta) -> ToolCallPiece:
 
 
 def _turn(where: str, message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
-    if not isinstance(message, Mapping):
-        raise InvalidArgument(where, "must be an object of role and content")
-    texts = {}
-    for name, value in message.items():
-        if name == "tool_calls" or value is None:
-            continue
-        if name not in _TEXTS:
-            known = ", ".join((*_TEXTS, "tool_calls"))
-            raise InvalidArgument(f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {known} are")
-        texts[name] = _text(f"{where}.{name}", value)
+    check_message(where, message)
+    texts = {name: _whole(f"{where}.{name}", message[name]) for name in MESSAGE_TEXTS if message.get(name) is not None}
     calls = message.get("tool_calls") or ()
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise InvalidArgument(f"{where}.tool_calls", "must be a list of calls")
     made = [_call_message(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]
     return inference_pb2.ChatMessage(**texts, tool_calls=made)
 
 
-def _call_message(where: str, call: Any) -> inference_pb2.ToolCall:
-    _check_names(where, call, {"id", "type", "function"})
-    if call.get("type", "function") != "function":
-        raise InvalidArgument(f"{where}.type", f"{str(call['type'])[:_MAX_SHOWN]!r} is not 'function'")
-    function = call.get("function")
-    _check_names(f"{where}.function", function, {"name", "arguments"})
-    texts = {name: _text(f"{where}.function.{name}", value) for name, value in function.items() if value is not None}
+def _call_message(where: str, call: Mapping[str, Any]) -> inference_pb2.ToolCall:
+    function = call["function"].items()
+    texts = {name: _whole(f"{where}.function.{name}", value) for name, value in function if value is not None}
     call_id = call.get("id")
-    return inference_pb2.ToolCall(id=None if call_id is None else _text(f"{where}.id", call_id), **texts)
+    return inference_pb2.ToolCall(id=None if call_id is None else _whole(f"{where}.id", call_id), **texts)
 
 
-def _check_names(where: str, value: Any, known: set[str]) -> None:
-    if not isinstance(value, Mapping):
-        raise InvalidArgument(where, "is missing" if value is None else "must be an object")
-    for name in value:
-        if name not in known:
-            raise InvalidArgument(
-                f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are"
-            )
-
-
-def _text(where: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise InvalidArgument(where, f"{str(value)[:_MAX_SHOWN]} is not a string")
-    require_whole_characters(where, value)
-    return value
+def _whole(where: str, text: str) -> str:
+    require_whole_characters(where, text)
+    return text
 
 
 def _tool_message(tool: Tool) -> inference_pb2.Tool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client.wire import Call, checked_ids, checked_int32, logprob_of
+from jpaged.completions import Evaluated
 from jpaged.errors import InvalidArgument
 from jpaged.types import Pooling, Score, Usage, require_whole_characters
 
@@ -20,21 +21,6 @@ _POOLINGS: Mapping[Pooling, inference_pb2.Pooling] = {
     "last": inference_pb2.POOLING_LAST,
     "mean": inference_pb2.POOLING_MEAN,
 }
-
-
-class Evaluated(tuple[_T, ...]):
-    """What came of each part of one call, in order.
-
-    Attributes:
-        usage: of all parts together.
-    """
-
-    usage: Usage
-
-    def __new__(cls, parts: Iterable[_T], usage: Usage) -> Evaluated[_T]:
-        self = super().__new__(cls, parts)
-        self.usage = usage
-        return self
 
 
 @dataclass(frozen=True, slots=True)

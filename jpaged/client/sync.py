@@ -13,9 +13,9 @@ from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import evaluations, wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
-from jpaged.client.evaluations import Evaluated
 from jpaged.client.failures import translated
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
+from jpaged.completions import Evaluated
 from jpaged.errors import DeadlineExceeded
 from jpaged.load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score

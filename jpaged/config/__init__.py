@@ -1,7 +1,8 @@
 """The options, once: name, limits, help, default.
 
 engine_config.py   all of them together: loaded, resolved, explained; and the environment
-groups.py          the sections
+groups.py          the sections of an engine
+serving.py         those of a server
 speculative.py     how tokens are proposed before they are drawn
 option.py          what a field of a section is, and how it is checked
 """
@@ -17,6 +18,7 @@ from jpaged.config.engine_config import (
     iter_options,
     keep_tokenizers_on_their_thread,
     platform_default,
+    server_field_names,
     shows_traces,
     tpu_library,
 )
@@ -32,7 +34,6 @@ from jpaged.config.groups import (
     Policy,
     PreemptionMode,
     SchedulerOptions,
-    ServerOptions,
     StartupOptions,
 )
 from jpaged.config.option import (
@@ -40,6 +41,7 @@ from jpaged.config.option import (
     option,
     option_type,
 )
+from jpaged.config.serving import HttpOptions, ServerOptions
 from jpaged.config.speculative import SpeculativeOptions
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "Batching",
     "CacheOptions",
     "EngineConfig",
+    "HttpOptions",
     "KVPolicy",
     "LinearBackend",
     "LoraOptions",
@@ -70,6 +73,7 @@ __all__ = [
     "option",
     "option_type",
     "platform_default",
+    "server_field_names",
     "shows_traces",
     "tpu_library",
 ]

@@ -24,10 +24,10 @@ from jpaged.config.groups import (
     ModelOptions,
     ParallelOptions,
     SchedulerOptions,
-    ServerOptions,
     StartupOptions,
 )
 from jpaged.config.option import checked
+from jpaged.config.serving import HttpOptions, ServerOptions
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost
@@ -49,6 +49,7 @@ class EngineConfig:
     lora: LoraOptions = field(default_factory=LoraOptions)
     startup: StartupOptions = field(default_factory=StartupOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
+    http: HttpOptions = field(default_factory=HttpOptions)
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -201,6 +202,8 @@ class EngineConfig:
 
 
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
+SERVER_SECTIONS = ("server", "http")
+"""Sections that an engine without a server has no use for."""
 
 
 def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
@@ -219,6 +222,11 @@ def platform_default(name: str, platform: str) -> Any:
 def field_names(section: type) -> tuple[str, ...]:
     """Names of the options in a section."""
     return tuple(spec.name for spec in fields(section))
+
+
+def server_field_names() -> tuple[str, ...]:
+    """Names of the options that only a server has: where it listens, who may ask, what it tells."""
+    return tuple(name for name, section, _ in iter_options() if section in SERVER_SECTIONS)
 
 
 def compile_cache_dir() -> Path | None:

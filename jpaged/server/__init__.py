@@ -5,8 +5,6 @@ servicer.py     proto <-> types, and one method for each RPC
 chat.py         proto <-> types of chats
 evaluations.py  Score and Embed
 status.py       errors -> status codes with details
-metrics.py      a loaded model's numbers in Prometheus' format
-scrapes.py      the HTTP server that scrapes come to
 replica.py      a loaded model without a port, for a host with a server of its own
 health.py       grpc.health.v1, whose watches end with the server
 lifecycle.py    health, signals: starting, serving, draining, exit code

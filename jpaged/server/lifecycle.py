@@ -26,14 +26,15 @@ from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, infer
 from jpaged.config import EngineConfig, shows_traces
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
+from jpaged.http.port import HttpPort
 from jpaged.server.health import HealthServicer
-from jpaged.server.metrics import serve_metrics
 from jpaged.server.port import make_server
-from jpaged.server.scrapes import ScrapeServer
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
 from jpaged.service.state import ServiceState, Stage
+from jpaged.telemetry.metrics import serve_metrics
+from jpaged.telemetry.scrapes import ScrapeServer
 from jpaged.types import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -84,11 +85,17 @@ class Server:
         self._port = 0
         self._prefix: str | None = None
         self._metrics: ScrapeServer | None = None
+        self._http: HttpPort | None = None
 
     @property
     def metrics_port(self) -> int | None:
         """The port of metrics; None before the model is loaded, and when nobody asked for them."""
         return None if self._metrics is None else self._metrics.server_port
+
+    @property
+    def http_port(self) -> int | None:
+        """The port of the HTTP face; None when nobody asked for it."""
+        return None if self._http is None else self._http.port
 
     async def start(self) -> int:
         """Opens the port, and starts loading the model; returns the port.
@@ -108,6 +115,10 @@ class Server:
             reflection.enable_server_reflection(names, self._grpc)
         await self._enter(Stage.STARTING)
         self._port = self._bind()
+        options = self._config
+        if options.http.http_port is not None:
+            self._http = HttpPort(self._service, options.server.host, options.http.http_port)
+            await self._http.start()
         await self._grpc.start()
         self._loading = asyncio.create_task(self._load_model())
         return self._port
@@ -247,6 +258,8 @@ class Server:
         if not await _wait(self._service.is_idle, _FLUSH_TIMEOUT_S):
             _LOG.warning("clients that do not read their streams were cut off")
         await self._health.end_watches(_FLUSH_TIMEOUT_S)
+        if self._http is not None:
+            await self._http.stop(_FLUSH_TIMEOUT_S)
         await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
         if self.state.model is not None:
             await asyncio.to_thread(self.state.model.engine.stop)

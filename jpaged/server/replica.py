@@ -17,13 +17,13 @@ import grpc
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable
 from jpaged.server.evaluations import asker_of, embedded, scored
-from jpaged.server.metrics import serve_metrics
-from jpaged.server.scrapes import ScrapeServer
 from jpaged.server.servicer import detokenized, load_of, responses, tenant_from, tokenized
 from jpaged.server.status import Trailers, error_for, status_of, trailers_of
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
 from jpaged.service.state import ServiceState, Stage
+from jpaged.telemetry.metrics import serve_metrics
+from jpaged.telemetry.scrapes import ScrapeServer
 
 Metadata = Iterable[tuple[str, str | bytes]]
 

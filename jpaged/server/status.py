@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Iterable
 from typing import NoReturn, Protocol
 
@@ -14,7 +13,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, reason_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def status_of(error: JpagedError) -> status_pb2.Status:
         error = type(error)(name, error.problem)
     code = grpc.StatusCode[error.grpc_status].value[0]
     status = status_pb2.Status(code=code, message=_shortened(str(error)))
-    _attach(status, error_details_pb2.ErrorInfo(reason=_reason_of(error), domain=ERROR_DOMAIN))
+    _attach(status, error_details_pb2.ErrorInfo(reason=reason_of(error), domain=ERROR_DOMAIN))
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=_shortened(error.problem)
@@ -100,11 +99,6 @@ def _attach(status: status_pb2.Status, detail: Message) -> None:
     packed = any_pb2.Any()
     packed.Pack(detail)
     status.details.append(packed)
-
-
-def _reason_of(error: JpagedError) -> str:
-    """RequestTooLong -> REQUEST_TOO_LONG."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
 
 
 def _shortened(message: str) -> str:

@@ -10,9 +10,14 @@ from jpaged.types import MAX_CACHE_SALT_CHARS
 _NAME = re.compile(r"[\x20-\x7e]{1,128}")
 
 
+def is_name(name: str) -> bool:
+    """Whether something may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def require_name(field: str, name: str) -> None:
     """Refuse a name that cannot be an id, a tenant, a prefix's or an adapter's."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")
 
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jpaged.client.openai import BadLine, failure_line, parse_line, response_line
 from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unavailable
+from jpaged.openai.lines import BadLine, failure_line, parse_line, response_line
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 PATIENCE_S = 1800.0

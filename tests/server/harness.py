@@ -61,6 +61,11 @@ class Harness:
         return self.executor.faults
 
     @property
+    def http_url(self) -> str:
+        """Where OpenAI's API is."""
+        return f"http://127.0.0.1:{self.server.http_port}"
+
+    @property
     def target(self) -> str:
         return f"127.0.0.1:{self.port}"
 

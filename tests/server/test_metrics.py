@@ -13,9 +13,9 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.stats import Histogram
 from jpaged.errors import InvalidArgument
 from jpaged.load import DURATIONS, metrics_of
-from jpaged.server.metrics import serve_metrics
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.telemetry.metrics import serve_metrics
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.types import OutputEvent, Request, SamplingParams
 from tests.server.harness import BACKEND, MODEL, running

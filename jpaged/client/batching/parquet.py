@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jpaged import json_text
-from jpaged.client.openai import BadLine, Line, line_of, loaded
 from jpaged.client.results import OutputError
 from jpaged.errors import InvalidArgument
+from jpaged.openai.lines import BadLine, Line, line_of, loaded
 
 SUFFIX = ".parquet"
 COLUMNS = ("custom_id", "method", "url", "body")

@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from jpaged.client.channel import Backoff
-from jpaged.client.openai import Line
 from jpaged.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -31,6 +30,7 @@ from jpaged.errors import (
     Unsupported,
 )
 from jpaged.load import Load
+from jpaged.openai.lines import Line
 from jpaged.types import ModelInfo
 
 LOST = (Unavailable, Cancelled)

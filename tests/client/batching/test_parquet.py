@@ -11,9 +11,9 @@ import pytest
 from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.client.batching import parquet, targets
 from jpaged.client.batching.parquet import ParquetLines, journal_of, pack, unpack
-from jpaged.client.openai import BadLine, Line
 from jpaged.client.results import OutputError
 from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.openai.lines import BadLine, Line
 from tests.client.test_batch import failed, ignore, results, simple, write_input
 from tests.server.harness import running
 

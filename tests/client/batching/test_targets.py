@@ -13,9 +13,9 @@ import pytest
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
 from jpaged.client.batching import targets
 from jpaged.client.batching.targets import Lines, Targets, targets_in, window_of
-from jpaged.client.openai import Line
 from jpaged.errors import InvalidArgument, JpagedError, QueueFull, Unavailable, Unsupported
 from jpaged.load import Load
+from jpaged.openai.lines import Line
 from jpaged.types import ModelInfo
 from tests.client.test_batch import ignore, results, simple, write_input
 from tests.server import harness as harness_module

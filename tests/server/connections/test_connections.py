@@ -13,7 +13,7 @@ import pytest
 from jpaged._proto.v1 import control_pb2
 from jpaged.client import Client
 from jpaged.server import port as grpc_port
-from jpaged.server import scrapes
+from jpaged.telemetry import scrapes
 from jpaged.types import SamplingParams
 from tests.server.connections.raw_http2 import GOAWAY, Connection, message
 from tests.server.harness import collect, eventually, request, running

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jpaged.client.openai import EMBEDDINGS_URL, Line, body_of, name_in
 from jpaged.errors import InternalError, InvalidArgument
+from jpaged.openai.lines import EMBEDDINGS_URL, Line, body_of, name_in
 from jpaged.types import Pooling, SamplingParams, Score, TokenLogprob
 
 _T = TypeVar("_T")

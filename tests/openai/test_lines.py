@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jpaged.chat import ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
-from jpaged.client.openai import BadLine, Job, Line, failure_line, job_of, parse_file, parse_lines, success_line
 from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.openai.lines import BadLine, Job, Line, failure_line, job_of, parse_file, parse_lines, success_line
 from jpaged.types import (
     CompletionOutput,
     PositionLogprobs,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jpaged.chat import ChatOptions, chat_options_of, reasoning_of
-from jpaged.client.chat import check_message
+from jpaged.chat import ChatOptions, chat_options_of, check_message, reasoning_of
 from jpaged.errors import InvalidArgument
 from jpaged.types import CompletionOutput
 

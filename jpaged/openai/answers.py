@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from jpaged.chat import ChatOptions
-from jpaged.client.batching.scoring import (
+from jpaged.completions import Evaluated
+from jpaged.errors import NotFound
+from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Job, Line, job_of, response_line, success_line
+from jpaged.openai.scoring import (
     EmbedJob,
     ScoreJob,
     embeddings_body,
@@ -21,9 +24,6 @@ from jpaged.client.batching.scoring import (
     scoring_job_of,
     similarities_body,
 )
-from jpaged.client.evaluations import Evaluated
-from jpaged.client.openai import EMBEDDINGS_URL, SCORE_URL, Job, Line, job_of, response_line, success_line
-from jpaged.errors import NotFound
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")

@@ -13,7 +13,7 @@ A field of a body that cannot be honoured is an error of its line, never ignored
 of one that the server has loaded. Log-probabilities of the prompt are `prompt_logprobs` of each choice, and of
 the whole answer to a chat: an entry a token as vLLM has it
 (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html). What chats have beside is read in
-`openai_chat.py`, bodies of /v1/embeddings and /v1/score in `batching/scoring.py`.
+`chats.py`, bodies of /v1/embeddings and /v1/score in `scoring.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 
 from jpaged import json_text
 from jpaged.chat import ChatOptions
-from jpaged.client.openai_chat import CHAT_FIELDS, chat_options_in, message_of, messages_in
 from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, message_of, messages_in
 from jpaged.structured import response_format_of
 from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
 

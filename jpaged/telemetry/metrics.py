@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import InvalidArgument
 from jpaged.load import DURATIONS, PER_POSITION, SpeculationLoad, metrics_of
-from jpaged.server.scrapes import ScrapeServer
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.telemetry.scrapes import ScrapeServer
 
 
 class EngineCollector(Collector):

@@ -1,0 +1,82 @@
+"""The sections of a server alone: what clients see, where they connect, who may. An engine in one process has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jpaged.config.option import option
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What clients see, where they connect, and how the server ends."""
+
+    served_model_name: str | None = option(None, "the name that clients see; the model's own when left out")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
+    port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
+    max_request_size: float = option(
+        1.0,
+        "the largest message from a client; prompts of 131072 tokens, as text or ids, have half of it. It is read on "
+        "the thread that serves every stream, which takes 40 ms a MiB at worst",
+        low=0.0625,
+        high=64.0,
+        unit="MiB",
+    )
+    max_connections: int = option(
+        512,
+        "connections at one time, and half as many as the process may have open files at most; further ones are closed",
+        low=1,
+        high=1 << 20,
+    )
+    connection_idle_timeout: float = option(
+        300.0, "a connection without a call is closed after so long", low=0.1, high=86400.0, unit="s"
+    )
+    max_messages_per_second: int | None = option(
+        None,
+        "messages that all streams together are sent in a second: where there would be more, several tokens of a "
+        "stream go in one. No token waits longer than 0.1 s for that, and a stream's first and last not at all. A "
+        "message takes 0.1 ms of a processor, which on CPUs is the model's",
+        low=1,
+        high=1_000_000,
+        by_platform={"cpu": 500, "gpu": 5000, "tpu": 5000},
+    )
+    shutdown_timeout: float = option(
+        30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
+    )
+    enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and the like")
+    disable_control: bool = option(
+        False,
+        "answer Abort, PinPrefix, LoadAdapter and what undoes them with PERMISSION_DENIED",
+    )
+    isolate_tenants: bool = option(
+        True,
+        "tenants (request metadata x-jpaged-tenant) share no cached prefix, no name of a pinned one and no request id; "
+        "off, the tenant counts for the policy fair alone",
+    )
+    max_pinned_blocks: int | None = option(
+        None,
+        "blocks that pinned prefixes may hold, in the pool of each replica; a quarter of it, as far as a request of "
+        "max_model_len can do with the rest, when left out",
+        low=0,
+    )
+    pin_prefix: str | None = option(
+        None, "a text file: prompts that begin with its text, as it stands there, always find it computed"
+    )
+    metrics_port: int | None = option(
+        None,
+        "port that answers Prometheus, on the same host; 0 picks a free one, none when left out",
+        low=0,
+        high=65535,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """The HTTP face."""
+
+    http_port: int | None = option(
+        None,
+        "port of OpenAI's HTTP API, on the same host; 0 picks a free one, none when left out",
+        low=0,
+        high=65535,
+    )

@@ -1,0 +1,9 @@
+"""The HTTP face: OpenAI's API. JSON in, JSON and server-sent events out; it knows the service and nothing below it.
+
+app.py      the routes
+port.py     uvicorn on the event loop of the server
+errors.py   errors -> statuses and OpenAI's form of them
+requests.py what every request has: its body, bounded; its id, its tenant
+operator.py what is asked of the server and not of the model: health, version, metrics
+models.py   /v1/models
+"""

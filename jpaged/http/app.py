@@ -1,0 +1,75 @@
+"""The application: its routes, and what is done for every request around them.
+
+X-Request-Id    the caller's, or one that is made up, in the answer
+an error        one status and OpenAI's form of it, in one place
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jpaged.errors import JpagedError, NotFound, Unsupported
+from jpaged.http import models, operator
+from jpaged.http.errors import error_for, response_of
+from jpaged.http.requests import REQUEST_ID_HEADER
+from jpaged.service.names import is_name
+from jpaged.service.service import Service
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def make_app(service: Service) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """Return the ASGI application that answers for a service."""
+    app = Starlette(
+        routes=[*operator.routes(service), *models.routes(service)],
+        exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},
+    )
+    return _Named(app)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    return response_of(error_for(error))
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    """Answers for a path or a method that is not here."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    path = f"{request.method} {request.url.path[:200]}"
+    told: JpagedError = (
+        NotFound(f"path: there is no {path}") if status == 404 else Unsupported(f"path: {path}: {error}")
+    )
+    response = response_of(told)
+    response.status_code = status
+    return response
+
+
+class _Named:
+    """Gives each request an id, and each answer the id of its request."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key = REQUEST_ID_HEADER.encode()
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == key), "")
+        request_id = given if is_name(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def named(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (key, request_id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, named)

@@ -1,0 +1,39 @@
+"""What is asked of the server and not of the model: health, version, metrics. These need no token."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.http.errors import JSON
+from jpaged.service.service import Service
+from jpaged.service.state import Stage
+from jpaged.telemetry.metrics import EngineCollector
+from jpaged.version import __version__
+
+
+def routes(service: Service) -> list[Route]:
+    """The paths of this file."""
+    state = service.state
+
+    async def health(request: Request) -> Response:
+        """Answers 200 while requests are taken, and 503 otherwise, as vLLM does."""
+        return Response(status_code=200 if state.stage is Stage.SERVING else 503)
+
+    async def version(request: Request) -> Response:
+        return JSON({"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(state.loaded()))
+        text = await service.work(lambda: generate_latest(registry), 1 << 20)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+    ]

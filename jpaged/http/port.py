@@ -1,0 +1,83 @@
+"""The port of the HTTP face: uvicorn, on the event loop of the server, which has the signals and the end itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from jpaged.errors import InvalidArgument
+from jpaged.http.app import make_app
+from jpaged.service.service import Service
+
+_KEEP_ALIVE_S = 75
+"""A connection without a request is closed then; behind proxies that close theirs after 60 s."""
+_BACKLOG = 2048
+
+
+class HttpPort:
+    """Answers HTTP on a port until it is stopped; 0 is a free port.
+
+    Raises:
+        InvalidArgument: the port cannot be had.
+    """
+
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        self._socket = _bound(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            make_app(service),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            backlog=_BACKLOG,
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Answer what has come, for so long, and close the port."""
+        if self._serving is None:
+            self._socket.close()
+            return
+        self._server.end()
+        await asyncio.wait((self._serving,), timeout=timeout_s)
+        if not self._serving.done():
+            self._server.hurry()
+            await self._serving
+        self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    def end(self) -> None:
+        self.should_exit = True
+
+    def hurry(self) -> None:
+        self.force_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise InvalidArgument("http_port", f"{port} on {host} cannot be listened on: {error}") from error
