@@ -1,6 +1,8 @@
 """Generate jpaged/_proto from protos/.
 
 protos/jpaged/v1/x.proto becomes jpaged/_proto/v1/x_pb2.py, x_pb2.pyi and, where it has a service, x_pb2_grpc.py.
+protos/jpaged/open_inference/ has messages under names that others have published. A process may have them from the
+others, too (`tritonclient`), and protobuf takes a name once in a pool of descriptors: ours are in a pool of their own.
 The output is a function of the protos and of the pinned grpcio-tools alone; `--check` fails where the files on disk
 differ from it.
 """
@@ -22,10 +24,14 @@ OUTPUT = ROOT / "jpaged" / "_proto"
 PACKAGE_DOCSTRING = '"""Generated from protos/ by `make proto`; never edited."""\n'
 
 # protoc writes `from jpaged.v1 import x_pb2`: a path in the proto tree, not in ours.
-_OWN_IMPORT = re.compile(r"^(\s*)from jpaged\.(v\w+)( import )", re.MULTILINE)
+_OWN_IMPORT = re.compile(r"^(\s*)from jpaged\.(v\w+|open_inference)( import )", re.MULTILINE)
 
 # And the module that messages say they are of, by which pickle finds their class.
-_OWN_MODULE = re.compile(r"^(_builder\.Build\w+\(DESCRIPTOR, ')jpaged\.(v\w+)", re.MULTILINE)
+_OWN_MODULE = re.compile(r"^(_builder\.Build\w+\(DESCRIPTOR, ')jpaged\.(v\w+|open_inference)", re.MULTILINE)
+
+# Protos whose names others have published, and what gives those a pool of their own.
+_PUBLISHED = "open_inference"
+_SHARED_POOL, _OWN_POOL = "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
 
 
 def protoc_arguments(protos: Path) -> list[str]:
@@ -61,6 +67,8 @@ def generate(protos: Path) -> dict[str, str]:
                 continue  # a file of messages alone
             name = path.relative_to(made)
             text = _OWN_IMPORT.sub(r"\1from jpaged._proto.\2\3", text)
+            if name.parts[0] == _PUBLISHED:
+                text = text.replace(_SHARED_POOL, _OWN_POOL)
             texts[name.as_posix()] = _OWN_MODULE.sub(r"\1jpaged._proto.\2", text)
             texts[(name.parent / "__init__.py").as_posix()] = PACKAGE_DOCSTRING
     return texts

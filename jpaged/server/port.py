@@ -184,14 +184,16 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: _InHand) -> grpc.RpcMeth
         finally:
             del content, request
 
-    async def answer_each(_: object, context: Any) -> AsyncIterator[Any]:
+    async def answer_each(_: object, context: Any) -> None:
         async def requests() -> AsyncIterator[Any]:
             while (content := await context.read()) is not aio.EOF:
                 yield await decoded(context, content)
 
         try:
-            async for response in handler.stream_stream(requests(), context):
-                yield response
+            # Written here, not handed on: a call that ends while a message waits for its reader ends the handler.
+            async with contextlib.aclosing(handler.stream_stream(requests(), context)) as responses:
+                async for response in responses:
+                    await context.write(response)
         except aio.InternalError as error:
             raise _gone(error) from None
 

@@ -6,12 +6,11 @@ out, everything that a type holds has its field.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
-from grpc import aio
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
@@ -19,7 +18,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.server.chat import chat_options_from, delta_of, messages_from
 from jpaged.server.evaluations import asker_of, embedded, scored
-from jpaged.server.status import CallContext, error_for, refuse
+from jpaged.server.status import CallContext, answering
 from jpaged.service.names import require_name
 from jpaged.service.service import Call, Service
 from jpaged.service.state import ServiceState, Stage
@@ -73,6 +72,11 @@ def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     name = tenant.decode(errors="replace") if isinstance(tenant, bytes) else tenant
     require_name(TENANT_KEY, name)
     return name
+
+
+def tenant_of(context: CallContext) -> str:
+    """The tenant of a call; see `tenant_from`."""
+    return tenant_from(context.invocation_metadata() or ())
 
 
 def call_from(
@@ -234,17 +238,6 @@ def _finish_of(finish: SequenceFinish, cumulative_logprob: float | None) -> infe
     )
 
 
-@asynccontextmanager
-async def _answering(context: CallContext) -> AsyncIterator[None]:
-    """Turns whatever the body raises into the call's status. A cancelled call has no one to tell."""
-    try:
-        yield
-    except aio.InternalError:  # the peer is gone
-        raise
-    except Exception as error:
-        await refuse(context, error_for(error))
-
-
 async def responses(
     service: Service,
     message: inference_pb2.GenerateRequest,
@@ -294,7 +287,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: CallContext) -> None:
         """Streams one request; its blocks are free within a step, however the call ends."""
-        async with _answering(context):
+        async with answering(context):
             metadata = context.invocation_metadata() or ()
             async with aclosing(responses(self._service, request, metadata, context.time_remaining())) as messages:
                 async for message in messages:
@@ -302,28 +295,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: CallContext) -> inference_pb2.ScoreResponse:
         """Each continuation is a request of its own; a call that goes away takes all of them along."""
-        async with _answering(context):
-            asker = asker_of(request, _tenant(context), context.time_remaining())
+        async with answering(context):
+            asker = asker_of(request, tenant_of(context), context.time_remaining())
             return await scored(self._service, asker, request)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: CallContext) -> inference_pb2.EmbedResponse:
         """Each input is a request of its own; a call that goes away takes all of them along."""
-        async with _answering(context):
-            asker = asker_of(request, _tenant(context), context.time_remaining())
+        async with answering(context):
+            asker = asker_of(request, tenant_of(context), context.time_remaining())
             return await embedded(self._service, asker, request)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
         """Checks what Generate checks, but for the length: texts may be longer than a prompt."""
-        async with _answering(context):
+        async with answering(context):
             return await tokenized(self._service, request)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
         """Takes more ids than a sequence has."""
-        async with _answering(context):
+        async with answering(context):
             return await detokenized(self._service, request)
 
 
@@ -337,34 +330,34 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.GetServerInfoRequest, context: CallContext
     ) -> control_pb2.GetServerInfoResponse:
         """Answers in every state."""
-        async with _answering(context):
+        async with answering(context):
             return server_info_of(self._service.state)
 
     async def GetModelInfo(
         self, request: control_pb2.GetModelInfoRequest, context: CallContext
     ) -> control_pb2.GetModelInfoResponse:
         """The facts that were fixed at start-up."""
-        async with _answering(context):
+        async with answering(context):
             return model_info_of(self._service.state.loaded().model)
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: CallContext) -> control_pb2.GetLoadResponse:
         """A snapshot: the engine goes on meanwhile."""
-        async with _answering(context):
+        async with answering(context):
             engine = self._service.state.loaded().engine
             return load_of(engine.load(), engine.replica_loads())
 
     async def Abort(self, request: control_pb2.AbortRequest, context: CallContext) -> control_pb2.AbortResponse:
         """The aborted stream, not this call, says what was generated."""
-        async with _answering(context):
-            self._service.abort(request.request_id, _tenant(context))
+        async with answering(context):
+            self._service.abort(request.request_id, tenant_of(context))
             return control_pb2.AbortResponse()
 
     async def PinPrefix(
         self, request: control_pb2.PinPrefixRequest, context: CallContext
     ) -> control_pb2.PinPrefixResponse:
         """A caller that goes away changes nothing: the prefix is pinned."""
-        async with _answering(context):
-            prefix, tenant = prompt_from(request), _tenant(context)
+        async with answering(context):
+            prefix, tenant = prompt_from(request), tenant_of(context)
             num_tokens = await self._service.pin_prefix(
                 request.name, prefix, request.cache_salt, tenant, request.adapter
             )
@@ -374,15 +367,15 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.UnpinPrefixRequest, context: CallContext
     ) -> control_pb2.UnpinPrefixResponse:
         """Requests that share the prefix go on."""
-        async with _answering(context):
-            self._service.unpin_prefix(request.name, _tenant(context))
+        async with answering(context):
+            self._service.unpin_prefix(request.name, tenant_of(context))
             return control_pb2.UnpinPrefixResponse()
 
     async def LoadAdapter(
         self, request: control_pb2.LoadAdapterRequest, context: CallContext
     ) -> control_pb2.LoadAdapterResponse:
         """A caller that goes away changes nothing: the adapter is loaded."""
-        async with _answering(context):
+        async with answering(context):
             adapter = await self._service.load_adapter(request.name, request.path)
             return control_pb2.LoadAdapterResponse(num_bytes=adapter.num_bytes)
 
@@ -390,7 +383,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.UnloadAdapterRequest, context: CallContext
     ) -> control_pb2.UnloadAdapterResponse:
         """Requests that have the adapter go on."""
-        async with _answering(context):
+        async with answering(context):
             self._service.unload_adapter(request.name)
             return control_pb2.UnloadAdapterResponse()
 
@@ -398,12 +391,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.ListAdaptersRequest, context: CallContext
     ) -> control_pb2.ListAdaptersResponse:
         """Those that requests can have."""
-        async with _answering(context):
+        async with answering(context):
             loaded = self._service.state.loaded().adapters.loaded()
             return control_pb2.ListAdaptersResponse(
                 adapters=[_message_of(control_pb2.Adapter, adapter) for adapter in loaded]
             )
-
-
-def _tenant(context: CallContext) -> str:
-    return tenant_from(context.invocation_metadata() or ())

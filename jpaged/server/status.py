@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import NoReturn, Protocol
 
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, reason_of
@@ -93,6 +95,17 @@ def name_on_wire(field: str) -> str:
 async def refuse(context: CallContext, error: JpagedError) -> NoReturn:
     """Ends the call with the status that `error` becomes."""
     await context.abort(grpc.StatusCode[error.grpc_status], status_of(error).message, trailers_of(error))
+
+
+@asynccontextmanager
+async def answering(context: CallContext) -> AsyncIterator[None]:
+    """Turn whatever the body raises into the call's status. A cancelled call has no one to tell."""
+    try:
+        yield
+    except aio.InternalError:  # the peer is gone
+        raise
+    except Exception as error:
+        await refuse(context, error_for(error))
 
 
 def _attach(status: status_pb2.Status, detail: Message) -> None:

@@ -3,11 +3,16 @@
 import importlib.util
 import pickle
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpc_tools import protoc
+from tritonclient.grpc import model_config_pb2 as client_config_pb2
+from tritonclient.grpc import service_pb2 as client_pb2
 
+from jpaged._proto.open_inference import inference_pb2 as open_inference_pb2
 from jpaged._proto.v1 import inference_pb2
 from protos import generate, lint
 
@@ -157,3 +162,44 @@ def test_writing_twice_changes_nothing_and_drift_is_named(tmp_path):
 def test_a_message_survives_pickling():
     message = inference_pb2.GenerateRequest(text="hello")
     assert pickle.loads(pickle.dumps(message)) == message
+
+
+def test_of_a_published_package_only_comments_and_case_are_asked(tmp_path):
+    text = GOOD.replace("package jpaged.v1;", "package inference;").replace("GreetingService", "Greeting")
+    text = text.replace("MANNER_UNSPECIFIED = 0;", "COLD = 0;  // Coldly.").replace("MANNER_UNSPECIFIED", "COLD")
+    assert rules_broken(tmp_path, text, "other/greeting.proto") == []
+    assert rules_broken(tmp_path, text.replace("  // The words.\n", ""), "other/greeting.proto") == ["comment"]
+
+
+def test_the_messages_of_the_open_inference_protocol_have_the_published_names_and_numbers():
+    published = [client_config_pb2.DESCRIPTOR, client_pb2.DESCRIPTOR]
+
+    def differences_of(ours: Any, other: Any) -> Iterator[str]:
+        for field in ours.fields:
+            same = other.fields_by_name[field.name]
+            if (field.number, field.type, field.is_repeated) != (same.number, same.type, same.is_repeated):
+                yield field.full_name
+            if field.message_type is not None:
+                yield from differences_of(field.message_type, same.message_type)
+            if field.enum_type is not None:
+                numbers = {value.name: value.number for value in same.enum_type.values}
+                yield from (value.name for value in field.enum_type.values if numbers[value.name] != value.number)
+
+    for name, message in open_inference_pb2.DESCRIPTOR.message_types_by_name.items():
+        (other,) = [file.message_types_by_name[name] for file in published if name in file.message_types_by_name]
+        assert list(differences_of(message, other)) == []
+    (service,) = open_inference_pb2.DESCRIPTOR.services_by_name.values()
+    (theirs,) = client_pb2.DESCRIPTOR.services_by_name.values()
+    for method in service.methods:
+        same = theirs.methods_by_name[method.name]
+        for side in ("input_type", "output_type"):
+            assert getattr(method, side).full_name == getattr(same, side).full_name
+        assert (method.client_streaming, method.server_streaming) == (same.client_streaming, same.server_streaming)
+
+
+def test_messages_that_others_have_published_leave_those_of_others_alone_in_one_process():
+    ours, theirs = open_inference_pb2.ModelInferRequest(id="x"), client_pb2.ModelInferRequest(id="x")
+    assert ours.DESCRIPTOR.full_name == theirs.DESCRIPTOR.full_name
+    assert ours.DESCRIPTOR.file.pool is not theirs.DESCRIPTOR.file.pool
+    assert ours.SerializeToString() == theirs.SerializeToString()
+    assert pickle.loads(pickle.dumps(ours)) == ours

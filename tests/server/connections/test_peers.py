@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.server import servicer
+from jpaged.server import servicer, status
 from tests.server.connections.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, RST_STREAM, Connection, frame, message
 from tests.server.harness import collect, details_of, eventually, failure_of, request
 
@@ -197,7 +197,7 @@ async def test_a_message_that_cannot_be_sent_ends_its_call_quietly(harness, quie
 async def test_a_peer_that_is_gone_is_told_nothing_and_its_call_does_not_go_on():
     nobody: Any = None  # who is asked for nothing
     with pytest.raises(aio.InternalError, match="start_batch"):
-        async with servicer._answering(nobody):
+        async with status.answering(nobody):
             raise aio.InternalError("Failed grpc_call_start_batch")
 
 
