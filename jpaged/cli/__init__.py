@@ -14,4 +14,5 @@ plan.py            plan
 server_process.py  a server as a child process
 
 bench/             bench, a module a benchmark
+help/              help and completion, and how help is laid out
 """

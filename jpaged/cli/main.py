@@ -18,6 +18,10 @@ from types import ModuleType
 
 from jpaged.cli import batch, convert, demo, generate, health, plan, serve
 from jpaged.cli.bench import command as bench
+from jpaged.cli.help import command as help_command
+from jpaged.cli.help import completion
+from jpaged.cli.help.action import add_help
+from jpaged.cli.help.formatter import HelpFormatter
 from jpaged.config import shows_traces
 from jpaged.errors import InvalidArgument, JpagedError, sentence_of
 from jpaged.version import __version__
@@ -31,9 +35,14 @@ COMMANDS: dict[str, ModuleType] = {
     "convert": convert,
     "plan": plan,
     "demo": demo,
+    "completion": completion,
+    "help": help_command,
 }
 """Each module has HELP and DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""
 
+_EPILOG = """\
+jpaged COMMAND --help tells what a command takes, --help=WORD a group of it or the options with WORD in their names.
+"""
 _MAX_SHOWN = 4000
 """Characters of an error: files and options may put what they like into one."""
 _BUG, _INTERRUPTED, _NOT_READ = 70, 130, 141
@@ -92,15 +101,27 @@ def _silence_stdout() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The whole command line, which commands that tell of it find as `command_line`."""
     parser = argparse.ArgumentParser(
-        prog="jpaged", description="Serve large language models from a paged KV cache.", allow_abbrev=False
+        prog="jpaged",
+        description="Serve large language models from a paged KV cache.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
     )
+    parser.set_defaults(command_line=parser)
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, allow_abbrev=False)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=HelpFormatter,
+        )
+        add_help(command)
         module.add_arguments(command)
     return parser
 

@@ -9,13 +9,15 @@ from dataclasses import Field, fields
 from decimal import Decimal
 from typing import Any
 
-from jpaged.config import SECTIONS, EngineConfig, iter_options
+from jpaged.config import SECTIONS, EngineConfig, iter_options, section_help
 from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument
 from jpaged.structured import StructuredOutputs, structured_outputs_of
 from jpaged.types import SamplingParams
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}
+_OF_PATHS = {"file": "FILE", "folder": "DIR"}
+"""What stands for a path in the help; shells complete the options that have it."""
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
@@ -27,7 +29,11 @@ def flag_of(name: str) -> str:
 def add_config_flags(
     parser: argparse.ArgumentParser, sections: Collection[str] = tuple(SECTIONS), *, without: Collection[str] = ()
 ) -> None:
-    """A positional MODEL and one flag for every other option of the sections, except those named in `without`."""
+    """A positional MODEL and one flag for every other option of the sections, except those named in `without`.
+
+    The flags of a section are a group of the help.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
     for name, section, spec in iter_options():
         if section not in sections or name in without:
             continue
@@ -35,6 +41,8 @@ def add_config_flags(
             text = f"{spec.metadata['help']} (default: {spec.default})"
             parser.add_argument("model", nargs="?", metavar="MODEL", default=None, help=_escaped(text))
             continue
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section, section_help(section))
         keywords: dict[str, Any] = {"dest": f"config_{name}", "default": None, "help": _help_of(spec)}
         if option_type(spec) is bool:
             keywords["action"] = argparse.BooleanOptionalAction
@@ -42,12 +50,18 @@ def add_config_flags(
             keywords.update(type=_bytes_of, metavar="BYTES")
         else:
             keywords["type"] = option_type(spec)
-            keywords["metavar"] = "N" if option_type(spec) in (int, float) else "JSON" if is_json(spec) else "NAME"
+            keywords["metavar"] = _metavar(spec)
         if option_type(spec) is tuple:
             keywords.update(action="append", type=str)
         if spec.metadata["choices"]:
             keywords.update(choices=spec.metadata["choices"], metavar=None)
-        parser.add_argument(flag_of(name), **keywords)
+        groups[section].add_argument(flag_of(name), **keywords)
+
+
+def _metavar(spec: Field[Any]) -> str:
+    if option_type(spec) in (int, float):
+        return "N"
+    return "JSON" if is_json(spec) else _OF_PATHS.get(spec.metadata["path"], "NAME")
 
 
 def config_values(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -73,7 +87,7 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for every field of SamplingParams; those of lists may come several times."""
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group("sampling", "How tokens are chosen, and when to stop.")
     for spec in fields(SamplingParams):
         text = f"{spec.metadata['help']} (default: {_default_text(spec.default)})"
         keywords: dict[str, Any] = {"dest": f"sampling_{spec.name}", "default": None, "help": _escaped(text)}
@@ -127,7 +141,7 @@ def _help_of(spec: Field[Any]) -> str:
     limits = [
         f"{word} {_number(meta[key])}" for word, key in (("from", "low"), ("to", "high")) if meta[key] is not None
     ]
-    unit = f" {meta['unit']}" if meta["unit"] else ""
+    unit = f" {meta['unit']}" if meta["unit"] and spec.default is not None else ""
     default = f"default: {_default_text(spec.default)}{unit}"
     if meta["by_platform"]:
         of_each = [f"{value} on {platform.upper()}s" for platform, value in meta["by_platform"].items()]

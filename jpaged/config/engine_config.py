@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -26,7 +26,7 @@ from jpaged.config.groups import (
     SchedulerOptions,
     StartupOptions,
 )
-from jpaged.config.option import checked
+from jpaged.config.option import checked, section_of
 from jpaged.config.serving import HttpOptions, ServerOptions
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
 from jpaged.errors import InternalError, InvalidArgument
@@ -42,14 +42,16 @@ PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
 class EngineConfig:
     """Every option, in its section. Frozen; `replace` gives another."""
 
-    model: ModelOptions = field(default_factory=ModelOptions)
-    cache: CacheOptions = field(default_factory=CacheOptions)
-    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
-    parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    lora: LoraOptions = field(default_factory=LoraOptions)
-    startup: StartupOptions = field(default_factory=StartupOptions)
-    server: ServerOptions = field(default_factory=ServerOptions)
-    http: HttpOptions = field(default_factory=HttpOptions)
+    model: ModelOptions = section_of(ModelOptions, "Which model, and how its numbers are held.")
+    cache: CacheOptions = section_of(CacheOptions, "The pool of blocks of keys and values.")
+    scheduler: SchedulerOptions = section_of(SchedulerOptions, "Who runs in a step, in which order, and how many.")
+    parallel: ParallelOptions = section_of(
+        ParallelOptions, "How the model is split and copied over devices and processes."
+    )
+    lora: LoraOptions = section_of(LoraOptions, "Adapters beside the model.")
+    startup: StartupOptions = section_of(StartupOptions, "What is made ready before the first request.")
+    server: ServerOptions = section_of(ServerOptions, "What clients see, where they connect, and how the server ends.")
+    http: HttpOptions = section_of(HttpOptions, "The HTTP face: OpenAI's API, for clients that speak it.")
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -204,6 +206,11 @@ class EngineConfig:
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
 SERVER_SECTIONS = ("server", "http")
 """Sections that an engine without a server has no use for."""
+
+
+def section_help(section: str) -> str:
+    """What the options of a section are about; empty where it does not say."""
+    return next(spec.metadata.get("help", "") for spec in fields(EngineConfig) if spec.name == section)
 
 
 def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:

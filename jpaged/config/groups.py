@@ -237,6 +237,7 @@ class StartupOptions:
         None,
         "a folder of programs that `jpaged plan --save` wrote for this model, these options and these devices: what "
         "is there is loaded, not compiled; num_blocks is theirs when left out",
+        path="folder",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, Literal
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
@@ -13,6 +13,8 @@ from jpaged.types import require_whole_characters
 
 JsonText = str
 """A JSON object as text; options that are given in Python may be the object."""
+PathKind = Literal["", "file", "folder"]
+"""What an option that is a path leads to; shells complete it so."""
 
 
 def option(
@@ -24,6 +26,7 @@ def option(
     choices: tuple[str, ...] = (),
     unit: str = "",
     by_platform: Mapping[str, float] | None = None,
+    path: PathKind = "",
 ) -> Any:
     """Declare a field of a section: its default, its help line and its limits (both inclusive).
 
@@ -31,7 +34,12 @@ def option(
     `by_platform` is what is found on CPUs, GPUs and TPUs (`jpaged.device.step_sizes` has the rule).
     """
     limits = {"low": low, "high": high, "choices": choices, "unit": unit, "by_platform": by_platform or {}}
-    return field(default=default, metadata={"help": help, **limits})
+    return field(default=default, metadata={"help": help, "path": path, **limits})
+
+
+def section_of(kind: type, help: str) -> Any:
+    """Declare a section of the configuration, with a sentence on what its options are about."""
+    return field(default_factory=kind, metadata={"help": help})
 
 
 def option_type(spec: dataclasses.Field[Any]) -> type:

@@ -60,7 +60,9 @@ class ServerOptions:
         low=0,
     )
     pin_prefix: str | None = option(
-        None, "a text file: prompts that begin with its text, as it stands there, always find it computed"
+        None,
+        "a text file: prompts that begin with its text, as it stands there, always find it computed",
+        path="file",
     )
     metrics_port: int | None = option(
         None,

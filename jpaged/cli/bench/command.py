@@ -9,7 +9,10 @@ import argparse
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+
+from jpaged.cli.help.action import add_help
+from jpaged.cli.help.formatter import HelpFormatter
+from jpaged.cli.help.parsers import LateParser
 
 HELP = "measure"
 DESCRIPTION = """\
@@ -38,18 +41,14 @@ BENCHMARKS: Mapping[str, str] = {
 """The help text of each; its module has DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""
 
 
-class _BenchmarkParser(argparse.ArgumentParser):
-    """Takes its arguments from the benchmark's module when the first command line is read."""
+class _BenchmarkParser(LateParser):
+    """Takes its arguments from the benchmark's module."""
 
-    _is_complete = False
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if not self._is_complete:
-            self._is_complete = True
-            module = _module_of(self.prog.rpartition(" ")[2])
-            self.description = module.DESCRIPTION
-            module.add_arguments(self)
-        return super().parse_known_args(args, namespace)
+    def take_arguments(self) -> None:
+        """Imports the module."""
+        module = _module_of(self.prog.rpartition(" ")[2])
+        self.description = module.DESCRIPTION
+        module.add_arguments(self)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="benchmark", required=True, metavar="BENCHMARK", parser_class=_BenchmarkParser
     )
     for name, text in BENCHMARKS.items():
-        benchmark = benchmarks.add_parser(name, help=text, allow_abbrev=False)
-        benchmark.formatter_class = argparse.RawDescriptionHelpFormatter
+        add_help(
+            benchmarks.add_parser(name, help=text, allow_abbrev=False, add_help=False, formatter_class=HelpFormatter)
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
