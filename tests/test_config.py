@@ -104,7 +104,7 @@ def test_resolving_leaves_nothing_open():
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}
     assert (
-        left_out == {"pin_prefix", "metrics_port", "compiled", "lora", "speculative_config"} | several
+        left_out == {"pin_prefix", "metrics_port", "http_port", "compiled", "lora", "speculative_config"} | several
     )  # nothing of the kind unless asked for
 
 
