@@ -60,9 +60,11 @@ class GenerateChunk(SequenceDelta):
 
     Attributes:
         prompt_token_ids: in the first chunk, when they were asked for.
+        seed: in the first chunk, where tokens are sampled: what with.
     """
 
     prompt_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -204,6 +206,7 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         finish=_finish_of(message.finish) if has_finish else None,
         cumulative_logprob=message.finish.cumulative_logprob if message.finish.HasField("cumulative_logprob") else None,
         prompt_token_ids=tuple(message.prompt_token_ids),
+        seed=message.seed if message.HasField("seed") else None,
         is_last=message.is_last,
         times=_times_of(message.times) if message.HasField("times") else None,
         reasoning_content=message.reasoning_content,

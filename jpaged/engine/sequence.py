@@ -14,7 +14,8 @@ in flight, or those of one dispatch of several steps; twice as many are between 
 collection of the one before.
 
 A group of several sequences computes its prompt once: only its leader runs until the prompt is in the pool. Then the
-others fork from it, sharing every block, and each samples its own first token from the same logits.
+others fork from it, sharing every block, and each samples its own first token from the same logits. One that goes on
+behind tokens that were generated elsewhere is run as one that was preempted and is computed again.
 
 Fields are read by many and written here alone, by verbs that say what happened.
 """
@@ -29,7 +30,7 @@ from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.blocks import KVHandle, root_key
 from jpaged.errors import InternalError
 from jpaged.structured import GrammarState
-from jpaged.types import OutputEvent, Request, RequestTimes
+from jpaged.types import Continued, Generated, OutputEvent, Request, RequestTimes
 
 Sink = Callable[[OutputEvent], None]
 """Where a request's events go; called on the engine thread."""
@@ -64,6 +65,7 @@ class Sequence:
         told_from, told_end: positions whose hidden states are told of, from the first that has yet to be dispatched.
         grammar: where its text is in the request's grammar; None without one.
         rope_len: length that its first tokens are turned for, where that depends on the length: the prompt's at first.
+        num_given_tokens: tokens that it had when it came: its prompt, and what it has generated elsewhere.
     """
 
     index: int
@@ -79,9 +81,18 @@ class Sequence:
     told_from: int = 0
     told_end: int = 0
     grammar: GrammarState | None = None
+    num_given_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = self.rope_len = len(self.token_ids)
+        self.num_prompt_tokens = self.rope_len = self.num_given_tokens = len(self.token_ids)
+
+    def goes_on_behind(self, generated: Generated) -> None:
+        """Notes, before it has begun, what it has generated elsewhere; where it has ended there, it is not run."""
+        self.token_ids += generated.token_ids
+        self.num_given_tokens = len(self.token_ids)
+        self.cumulative_logprob = generated.cumulative_logprob
+        if generated.has_finished:
+            self.status = Status.FINISHED
 
     @property
     def num_tokens(self) -> int:
@@ -227,7 +238,7 @@ class Group:
         first_token_s: when the results of the first step that sampled a token for it were here.
         token_gap_s: between its last two steps that sampled tokens; None before the second.
         ended_by: the finish reason of its last event, "deadline" or "error"; None before that.
-        num_sampled_tokens: by all its sequences and beams together.
+        num_sampled_tokens: by all its sequences and beams together, and those generated elsewhere.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
         adapter_slot: where on the device its adapter is while it runs; 0 is none.
     """
@@ -238,7 +249,7 @@ class Group:
     sink: Sink
     max_blocks: InitVar[int]
     num_kv_groups: InitVar[int] = 1
-    sequences: list[Sequence] = field(init=False)
+    sequences: list[Sequence] = field(init=False, default_factory=list)
     is_forked: bool = field(init=False)
     changes_logits: bool = field(init=False)
     is_by_name: bool = field(init=False)
@@ -263,13 +274,16 @@ class Group:
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         whose = request.cache_tenant, request.adapter_number
         root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
-        self.sequences = [
-            Sequence(
-                i, list(request.prompt_token_ids), KVHandle(max_blocks, root, num_kv_groups), grammar=_begin(request)
-            )
-            for i in range(num_sequences)
-        ]
-        self.is_forked = num_sequences == 1
+        continued = {one.generated.index: one for one in request.continued}
+        for i in range(num_sequences):
+            kv, behind = KVHandle(max_blocks, root, num_kv_groups), continued.get(i)
+            grammar = _begin(request) if behind is None else _behind(behind)
+            sequence = Sequence(i, list(request.prompt_token_ids), kv, grammar=grammar)
+            if behind is not None:
+                sequence.goes_on_behind(behind.generated)
+                self.num_sampled_tokens += len(behind.generated.token_ids)
+            self.sequences.append(sequence)
+        self.starts_over()
         self.sequences[0].asked_of(request.told_positions)
 
     @property
@@ -311,7 +325,7 @@ class Group:
         """Notes that it runs, with so many tokens of its prompt in the pool; True the first time."""
         is_first = self.num_cached_tokens is None
         if is_first:
-            self.num_cached_tokens = num_cached_tokens
+            self.num_cached_tokens = min(num_cached_tokens, len(self.request.prompt_token_ids))
         return is_first
 
     def overtaken(self) -> None:
@@ -376,6 +390,10 @@ def _begin(request: Request) -> GrammarState | None:
     if outputs is not None and outputs.always_complete:
         state.closing(request.sampling.max_tokens)
     return state
+
+
+def _behind(continued: Continued) -> GrammarState | None:
+    return None if continued.grammar is None else continued.grammar.copy()
 
 
 def has_unknown_tokens(group: Group) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
@@ -25,6 +26,7 @@ from jpaged.service.state import ServiceState, Stage
 from jpaged.structured import structured_outputs_of
 from jpaged.types import (
     FinishReason,
+    Generated,
     ModelInfo,
     OutputEvent,
     PositionLogprobs,
@@ -84,7 +86,10 @@ def call_from(
 ) -> Call:
     """What is asked of the service; the prompt is read later."""
     return Call(
-        read=lambda: (prompt_from(message), sampling_from(message.sampling)),
+        read=lambda: (
+            replace(prompt_from(message), generated=generated_from(message)),
+            sampling_from(message.sampling),
+        ),
         size=prompt_size(message),
         request_id=message.request_id if message.HasField("request_id") else None,
         model=model_from(message),
@@ -106,9 +111,10 @@ def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
     """Characters or token ids to work on, told without a look at them; None for a conversation, which is laid out."""
     if message.HasField("chat"):
         return None
-    if isinstance(message, inference_pb2.GenerateRequest) and message.HasField("token_ids"):
-        return len(message.token_ids.ids)
-    return len(message.text)
+    if isinstance(message, inference_pb2.TokenizeRequest):
+        return len(message.text)
+    num_generated = sum(len(one.ids) for one in message.generated_token_ids)
+    return num_generated + (len(message.token_ids.ids) if message.HasField("token_ids") else len(message.text))
 
 
 def prompt_from(message: Any) -> Prompt:
@@ -125,6 +131,14 @@ def prompt_from(message: Any) -> Prompt:
             raise InvalidArgument(field, f"is missing: set {forms}")
 
 
+def generated_from(message: inference_pb2.GenerateRequest) -> tuple[Generated, ...]:
+    """What its sequences have generated elsewhere; not checked yet."""
+    return tuple(
+        Generated(one.index, tuple(one.ids), one.cumulative_logprob, one.finished)
+        for one in message.generated_token_ids
+    )
+
+
 def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
     """Every parameter by its name, with the default where nothing was set; InvalidArgument for values out of bounds."""
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
@@ -139,9 +153,9 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
 
 
 def response_of(
-    event: OutputEvent, request_id: str, prompt_token_ids: tuple[int, ...] = ()
+    event: OutputEvent, request_id: str, prompt_token_ids: tuple[int, ...] = (), seed: int | None = None
 ) -> inference_pb2.GenerateResponse:
-    """One event, or several merged, as a message; a first one may carry the prompt's token ids."""
+    """One event, or several merged, as a message; a first one has the seed, and may have the prompt's token ids."""
     return inference_pb2.GenerateResponse(
         request_id=request_id,
         index=event.index,
@@ -156,6 +170,7 @@ def response_of(
         times=None if event.times is None else _message_of(inference_pb2.RequestTimes, event.times),
         reasoning_content=event.reasoning_content,
         tool_calls=[delta_of(piece) for piece in event.tool_calls],
+        seed=seed,
     )
 
 
@@ -246,10 +261,10 @@ async def responses(
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     """Stream one request; closing the iterator drops it."""
     async with service.generate(call_from(message, metadata, remaining_s)) as generation:
-        first_only = generation.prompt_token_ids if message.return_prompt_token_ids else ()
+        first_ids, seed = generation.prompt_token_ids if message.return_prompt_token_ids else (), generation.seed
         async for event in generation:
-            yield response_of(event, generation.request_id, first_only)
-            first_only = ()
+            yield response_of(event, generation.request_id, first_ids, seed)
+            first_ids, seed = (), None
 
 
 async def tokenized(service: Service, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:

@@ -8,6 +8,7 @@ adapters.py        adapters (LoRA) by name
 names.py           what a caller may call something
 evaluations.py     calls that score and embed
 scoring.py         scores and embeddings as requests
+continuing.py      requests that go on behind what was generated elsewhere
 input_processor.py what a caller sends -> a request that can run
 hf_tokenizer.py    the tokenizer of a model's folder
 tokenizer_parts.py what its files say, read without transformers where that makes no difference

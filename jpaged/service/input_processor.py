@@ -21,6 +21,7 @@ from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, text_bytes
 from jpaged.service.chat.structural_tag import naming_tools
+from jpaged.service.continuing import check_generated, continue_request
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
@@ -96,6 +97,7 @@ class InputProcessor:
         self._check_beams(sampling)
         self._check_stops(sampling)
         self._check_logprobs(sampling)
+        check_generated(prompt.generated, sampling)
         thinking: ThinkingBudget | None = None
         if prompt.messages is not None:
             self._answering.check(prompt.chat_options, sampling)
@@ -105,11 +107,13 @@ class InputProcessor:
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
+        for place, one in enumerate(prompt.generated):
+            self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
         bad_word_ids = self._bad_word_ids(sampling)
         number = next(self._counter)
         if sampling.seed is None and not sampling.beam_width:
             sampling = dataclasses.replace(sampling, seed=_derived_seed(self._seed, number))
-        return Request(
+        request = Request(
             request_id=request_id or f"request-{number}",
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
@@ -125,12 +129,19 @@ class InputProcessor:
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
         )
+        if not prompt.generated:
+            return request
+        return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
 
     def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatAnswers | None:
         """What reads the answers to a request that was made of these; None where all of them is content."""
         if prompt.messages is None:
             return None
-        return self._answering.answers(prompt.chat_options, sampling, request.prompt_token_ids)
+        answers = self._answering.answers(prompt.chat_options, sampling, request.prompt_token_ids)
+        if answers is not None:
+            for continued in request.continued:
+                answers.go_on(continued.generated.index, continued.shown)
+        return answers
 
     def naming_errors(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> AbstractContextManager[None]:
         """Inside, errors of the grammar of a request that was made of these name what the caller gave."""

@@ -31,6 +31,7 @@ from jpaged.errors import (
     QueueFull,
 )
 from jpaged.service.chat.answers import ChatAnswers
+from jpaged.service.continuing import move_grammars
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_name, require_salt
 from jpaged.service.state import ServiceState
@@ -96,7 +97,7 @@ class Call:
 
     Attributes:
         read: decodes prompt and parameters; called on a thread where they are large.
-        size: characters or token ids of the prompt; None for a conversation.
+        size: characters or token ids of the prompt, and of what was generated elsewhere; None for a conversation.
         request_id: the caller's; None leaves it to the service.
         model: the name of the model that must be served; None is whichever there is.
         tenant: whose request it is; "" is nobody's in particular.
@@ -126,6 +127,7 @@ class Generation:
         request_id: as the caller knows it.
         cache_tenant: whose id it is, and whose prefixes it may share.
         prompt_token_ids: none where the call was ended before they were known.
+        seed: what its tokens are sampled with; None where none are, or as long as prompt_token_ids are not known.
         answers: tells content, reasoning and calls of a chat apart; None where all is content.
         preparing: makes the engine's request of the call; None once the engine has it.
         is_over: the last event was taken.
@@ -137,6 +139,7 @@ class Generation:
     stream: OutputStream
     forget: Callable[[Generation], None]
     prompt_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
     answers: ChatAnswers | None = None
     preparing: asyncio.Task[tuple[Request, ChatAnswers | None]] | None = None
     is_over: bool = False
@@ -198,7 +201,7 @@ class Service:
                 request = await self._prepare(model, generation, call)
                 if request is not None:
                     model.engine.submit(request, generation.stream.put)
-                    generation.prompt_token_ids = request.prompt_token_ids
+                    generation.prompt_token_ids, generation.seed = request.prompt_token_ids, request.sampling.seed
                 try:
                     yield generation
                 finally:
@@ -406,6 +409,9 @@ class Service:
             if model.grammars is not None and request.sampling.structured_outputs is not None:
                 with naming:
                     request = await model.grammars.bind(request)
+            if request.continued:
+                unmoved = request
+                request = await self._workers.run(lambda: move_grammars(unmoved), call.size)
             return request, answers
 
         generation.preparing = asyncio.create_task(prepare())

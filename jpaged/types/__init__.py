@@ -2,8 +2,10 @@
 
 values.py     requests, events, outputs
 sampling.py   how tokens are chosen and when a sequence stops
+continued.py  sequences that go on behind what was generated elsewhere
 """
 
+from jpaged.types.continued import Continued, Generated, TextState
 from jpaged.types.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -73,8 +75,10 @@ __all__ = [
     "MIN_MAX_TOKENIZE_BYTES",
     "Adapter",
     "CompletionOutput",
+    "Continued",
     "Embedding",
     "FinishReason",
+    "Generated",
     "LoadedAdapter",
     "ModelInfo",
     "OutputEvent",
@@ -88,6 +92,7 @@ __all__ = [
     "Score",
     "SequenceDelta",
     "SequenceFinish",
+    "TextState",
     "TokenLogprob",
     "Usage",
     "param",

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
 from jpaged.structured import Grammar, ThinkingBudget
+from jpaged.types.continued import Continued, Generated
 from jpaged.types.sampling import SamplingParams
 
 MAX_CHAT_MESSAGES = 8192
@@ -77,6 +78,7 @@ class Prompt:
         told_from: the first token whose log-probability is told; None leaves it to `SamplingParams.prompt_logprobs`.
         pooling: have its hidden states told, pooled so.
         chat_options: with messages alone: tools, how they are called, and variables of the chat template.
+        generated: what sequences of the request have generated elsewhere.
     """
 
     text: str | None = None
@@ -86,6 +88,7 @@ class Prompt:
     told_from: int | None = None
     pooling: Pooling | None = None
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
+    generated: Sequence[Generated] = ()
 
     @property
     def size(self) -> int:
@@ -137,6 +140,7 @@ class Request:
         pooling: the hidden states of the prompt are told, pooled so.
         grammar: what its text follows: sampling.structured_outputs, and a budget of thinking.
         thinking: the budget; None is no bound.
+        continued: its sequences that go on behind tokens that were generated elsewhere, or have ended there.
     """
 
     request_id: str
@@ -153,6 +157,7 @@ class Request:
     pooling: Pooling | None = None
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
+    continued: tuple[Continued, ...] = ()
 
     @property
     def told_positions(self) -> range:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.speculation.drafting import Drafting
+from jpaged.service.continuing import move_grammars
 from jpaged.service.input_processor import InputProcessor
 from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
@@ -103,6 +104,7 @@ class Harness:
         is_whole=False,
         adapter=None,
         grammar=None,
+        generated=(),
         **sampling,
     ):
         sampling.setdefault("temperature", 0.0)
@@ -111,14 +113,14 @@ class Harness:
         request = self.input_processor.make_request(
             request_id=request_id,
             sampling=SamplingParams(**sampling),
-            prompt=Prompt(token_ids=prompt),
+            prompt=Prompt(token_ids=prompt, generated=generated),
             deadline_s=deadline_s,
             tenant=tenant,
             cache_tenant=cache_tenant,
             is_whole=is_whole,
             adapter=adapter,
         )
-        request = dataclasses.replace(request, grammar=grammar)
+        request = move_grammars(dataclasses.replace(request, grammar=grammar))
         self.engine.submit(request, self.receive)
         return request
 

@@ -137,7 +137,7 @@ class Prefixes:
             num_tokens += match.num_partial_tokens
         leader.kv.registered(num_tokens // self._block_size)
         if leader.kv.root is not None and group.num_cached_tokens is None:
-            self._ops.counts.looked_up(leader.num_prompt_tokens, num_tokens)
+            self._ops.counts.looked_up(leader.num_prompt_tokens, min(num_tokens, leader.num_prompt_tokens))
         return num_tokens
 
     def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:

@@ -25,11 +25,13 @@ from jpaged.engine.stats import DEADLINE, ERROR
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import DeadlineExceeded
 from jpaged.types import (
+    Continued,
     FinishReason,
     OutputEvent,
     PositionLogprobs,
     SamplingParams,
     SequenceFinish,
+    TextState,
     Usage,
 )
 
@@ -40,6 +42,15 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...], *, sends_stop: bool = False) -> None:
         self._stops, self._sends_stop = stops, sends_stop
         self._held = ""
+
+    @property
+    def held(self) -> str:
+        """Text that is held back."""
+        return self._held
+
+    def go_on(self, held: str) -> None:
+        """Takes the place of one that holds a text back."""
+        self._held = held
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that can be sent, the stop string that was completed or None)."""
@@ -160,6 +171,17 @@ class OutputState:
         """Nothing of it is sent before the end."""
         self.held = Held()
 
+    def go_on(self, continued: Continued) -> None:
+        """Takes the place of one that took the tokens that a sequence has generated elsewhere."""
+        self._num_tokens = len(continued.generated.token_ids)
+        self._detokenizer.go_on(continued.text)
+        self._stop_strings.go_on(continued.text.held)
+
+    @property
+    def text(self) -> TextState:
+        """Where its text is behind the tokens that it has."""
+        return self._detokenizer.state(self._stop_strings.held)
+
     def passed(self) -> tuple[str, SequenceFinish | None]:
         """Takes a token that ends nothing, where there is no text: as `push` does."""
         self._num_tokens += 1
@@ -252,14 +274,17 @@ class OutputProcessor:
             self._searches[group] = BeamSearch(sampling, ending_ids)
             return
         self._ending_ids.add(ending_ids)
-        for sequence in group.sequences:
+        for sequence in group.live:
             state = self._states[sequence] = self._new_state(group)
             if not group.is_streamed:
                 state.hold()
+        for continued in group.request.continued:
+            if not continued.generated.has_finished:
+                self._states[group.sequences[continued.generated.index]].go_on(continued)
 
     def close(self, group: Group) -> None:
         """Forgets a request, which has been counted, and sends its last event if it has one."""
-        if group.sequences[0] in self._states:
+        if any(sequence in self._states for sequence in group.sequences):
             self._ending_ids.discard(group.request.sampling.ending_ids(self._eos_token_ids))
         for sequence in group.sequences:
             self._states.pop(sequence, None)
@@ -383,9 +408,11 @@ class OutputProcessor:
         return held.parts(beam.token_ids, beam.cumulative_logprob)
 
     def _parts(self, sequence: Sequence) -> list[_Piece]:
-        """A sequence that was held back; none of one that was sent as it came."""
-        held, token_ids = self._states[sequence].held, sequence.token_ids[sequence.num_prompt_tokens :]
-        return [] if held is None else held.parts(token_ids, self._told_sum(sequence))
+        """A sequence that was held back; none of one that was sent as it came, or that has ended elsewhere."""
+        state = self._states.get(sequence)
+        if state is None or state.held is None:
+            return []
+        return state.held.parts(sequence.token_ids[sequence.num_given_tokens :], self._told_sum(sequence))
 
     def _told_sum(self, sequence: Sequence) -> float | None:
         return sequence.cumulative_logprob if self._states[sequence].needs_logprobs else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jpaged.engine.tokenizer import Tokenizer
+from jpaged.types import TextState
 
 _REPLACEMENT = "\ufffd"
 _MAX_CHARACTER_TOKENS = 4
@@ -60,6 +61,14 @@ class IncrementalDetokenizer:
         self._num_read = len(self._window)
         self._text_read = self._decode(self._window)
 
+    def go_on(self, state: TextState) -> None:
+        """Takes the place of one that has come to a state."""
+        self._window, self._num_read, self._text_read = list(state.window), state.num_read, state.text_read
+
+    def state(self, held: str) -> TextState:
+        """Where it is now, and what is held back of its text."""
+        return TextState(tuple(self._window), self._num_read, self._text_read, held)
+
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
         self._window.append(token_id)
@@ -95,6 +104,13 @@ class IncrementalDetokenizer:
 
 class NoText:
     """Stands in for a detokenizer where nobody wants text, or there is none."""
+
+    def go_on(self, state: TextState) -> None:
+        """It is always at the beginning."""
+
+    def state(self, held: str) -> TextState:
+        """The beginning."""
+        return TextState()
 
     def push(self, token_id: int) -> str:
         """No characters."""

@@ -82,6 +82,10 @@ class ChatAnswers:
         self._hidden_tokens = frozenset(token for token in hidden_tokens if token)
         self._answers: dict[int, _Answer] = {}
 
+    def go_on(self, index: int, text: str) -> None:
+        """Takes the text of a sequence that was told elsewhere: nothing is told of it again."""
+        self._answer(index).parts(OutputEvent("", index, text))
+
     def split(self, event: OutputEvent) -> OutputEvent:
         """An event of the engine, or several merged, whose text is content alone.
 
@@ -89,9 +93,7 @@ class ChatAnswers:
         """
         if event.error is not None:
             return event
-        answer = self._answers.get(event.index)
-        if answer is None:
-            answer = self._answers[event.index] = _Answer(self._parser(), self._hidden_tokens)
+        answer = self._answer(event.index)
         content, reasoning, calls = answer.parts(event)
         finish = event.finish
         if finish is not None:
@@ -105,3 +107,9 @@ class ChatAnswers:
             tool_calls=calls,
             finish=finish,
         )
+
+    def _answer(self, index: int) -> _Answer:
+        answer = self._answers.get(index)
+        if answer is None:
+            answer = self._answers[index] = _Answer(self._parser(), self._hidden_tokens)
+        return answer

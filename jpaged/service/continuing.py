@@ -1,0 +1,112 @@
+"""Requests that go on behind what their sequences have generated elsewhere: it is checked, and brought to its end.
+
+    given tokens ──> text, stops ──> `Continued.text`    what is held back at the seam
+                 └─> grammar     ──> `Continued.grammar`
+                 └─> ChatAnswers     reads what was shown, and says nothing of it
+
+All of it is made anew of the tokens, so that nothing else has to travel. It grows with them, and belongs on a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jpaged.engine.output.processor import OutputState
+from jpaged.engine.output.text import RememberedTexts
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
+from jpaged.errors import InvalidArgument
+from jpaged.types import Continued, Generated, Request, SamplingParams
+
+FIELD = "generated_token_ids"
+
+
+def check_generated(generated: Sequence[Generated], sampling: SamplingParams) -> None:
+    """Refuse, before a look at tokens, what no request of these parameters can have generated and go on with.
+
+    Raises:
+        InvalidArgument: names the field, and the limit.
+    """
+    if not generated:
+        return
+    if sampling.beam_width or sampling.num_samples > sampling.n:
+        name = "beam_width" if sampling.beam_width else "best_of"
+        raise InvalidArgument(FIELD, f"must be left out with sampling.{name}: such a request runs from its beginning")
+    if sampling.seed is None and not sampling.is_greedy:
+        raise InvalidArgument(
+            "sampling.seed", f"must be set with {FIELD}: the first response told it to those who gave none"
+        )
+    if len(generated) > sampling.n:
+        raise InvalidArgument(FIELD, f"{len(generated)} sequences; sampling.n is {sampling.n}")
+    seen = set[int]()
+    for place, one in enumerate(generated):
+        _check_one(f"{FIELD}[{place}]", one, sampling)
+        if one.index in seen:
+            raise InvalidArgument(f"{FIELD}[{place}].index", f"{one.index} is there twice")
+        seen.add(one.index)
+    if sum(one.has_finished for one in generated) == sampling.n:
+        raise InvalidArgument(FIELD, f"all {sampling.n} sequences have finished: nothing is left to generate")
+
+
+def _check_one(field: str, one: Generated, sampling: SamplingParams) -> None:
+    if not 0 <= one.index < sampling.n:
+        raise InvalidArgument(f"{field}.index", f"{one.index} is not from 0 to {sampling.n - 1}")
+    if not math.isfinite(one.cumulative_logprob) or one.cumulative_logprob > 0:
+        raise InvalidArgument(f"{field}.cumulative_logprob", f"{one.cumulative_logprob} is no number up to 0")
+    most = sampling.max_tokens - (not one.has_finished)
+    if not 1 <= len(one.token_ids) <= most:
+        what = "" if one.has_finished else ", at which it would have finished"
+        raise InvalidArgument(
+            f"{field}.ids",
+            f"{len(one.token_ids)} tokens are not from 1 to {most}: max_tokens is {sampling.max_tokens}{what}",
+        )
+
+
+def continue_request(
+    request: Request, generated: Sequence[Generated], tokenizer: Tokenizer, eos_token_ids: frozenset[int]
+) -> Request:
+    """The request with its sequences behind their tokens, but for their grammar.
+
+    Raises:
+        InvalidArgument: one of the tokens would have ended its sequence.
+    """
+    texts = None if isinstance(tokenizer, NoTokenizer) else RememberedTexts(tokenizer)
+    continued = []
+    for place, one in enumerate(generated):
+        if one.has_finished:
+            continued.append(Continued(one))
+            continue
+        state, shown = OutputState(texts, request.prompt_token_ids, request.sampling, eos_token_ids), list[str]()
+        for number, token_id in enumerate(one.token_ids, start=1):
+            text, finish = state.push(token_id)
+            if finish is not None:
+                problem = f"token {number}, {token_id}, ends the sequence ({finish.reason.value}): set `finished`"
+                raise InvalidArgument(f"{FIELD}[{place}].ids", problem)
+            shown.append(text)
+        continued.append(Continued(one, "".join(shown), state.text))
+    return dataclasses.replace(request, continued=tuple(continued), told_from=None)
+
+
+def move_grammars(request: Request) -> Request:
+    """The request with the grammar of each sequence behind its tokens.
+
+    Raises:
+        InvalidArgument: a grammar does not allow them.
+    """
+    if request.grammar is None:
+        return request
+    moved, outputs = [], request.sampling.structured_outputs
+    for place, one in enumerate(request.continued):
+        if one.generated.has_finished:
+            moved.append(one)
+            continue
+        state = request.grammar.start()
+        if outputs is not None and outputs.always_complete:
+            state.closing(request.sampling.max_tokens)
+        for number, token_id in enumerate(one.generated.token_ids, start=1):
+            if not state.accept(token_id):
+                problem = f"token {number}, {token_id}, is none that the grammar of this request allows there"
+                raise InvalidArgument(f"{FIELD}[{place}].ids", problem)
+        moved.append(dataclasses.replace(one, grammar=state))
+    return dataclasses.replace(request, continued=tuple(moved))
