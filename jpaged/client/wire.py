@@ -162,6 +162,13 @@ def generate_request(
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prompt.token_ids", prompt.token_ids)))
     elif prompt.messages is not None:
         message.chat.CopyFrom(chat_message(prompt))
+    for one in prompt.generated:
+        message.generated_token_ids.add(
+            index=one.index,
+            ids=one.token_ids,
+            cumulative_logprob=one.cumulative_logprob,
+            finished=one.has_finished,
+        )
     return message
 
 

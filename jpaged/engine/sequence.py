@@ -86,14 +86,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.rope_len = self.num_given_tokens = len(self.token_ids)
 
-    def goes_on_behind(self, generated: Generated) -> None:
-        """Notes, before it has begun, what it has generated elsewhere; where it has ended there, it is not run."""
-        self.token_ids += generated.token_ids
-        self.num_given_tokens = len(self.token_ids)
-        self.cumulative_logprob = generated.cumulative_logprob
-        if generated.has_finished:
-            self.status = Status.FINISHED
-
     @property
     def num_tokens(self) -> int:
         """Length, a token in flight included."""
@@ -201,6 +193,15 @@ class Sequence:
         self.status = status
 
 
+def go_on_behind(sequence: Sequence, generated: Generated) -> None:
+    """It has not begun, and has generated this elsewhere; where it has ended there, it is not run."""
+    sequence.token_ids += generated.token_ids
+    sequence.num_given_tokens = len(sequence.token_ids)
+    sequence.cumulative_logprob = generated.cumulative_logprob
+    if generated.has_finished:
+        sequence.status = Status.FINISHED
+
+
 def dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
     """So many steps will compute the next token of each and sample the one after it, in rows of their order."""
     for row, sequence in enumerate(sequences):
@@ -280,7 +281,7 @@ class Group:
             grammar = _begin(request) if behind is None else _behind(behind)
             sequence = Sequence(i, list(request.prompt_token_ids), kv, grammar=grammar)
             if behind is not None:
-                sequence.goes_on_behind(behind.generated)
+                go_on_behind(sequence, behind.generated)
                 self.num_sampled_tokens += len(behind.generated.token_ids)
             self.sequences.append(sequence)
         self.starts_over()

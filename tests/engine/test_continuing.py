@@ -1,4 +1,4 @@
-"""Requests that go on behind what was generated elsewhere: wherever they are cut, what comes is what would have come."""
+"""Requests that go on behind what was generated elsewhere: wherever they are cut, the rest is what would have come."""
 
 import random
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.client.progress import Progress
+from jpaged.client.routing.progress import Progress
 from jpaged.completions import completions_of
 from jpaged.errors import InvalidArgument
 from jpaged.testing import ByteTokenizer, FakeExecutor, FedExecutor, SeveralStepsExecutor, seeing
@@ -89,6 +89,7 @@ def run(way: str, requests: dict[str, tuple[list[int], dict[str, Any]]]) -> Harn
     h.run()
     h.engine.check()
     assert h.engine.load().num_blocks_used == 0
+    assert h.engine._loop._output._ending_ids.any.size == 0
     return h
 
 

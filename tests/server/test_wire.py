@@ -21,6 +21,7 @@ from jpaged.server import servicer as server_wire
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
+    Generated,
     ModelInfo,
     OutputEvent,
     PositionLogprobs,
@@ -169,7 +170,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         reasoning_content="so",
         tool_calls=(ToolCallPiece(0, "{", "id", "f"), ToolCallPiece(0, "}"), ToolCallPiece(1, "", "", "")),
     )
-    response = server_wire.response_of(event, "r", (7, 8))
+    response = server_wire.response_of(event, "r", (7, 8), 2**64 - 1)
     assert {field.name for field, _ in response.ListFields()} == names_of(inference_pb2.GenerateResponse)
     chunk = client_wire.chunk_of(response)
     for name in (
@@ -188,6 +189,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
     ):
         assert getattr(chunk, name) == getattr(event, name)
     assert chunk.prompt_token_ids == (7, 8)
+    assert chunk.seed == 2**64 - 1
     assert chunk.is_last
     assert chunk.finish_reason == "stop"
 
@@ -214,9 +216,16 @@ def test_every_finish_reason_of_the_proto_has_a_value():
     assert len(named) == len(FinishReason)
 
 
+GENERATED = (Generated(0, (5, 2**31), -1.5), Generated(2, (0,), 0.0, has_finished=True))
+
+
 def test_a_generate_request_uses_every_field():
     message = client_wire.generate_request(
-        Prompt(text="x"), SamplingParams(), request_id="r", model="m", whole=True, adapter="a"
+        Prompt(text="x", generated=GENERATED), SamplingParams(), request_id="r", model="m", whole=True, adapter="a"
+    )
+    assert server_wire.generated_from(message) == GENERATED
+    assert {f.name for one in message.generated_token_ids for f, _ in one.ListFields()} == names_of(
+        inference_pb2.GeneratedTokens
     )
     assert names_of(inference_pb2.GenerateRequest) - {field.name for field, _ in message.ListFields()} == {
         "token_ids",

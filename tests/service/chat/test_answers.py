@@ -61,6 +61,21 @@ def test_an_answer_is_told_apart_character_by_character():
     assert told[-1].finish == SequenceFinish(FinishReason.TOOL_CALLS)
 
 
+@pytest.mark.parametrize("hidden", [(), ("<tool_call>", "So", "ok.\n<")])
+@pytest.mark.parametrize("has_reasoning", [True, False])
+def test_an_answer_goes_on_behind_what_was_told_elsewhere(hidden, has_reasoning):
+    options = {"hidden_tokens": hidden, "has_reasoning": has_reasoning}
+    whole = [outcome(answers(**options), events(TEXT))]
+    for cut in range(1, len(TEXT)):
+        first, second, given = answers(**options), answers(**options), events(TEXT)
+        second.go_on(0, TEXT[:cut])
+        told = [first.split(event) for event in given[:cut]] + [second.split(event) for event in given[cut:]]
+        completions = Completions(has_logprobs=False)
+        for event in told:
+            completions.add(event)
+        assert [completions.output("r", None, ()).outputs] == whole
+
+
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORT])
 def test_an_answer_that_is_cut_off_says_why(reason):
     for end in range(1, len(TEXT) + 1):

@@ -152,20 +152,39 @@ def test_a_character_at_a_time_gives_the_same(name, text):
     assert answer(name, *text) == answer(name, text)
 
 
-@given(data=st.data())
-def test_the_cuts_of_a_text_make_no_difference(data):
-    name, text = data.draw(st.sampled_from(ALL))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    assert answer(name, *parts) == answer(name, text)
-
-
 _FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", ";"),
     *('"', "\\", ",", ":", " ", "\n", '"name"', '"arguments"', '"parameters"', '{"name": "f", "arguments": ', "f", "1"),
     *('{"a": "}"}', "<|channel|>", "<|message|>", "commentary to=functions.f", "<|start|>assistant", "<|end|>", "text"),
     *("<", "<|", "[TOOL", "<tool", " to=", "analysis", "<|call|>"),
 ]
+
+
+def told(name, *texts):
+    one = parser(name)
+    return ChatAnswer.of(piece for text in texts for piece in one.push(text))
+
+
+@pytest.mark.parametrize(("name", "text"), ALL)
+def test_what_has_been_told_at_a_place_is_the_same_whatever_the_cuts_before_it(name, text):
+    """So that a server goes on behind a text that another has told, whose messages it does not know."""
+    for end in range(len(text) + 1):
+        assert told(name, *text[:end]) == told(name, text[:end])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@given(fragments=st.lists(st.sampled_from(_FRAGMENTS), max_size=14), place=st.integers(0, 200))
+def test_what_has_been_told_of_nonsense_is_the_same_whatever_the_cuts_before_it(name, fragments, place):
+    text = "".join(fragments)[:place]
+    assert told(name, *text) == told(name, text)
+
+
+@given(data=st.data())
+def test_the_cuts_of_a_text_make_no_difference(data):
+    name, text = data.draw(st.sampled_from(ALL))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert answer(name, *parts) == answer(name, text)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
