@@ -10,6 +10,7 @@ sync.py       Client
 aio.py        AsyncClient
 batch.py      runs an OpenAI batch file against servers
 batching/     what that stands on: who runs what, Parquet
+routing/      which server runs a request, and how one goes on elsewhere
 health.py     asks grpc.health.v1 once
 results.py    the file of its answers: locked, whole lines, taken up again
 """
