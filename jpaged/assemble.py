@@ -20,17 +20,20 @@ from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
+from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.checkpoints.weights import load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.kv_scales import name_of_kv_dtype
+from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
+from jpaged.device.linear import choose_linear_backend
 from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.programs.compile import set_up_compile_cache
+from jpaged.device.programs.memory_plan import DeviceMemory
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
@@ -159,6 +162,61 @@ def _adapters(options: EngineConfig, model: Model, where: Placement, progress: P
         except Unsupported as error:
             raise Unsupported(f"lora: {name}={path}: {error}") from error
     return adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a model would be served with here, found out without its weights.
+
+    Attributes:
+        weight_bytes: of one device.
+        memory_bytes: that a device has for weights, programs and the pool; None where it does not say.
+        passed_over: a line for each backend of this platform that would not run, with the reason.
+    """
+
+    architecture: str
+    dtype: str
+    attention_backend: str
+    linear_backend: str
+    kv_cache_dtype: str
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_utilization: float
+    weight_bytes: int
+    memory_bytes: int | None
+    passed_over: tuple[str, ...]
+
+
+def preview(options: EngineConfig) -> Preview:
+    """Finds out what `build` would use, reading the config and the tokenizer of a model and nothing else.
+
+    Raises:
+        InvalidArgument, NotFound, Unsupported: as `build`.
+    """
+    source, model, places = _place(options)
+    where, num_places = places[0], len(places)
+    device = first_device(where.mesh)
+    attention = Attention.on(model, options, where.mesh)
+    sizes = attention.sizes()
+    held = int(weight_bytes(model.config, model.dtype.itemsize) / where.num_parts)
+    memory = DeviceMemory.of(device, 0, where.num_parts * num_places)
+    return Preview(
+        architecture=source.config.architecture,
+        dtype=model.dtype.name,
+        attention_backend=attention.choose(sizes).backend,
+        linear_backend=choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode),
+        kv_cache_dtype=name_of_kv_dtype(kv_dtype(options.cache.kv_cache_dtype, model.dtype)),
+        max_model_len=sizes.max_model_len,
+        block_size=sizes.block_size,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        memory_utilization=options.cache.memory_utilization or platform_default("memory_utilization", device.platform),
+        weight_bytes=held,
+        memory_bytes=memory.total_bytes,
+        passed_over=tuple(attention.passed_over()),
+    )
 
 
 def follow(options: EngineConfig, progress: Progress, follower: Follower) -> None:

@@ -14,5 +14,6 @@ plan.py            plan
 server_process.py  a server as a child process
 
 bench/             bench, a module a benchmark
+doctor/            doctor: what is here, and what would be used
 help/              help and completion, and how help is laid out
 """

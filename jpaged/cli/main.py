@@ -18,6 +18,7 @@ from types import ModuleType
 
 from jpaged.cli import batch, convert, demo, generate, health, plan, serve
 from jpaged.cli.bench import command as bench
+from jpaged.cli.doctor import command as doctor
 from jpaged.cli.help import command as help_command
 from jpaged.cli.help import completion
 from jpaged.cli.help.action import add_help
@@ -35,6 +36,7 @@ COMMANDS: dict[str, ModuleType] = {
     "convert": convert,
     "plan": plan,
     "demo": demo,
+    "doctor": doctor,
     "completion": completion,
     "help": help_command,
 }

@@ -8,12 +8,14 @@ option.py          what a field of a section is, and how it is checked
 """
 
 from jpaged.config.engine_config import (
+    ENVIRONMENT,
     PROCESS_OPTIONS,
     SECTIONS,
     EngineConfig,
     child_environment,
     compile_cache_dir,
     compiler_environment_text,
+    explain_environment,
     field_names,
     iter_options,
     keep_tokenizers_on_their_thread,
@@ -46,6 +48,7 @@ from jpaged.config.serving import HttpOptions, ServerOptions
 from jpaged.config.speculative import SpeculativeOptions
 
 __all__ = [
+    "ENVIRONMENT",
     "PROCESS_OPTIONS",
     "SECTIONS",
     "Backend",
@@ -68,6 +71,7 @@ __all__ = [
     "child_environment",
     "compile_cache_dir",
     "compiler_environment_text",
+    "explain_environment",
     "field_names",
     "iter_options",
     "keep_tokenizers_on_their_thread",

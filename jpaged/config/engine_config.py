@@ -34,6 +34,17 @@ from jpaged.launchers import MultiHost, find_multihost
 
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
+ENVIRONMENT: Mapping[str, str] = {
+    "JPAGED_CACHE_DIR": "where compiled programs are kept; empty: nowhere",
+    "JPAGED_TRACEBACK": "1: errors say where in the program they came up",
+    "XDG_CACHE_HOME": "where caches of the user are, jpaged's too",
+    "TPU_LIBRARY_PATH": "the libtpu.so that compiles for TPUs",
+    "TOKENIZERS_PARALLELISM": "whether tokenizers take threads of their own; jpaged sets it to false",
+}
+"""The variables that are read here, and what each says."""
+_OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM_", "LWS_", "OMPI_", "MEGASCALE_")
+"""What else in the environment changes a server: variables of libraries and of launchers."""
+_SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY", "HEADERS")
 PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
 """The options of one of several processes, which only `jpaged serve` can be."""
 
@@ -263,6 +274,20 @@ def tpu_library() -> Path | None:
 def keep_tokenizers_on_their_thread() -> None:
     """Tells the tokenizers library to work on the thread that asks: a few long texts would take all of its own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def explain_environment() -> list[tuple[str, str | None, str]]:
+    """(variable, value, what it says) of what jpaged reads, set or not, and of its libraries' that are set.
+
+    A value that may be a secret is told as `(set)`.
+    """
+    others = sorted(name for name in os.environ if name.startswith(_OF_LIBRARIES) and name not in ENVIRONMENT)
+    rows = []
+    for name, text in {**ENVIRONMENT, **dict.fromkeys(others, "")}.items():
+        value = os.environ.get(name)
+        is_secret = name not in ENVIRONMENT and any(word in name for word in _SECRET)
+        rows.append((name, "(set)" if value and is_secret else value, text))
+    return rows
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:

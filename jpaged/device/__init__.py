@@ -1,6 +1,7 @@
 """Everything that holds a device array: parameters, the KV pool, compiled programs.
 
 executor.py      the engine's executor: runs steps in the order of their dispatch
+here.py          what jax finds on this machine
 mesh.py          devices as a mesh, and where each logical axis goes
 linear.py        what multiplies with the weights, and the weights packed for it
 adapters.py      adapter slots beside the weights

@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
     "cli": VALUES
     | {"assemble", "bench", "client", "openai", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
-    | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost"},
+    | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost", "device.here"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

@@ -1,0 +1,94 @@
+"""The subcommand `doctor`: what is here, what is missing, what would be used."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.text import Text
+
+from jpaged import json_text
+from jpaged.cli.doctor import devices, machine, packages
+from jpaged.cli.doctor.finding import Finding
+from jpaged.cli.options import add_config_flags, config_from, config_values
+from jpaged.config import EngineConfig
+from jpaged.errors import InvalidArgument
+from jpaged.version import __version__
+
+HELP = "tell what is here, what is missing, and what would be used"
+DESCRIPTION = """\
+Tell what is here, what is missing and what that turns off, and what a model would be served with.
+
+    jpaged doctor
+    jpaged doctor MODEL --tensor-parallel-size 2 --port 8000
+    jpaged doctor --json
+
+It takes the options of `jpaged serve` and starts nothing; of the model the config and the tokenizer are read, and
+nothing is downloaded. Exit code 0: nothing that was looked at stops such a server; 1: something does.
+"""
+_STYLES = {"ok": "green", "off": "dim", "warn": "yellow", "stop": "bold red"}
+_NAME_COLUMNS, _INDENT = 24, 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, the form of the answer, the patience, and every option of a server."""
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds for what may hang: the devices (default: 60)"
+    )
+    add_config_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints all findings; returns 1 if one of them stops a server."""
+    if not (arguments.timeout > 0 and math.isfinite(arguments.timeout)):
+        raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0 and finite")
+    config = config_from(arguments)
+    found = list(_look(config, config_values(arguments), arguments.timeout))
+    stops = [one for one in found if one.state == "stop"]
+    if arguments.json:
+        listed = [asdict(one) for one in found]
+        print(json_text.dumps({"version": __version__, "ok": not stops, "findings": listed}, indent=2))
+    else:
+        _show(found, stops, config.model.model)
+    return 1 if stops else 0
+
+
+def _look(config: EngineConfig, options: dict[str, object], timeout_s: float) -> Iterator[Finding]:
+    yield from packages.python()
+    yield from packages.requirements()
+    yield from packages.extras()
+    yield from packages.undriven()
+    yield from devices.findings(devices.ask(options, timeout_s))
+    yield from machine.findings(config)
+    yield from machine.environment()
+
+
+def _show(found: Sequence[Finding], stops: Sequence[Finding], model: str) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for group in dict.fromkeys(one.group for one in found):
+        console.print(Text(f"{group}", style="bold"))
+        for one in found:
+            if one.group == group:
+                _show_one(console, one)
+    if stops:
+        names = ", ".join(one.name for one in stops)
+        console.print(
+            Text(f"{len(stops)} found that would stop `jpaged serve {model}`: {names}", style=_STYLES["stop"])
+        )
+    else:
+        console.print(f"Nothing found that would stop `jpaged serve {model}`.", markup=False)
+
+
+def _show_one(console: Console, one: Finding) -> None:
+    line = Text("  ")
+    line.append(f"{one.state:<5} ", _STYLES[one.state])
+    line.append(f"{one.name:<{_NAME_COLUMNS}} {one.value}")
+    console.print(line)
+    width = max(40, console.width - _INDENT)
+    for text in filter(None, (one.note, one.remedy and f"-> {one.remedy}")):
+        console.print(Text(textwrap.indent(textwrap.fill(text, width), " " * _INDENT), "dim"))

@@ -1,0 +1,96 @@
+"""Python, what jpaged requires, and what it can do with more packages."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from jpaged.cli.doctor.finding import Finding
+from jpaged.version import __version__
+
+NAME = "jpaged"
+EXTRAS: Mapping[str, tuple[str, str]] = {
+    "tpu": ("libtpu", "TPUs, and `jpaged plan` for them"),
+    "cuda": ("jax-cuda13-plugin", "NVIDIA GPUs, by CUDA 13"),
+    "cuda12": ("jax-cuda12-plugin", "NVIDIA GPUs, by CUDA 12"),
+    "aot-gpu": ("nvidia-cuda-nvdisasm", "reading what was compiled for GPUs (`make aot-gpu`)"),
+    "ray": ("ray", "deploy/ray: a service and batches over a Ray cluster"),
+    "batch": ("pyarrow", "Parquet in and out of `jpaged batch`"),
+    "bench": ("matplotlib", "the pictures of `jpaged bench`"),
+    "eval": ("lm_eval", "`lm_eval --model jpaged`"),
+}
+"""Extras that users may want: the package to look for, and what it is for."""
+_MAIN = ("jax", "jaxlib", "grpcio", "protobuf", "numpy", "transformers", "tokenizers")
+"""Requirements whose versions are always told."""
+_DEVICE_FILES: Mapping[str, tuple[str, tuple[str, ...], str]] = {
+    "NVIDIA GPU": ("nvidia[0-9]*", ("jax-cuda13-plugin", "jax-cuda12-plugin"), "cuda"),
+    "TPU": ("accel[0-9]*", ("libtpu",), "tpu"),
+}
+"""Accelerators: their files in /dev, the packages that drive them, and the extra that brings one."""
+_DEV = Path("/dev")
+
+
+def python() -> Iterator[Finding]:
+    """The program and what runs it."""
+    folder = Path(__file__).resolve().parents[2]
+    yield Finding("program", "jpaged", "ok", f"{__version__}, in {folder}")
+    yield Finding("program", "Python", "ok", f"{platform.python_version()}, {sys.executable}")
+    libc = " ".join(platform.libc_ver()).strip()
+    yield Finding("program", "system", "ok", ", ".join(filter(None, (platform.platform(terse=True), libc))))
+
+
+def requirements() -> Iterator[Finding]:
+    """What jpaged cannot be without: each package that is not here or not as it has to be, and the main versions."""
+    try:
+        wanted = [Requirement(text) for text in metadata.requires(NAME) or ()]
+    except metadata.PackageNotFoundError:
+        note = "jpaged runs from a folder of sources: what it requires is written nowhere here"
+        yield Finding("packages", "requirements", "warn", "not known", note, "pip install .")
+        return
+    if (installed := metadata.version(NAME)) != __version__:
+        note = f"the sources are {__version__}: what is checked here are the requirements of {installed}"
+        yield Finding("packages", "jpaged", "warn", f"installed as {installed}", note, "pip install .")
+    needed = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    found = {one.name: version_of(one.name) for one in needed}
+    wrong = {one.name for one in needed if not one.specifier.contains(found[one.name] or "0", prereleases=True)}
+    wrong |= {name for name, version in found.items() if version is None}
+    for one in needed:
+        if one.name in wrong:
+            note = f"required: {one.name}{one.specifier}"
+            value = found[one.name] or "not installed"
+            yield Finding("packages", one.name, "stop", value, note, f"pip install '{one.name}{one.specifier}'")
+    versions = ", ".join(f"{name} {found[name]}" for name in _MAIN if found.get(name))
+    value = f"{len(needed) - len(wrong)} of {len(needed)} as required: {versions}"
+    yield Finding("packages", "requirements", "stop" if wrong else "ok", value)
+
+
+def extras() -> Iterator[Finding]:
+    """What optional packages are here, and what those that are not would be for."""
+    for extra, (package, purpose) in EXTRAS.items():
+        version = version_of(package)
+        if version is None:
+            yield Finding("optional", package, "off", "not here", f"for {purpose}", f"pip install 'jpaged[{extra}]'")
+        else:
+            yield Finding("optional", package, "ok", f"{version}: {purpose}")
+
+
+def undriven(dev: Path = _DEV) -> Iterator[Finding]:
+    """Accelerators of this machine that no package drives."""
+    for name, (pattern, packages, extra) in _DEVICE_FILES.items():
+        files = sorted(dev.glob(pattern))
+        if files and not any(version_of(package) for package in packages):
+            note = f"{files[0]} is here, and no package drives it: it would not be used"
+            yield Finding("devices", name, "warn", f"{len(files)} found", note, f"pip install 'jpaged[{extra}]'")
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
