@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.service.names import require_name
+from jpaged.service.records import TRACE_KEYS, Caller
 
 REQUEST_ID_HEADER = "x-request-id"
 """The caller's id of a request; the answer carries it back, or the one that was made up."""
@@ -25,6 +26,14 @@ def tenant_of(request: Request) -> str:
         raise InvalidArgument(TENANT_HEADER, f"is there {len(named)} times: a request has one tenant")
     require_name(TENANT_HEADER, named[0])
     return named[0]
+
+
+def caller_of(request: Request) -> Caller:
+    """Who asks."""
+    client = request.client
+    peer = "" if client is None else f"{client.host}:{client.port}"
+    trace = {key: request.headers[key] for key in TRACE_KEYS if key in request.headers}
+    return Caller("http", peer, trace=trace)
 
 
 async def content_of(request: Request, max_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from jpaged._proto.v1 import inference_pb2
 from jpaged.errors import InvalidArgument
 from jpaged.service.evaluations import Asker, embed, score
+from jpaged.service.records import NOBODY, Caller
 from jpaged.service.scoring import GivenContinuation, require_parts
 from jpaged.service.service import Service
 from jpaged.types import Pooling, Prompt, Score, TokenLogprob, Usage
@@ -19,7 +20,10 @@ _POOLINGS: dict[int, Pooling] = {
 
 
 def asker_of(
-    message: inference_pb2.ScoreRequest | inference_pb2.EmbedRequest, tenant: str, remaining_s: float | None
+    message: inference_pb2.ScoreRequest | inference_pb2.EmbedRequest,
+    tenant: str,
+    remaining_s: float | None,
+    caller: Caller = NOBODY,
 ) -> Asker:
     """Who asks."""
     return Asker(
@@ -29,6 +33,7 @@ def asker_of(
         adapter=message.adapter,
         cache_salt=message.cache_salt,
         priority=message.priority,
+        caller=caller,
     )
 
 

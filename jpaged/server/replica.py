@@ -17,7 +17,7 @@ import grpc
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable
 from jpaged.server.evaluations import asker_of, embedded, scored
-from jpaged.server.servicer import detokenized, load_of, responses, tenant_from, tokenized
+from jpaged.server.servicer import call_from, detokenized, load_of, responses, tenant_from, tokenized
 from jpaged.server.status import Trailers, error_for, status_of, trailers_of
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
@@ -68,7 +68,7 @@ class Replica:
         """
         # Without a deadline: hosts cancel a call that is past its own.
         with self._answering():
-            async with aclosing(responses(self._service, request, metadata)) as messages:
+            async with aclosing(responses(self._service, request, call_from(request, metadata, None))) as messages:
                 async for message in messages:
                     yield message
 

@@ -21,6 +21,7 @@ from jpaged.server.chat import chat_options_from, delta_of, messages_from
 from jpaged.server.evaluations import asker_of, embedded, scored
 from jpaged.server.status import CallContext, answering
 from jpaged.service.names import require_name
+from jpaged.service.records import TRACE_KEYS, Caller
 from jpaged.service.service import Call, Service
 from jpaged.service.state import ServiceState, Stage
 from jpaged.structured import structured_outputs_of
@@ -81,8 +82,22 @@ def tenant_of(context: CallContext) -> str:
     return tenant_from(context.invocation_metadata() or ())
 
 
+def caller_from(metadata: Iterable[tuple[str, str | bytes]], peer: str = "") -> Caller:
+    """Who asks, by metadata and address: the W3C trace context that the call came with."""
+    trace = {key: value for key, value in metadata if key in TRACE_KEYS and isinstance(value, str)}
+    return Caller("grpc", peer, trace=trace)
+
+
+def caller_of(context: CallContext) -> Caller:
+    """Who asks; see `caller_from`."""
+    return caller_from(context.invocation_metadata() or (), context.peer())
+
+
 def call_from(
-    message: inference_pb2.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]], remaining_s: float | None
+    message: inference_pb2.GenerateRequest,
+    metadata: Iterable[tuple[str, str | bytes]],
+    remaining_s: float | None,
+    peer: str = "",
 ) -> Call:
     """What is asked of the service; the prompt is read later."""
     return Call(
@@ -97,6 +112,7 @@ def call_from(
         remaining_s=remaining_s,
         is_whole=message.whole,
         adapter=message.adapter,
+        caller=caller_from(metadata, peer),
     )
 
 
@@ -254,13 +270,12 @@ def _finish_of(finish: SequenceFinish, cumulative_logprob: float | None) -> infe
 
 
 async def responses(
-    service: Service,
-    message: inference_pb2.GenerateRequest,
-    metadata: Iterable[tuple[str, str | bytes]],
-    remaining_s: float | None = None,
+    service: Service, message: inference_pb2.GenerateRequest, call: Call, context: CallContext | None = None
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    """Stream one request; closing the iterator drops it."""
-    async with service.generate(call_from(message, metadata, remaining_s)) as generation:
+    """Stream one request; closing the iterator drops it. The trace of its span goes ahead to a gRPC caller."""
+    async with service.generate(call) as generation:
+        if context is not None and generation.record.headers:
+            await context.send_initial_metadata(tuple(generation.record.headers.items()))
         first_ids, seed = generation.prompt_token_ids if message.return_prompt_token_ids else (), generation.seed
         async for event in generation:
             yield response_of(event, generation.request_id, first_ids, seed)
@@ -304,20 +319,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Streams one request; its blocks are free within a step, however the call ends."""
         async with answering(context):
             metadata = context.invocation_metadata() or ()
-            async with aclosing(responses(self._service, request, metadata, context.time_remaining())) as messages:
+            call = call_from(request, metadata, context.time_remaining(), context.peer())
+            async with aclosing(responses(self._service, request, call, context)) as messages:
                 async for message in messages:
                     await context.write(message)
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: CallContext) -> inference_pb2.ScoreResponse:
         """Each continuation is a request of its own; a call that goes away takes all of them along."""
         async with answering(context):
-            asker = asker_of(request, tenant_of(context), context.time_remaining())
+            asker = asker_of(request, tenant_of(context), context.time_remaining(), caller_of(context))
             return await scored(self._service, asker, request)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: CallContext) -> inference_pb2.EmbedResponse:
         """Each input is a request of its own; a call that goes away takes all of them along."""
         async with answering(context):
-            asker = asker_of(request, tenant_of(context), context.time_remaining())
+            asker = asker_of(request, tenant_of(context), context.time_remaining(), caller_of(context))
             return await embedded(self._service, asker, request)
 
     async def Tokenize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import NoReturn, Protocol
 
@@ -34,6 +34,12 @@ class CallContext(Protocol):
     """What the servicers ask of gRPC's context of a call."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+    def peer(self) -> str:
+        """Where the call comes from."""
+
+    async def send_initial_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
+        """Sends what goes before the first message."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline; None when there is none."""

@@ -6,6 +6,7 @@ streams.py         events -> messages: from the engine's thread to the readers, 
 loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
 adapters.py        adapters (LoRA) by name
 names.py           what a caller may call something
+records.py         what became of each call, for traces and logs
 evaluations.py     calls that score and embed
 scoring.py         scores and embeddings as requests
 continuing.py      requests that go on behind what was generated elsewhere

@@ -18,6 +18,7 @@ from typing import TypeVar
 from jpaged.errors import QueueFull
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_salt
+from jpaged.service.records import NOBODY, Caller, RequestRecord
 from jpaged.service.scoring import (
     EMBED_SAMPLING,
     SCORE_SAMPLING,
@@ -51,6 +52,11 @@ class Asker:
     adapter: str = ""
     cache_salt: str = ""
     priority: int = 0
+    caller: Caller = NOBODY
+
+    def begins(self, operation: str) -> RequestRecord:
+        """Return the record of a call that begins."""
+        return RequestRecord(operation=operation, tenant=self.tenant, caller=self.caller, adapter=self.adapter)
 
 
 async def score(
@@ -67,8 +73,9 @@ async def score(
     """
     require_score_size(size)
     require_salt(asker.cache_salt)
-    async with service.several(asker.model) as model:
-        parts = _Parts(service, model, asker)
+    record = asker.begins("score")
+    async with service.several(asker.model, record) as model:
+        parts = _Parts(service, model, asker, record)
         given = await service.work(lambda: continued(model.input_processor, *read()), size)
 
         async def one(i: int) -> Score:
@@ -89,8 +96,9 @@ async def embed(
 ) -> list[Embedding]:
     """The vector of each prompt that `read` decodes, of so many characters and token ids; raises as `score` does."""
     require_salt(asker.cache_salt)
-    async with service.several(asker.model) as model:
-        parts = _Parts(service, model, asker)
+    record = asker.begins("embeddings")
+    async with service.several(asker.model, record) as model:
+        parts = _Parts(service, model, asker, record)
 
         def prepare() -> list[tuple[int, ...]]:
             prompts = read()
@@ -111,8 +119,8 @@ async def embed(
 class _Parts:
     """The requests of one call, which begins now."""
 
-    def __init__(self, service: Service, model: LoadedModel, asker: Asker) -> None:
-        self._service, self._model, self._asker = service, model, asker
+    def __init__(self, service: Service, model: LoadedModel, asker: Asker, record: RequestRecord) -> None:
+        self._service, self._model, self._asker, self._record = service, model, asker, record
         self._adapter: str | LoadedAdapter = model.adapters.named(asker.adapter) or ""
         self._began_s = time.monotonic()
         engine = model.engine
@@ -135,6 +143,8 @@ class _Parts:
             remaining_s=remaining_s,
             is_whole=True,
             adapter=self._adapter,
+            caller=asker.caller,
+            record=self._record,
         )
         return await self._service.complete(call, self._model)
 

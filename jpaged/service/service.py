@@ -34,6 +34,7 @@ from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.continuing import move_grammars
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_name, require_salt
+from jpaged.service.records import NOBODY, Caller, Records, RequestObserver, RequestRecord
 from jpaged.service.state import ServiceState
 from jpaged.service.streams import Bridge, OutputStream
 from jpaged.types import (
@@ -104,6 +105,8 @@ class Call:
         remaining_s: time that the caller gives it; None is no limit.
         is_whole: its caller reads nothing before the end.
         adapter: the name of an adapter, or the load that its name meant; "" is the model as it is.
+        caller: who asks.
+        record: of the call that this is a part of; None where it is one by itself.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -114,6 +117,14 @@ class Call:
     remaining_s: float | None = None
     is_whole: bool = False
     adapter: str | LoadedAdapter = ""
+    caller: Caller = NOBODY
+    record: RequestRecord | None = None
+
+    def begins(self) -> RequestRecord:
+        """Return the record of a call that begins."""
+        operation = "chat" if self.size is None else "text_completion"
+        adapter = self.adapter if isinstance(self.adapter, str) else self.adapter.name
+        return RequestRecord(operation=operation, tenant=self.tenant, caller=self.caller, adapter=adapter)
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +139,7 @@ class Generation:
         cache_tenant: whose id it is, and whose prefixes it may share.
         prompt_token_ids: none where the call was ended before they were known.
         seed: what its tokens are sampled with; None where none are, or as long as prompt_token_ids are not known.
+        record: what is known of it to those who watch.
         answers: tells content, reasoning and calls of a chat apart; None where all is content.
         preparing: makes the engine's request of the call; None once the engine has it.
         is_over: the last event was taken.
@@ -138,6 +150,7 @@ class Generation:
     cache_tenant: str
     stream: OutputStream
     forget: Callable[[Generation], None]
+    record: RequestRecord
     prompt_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     answers: ChatAnswers | None = None
@@ -156,7 +169,12 @@ class Generation:
     async def __anext__(self) -> OutputEvent:
         if self.is_over:
             raise StopAsyncIteration
-        event = await self.stream.read()
+        try:
+            event = await self.stream.read()
+        except Exception as error:
+            self.record.failed(error)
+            raise
+        self.record.told(event)
         if event.is_last:
             self.is_over = True
             self.forget(self)
@@ -166,13 +184,17 @@ class Generation:
 class Service:
     """The verbs of a service. Lives on the event loop of its first call.
 
+    Args:
+        observers: are told of every call.
+
     Attributes:
         state: what runs, or why nothing does.
         is_idle: set while no `generate` and no `several` is open; for a host to wait on, never to set.
     """
 
-    def __init__(self, state: ServiceState) -> None:
+    def __init__(self, state: ServiceState, observers: Sequence[RequestObserver] = ()) -> None:
         self.state = state
+        self._records = Records(observers)
         self.is_idle = asyncio.Event()
         self.is_idle.set()
         self._bridge: Bridge | None = None
@@ -195,44 +217,51 @@ class Service:
         self._num_calls += 1
         self.is_idle.clear()
         try:
-            model = model or self._model(call.model)
-            generation = self._admit(model, call)
-            try:
-                request = await self._prepare(model, generation, call)
-                if request is not None:
-                    model.engine.submit(request, generation.stream.put)
-                    generation.prompt_token_ids, generation.seed = request.prompt_token_ids, request.sampling.seed
+            with self._records.kept(call.begins(), call.record) as record:
+                model = model or self._model(call.model)
+                generation = self._admit(model, call, record)
                 try:
-                    yield generation
+                    request = await self._prepare(model, generation, call)
+                    if request is not None:
+                        model.engine.submit(request, generation.stream.put)
+                        generation.prompt_token_ids, generation.seed = request.prompt_token_ids, request.sampling.seed
+                    try:
+                        yield generation
+                    finally:
+                        if not generation.is_over:
+                            model.engine.drop(generation.engine_id)
                 finally:
-                    if not generation.is_over:
-                        model.engine.drop(generation.engine_id)
-            finally:
-                self._forget(generation)
+                    self._forget(generation)
         finally:
             self._num_calls -= 1
             self._note_end()
 
     @contextlib.asynccontextmanager
-    async def several(self, name: str | None) -> AsyncIterator[LoadedModel]:
+    async def several(self, name: str | None, record: RequestRecord | None = None) -> AsyncIterator[LoadedModel]:
         """Let in a call that makes several requests, which a drain waits for as for one; yield the model for them.
+
+        Args:
+            record: begins here and ends with the call; its requests name it (`Call.record`).
 
         Raises:
             NotFound, Unavailable: as `generate`.
             QueueFull: as many such calls are open as requests may be in flight.
         """
-        model = self._model(name)
-        limit = model.engine.max_num_in_flight
-        if self._num_several >= limit:
-            what = f"{self._num_several} calls of several requests are open"
-            raise QueueFull(f"{what}, the limit is {limit}", retry_after_s=_RETRY_S)
-        self._num_several += 1
-        self.is_idle.clear()
-        try:
-            yield model
-        finally:
-            self._num_several -= 1
-            self._note_end()
+        with contextlib.nullcontext() if record is None else self._records.kept(record):
+            model = self._model(name)
+            limit = model.engine.max_num_in_flight
+            if self._num_several >= limit:
+                what = f"{self._num_several} calls of several requests are open"
+                raise QueueFull(f"{what}, the limit is {limit}", retry_after_s=_RETRY_S)
+            if record is not None:
+                record.admitted(uuid.uuid4().hex, model.model.name, model.engine.clock())
+            self._num_several += 1
+            self.is_idle.clear()
+            try:
+                yield model
+            finally:
+                self._num_several -= 1
+                self._note_end()
 
     async def complete(self, call: Call, model: LoadedModel | None = None) -> RequestOutput:
         """Run a request to its end and return all of it; takes and raises what `generate` does."""
@@ -344,7 +373,7 @@ class Service:
             raise PermissionDenied(f"{method} is turned off on this server (disable_control)")
         return model
 
-    def _admit(self, model: LoadedModel, call: Call) -> Generation:
+    def _admit(self, model: LoadedModel, call: Call, record: RequestRecord) -> Generation:
         if call.request_id is not None:
             require_name("request_id", call.request_id)
         request_id, cache_tenant = call.request_id or uuid.uuid4().hex, _cache_tenant(model, call.tenant)
@@ -361,7 +390,9 @@ class Service:
             cache_tenant=cache_tenant,
             stream=OutputStream(self._bridge, is_whole=call.is_whole),
             forget=self._forget,
+            record=record,
         )
+        record.admitted(request_id, model.model.name, model.engine.clock())
         self._open[cache_tenant, request_id] = generation
         return generation
 
@@ -417,6 +448,7 @@ class Service:
         generation.preparing = asyncio.create_task(prepare())
         try:
             request, generation.answers = await generation.preparing
+            generation.record.prepared(request.sampling, len(request.prompt_token_ids))
             return None if generation.stream.is_ended else request
         except asyncio.CancelledError:
             task = asyncio.current_task()
