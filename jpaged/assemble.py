@@ -49,10 +49,10 @@ from jpaged.service.adapters import Adapters
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.parsers.formats import AnswerFormat, parser_for
 from jpaged.service.grammars.compiler import ServedGrammars
-from jpaged.service.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
-from jpaged.service.tokenizer_parts import TokenizerParts
+from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
 
 

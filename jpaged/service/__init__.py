@@ -11,10 +11,7 @@ evaluations.py     calls that score and embed
 scoring.py         scores and embeddings as requests
 continuing.py      requests that go on behind what was generated elsewhere
 input_processor.py what a caller sends -> a request that can run
-hf_tokenizer.py    the tokenizer of a model's folder
-tokenizer_parts.py what its files say, read without transformers where that makes no difference
-literal_text.py    special tokens that users write, taken as text
-token_bytes.py     how many bytes of text a token can stand for
+tokenizing/        texts to tokens
 chat/              chat templates, in a process of their own
 grammars/          constraints on what is generated, compiled and followed
 """

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from jpaged.demo import FOLDER
-from jpaged.service.token_bytes import _SHRINKING, GENEROUS_BYTES, max_token_bytes
+from jpaged.service.tokenizing.token_bytes import _SHRINKING, GENEROUS_BYTES, max_token_bytes
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 MERGES = [("a", "b"), ("ab", "ab"), ("▁", "▁"), ("▁▁", "▁▁")]

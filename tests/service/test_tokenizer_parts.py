@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from jpaged.demo import FOLDER
-from jpaged.service import tokenizer_parts
-from jpaged.service.tokenizer_parts import read_parts
+from jpaged.service.tokenizing import tokenizer_parts
+from jpaged.service.tokenizing.tokenizer_parts import read_parts
 
 TEXTS = (
     *("", "Once upon a time", " leading", "trailing ", "two  spaces", "line\nbreak\t tab", "naïve café", "日本語 🙂"),
@@ -163,7 +163,7 @@ def test_a_model_that_may_have_a_class_of_its_own_is_left_to_transformers(
 
 def test_a_plain_tokenizer_imports_neither_transformers_nor_torch() -> None:
     program = (
-        "import sys; from pathlib import Path; from jpaged.service.hf_tokenizer import load_tokenizer\n"
+        "import sys; from pathlib import Path; from jpaged.service.tokenizing.hf_tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer(Path({str(FOLDER)!r}), vocab_size=3072)\n"
         "print(tokenizer.encode('Once'), sorted({'transformers', 'torch'} & set(sys.modules)))"
     )
@@ -177,7 +177,7 @@ import importlib.util as util, logging, sys
 from pathlib import Path
 find_spec = util.find_spec
 util.find_spec = lambda name, package=None: None if name == "torch" else find_spec(name, package)
-from jpaged.service import tokenizer_parts
+from jpaged.service.tokenizing import tokenizer_parts
 if sys.argv[2] == "loud":
     tokenizer_parts.keep_quiet_about_torch = lambda: None
 print(tokenizer_parts.read_parts(Path(sys.argv[1])).vocab_size)

@@ -21,7 +21,7 @@ from jpaged import json_text
 from jpaged.service.chat.frames import Kind, receive, send
 from jpaged.service.chat.process import CPU_S, MEMORY_BYTES
 from jpaged.service.chat.variables import names
-from jpaged.service.tokenizer_parts import keep_quiet_about_torch
+from jpaged.service.tokenizing.tokenizer_parts import keep_quiet_about_torch
 
 _MAX_MESSAGE_CHARS = 1000
 _STATM = Path("/proc/self/statm")

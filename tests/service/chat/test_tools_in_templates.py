@@ -15,9 +15,9 @@ from jpaged.service.chat.messages import for_template, messages_bytes
 from jpaged.service.chat.parsers.formats import TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.process import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate
-from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.tokenizer_parts import read_parts
+from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizing.tokenizer_parts import read_parts
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.types import Prompt, SamplingParams
 

@@ -17,9 +17,9 @@ from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 from jpaged.service.chat.process import template_process
 from jpaged.service.chat.template import ChatTemplate
-from jpaged.service.literal_text import LiteralText
-from jpaged.service.token_bytes import GENEROUS_BYTES, max_token_bytes
-from jpaged.service.tokenizer_parts import TokenizerParts, read_parts
+from jpaged.service.tokenizing.literal_text import LiteralText
+from jpaged.service.tokenizing.token_bytes import GENEROUS_BYTES, max_token_bytes
+from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts, read_parts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
