@@ -6,4 +6,8 @@ errors.py   errors -> statuses and OpenAI's form of them
 requests.py what every request has: its body, bounded; its id, its tenant
 operator.py what is asked of the server and not of the model: health, version, metrics
 models.py   /v1/models
+tokens.py   /tokenize, /detokenize
+scoring.py  /v1/embeddings, /v1/score
+local.py    the server of this process as what runs OpenAI's bodies
+exchange.py a JSON body in and out, on threads where it is large
 """

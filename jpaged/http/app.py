@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.errors import JpagedError, NotFound, Unsupported
-from jpaged.http import models, operator
+from jpaged.http import models, operator, scoring, tokens
 from jpaged.http.errors import error_for, response_of
 from jpaged.http.requests import REQUEST_ID_HEADER
 from jpaged.service.names import is_name
@@ -30,7 +30,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 def make_app(service: Service) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     """Return the ASGI application that answers for a service."""
     app = Starlette(
-        routes=[*operator.routes(service), *models.routes(service)],
+        routes=[*operator.routes(service), *models.routes(service), *scoring.routes(service), *tokens.routes(service)],
         exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},
     )
     return _Named(app)

@@ -10,6 +10,7 @@ import hashlib
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from jpaged.chat import ChatOptions
@@ -19,6 +20,7 @@ from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Job, Line, job_of, re
 from jpaged.openai.scoring import (
     EmbedJob,
     ScoreJob,
+    ScoringJob,
     embeddings_body,
     loglikelihoods_body,
     scoring_job_of,
@@ -79,6 +81,31 @@ class Server(Protocol):
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
+class Work(Protocol):
+    """Runs work on so many characters, ids or numbers: on a thread where they are many and something else waits."""
+
+    async def __call__(self, work: Callable[[], _T], size: int) -> _T: ...
+
+
+async def at_once(work: Callable[[], _T], size: int) -> _T:
+    """Run work here and now: nothing else waits."""
+    return work()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What came of a body of scores or embeddings.
+
+    Attributes:
+        body: makes the body that answers it, of so many numbers.
+        size: how many.
+    """
+
+    body: Callable[[], dict[str, Any]]
+    size: int
+    prompt_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Answered:
     """A line of output, and what it took."""
@@ -93,10 +120,12 @@ class Answers:
 
     Args:
         model: what all servers serve; a line that names another is refused.
+        work: makes texts of what was answered.
     """
 
-    def __init__(self, model: ModelInfo) -> None:
+    def __init__(self, model: ModelInfo, work: Work = at_once) -> None:
         self._model = model
+        self._work = work
         self._token_texts: dict[int, str] = {}
 
     async def answer(self, server: Server, line: Line) -> Answered:
@@ -107,7 +136,8 @@ class Answers:
         self._require_model(job.model)
         output = await self._complete(server, line.custom_id, job)
         await self._name_tokens(server, output)
-        text = success_line(line, output, model=self._model.name, token_text=self._token_texts.__getitem__)
+        name, texts = self._model.name, self._token_texts.__getitem__
+        text = await self._work(lambda: success_line(line, output, model=name, token_text=texts), _num_told(output))
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 
     async def _complete(self, server: Server, custom_id: str, job: Job) -> RequestOutput:
@@ -134,33 +164,42 @@ class Answers:
             self._token_texts[token_id] = await server.detokenize([token_id], skip_special_tokens=False)
 
     async def _scored(self, server: Server, line: Line) -> Answered:
-        job, model = scoring_job_of(line), self._model.name
-        self._require_model(job.how.model)
-        asked: dict[str, Any] = {
-            "adapter": job.how.adapter,
-            "cache_salt": job.how.cache_salt,
-            "priority": job.how.priority,
-        }
+        job = await self._work(partial(scoring_job_of, line), size_of(line.body))
+        found = await self.evaluate(server, job)
+        text = await self._work(lambda: response_line(line.custom_id, uuid.uuid4().hex, found.body()), found.size)
+        return Answered(text, found.prompt_tokens)
+
+    async def evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
+        """Run what a body of scores or embeddings asks for; raises as `answer` does."""
+        how, model = job.how, self._model.name
+        self._require_model(how.model)
+        asked: dict[str, Any] = {"adapter": how.adapter, "cache_salt": how.cache_salt, "priority": how.priority}
         if isinstance(job, ScoreJob):
             scores, num_tokens = await _by_calls(
                 lambda some: server.score(job.prompt, some, **asked), job.continuations
             )
-            body = loglikelihoods_body(job, scores, model=model, prompt_tokens=num_tokens)
-        elif isinstance(job, EmbedJob):
+            body = partial(loglikelihoods_body, job, scores, model=model, prompt_tokens=num_tokens)
+            return Evaluation(body, 3 * sum(len(one.tokens) for one in scores), num_tokens)
+        if isinstance(job, EmbedJob):
             vectors, num_tokens = await _by_calls(
                 lambda some: server.embed(some, pooling=job.pooling, normalize=job.normalize, **asked), job.inputs
             )
-            body = embeddings_body(job, vectors, model=model, prompt_tokens=num_tokens)
+            body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
         else:
             vectors, num_tokens = await _by_calls(
                 lambda some: server.embed(some, pooling=job.pooling, **asked), job.texts
             )
-            body = similarities_body(job, vectors, model=model, prompt_tokens=num_tokens)
-        return Answered(response_line(line.custom_id, uuid.uuid4().hex, body), num_tokens)
+            body = partial(similarities_body, job, vectors, model=model, prompt_tokens=num_tokens)
+        return Evaluation(body, sum(map(len, vectors)), num_tokens)
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
             raise NotFound(f"body.model: {name!r} is not served; {self._model.name!r} is")
+
+
+def size_of(body: Mapping[str, Any]) -> int:
+    """Return how many characters, ids and texts the fields of a body have, at the first look."""
+    return sum(len(value) for value in body.values() if isinstance(value, str | list))
 
 
 def seed_of(custom_id: str) -> int:
@@ -179,6 +218,14 @@ async def _by_calls(
         found += answered
         num_tokens += answered.usage.prompt_tokens
     return found, num_tokens
+
+
+def _num_told(output: RequestOutput) -> int:
+    """Characters of an output, and a token's text for each log-probability."""
+    positions = [position for one in output.outputs for position in one.logprobs or ()]
+    positions += [position for position in output.prompt_logprobs or () if position is not None]
+    num_texts = sum(1 + len(position.top) + len(position.asked) for position in positions)
+    return sum(len(one.text) + len(one.reasoning_content) for one in output.outputs) + 8 * num_texts
 
 
 def _seeded(sampling: SamplingParams, custom_id: str) -> SamplingParams:

@@ -4,7 +4,8 @@
     /v1/score       {"text_1": text or texts, "text_2": likewise}        -> the cosine of each pair's vectors
     /v1/score       {"prompt": ..., "continuations": [...]}              -> the log-probability of each continuation
 
-Each may have `adapter`, `cache_salt` and `priority`, as completions do, and embeddings `normalize`. The first is
+Each may have `adapter`, `cache_salt` and `priority`, as completions do, and embeddings `normalize`; their `user` is a
+note of the caller's to itself, of which nothing is made. The first is
 OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second vLLM's
 (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html), the third ours.
 """
@@ -86,7 +87,10 @@ class SimilarityJob:
         return tuple(dict.fromkeys(text for pair in self.pairs for text in pair))
 
 
-def scoring_job_of(line: Line) -> EmbedJob | ScoreJob | SimilarityJob:
+ScoringJob = EmbedJob | ScoreJob | SimilarityJob
+
+
+def scoring_job_of(line: Line) -> ScoringJob:
     """What a line of embeddings or scores asks for.
 
     Raises:
@@ -100,7 +104,8 @@ def scoring_job_of(line: Line) -> EmbedJob | ScoreJob | SimilarityJob:
 
 
 def _embed_job(body: Mapping[str, Any]) -> EmbedJob:
-    how = _how(body, {"input", "pooling", "encoding_format", "dimensions", "normalize"})
+    how = _how(body, {"input", "pooling", "encoding_format", "dimensions", "normalize", "user"})
+    name_in(body, "user")
     given = body.get("input")
     is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
     inputs = _texts("body.input", [given] if is_one else given)

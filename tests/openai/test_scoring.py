@@ -134,7 +134,7 @@ def test_bodies_are_read(url, body, job):
         (EMBEDDINGS, {"input": "x", "pooling": "max"}, "body.pooling: 'max' is none of last, mean"),
         (EMBEDDINGS, {"input": "x", "dimensions": 0}, "body.dimensions: 0 is not an integer of 1 or more"),
         (EMBEDDINGS, {"input": "x", "dimensions": True}, "body.dimensions: True is not an integer"),
-        (EMBEDDINGS, {"input": "x", "user": "me"}, "body.user: is not supported"),
+        (EMBEDDINGS, {"input": "x", "user": 3}, "body.user: 3 is not a string"),
         (EMBEDDINGS, {"input": "x", "model": 3}, "body.model: 3 is not a string"),
         (EMBEDDINGS, {"input": "x", "normalize": 1}, "body.normalize: 1 is not true or false"),
         (EMBEDDINGS, {"input": "x", "adapter": 3}, "body.adapter: 3 is not a string"),

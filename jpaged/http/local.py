@@ -1,0 +1,140 @@
+"""The server of this process as what runs bodies of OpenAI's API: the verbs of a client, over the service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jpaged.chat import ChatOptions
+from jpaged.completions import Evaluated, completions_of
+from jpaged.errors import InvalidArgument
+from jpaged.service.evaluations import Asker, embed, score
+from jpaged.service.service import Call, Service
+from jpaged.types import Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalServer:
+    """Implements `jpaged.openai.answers.Server` for one caller.
+
+    Attributes:
+        tenant: who asks.
+        request_id: the caller's, for what is one request.
+        until_s: when the caller's time is over, on the monotonic clock; None is never.
+        priority: of every request that asks for a higher one; None leaves it to them.
+    """
+
+    service: Service
+    tenant: str = ""
+    request_id: str | None = None
+    until_s: float | None = None
+    priority: int | None = None
+
+    async def complete(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
+        adapter: str = "",
+    ) -> RequestOutput:
+        """Run a request to its end."""
+        sampling = sampling or SamplingParams()
+        sampling = replace(sampling, priority=self._priority(sampling.priority))
+        given = Prompt(prompt, prompt_token_ids, messages, chat_options=chat_options or ChatOptions())
+        completions = completions_of(sampling)
+        call = Call(
+            read=lambda: (given, sampling),
+            size=None if messages is not None else given.size,
+            request_id=self.request_id,
+            tenant=self.tenant,
+            remaining_s=self._remaining_s(),
+            is_whole=True,
+            adapter=adapter,
+        )
+        async with self.service.generate(call) as generation:
+            async for event in generation:
+                completions.add(event)
+            return completions.output(generation.request_id, prompt, generation.prompt_token_ids)
+
+    async def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[Score]:
+        """How likely each continuation is."""
+        size = len(continuations) * len(prompt) + sum(map(len, continuations))
+        asker = self._asker(adapter, cache_salt, priority)
+        found = await score(self.service, asker, lambda: (_prompt(prompt), continuations), size)
+        return Evaluated(found, _usage([one.usage for one in found]))
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[tuple[float, ...]]:
+        """The vector of each input."""
+        size = sum(map(len, inputs))
+        asker = self._asker(adapter, cache_salt, priority)
+        found = await embed(
+            self.service, asker, lambda: [_prompt(one) for one in inputs], size, pooling, normalize=normalize
+        )
+        return Evaluated([one.values for one in found], _usage([one.usage for one in found]))
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
+    ) -> list[int]:
+        """The ids of a text or a chat."""
+        prompt = Prompt(text, messages=messages, chat_options=chat_options or ChatOptions())
+        return await self.service.tokenize(lambda: prompt, None if messages is not None else prompt.size)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids."""
+        return await self.service.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _asker(self, adapter: str, cache_salt: str, priority: int) -> Asker:
+        return Asker(
+            tenant=self.tenant,
+            remaining_s=self._remaining_s(),
+            adapter=adapter,
+            cache_salt=cache_salt,
+            priority=self._priority(priority),
+        )
+
+    def _remaining_s(self) -> float | None:
+        return None if self.until_s is None else self.until_s - time.monotonic()
+
+    def _priority(self, asked: int) -> int:
+        """Lower numbers are served first: the greater one is nobody's advantage."""
+        return asked if self.priority is None else max(asked, self.priority)
+
+
+def _prompt(given: str | Sequence[int]) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(text=given)
+    if not given:
+        raise InvalidArgument("prompt", "is empty: at least one token is needed")
+    return Prompt(token_ids=given)
+
+
+def _usage(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(one.prompt_tokens for one in usages), cached_tokens=sum(one.cached_tokens for one in usages)
+    )

@@ -1,0 +1,50 @@
+"""/v1/embeddings and /v1/score: calls of several requests, which end when their caller goes away."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.http.exchange import answer_of, body_in, while_there
+from jpaged.http.local import LocalServer
+from jpaged.http.requests import tenant_of
+from jpaged.openai.answers import Answers
+from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Line
+from jpaged.openai.scoring import scoring_job_of
+from jpaged.service.service import Service
+
+
+def routes(service: Service) -> list[Route]:
+    """The paths of this file."""
+
+    def answering(url: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            body, num_bytes = await body_in(service, request)
+            given = named(service, body)
+            job = await service.work(lambda: scoring_job_of(Line(1, "", url, given)), num_bytes)
+            model = service.state.serving().model
+            server = LocalServer(service=service, tenant=tenant_of(request))
+            found = await while_there(request, Answers(model, service.work).evaluate(server, job))
+            return await answer_of(service, found.body, found.size)
+
+        return answer
+
+    return [
+        Route(EMBEDDINGS_URL, answering(EMBEDDINGS_URL), methods=["POST"]),
+        Route(SCORE_URL, answering(SCORE_URL), methods=["POST"]),
+        Route("/score", answering(SCORE_URL), methods=["POST"]),
+    ]
+
+
+def named(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body whose `model` names an adapter, as /v1/models lists them, with that as its `adapter`."""
+    model, name = service.state.loaded(), body.get("model")
+    if body.get("adapter") is not None or name == model.model.name:
+        return dict(body)
+    if any(one.name == name for one in model.adapters.loaded()):
+        return {**body, "model": model.model.name, "adapter": name}
+    return dict(body)

@@ -1,0 +1,97 @@
+"""Bodies of /tokenize and /detokenize: what is asked for, and the body that answers it. No I/O.
+
+    /tokenize    {"prompt": text, "add_special_tokens": true}   -> the ids of a text
+    /tokenize    {"messages": [...], "tools": [...]}            -> the ids of a chat, up to the assistant's turn
+    /detokenize  {"tokens": [...]}                              -> their text
+
+Both are vLLM's (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jpaged.errors import InvalidArgument
+from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, messages_in
+from jpaged.openai.lines import name_in
+from jpaged.types import Prompt
+
+_OF_CHATS = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+"""Fields of a chat that may have this value alone: the chat template brings its own special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeJob:
+    """A text or a chat whose token ids are asked for.
+
+    Attributes:
+        wants_texts: the text of each token is told too.
+    """
+
+    prompt: Prompt
+    add_special_tokens: bool = True
+    wants_texts: bool = False
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeJob:
+    """Token ids whose text is asked for."""
+
+    token_ids: tuple[int, ...]
+    skip_special_tokens: bool = False
+    model: str | None = None
+
+
+def tokenize_job_of(given: Mapping[str, Any]) -> TokenizeJob:
+    """What a body of /tokenize asks for.
+
+    Raises:
+        InvalidArgument: a field is unknown, wrong, or cannot be honoured.
+    """
+    body = {name: value for name, value in given.items() if value is not None}
+    if ("prompt" in body) == ("messages" in body):
+        raise InvalidArgument("body.prompt", "or messages must be there: one of them, and not both")
+    wants_texts, model = _flag(body, "return_token_strs", default=False), name_in(body, "model")
+    if "prompt" in body:
+        _check_names(body, {"model", "prompt", "add_special_tokens", "return_token_strs"})
+        if not isinstance(body["prompt"], str):
+            raise InvalidArgument("body.prompt", f"{str(body['prompt'])[:80]!r} is not a text")
+        adds = _flag(body, "add_special_tokens", default=True)
+        return TokenizeJob(Prompt(text=body["prompt"]), adds, wants_texts, model)
+    _check_names(body, {"model", "return_token_strs", *CHAT_FIELDS, *_OF_CHATS})
+    for name, only in _OF_CHATS.items():
+        if _flag(body, name, default=only) is not only:
+            raise InvalidArgument(f"body.{name}", f"of a chat can only be {str(only).lower()}")
+    prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body))
+    return TokenizeJob(prompt, wants_texts=wants_texts, model=model)
+
+
+def tokenized_body(token_ids: Sequence[int], texts: Sequence[str] | None, *, max_model_len: int) -> dict[str, Any]:
+    """The body that answers a TokenizeJob."""
+    told = None if texts is None else list(texts)
+    return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids), "token_strs": told}
+
+
+def detokenize_job_of(given: Mapping[str, Any]) -> DetokenizeJob:
+    """What a body of /detokenize asks for; raises as `tokenize_job_of` does."""
+    body = {name: value for name, value in given.items() if value is not None}
+    _check_names(body, {"model", "tokens", "skip_special_tokens"})
+    token_ids = body.get("tokens")
+    if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):
+        raise InvalidArgument("body.tokens", "must be there, a list of token ids")
+    return DetokenizeJob(tuple(token_ids), _flag(body, "skip_special_tokens", default=False), name_in(body, "model"))
+
+
+def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
+    for name in body.keys() - own:
+        raise InvalidArgument(f"body.{name[:80]}", f"is not supported beside {', '.join(sorted(own))}")
+
+
+def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = body.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"body.{name}", f"{str(value)[:80]!r} is not true or false")
+    return value

@@ -1,0 +1,129 @@
+"""/v1/embeddings, /v1/score and /score over HTTP, with the real openai client where it has a word for them."""
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from jpaged.client import AsyncClient
+from jpaged.testing import with_adapters
+from tests.server.harness import Harness, eventually, running
+
+
+def openai_of(harness: Harness) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{harness.http_url}/v1", api_key="none", max_retries=0)
+
+
+async def test_embeddings_are_those_of_the_grpc_face() -> None:
+    async with running(http_port=0) as harness, openai_of(harness) as client, AsyncClient(harness.target) as ours:
+        wanted = await ours.embed(["one", "three"])
+        # The package asks for base64 unless it is told otherwise, and decodes it.
+        told = await client.embeddings.create(model="fake", input=["one", "three"])
+        assert [one.index for one in told.data] == [0, 1]
+        for one, vector in zip(told.data, wanted, strict=True):
+            assert np.allclose(one.embedding, vector)
+        assert told.usage.prompt_tokens == told.usage.total_tokens == wanted.usage.prompt_tokens
+        plain = await client.embeddings.create(model="fake", input=[111, 110, 101], encoding_format="float", user="me")
+        assert np.allclose(plain.data[0].embedding, wanted[0])
+        width = len(wanted[0])
+        whole = await client.embeddings.create(model="fake", input="one", dimensions=width)
+        assert len(whole.data[0].embedding) == width
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.embeddings.create(model="fake", input="one", dimensions=width + 1)
+        assert refused.value.param == "dimensions"
+        units = await client.embeddings.create(model="fake", input="three", extra_body={"normalize": True})
+        assert np.isclose(np.linalg.norm(units.data[0].embedding), 1.0)
+
+
+async def test_base64_is_float32_in_little_endian_order() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        body = {"model": "fake", "input": [[1, 2], [3]]}
+        plain = (await client.post("/v1/embeddings", json=body)).json()
+        packed = (await client.post("/v1/embeddings", json={**body, "encoding_format": "base64"})).json()
+        for one, other in zip(plain["data"], packed["data"], strict=True):
+            assert np.allclose(np.frombuffer(base64.b64decode(other["embedding"]), "<f4"), one["embedding"])
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_pairs_and_continuations_are_scored(path: str) -> None:
+    async with (
+        running(http_port=0) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+        AsyncClient(harness.target) as ours,
+    ):
+        pairs = (await client.post(path, json={"model": "fake", "text_1": "a", "text_2": ["a", "bc"]})).json()
+        assert [one["object"] for one in pairs["data"]] == ["score", "score"]
+        assert np.isclose(pairs["data"][0]["score"], 1.0)
+        wanted = await ours.score("say", [" yes", " no"])
+        told = (await client.post(path, json={"prompt": "say", "continuations": [" yes", " no"]})).json()
+        assert [one["logprob"] for one in told["data"]] == [pytest.approx(one.logprob) for one in wanted]
+        assert [one["is_greedy"] for one in told["data"]] == [one.is_greedy for one in wanted]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/embeddings", {"input": ""}, 400, "input"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "surprise": 1}, 400, "surprise"),
+        ("/v1/embeddings", {"input": "a", "user": 3}, 400, "user"),
+        ("/v1/embeddings", {"input": [[1, 300]]}, 400, "inputs[0]"),
+        ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
+        ("/v1/embeddings", {"input": "a" * 500}, 400, "inputs[0]"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, 400, "text_2"),
+        ("/v1/score", {"prompt": "a", "continuations": []}, 400, "continuations"),
+    ],
+)
+async def test_what_cannot_be_answered_says_why(
+    path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == param
+
+
+async def test_a_body_that_is_too_large_or_no_json_is_refused() -> None:
+    async with (
+        running(http_port=0, max_request_size=0.0625) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        large = await client.post("/v1/embeddings", json={"input": "a" * (1 << 17)})
+        assert large.status_code == 400 and large.json()["error"]["code"] == "REQUEST_TOO_LONG"
+        for content in (b"{", b"[]", b"\xff"):
+            refused = await client.post("/tokenize", content=content)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "body"
+
+
+async def test_a_model_may_be_an_adapters_name(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("5")
+    executor = with_adapters(2)()
+    async with (
+        running(executor=executor, http_port=0, enable_lora=True) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+        AsyncClient(harness.target) as ours,
+    ):
+        await ours.load_adapter("other", str(tmp_path / "other"))
+        body = {"prompt": "say", "continuations": [" yes"]}
+        by_name = (await client.post("/score", json={**body, "model": "other"})).json()
+        by_field = (await client.post("/score", json={**body, "model": "fake", "adapter": "other"})).json()
+        plain = (await client.post("/score", json={**body, "model": "fake"})).json()
+        assert by_name["data"] == by_field["data"] != plain["data"]
+
+
+async def test_a_caller_that_leaves_ends_all_its_requests() -> None:
+    async with running(http_port=0) as harness:
+        harness.faults.gate.clear()
+        async with httpx2.AsyncClient(base_url=harness.http_url) as client:
+            call = asyncio.create_task(client.post("/v1/embeddings", json={"input": ["a", "b", "c"]}))
+            await eventually(lambda: harness.num_open_calls == 3)
+            call.cancel()
+            await asyncio.wait((call,))
+        await eventually(lambda: harness.num_open_calls == 0)
+        harness.faults.release()
+        await eventually(lambda: harness.num_blocks_used == 0)
