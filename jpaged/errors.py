@@ -4,9 +4,12 @@
     ├── InvalidArgument (ValueError)            INVALID_ARGUMENT     the caller is wrong: field, value, limit
     │   └── RequestTooLong                      INVALID_ARGUMENT     it can never fit, whatever the load
     ├── NotFound (LookupError)                  NOT_FOUND            no such request, model or adapter
-    ├── PermissionDenied                        PERMISSION_DENIED    the operator has turned it off
+    ├── Unauthenticated                         UNAUTHENTICATED      the call brings no key that the server knows
+    ├── PermissionDenied                        PERMISSION_DENIED    turned off, or not what the key is for
     ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
-    ├── QueueFull                               RESOURCE_EXHAUSTED   the waiting queue is at its bound; try later
+    ├── TryLater                                RESOURCE_EXHAUSTED   the same request can succeed after a while, told
+    │   ├── QueueFull                           RESOURCE_EXHAUSTED   the waiting queue is at its bound
+    │   └── QuotaExceeded                       RESOURCE_EXHAUSTED   the tenant has used up what it may have for now
     ├── LimitExceeded                           RESOURCE_EXHAUSTED   over a limit of gRPC's own: trying again is no use
     ├── Unavailable                             UNAVAILABLE          starting or draining
     ├── DeadlineExceeded                        DEADLINE_EXCEEDED    the request's deadline passed
@@ -75,20 +78,32 @@ class NotFound(JpagedError, LookupError, grpc_status="NOT_FOUND"):
     """The thing that was named does not exist (any more)."""
 
 
+class Unauthenticated(JpagedError, grpc_status="UNAUTHENTICATED"):
+    """The call brings no key, or one that this server does not know."""
+
+
 class PermissionDenied(JpagedError, grpc_status="PERMISSION_DENIED"):
-    """The operator has turned it off: says by which option."""
+    """The operator has turned it off, or the caller's key is not for it: says what would be."""
 
 
 class AlreadyExists(JpagedError, grpc_status="ALREADY_EXISTS"):
     """A request with this id is in flight: a retry must wait for it or choose another id."""
 
 
-class QueueFull(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
-    """The waiting queue is at its bound. `retry_after_s` is when a place is likely to be free."""
+class TryLater(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
+    """There is no room for the request now; `retry_after_s` is when there is likely to be some."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QueueFull(TryLater):
+    """The waiting queue is at its bound: other requests have to end first."""
+
+
+class QuotaExceeded(TryLater):
+    """The tenant has used up what it may have for now: requests, tokens or streams."""
 
 
 class LimitExceeded(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):

@@ -60,7 +60,8 @@ class BaseClient(Generic[_StreamT]):
         target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path").
         timeout_s: what a call may take when it brings no timeout of its own; None is no limit.
         model: sent along with every request: a server of another model answers NotFound.
-        tenant: whose requests, ids and pinned prefixes these are.
+        tenant: whose requests, ids and pinned prefixes these are; that of the key when left out.
+        api_key: what a server with keys lets this client in with.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
     """
@@ -69,7 +70,13 @@ class BaseClient(Generic[_StreamT]):
     _stream: type[_StreamT]
 
     def __init__(
-        self, target: str, *, timeout_s: float | None = None, model: str | None = None, tenant: str = ""
+        self,
+        target: str,
+        *,
+        timeout_s: float | None = None,
+        model: str | None = None,
+        tenant: str = "",
+        api_key: str = "",
     ) -> None:
         require_target("target", target)
         self._channel = self._connect(target, options=list(CHANNEL_OPTIONS))
@@ -81,7 +88,7 @@ class BaseClient(Generic[_StreamT]):
         self._is_closed = False
         self._timeout_s = timeout_s
         self._model = model
-        self._metadata = wire.metadata_of(tenant)
+        self._metadata = wire.metadata_of(tenant, api_key)
 
     def generate(
         self,

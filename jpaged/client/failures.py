@@ -10,16 +10,26 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from jpaged import errors
-from jpaged.errors import InvalidArgument, JpagedError, LimitExceeded, QueueFull, RequestTooLong
+from jpaged.errors import (
+    InvalidArgument,
+    JpagedError,
+    LimitExceeded,
+    QueueFull,
+    QuotaExceeded,
+    RequestTooLong,
+    TryLater,
+)
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _DEFAULT_RETRY_S = 1.0
+_LATER: dict[str, type[TryLater]] = {"QUEUE_FULL": QueueFull, "QUOTA_EXCEEDED": QuotaExceeded}
 _M = TypeVar("_M", bound=Message)
 
 _BY_CODE: dict[grpc.StatusCode, type[JpagedError]] = {
     grpc.StatusCode[kind.grpc_status]: kind
     for kind in (
         errors.NotFound,
+        errors.Unauthenticated,
         errors.PermissionDenied,
         errors.AlreadyExists,
         errors.Unavailable,
@@ -40,11 +50,12 @@ def error_of(
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _invalid_argument(text, status)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        if _reason(status) != "QUEUE_FULL":
+        kind = _LATER.get(_reason(status))
+        if kind is None:
             return LimitExceeded(text)
         retry = _detail(status, error_details_pb2.RetryInfo)
         retry_after_s = _DEFAULT_RETRY_S if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
-        return QueueFull(text, retry_after_s=retry_after_s)
+        return kind(text, retry_after_s=retry_after_s)
     if code is not None and code in _BY_CODE:
         return _BY_CODE[code](text)
     return JpagedError(f"{code.name if code is not None else 'UNKNOWN'}: {text}")

@@ -307,17 +307,22 @@ def list_adapters_call() -> Call[tuple[AdapterInfo, ...]]:
     return Call("ListAdapters", control_pb2.ListAdaptersRequest(), _adapters_of)
 
 
-def metadata_of(tenant: str) -> tuple[tuple[str, str], ...]:
-    """What goes with a call that a tenant makes.
+def metadata_of(tenant: str, api_key: str = "") -> tuple[tuple[str, str], ...]:
+    """What goes with a call that a tenant makes, and with its key.
 
     Raises:
-        InvalidArgument: the name is not one that metadata carries as it is.
+        InvalidArgument: one of them is not what metadata carries as it is.
     """
+    key: tuple[tuple[str, str], ...] = ()
+    if api_key:
+        if not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+            raise InvalidArgument("api_key", "has characters that are not printable ASCII, or spaces")
+        key = (("authorization", f"Bearer {api_key}"),)
     if not tenant:
-        return ()
+        return key
     if not (tenant.isascii() and tenant.isprintable() and len(tenant) <= MAX_TENANT_CHARS and tenant.strip() == tenant):
         raise InvalidArgument("tenant", f"{tenant!r} is not 1 to {MAX_TENANT_CHARS} printable ASCII characters")
-    return ((TENANT_KEY, tenant),)
+    return ((TENANT_KEY, tenant), *key)
 
 
 def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:

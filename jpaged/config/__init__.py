@@ -44,13 +44,14 @@ from jpaged.config.option import (
     option,
     option_type,
 )
-from jpaged.config.serving import HttpOptions, ServerOptions
+from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions
 from jpaged.config.speculative import SpeculativeOptions
 
 __all__ = [
     "ENVIRONMENT",
     "PROCESS_OPTIONS",
     "SECTIONS",
+    "AccessOptions",
     "Backend",
     "Batching",
     "CacheOptions",

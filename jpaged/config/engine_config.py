@@ -27,7 +27,7 @@ from jpaged.config.groups import (
     StartupOptions,
 )
 from jpaged.config.option import checked, section_of
-from jpaged.config.serving import HttpOptions, ServerOptions
+from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost
@@ -63,6 +63,7 @@ class EngineConfig:
     startup: StartupOptions = section_of(StartupOptions, "What is made ready before the first request.")
     server: ServerOptions = section_of(ServerOptions, "What clients see, where they connect, and how the server ends.")
     http: HttpOptions = section_of(HttpOptions, "The HTTP face: OpenAI's API, for clients that speak it.")
+    access: AccessOptions = section_of(AccessOptions, "Who may ask, and for how much.")
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -215,7 +216,7 @@ class EngineConfig:
 
 
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
-SERVER_SECTIONS = ("server", "http")
+SERVER_SECTIONS = ("server", "http", "access")
 """Sections that an engine without a server has no use for."""
 
 

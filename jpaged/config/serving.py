@@ -82,3 +82,18 @@ class HttpOptions:
         low=0,
         high=65535,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AccessOptions:
+    """Who may ask."""
+
+    api_keys: str | None = option(
+        None,
+        "a TOML file of keys, read again when it changes: every call but those for health brings one of them, as "
+        "`authorization: Bearer KEY`, and belongs to its tenant; anybody may ask when left out (docs/access.md)",
+    )
+    public_metrics: bool = option(False, "with api_keys: /metrics and /version of the HTTP port need no key")
+    public_page: bool = option(
+        True, "with api_keys: the page of the HTTP port, which shows the pool and no text, needs no key to look at"
+    )

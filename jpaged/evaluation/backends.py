@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from jpaged.client import AsyncClient, Client
 from jpaged.client.batching.targets import window_of
-from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, QueueFull, Unsupported
+from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, TryLater, Unsupported
 from jpaged.evaluation.pairs import Group, Likelihood, TokenIds
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.progress_bar import MakeBar, ProgressBar
@@ -180,7 +180,7 @@ async def _patiently(call: Callable[[], Awaitable[_Answer]]) -> _Answer:
     while True:
         try:
             return await call()
-        except QueueFull as error:
+        except TryLater as error:
             await asyncio.sleep(error.retry_after_s)
 
 

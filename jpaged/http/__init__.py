@@ -1,6 +1,7 @@
 """The HTTP face: OpenAI's API. JSON in, JSON and server-sent events out; it knows the service and nothing below it.
 
 app.py      the routes
+access.py   who is let in: keys, and what needs none
 port.py     uvicorn on the event loop of the server
 errors.py   errors -> statuses and OpenAI's form of them
 requests.py what every request has: its body, bounded; its id, its tenant

@@ -7,7 +7,7 @@ an error        one status and OpenAI's form of it, in one place
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,25 +15,23 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jpaged.access.gate import Gate
 from jpaged.errors import JpagedError, NotFound, Unsupported
 from jpaged.http import models, operator, scoring, tokens
+from jpaged.http.access import App, Guarded, Receive, Scope, Send
 from jpaged.http.errors import error_for, response_of
 from jpaged.http.requests import REQUEST_ID_HEADER
 from jpaged.service.names import is_name
 from jpaged.service.service import Service
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-
-def make_app(service: Service) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-    """Return the ASGI application that answers for a service."""
+def make_app(service: Service, gate: Gate) -> App:
+    """Return the ASGI application that answers for a service, for those whom the gate lets in."""
     app = Starlette(
         routes=[*operator.routes(service), *models.routes(service), *scoring.routes(service), *tokens.routes(service)],
         exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},
     )
-    return _Named(app)
+    return _Named(Guarded(app, gate))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -55,7 +53,7 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 class _Named:
     """Gives each request an id, and each answer the id of its request."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from jpaged import json_text
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, reason_of
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unauthenticated, reason_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ def body_of(error: JpagedError) -> dict[str, Any]:
 def response_of(error: JpagedError) -> Response:
     """The response that an error becomes; one that passes says when, in whole seconds."""
     headers = {}
-    if isinstance(error, QueueFull):
+    if isinstance(error, TryLater):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
     return JSON(body_of(error), status_code=_STATUSES[error.grpc_status][0], headers=headers)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from jpaged.access.gate import Gate
 from jpaged.errors import InvalidArgument
 from jpaged.http.app import make_app
 from jpaged.service.service import Service
@@ -25,11 +26,11 @@ class HttpPort:
         InvalidArgument: the port cannot be had.
     """
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Service, gate: Gate, host: str, port: int) -> None:
         self._socket = _bound(host, port)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            make_app(service),
+            make_app(service, gate),
             http="httptools",
             ws="none",
             lifespan="off",

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from jpaged.access.entry import key_id, owner
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.service.names import require_name
 from jpaged.service.records import TRACE_KEYS, Caller
@@ -18,14 +19,14 @@ TENANT_HEADER = "x-jpaged-tenant"
 
 
 def tenant_of(request: Request) -> str:
-    """Return the tenant whose request it is; "" when it does not say."""
+    """Return the tenant whose request it is: its key's, else the one it names; "" when it does not say."""
     named = request.headers.getlist(TENANT_HEADER)
     if not named:
-        return ""
+        return owner("")
     if len(named) > 1:
         raise InvalidArgument(TENANT_HEADER, f"is there {len(named)} times: a request has one tenant")
     require_name(TENANT_HEADER, named[0])
-    return named[0]
+    return owner(named[0])
 
 
 def caller_of(request: Request) -> Caller:
@@ -33,7 +34,7 @@ def caller_of(request: Request) -> Caller:
     client = request.client
     peer = "" if client is None else f"{client.host}:{client.port}"
     trace = {key: request.headers[key] for key in TRACE_KEYS if key in request.headers}
-    return Caller("http", peer, trace=trace)
+    return Caller("http", peer, key_id(), trace)
 
 
 async def content_of(request: Request, max_bytes: int) -> bytes:

@@ -23,10 +23,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged.access.gate import Gate
 from jpaged.config import EngineConfig, shows_traces
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.http.port import HttpPort
+from jpaged.server.door import Door
 from jpaged.server.health import HealthServicer
 from jpaged.server.port import make_server
 from jpaged.server.servicer import ControlServicer, InferenceServicer
@@ -101,11 +103,12 @@ class Server:
         """Opens the port, and starts loading the model; returns the port.
 
         Raises:
-            InvalidArgument: the host or the port cannot be bound, or the prefix to pin cannot be read.
+            InvalidArgument: the host or a port cannot be bound, or a file that the options name cannot be read.
         """
         self._prefix = _text_of(self._config.server.pin_prefix)
         max_bytes = int(self._config.server.max_request_size * 2**20)
-        self._grpc = make_server(self._config.server, max_bytes)
+        self._gate = Gate(self._config.access)
+        self._grpc = make_server(self._config.server, max_bytes, Door(self._gate))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._service), self._grpc)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), self._grpc)
         self._health = HealthServicer()
@@ -117,9 +120,10 @@ class Server:
         self._port = self._bind()
         options = self._config
         if options.http.http_port is not None:
-            self._http = HttpPort(self._service, options.server.host, options.http.http_port)
+            self._http = HttpPort(self._service, self._gate, options.server.host, options.http.http_port)
             await self._http.start()
         await self._grpc.start()
+        self._watching = asyncio.create_task(self._gate.watch())
         self._loading = asyncio.create_task(self._load_model())
         return self._port
 
@@ -255,6 +259,7 @@ class Server:
             self.state.note_failure()
 
     async def _close(self) -> None:
+        self._watching.cancel()
         if not await _wait(self._service.is_idle, _FLUSH_TIMEOUT_S):
             _LOG.warning("clients that do not read their streams were cut off")
         await self._health.end_watches(_FLUSH_TIMEOUT_S)

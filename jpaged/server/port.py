@@ -28,6 +28,7 @@ from grpc import aio
 
 from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument, QueueFull
+from jpaged.server.door import Door
 from jpaged.server.status import refuse
 
 LARGE_BYTES = 128 << 10
@@ -79,12 +80,13 @@ _SMALL_BYTES = 4096
 _RETRY_S = 1.0
 
 
-def make_server(options: ServerOptions, max_message_bytes: int) -> aio.Server:
-    """A server without services and without a port, with the limits of these options."""
+def make_server(options: ServerOptions, max_message_bytes: int, door: Door) -> aio.Server:
+    """A server without services and without a port, with the limits of these options; `door` lets calls in."""
     logging.getLogger(_CORE_NAME).addFilter(_is_ours)
     core, _core.AioServer = _core.AioServer, _Core
     try:
-        return aio.server(options=_arguments(options, max_message_bytes), interceptors=(_Decoding(max_message_bytes),))
+        decoding = _Decoding(max_message_bytes, door)
+        return aio.server(options=_arguments(options, max_message_bytes), interceptors=(decoding,))
     finally:
         _core.AioServer = core
 
@@ -119,9 +121,10 @@ def _max_connections(asked: int) -> int:
 
 
 class _Decoding(aio.ServerInterceptor):
-    """Reads requests here: gRPC hands over bytes."""
+    """Lets calls in, and reads their requests here: gRPC hands over bytes."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, door: Door) -> None:
+        self._door = door
         self._freed = FreedMemory()
         self._in_hand = _InHand(_MAX_LARGEST_IN_HAND * max_message_bytes)
 
@@ -131,7 +134,8 @@ class _Decoding(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """The method's handler, with messages in place of bytes."""
-        return _reading(await continuation(handler_call_details), self._freed, self._in_hand)
+        reading = _reading(await continuation(handler_call_details), self._freed, self._in_hand)
+        return self._door.guarded(handler_call_details.method, reading)
 
 
 class _InHand:

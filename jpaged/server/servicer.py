@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged.access.entry import key_id, owner
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
@@ -65,16 +66,19 @@ _PROMPTS: dict[type[Message], tuple[str, str]] = {
 
 
 def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The tenant whose request it is; "" when the call does not say. A call that says it twice is refused."""
+    """The tenant whose request it is: its key's, else the one it names; "" when it does not say.
+
+    A call that says it twice is refused.
+    """
     named = [value for key, value in metadata if key == TENANT_KEY]
     if not named:
-        return ""
+        return owner("")
     if len(named) > 1:
         raise InvalidArgument(TENANT_KEY, f"is there {len(named)} times: a request has one tenant")
     tenant = named[0]
     name = tenant.decode(errors="replace") if isinstance(tenant, bytes) else tenant
     require_name(TENANT_KEY, name)
-    return name
+    return owner(name)
 
 
 def tenant_of(context: CallContext) -> str:
@@ -85,7 +89,7 @@ def tenant_of(context: CallContext) -> str:
 def caller_from(metadata: Iterable[tuple[str, str | bytes]], peer: str = "") -> Caller:
     """Who asks, by metadata and address: the W3C trace context that the call came with."""
     trace = {key: value for key, value in metadata if key in TRACE_KEYS and isinstance(value, str)}
-    return Caller("grpc", peer, trace=trace)
+    return Caller("grpc", peer, key_id(), trace)
 
 
 def caller_of(context: CallContext) -> Caller:

@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, reason_of
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, reason_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def status_of(error: JpagedError) -> status_pb2.Status:
     """The code, the message and the details that `error` becomes.
 
     Every status carries ErrorInfo, whose reason is the error's class name in capitals (QUEUE_FULL); InvalidArgument
-    adds BadRequest with the field, QueueFull adds RetryInfo.
+    adds BadRequest with the field, TryLater adds RetryInfo.
     """
     if isinstance(error, InvalidArgument) and (name := name_on_wire(error.field)) != error.field:
         error = type(error)(name, error.problem)
@@ -67,7 +67,7 @@ def status_of(error: JpagedError) -> status_pb2.Status:
             field=error.field, description=_shortened(error.problem)
         )
         _attach(status, error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, QueueFull):
+    if isinstance(error, TryLater):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(math.ceil(error.retry_after_s * 1e9))
         _attach(status, retry)
@@ -77,7 +77,7 @@ def status_of(error: JpagedError) -> status_pb2.Status:
 def trailers_of(error: JpagedError) -> Trailers:
     """The trailing metadata of the status that `error` becomes."""
     details = _DETAILS_KEY, status_of(error).SerializeToString()
-    if isinstance(error, QueueFull):
+    if isinstance(error, TryLater):
         return details, (_PUSHBACK_KEY, str(math.ceil(error.retry_after_s * 1000)))
     return (details,)
 

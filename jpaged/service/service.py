@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -21,6 +22,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from jpaged.access import entry as access
+from jpaged.access.keys import Role
 from jpaged.completions import Completions
 from jpaged.errors import (
     AlreadyExists,
@@ -214,6 +217,8 @@ class Service:
         Raises:
             JpagedError: it cannot run; while its events are taken: it has failed.
         """
+        access.require(Role.INFERENCE, "Generate")
+        call = dataclasses.replace(call, tenant=access.owner(call.tenant))
         self._num_calls += 1
         self.is_idle.clear()
         try:
@@ -368,7 +373,11 @@ class Service:
         return model
 
     def _controlled(self, method: str, model: LoadedModel) -> LoadedModel:
-        """Return the model, for a call that acts on it by name."""
+        """Return the model, for a call that acts on it by name; anybody may abort what is its own."""
+        if method == "Abort":
+            access.require(Role.INFERENCE, method)
+        else:
+            access.require_control(method)
         if model.config.server.disable_control:
             raise PermissionDenied(f"{method} is turned off on this server (disable_control)")
         return model
@@ -461,4 +470,5 @@ class Service:
 
 def _cache_tenant(model: LoadedModel, tenant: str) -> str:
     """Return whose ids, names and prefixes a call speaks of; "" for everybody's where tenants are not kept apart."""
+    tenant = access.owner(tenant)
     return tenant if model.config.server.isolate_tenants else ""

@@ -24,6 +24,7 @@ from jpaged.llm import LLM, TokensPrompt
 from jpaged.load import EngineLoad
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
+from tests.server.option_values import SERVER_VALUES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 UNSEEDED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -31,23 +32,6 @@ BASE = {"max_model_len": 64, "num_blocks": 40}
 NUM_LEAST = 10
 """Programs that a server begins with, those of swaps among them."""
 OTHER_SIZES = {"max_model_len": 40, "block_size": 4, "num_blocks": 9, "max_num_seqs": 3, "max_num_batched_tokens": 11}
-SERVER_VALUES = {
-    "served_model_name": "another",
-    "host": "0.0.0.0",
-    "port": 1,
-    "max_request_size": 2.0,
-    "shutdown_timeout": 1.0,
-    "enable_reflection": False,
-    "max_connections": 9,
-    "connection_idle_timeout": 9.0,
-    "disable_control": True,
-    "isolate_tenants": False,
-    "max_pinned_blocks": 3,
-    "pin_prefix": "file",
-    "metrics_port": 9090,
-    "max_messages_per_second": 9,
-    "http_port": 8000,
-}
 APART = {"enable_expert_parallel", "quantization", "max_logprobs", *field_names(LoraOptions)}
 APART |= {"tool_call_parser", "reasoning_parser", "speculative_config"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}

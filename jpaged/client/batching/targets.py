@@ -25,7 +25,7 @@ from jpaged.errors import (
     InvalidArgument,
     JpagedError,
     PermissionDenied,
-    QueueFull,
+    TryLater,
     Unavailable,
     Unsupported,
 )
@@ -35,7 +35,7 @@ from jpaged.types import ModelInfo
 
 LOST = (Unavailable, Cancelled)
 """How calls end whose server ends or is not there: it cuts them in either way."""
-ELSEWHERE = (QueueFull, *LOST)
+ELSEWHERE = (TryLater, *LOST)
 """After these another server, or the same one later, runs the same line."""
 
 _ROWS_FACTOR = 2
@@ -319,7 +319,7 @@ class Targets(Generic[_S]):
         began_s = _now_s()
         try:
             has_run = await answer(target.server, line)
-        except QueueFull as error:
+        except TryLater as error:
             target.note_full(_now_s(), error.retry_after_s)
             self._run_again(line, lines)
         except LOST as error:

@@ -1,0 +1,12 @@
+"""Who may ask, and for how much: keys, tenants, limits, an audit. It knows no protocol: each port asks at its door.
+
+    port ──Entry──> Gate.open ──key, tenant──> Entry ──> the service asks it: whose call, which role, what is left
+                                                 └─────> Gate.close: a line of the audit
+
+gate.py      the door of every port: keys, quotas and audit of one server
+entry.py     a call that has come in, while it is answered
+keys.py      the file of keys: tokens -> tenants, roles, limits
+watching.py  files that are read again when they change
+quotas.py    what each tenant has left: requests, tokens, streams
+audit.py     a line for each call
+"""

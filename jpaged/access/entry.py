@@ -1,0 +1,119 @@
+"""A call that has come in at a port, while it is answered.
+
+A port makes one for each call and sets it as the current one of the call's task; whatever answers asks `current()`, so
+that no face has to hand it on, and none can forget it. Work that nobody asked for over a port has none.
+"""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from jpaged.access.keys import Key, Role
+from jpaged.errors import PermissionDenied
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry:
+    """One call. The port makes it, the gate opens it, the service notes in it what the call took.
+
+    Attributes:
+        face: by which way it came: "grpc", "oip", "vllm", "http".
+        method: what was called: "/jpaged.v1.InferenceService/Generate", "POST /v1/completions".
+        peer: the address that it came from.
+        control_port: the port that takes acts of control, where that is another one; None where this one does.
+        key: what it was let in with; None where no key is needed.
+        tenant: whose call it is.
+        began_s: when it came, on the system's clock.
+        error: the name of what a request of it ended with; "" of success.
+    """
+
+    face: str
+    method: str
+    peer: str
+    control_port: int | None = None
+    key: Key | None = None
+    tenant: str = ""
+    request_id: str = ""
+    model: str = ""
+    adapter: str = ""
+    error: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    act: str = ""
+    began_s: float = field(default_factory=time.time)
+    began_monotonic_s: float = field(default_factory=time.monotonic)
+
+    def let_in(self, key: Key | None, tenant: str) -> None:
+        """Note with which key, and whose call it is."""
+        self.key, self.tenant = key, tenant
+
+    def note_request(self, request_id: str, model: str, adapter: str) -> None:
+        """Note what was asked for; a call of several requests has the last one's id."""
+        self.request_id, self.model, self.adapter = request_id, model, adapter
+
+    def note_use(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Add what a request took."""
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+
+    def note_error(self, name: str) -> None:
+        """Note what the call, or a request of it, ended with; the first counts."""
+        self.error = self.error or name
+
+    def note_act(self, act: str) -> None:
+        """Note an act of control, and on what."""
+        self.act = act
+
+    def require(self, role: Role, what: str) -> None:
+        """Refuse what the key is not for.
+
+        Raises:
+            PermissionDenied: names what is needed.
+        """
+        if self.key is not None and self.key.role < role:
+            wanted, has = role.name.lower(), self.key.role.name.lower()
+            raise PermissionDenied(f"{what} needs a key of the role {wanted}; this one's is {has}")
+
+
+_ENTRY: ContextVar[Entry | None] = ContextVar("jpaged-entry", default=None)
+
+
+def current() -> Entry | None:
+    """Return the call that is being answered; None of work that came by no port."""
+    return _ENTRY.get()
+
+
+def enter(entry: Entry) -> None:
+    """Make a call the current one of this task, and of those that it starts."""
+    _ENTRY.set(entry)
+
+
+def owner(named: str) -> str:
+    """Return whose call is being answered: its key's tenant, else the one that it names."""
+    entry = _ENTRY.get()
+    return named if entry is None or entry.key is None else entry.key.tenant
+
+
+def key_id() -> str:
+    """Return the name of the key that the current call was let in with; "" where none was needed."""
+    entry = _ENTRY.get()
+    return "" if entry is None or entry.key is None else entry.key.id
+
+
+def require(role: Role, what: str) -> None:
+    """Refuse the current call what its key is not for; raises PermissionDenied."""
+    entry = _ENTRY.get()
+    if entry is not None:
+        entry.require(role, what)
+
+
+def require_control(what: str) -> None:
+    """Refuse the current call an act of control that its key or its port is not for; raises PermissionDenied."""
+    entry = _ENTRY.get()
+    if entry is None:
+        return
+    if entry.control_port is not None:
+        raise PermissionDenied(f"{what} is answered on the control port alone (control_port)")
+    entry.require(Role.CONTROL, what)

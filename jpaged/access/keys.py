@@ -1,0 +1,227 @@
+"""The file of keys: TOML, read at the start and whenever it changes.
+
+    [limits]                                  # for tenants that name none of their own
+    requests_per_minute = 600
+
+    [tenants.acme]
+    tokens_per_minute = 100_000
+    max_streams = 8
+
+    [[keys]]
+    id = "acme-laptop"                        # in logs and the audit, where the token never is
+    tenant = "acme"
+    token = "sha256:9f86d081884c7d65..."      # or the token itself
+    role = "inference"                        # or "observe", "control"
+
+A token is compared by its digest with those of all keys, so that the time it takes tells nothing of any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from jpaged.errors import InvalidArgument, Unauthenticated
+
+
+class Role(IntEnum):
+    """What a key is for; each may do what those before it may."""
+
+    OBSERVE = 0
+    """See how the server does, and what it serves."""
+    INFERENCE = 1
+    """Have it generate, score, embed."""
+    CONTROL = 2
+    """Change what it keeps for everybody: pinned prefixes, adapters."""
+
+
+_ROLES = {role.name.lower(): role for role in Role}
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+_NAME = re.compile(r"[\x20-\x7e]{1,128}")
+_MIN_TOKEN_CHARS = 16
+_MAX_TOKEN_CHARS = 512
+_MAX_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant may have; None is no limit.
+
+    Attributes:
+        requests_per_minute: calls that are let in.
+        tokens_per_minute: of prompts and of what is generated.
+        max_streams: calls at one time.
+        max_n: sequences of a request: n, best_of or beams.
+        max_prompt_tokens: tokens of a prompt.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_streams: int | None = None
+    max_n: int | None = None
+    max_prompt_tokens: int | None = None
+
+    def over(self, defaults: Limits) -> Limits:
+        """Return these limits, with those of `defaults` where there is none here."""
+        merged = {}
+        for spec in fields(self):
+            mine = getattr(self, spec.name)
+            merged[spec.name] = getattr(defaults, spec.name) if mine is None else mine
+        return Limits(**merged)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key, without its token.
+
+    Attributes:
+        id: names it where the token may not be seen.
+    """
+
+    id: str
+    tenant: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a file of keys says.
+
+    Attributes:
+        digests: SHA-256 of each token, and its key.
+        defaults: limits of tenants that have none of their own.
+        tenants: limits of tenants by name.
+    """
+
+    digests: tuple[tuple[bytes, Key], ...] = ()
+    defaults: Limits = Limits()
+    tenants: Mapping[str, Limits] = field(default_factory=dict)
+
+    def find(self, token: str) -> Key | None:
+        """Return the key of a token; the time does not depend on which it is, or how much of it is right."""
+        digest, found = hashlib.sha256(token.encode(errors="replace")).digest(), None
+        for known, key in self.digests:
+            if hmac.compare_digest(known, digest):
+                found = key
+        return found
+
+    def key_of(self, authorization: list[str]) -> Key:
+        """Return the key of a call by its `authorization` headers.
+
+        Raises:
+            Unauthenticated: there is not one, or its token is not known.
+        """
+        if len(authorization) != 1:
+            problem = "is missing" if not authorization else f"is there {len(authorization)} times"
+            raise Unauthenticated(f"authorization: {problem}: this server wants one, `Bearer <key>`")
+        scheme, _, token = authorization[0].partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthenticated("authorization: is not `Bearer <key>`")
+        key = self.find(token.strip()) if len(token) <= _MAX_TOKEN_CHARS else None
+        if key is None:
+            raise Unauthenticated("authorization: the key is not one of this server's")
+        return key
+
+    def limits_of(self, tenant: str) -> Limits:
+        """Return the limits that the file has for a tenant."""
+        own = self.tenants.get(tenant)
+        return self.defaults if own is None else own.over(self.defaults)
+
+
+def read_keys(path: str) -> Keys:
+    """Read a file of keys.
+
+    Raises:
+        InvalidArgument: it cannot be read or understood; says where. No token is ever told.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument("api_keys", f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+        raise InvalidArgument("api_keys", f"{path} is not TOML: {error}") from None
+    try:
+        return _keys_of(table)
+    except InvalidArgument as error:
+        raise InvalidArgument("api_keys", f"{path}: {error}") from None
+
+
+def _keys_of(table: Mapping[str, Any]) -> Keys:
+    _require_names("file", table, {"limits", "tenants", "keys"})
+    tenants, listed = _table("tenants", table.get("tenants", {})), table.get("keys", [])
+    if not isinstance(listed, list) or not listed:
+        raise InvalidArgument("keys", "there is none: write [[keys]] with id, tenant and token")
+    digests = [_key_of(f"keys[{i}]", one) for i, one in enumerate(listed)]
+    for what, values in (("id", [key.id for _, key in digests]), ("token", [digest for digest, _ in digests])):
+        twice = [i for i, value in enumerate(values) if value in values[:i]]
+        if twice:
+            raise InvalidArgument(f"keys[{twice[0]}].{what}", "is that of another key too")
+    for name in tenants:
+        _require_tenant("tenants", name)
+    return Keys(
+        tuple(digests),
+        limits_of_table("limits", table.get("limits", {})),
+        {name: limits_of_table(f"tenants.{name}", one) for name, one in tenants.items()},
+    )
+
+
+def limits_of_table(where: str, value: Any) -> Limits:
+    """Return the limits of a table; raises InvalidArgument for one that is not known, or no positive integer."""
+    table = _table(where, value)
+    _require_names(where, table, {spec.name for spec in fields(Limits)})
+    for name, limit in table.items():
+        if type(limit) is not int or not 1 <= limit <= _MAX_LIMIT:
+            raise InvalidArgument(f"{where}.{name}", f"{limit!r} is not an integer of 1 or more")
+    return Limits(**table)
+
+
+def _key_of(where: str, value: Any) -> tuple[bytes, Key]:
+    table = _table(where, value)
+    _require_names(where, table, {"id", "tenant", "token", "role"})
+    for name in ("id", "tenant", "token"):
+        if not isinstance(table.get(name), str):
+            raise InvalidArgument(f"{where}.{name}", "is missing, or is no text")
+    if not _NAME.fullmatch(table["id"]):
+        raise InvalidArgument(f"{where}.id", f"{table['id']!r} is not 1 to 128 printable ASCII characters")
+    _require_tenant(f"{where}.tenant", table["tenant"])
+    role = table.get("role", "inference")
+    if role not in _ROLES:
+        raise InvalidArgument(f"{where}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
+    return _digest_of(f"{where}.token", table["token"]), Key(table["id"], table["tenant"], _ROLES[role])
+
+
+def _digest_of(where: str, token: str) -> bytes:
+    digest = _DIGEST.fullmatch(token)
+    if digest is not None:
+        return bytes.fromhex(digest[1])
+    if token.startswith("sha256:"):
+        raise InvalidArgument(where, "sha256: is not followed by 64 hexadecimal digits")
+    if not _MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
+        limits = f"{_MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS}"
+        raise InvalidArgument(where, f"is not {limits} of the characters A-Z a-z 0-9 . _ ~ + / - and = at the end")
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _require_tenant(where: str, name: str) -> None:
+    if not _NAME.fullmatch(name) or name.strip() != name:
+        raise InvalidArgument(where, f"{name!r} is not 1 to 128 printable ASCII characters")
+
+
+def _table(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidArgument(where, "is not a table")
+    return value
+
+
+def _require_names(where: str, table: Mapping[str, Any], known: set[str]) -> None:
+    for name in table:
+        if name not in known:
+            raise InvalidArgument(f"{where}.{name}", f"is not known; known are {', '.join(sorted(known))}")

@@ -1,0 +1,68 @@
+"""Lets requests in at the HTTP port, whatever path they are for: those for health alone need no key.
+
+/health, /ping          never
+/metrics, /version      unless public_metrics
+/, and below /page/     to look at, unless public_page
+all else                needs a key, where there are keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from jpaged.access.entry import Entry, enter
+from jpaged.access.gate import Gate
+from jpaged.config import AccessOptions
+from jpaged.errors import JpagedError
+from jpaged.http.errors import response_of
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_HEALTH = frozenset({"/health", "/ping"})
+_FACTS = frozenset({"/metrics", "/version"})
+_PAGE = "/page/"
+
+
+class Guarded:
+    """An application whose requests are let in by a gate; their tasks know whose they are."""
+
+    def __init__(self, app: App, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or is_open(scope["method"], scope["path"], self._gate.options):
+            await self._app(scope, receive, send)
+            return
+        client = scope.get("client")
+        entry = Entry(
+            face="http",
+            method=f"{scope['method']} {scope['path'][:200]}",
+            peer="" if client is None else f"{client[0]}:{client[1]}",
+        )
+        try:
+            self._gate.open(entry, _values(scope, b"authorization"), _values(scope, b"x-jpaged-tenant"))
+        except JpagedError as error:
+            await response_of(error)(scope, receive, send)
+            return
+        enter(entry)
+        await self._app(scope, receive, send)
+
+
+def is_open(method: str, path: str, options: AccessOptions) -> bool:
+    """Whether a request needs no key, whatever keys there are."""
+    if path in _HEALTH:
+        return True
+    if method not in ("GET", "HEAD"):
+        return False
+    if path in _FACTS:
+        return options.public_metrics
+    return options.public_page and (path == "/" or path.startswith(_PAGE))
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for header, value in scope["headers"] if header == name]

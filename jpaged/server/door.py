@@ -1,0 +1,57 @@
+"""Lets calls in at a gRPC port, whatever service they are for: those for health alone need no key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from jpaged.access.entry import Entry, enter
+from jpaged.access.gate import Gate
+from jpaged.errors import JpagedError
+from jpaged.server.status import refuse
+
+_OPEN_SERVICE = "/grpc.health.v1.Health/"
+_FACES = {"/inference.": "oip", "/vllm.": "vllm"}
+"""How calls of other people's services begin, and what the audit calls them."""
+
+
+class Door:
+    """The door of one port."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def guarded(self, method: str, handler: Any) -> Any:
+        """Return a method's handler that lets no call in which the gate does not; its task knows whose call it is.
+
+        Args:
+            handler: reads its requests off the call itself: a coroutine function, with one answer or a stream of them.
+        """
+        if method.startswith(_OPEN_SERVICE):
+            return handler
+        inner = handler.stream_stream or handler.stream_unary
+        face = next((face for begin, face in _FACES.items() if method.startswith(begin)), "grpc")
+
+        async def answer(requests: object, context: Any) -> Any:
+            entry = Entry(face=face, method=method, peer=context.peer())
+            try:
+                self._gate.open(entry, *_headers(context))
+            except JpagedError as error:
+                await refuse(context, error)
+            enter(entry)
+            return await inner(requests, context)
+
+        many = handler.stream_stream is not None
+        make = grpc.stream_stream_rpc_method_handler if many else grpc.stream_unary_rpc_method_handler
+        return make(answer, response_serializer=handler.response_serializer)
+
+
+def _headers(context: Any) -> tuple[list[str], list[str]]:
+    """Return what a call has of `authorization` and `x-jpaged-tenant`."""
+    keys, tenants = list[str](), list[str]()
+    for name, value in context.invocation_metadata() or ():
+        if name in ("authorization", "x-jpaged-tenant"):
+            text = value.decode(errors="replace") if isinstance(value, bytes) else value
+            (keys if name == "authorization" else tenants).append(text)
+    return keys, tenants

@@ -1,0 +1,193 @@
+"""The file of keys: what it says, what is refused of it, and what a token finds."""
+
+import hashlib
+import hmac
+import os
+from pathlib import Path
+
+import pytest
+
+from jpaged.access.entry import Entry
+from jpaged.access.gate import Gate
+from jpaged.access.keys import Key, Limits, Role, read_keys
+from jpaged.config import EngineConfig
+from jpaged.errors import InvalidArgument, PermissionDenied, Unauthenticated
+
+TOKEN, OTHER, HASHED = "a-token-of-acme-1234", "a-token-of-acme-5678", "a-token-of-bolt-1234"
+FILE = f"""
+[limits]
+requests_per_minute = 600
+max_n = 4
+
+[tenants.acme]
+requests_per_minute = 60
+max_streams = 2
+
+[[keys]]
+id = "acme-1"
+tenant = "acme"
+token = "{TOKEN}"
+
+[[keys]]
+id = "acme-2"
+tenant = "acme"
+token = "{OTHER}"
+role = "control"
+
+[[keys]]
+id = "bolt-1"
+tenant = "bolt"
+token = "sha256:{hashlib.sha256(HASHED.encode()).hexdigest()}"
+role = "observe"
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_tokens_and_their_digests_find_keys(path: Path) -> None:
+    keys = read_keys(str(path))
+    assert keys.find(TOKEN) == Key("acme-1", "acme", Role.INFERENCE)
+    assert keys.find(OTHER) == Key("acme-2", "acme", Role.CONTROL)
+    assert keys.find(HASHED) == Key("bolt-1", "bolt", Role.OBSERVE)
+    assert keys.find(TOKEN[:-1]) is keys.find("") is keys.find(hashlib.sha256(HASHED.encode()).hexdigest()) is None
+    assert TOKEN not in repr(keys)
+
+
+def test_a_token_is_compared_with_every_key_whichever_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, compared, compare = read_keys(str(path)), [], hmac.compare_digest
+
+    def spied(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return compare(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", spied)
+    for token in (TOKEN, HASHED, "x"):
+        compared.clear()
+        keys.find(token)
+        assert compared == [(32, 32)] * 3
+
+
+def test_a_tenants_limits_are_its_own_and_else_those_of_all(path: Path) -> None:
+    keys = read_keys(str(path))
+    assert keys.limits_of("acme") == Limits(requests_per_minute=60, max_streams=2, max_n=4)
+    assert keys.limits_of("bolt") == Limits(requests_per_minute=600, max_n=4)
+
+
+KEY = '[[keys]]\nid = "a"\ntenant = "a"\ntoken = "0123456789abcdef"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "keys: there is none"),
+        ("keys = 3", "keys: there is none"),
+        ("[[keys", "is not TOML"),
+        ("[limit]\n" + KEY, "file.limit: is not known; known are keys, limits, tenants"),
+        ("[limits]\nmax_n = 0\n" + KEY, "limits.max_n: 0 is not an integer of 1 or more"),
+        ("[limits]\nmax_n = true\n" + KEY, "limits.max_n: True is not an integer"),
+        ("[tenants.b]\nrpm = 1\n" + KEY, "tenants.b.rpm: is not known"),
+        ('[tenants]\n"b\\n" = {}\n' + KEY, "tenants: 'b.n' is not 1 to 128 printable ASCII"),
+        (KEY + 'role = "admin"', "role: 'admin' is not one of observe, inference, control"),
+        (KEY + "expires = 3", r"keys\[0\].expires: is not known"),
+        (KEY.replace('id = "a"\n', ""), r"keys\[0\].id: is missing"),
+        (KEY.replace("0123456789abcdef", "short"), r"keys\[0\].token: is not 16 to 512"),
+        (KEY.replace("0123456789abcdef", "sha256:12"), r"keys\[0\].token: sha256: is not followed by 64"),
+        (KEY + KEY, r"keys\[1\].id: is that of another key too"),
+        (KEY + KEY.replace('id = "a"', 'id = "b"'), r"keys\[1\].token: is that of another key too"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_and_no_token_told(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=f"api_keys: .*{problem}") as refusal:
+        read_keys(str(path))
+    assert "0123456789abcdef" not in str(refusal.value)
+    with pytest.raises(InvalidArgument, match=r"api_keys: .*missing.toml cannot be read: No such file"):
+        read_keys(str(tmp_path / "missing.toml"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "problem"),
+    [
+        ([], "is missing"),
+        ([f"Bearer {TOKEN}", f"Bearer {TOKEN}"], "is there 2 times"),
+        ([TOKEN], "is not `Bearer <key>`"),
+        ([f"Basic {TOKEN}"], "is not `Bearer <key>`"),
+        (["Bearer "], "is not `Bearer <key>`"),
+        ([f"Bearer {TOKEN}x"], "is not one of this server's"),
+        (["Bearer " + "x" * 100_000], "is not one of this server's"),
+        (["Bearer \udcff"], "is not one of this server's"),
+    ],
+)
+def test_a_header_without_a_known_key_is_refused(path: Path, headers: list[str], problem: str) -> None:
+    with pytest.raises(Unauthenticated, match=f"authorization: .*{problem}"):
+        read_keys(str(path)).key_of(headers)
+
+
+def gate_of(path: Path) -> Gate:
+    return Gate(EngineConfig.load({"api_keys": str(path)}).access)
+
+
+def entered(gate: Gate, token: str, *tenants: str) -> Entry:
+    entry = Entry(face="grpc", method="/x/Y", peer="")
+    gate.open(entry, [f"bearer {token}"], tenants)
+    return entry
+
+
+def test_a_key_says_whose_a_call_is_and_no_other_may_be_named(path: Path) -> None:
+    gate = gate_of(path)
+    assert entered(gate, TOKEN).tenant == entered(gate, TOKEN, "acme").tenant == "acme"
+    with pytest.raises(PermissionDenied, match="'bolt' is not the tenant of this key"):
+        entered(gate, TOKEN, "bolt")
+    with pytest.raises(PermissionDenied, match="'bolt' is not the tenant"):
+        entered(gate, TOKEN, "acme", "bolt")
+
+
+def test_a_role_may_do_what_those_before_it_may(path: Path) -> None:
+    gate = gate_of(path)
+    entered(gate, OTHER).require(Role.CONTROL, "PinPrefix")
+    entered(gate, TOKEN).require(Role.INFERENCE, "Generate")
+    with pytest.raises(PermissionDenied, match="PinPrefix needs a key of the role control; this one's is inference"):
+        entered(gate, TOKEN).require(Role.CONTROL, "PinPrefix")
+    with pytest.raises(PermissionDenied, match="Generate needs a key of the role inference; this one's is observe"):
+        entered(gate, HASHED).require(Role.INFERENCE, "Generate")
+
+
+def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = gate_of(path)
+    replaced = path.with_suffix(".new")
+    replaced.write_text(FILE.replace(TOKEN, "a-token-that-is-new"))
+    os.replace(replaced, path)
+    gate.look_again()
+    assert entered(gate, "a-token-that-is-new").tenant == "acme"
+    with pytest.raises(Unauthenticated):
+        entered(gate, TOKEN)
+    path.write_text("[[keys]]\nid = 3")
+    gate.look_again()
+    assert "the keys stay as they were: api_keys: " in caplog.text
+    path.unlink()
+    gate.look_again()
+    assert entered(gate, "a-token-that-is-new").tenant == "acme"
+    path.write_text(FILE)
+    gate.look_again()
+    assert entered(gate, TOKEN).tenant == "acme"
+
+
+def test_a_link_that_points_elsewhere_has_changed(path: Path, tmp_path: Path) -> None:
+    """As Kubernetes brings new secrets: the folder is another, each file's path and time may stay."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "keys.toml").write_text(FILE.replace(TOKEN, "a-token-of-acme-9999"))
+    link = tmp_path / "data"
+    link.symlink_to(tmp_path)
+    gate = gate_of(link / "keys.toml")
+    link.unlink()
+    link.symlink_to(tmp_path / "other")
+    gate.look_again()
+    assert entered(gate, "a-token-of-acme-9999").tenant == "acme"
