@@ -1,6 +1,7 @@
 """Keys at the HTTP port: every path but those for health wants one."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -39,7 +40,7 @@ async def test_a_path_wants_a_key_unless_it_is_for_health(keys: str) -> None:
 
 
 async def test_metrics_are_for_all_where_the_operator_says_so(keys: str) -> None:
-    options = {"http_port": 0, "api_keys": keys, "public_metrics": True}
+    options: dict[str, Any] = {"http_port": 0, "api_keys": keys, "public_metrics": True}
     async with running(**options) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
         assert (await client.get("/metrics")).status_code == 200
         assert (await client.get("/version")).status_code == 200
