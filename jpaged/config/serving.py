@@ -82,6 +82,13 @@ class HttpOptions:
         low=0,
         high=65535,
     )
+    http_keep_alive: float = option(
+        15.0,
+        "a stream of which nothing came for so long is sent a comment, so that proxies do not take it for dead",
+        low=0.05,
+        high=3600.0,
+        unit="s",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 app.py      the routes
 access.py   who is let in: keys, and what needs none
 port.py     uvicorn on the event loop of the server
+wire.py     what ASGI hands over
 errors.py   errors -> statuses and OpenAI's form of them
 requests.py what every request has: its body, bounded; its id, its tenant
 operator.py what is asked of the server and not of the model: health, version, metrics
@@ -11,4 +12,5 @@ tokens.py   /tokenize, /detokenize
 scoring.py  /v1/embeddings, /v1/score
 local.py    the server of this process as what runs OpenAI's bodies
 exchange.py a JSON body in and out, on threads where it is large
+generate/   /v1/completions, /v1/chat/completions
 """

@@ -8,19 +8,12 @@ all else                needs a key, where there are keys
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
 from jpaged.access.entry import Entry, enter
 from jpaged.access.gate import Gate
 from jpaged.config import AccessOptions
 from jpaged.errors import JpagedError
 from jpaged.http.errors import response_of
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from jpaged.http.wire import App, Receive, Scope, Send
 
 _HEALTH = frozenset({"/health", "/ping"})
 _FACTS = frozenset({"/metrics", "/version"})

@@ -7,8 +7,6 @@ an error        one status and OpenAI's form of it, in one place
 from __future__ import annotations
 
 import uuid
-from collections.abc import MutableMapping
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,9 +16,11 @@ from starlette.responses import Response
 from jpaged.access.gate import Gate
 from jpaged.errors import JpagedError, NotFound, Unsupported
 from jpaged.http import models, operator, scoring, tokens
-from jpaged.http.access import App, Guarded, Receive, Scope, Send
+from jpaged.http.access import Guarded
 from jpaged.http.errors import error_for, response_of
+from jpaged.http.generate import paths
 from jpaged.http.requests import REQUEST_ID_HEADER
+from jpaged.http.wire import App, Message, Receive, Scope, Send
 from jpaged.service.names import is_name
 from jpaged.service.service import Service
 
@@ -28,7 +28,7 @@ from jpaged.service.service import Service
 def make_app(service: Service, gate: Gate) -> App:
     """Return the ASGI application that answers for a service, for those whom the gate lets in."""
     app = Starlette(
-        routes=[*operator.routes(service), *models.routes(service), *scoring.routes(service), *tokens.routes(service)],
+        routes=[route for part in (operator, models, paths, scoring, tokens) for route in part.routes(service)],
         exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},
     )
     return _Named(Guarded(app, gate))
@@ -65,7 +65,7 @@ class _Named:
         request_id = given if is_name(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def named(message: MutableMapping[str, Any]) -> None:
+        async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (key, request_id.encode())]
             await send(message)

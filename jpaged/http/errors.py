@@ -1,9 +1,10 @@
 """Errors -> HTTP statuses, in OpenAI's form.
 
-    {"error": {"message": "body.top_p: 2.0 is ...", "type": "invalid_request_error", "param": "top_p", "code": ...}}
+    {"error": {"message": "top_p: 2.0 is ...", "type": "invalid_request_error", "param": "top_p", "code": ...}}
 
 `code` is the error's name, as google.rpc.ErrorInfo has it over gRPC: QUEUE_FULL. OpenAI's types:
-https://platform.openai.com/docs/guides/error-codes.
+https://platform.openai.com/docs/guides/error-codes. Clients of OpenAI's try again on their own after 408, 409, 429 and
+all from 500 on, unless `x-should-retry` says otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from jpaged import json_text
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unauthenticated, reason_of
+from jpaged.errors import (
+    InternalError,
+    InvalidArgument,
+    JpagedError,
+    RequestTooLong,
+    TryLater,
+    Unauthenticated,
+    Unavailable,
+    reason_of,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,6 +45,9 @@ _STATUSES = {
 }
 """By the gRPC status that the error becomes elsewhere. 499 is nginx's word for a client that has gone."""
 
+_FINAL = {"INTERNAL", "UNKNOWN", "UNIMPLEMENTED", "DEADLINE_EXCEEDED"}
+"""What the same request would meet again, or has no time for."""
+
 
 class JSON(JSONResponse):
     """A JSON body by the project's own writer."""
@@ -53,16 +66,33 @@ def error_for(error: Exception) -> JpagedError:
 
 def body_of(error: JpagedError) -> dict[str, Any]:
     """An error in OpenAI's form."""
-    field = error.field.removeprefix("body.") if isinstance(error, InvalidArgument) else None
+    param, message = None, str(error)
+    if isinstance(error, InvalidArgument):
+        param = _name_in_body(error.field)
+        message = f"{param}: {error.problem}"
     kind = _STATUSES[error.grpc_status][1]
-    return {"error": {"message": str(error), "type": kind, "param": field, "code": reason_of(error)}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": reason_of(error)}}
 
 
 def response_of(error: JpagedError) -> Response:
-    """The response that an error becomes; one that passes says when, in whole seconds."""
+    """The response that an error becomes; one that passes says when."""
     headers = {}
     if isinstance(error, TryLater):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["Retry-After-Ms"] = str(math.ceil(error.retry_after_s * 1000))
+    elif isinstance(error, Unavailable):
+        headers["Retry-After"] = "1"
+    elif error.grpc_status in _FINAL:
+        headers["X-Should-Retry"] = "false"
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSON(body_of(error), status_code=_STATUSES[error.grpc_status][0], headers=headers)
+    is_body = isinstance(error, RequestTooLong) and error.field == "body"
+    status = 413 if is_body else _STATUSES[error.grpc_status][0]
+    return JSON(body_of(error), status_code=status, headers=headers)
+
+
+def _name_in_body(field: str) -> str:
+    """A field of a request by its name in a body."""
+    for prefix in ("sampling.", "chat."):
+        field = field.removeprefix(prefix)
+    return "prompt" if field == "prompt.token_ids" else field

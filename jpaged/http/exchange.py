@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged import json_text
-from jpaged.errors import Cancelled
-from jpaged.http.requests import content_of, json_of
+from jpaged.errors import Cancelled, InvalidArgument
+from jpaged.http.requests import content_of
+from jpaged.http.wire import Receive
+from jpaged.openai.bodies import check_values, loaded
 from jpaged.service.service import Service
 
 _T = TypeVar("_T")
@@ -24,10 +26,29 @@ async def body_in(service: Service, request: Request) -> tuple[dict[str, Any], i
 
     Raises:
         RequestTooLong: it is over max_request_size.
-        InvalidArgument: it is no JSON object.
+        InvalidArgument: it is no JSON object, or holds what a message cannot.
     """
-    content = await content_of(request, int(service.state.config.server.max_request_size * 2**20))
-    return await service.work(lambda: json_of(content), len(content)), len(content)
+    content = await _content_of(service, request)
+    return await service.work(lambda: _fields_of(content), len(content)), len(content)
+
+
+async def read_body(service: Service, request: Request, read: Callable[[Mapping[str, Any]], _T]) -> _T:
+    """Return what `read` makes of a request's JSON object; raises as `body_in`, and as `read`."""
+    content = await _content_of(service, request)
+    return await service.work(lambda: read(_fields_of(content)), len(content))
+
+
+async def _content_of(service: Service, request: Request) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise InvalidArgument("content-type", f"{kind[:80]!r} is not application/json")
+    return await content_of(request, int(service.state.config.server.max_request_size * 2**20))
+
+
+def _fields_of(content: bytes) -> dict[str, Any]:
+    fields = loaded("body", content)
+    check_values("body", fields)
+    return fields
 
 
 async def answer_of(service: Service, body: Callable[[], dict[str, Any]], size: int) -> Response:
@@ -40,12 +61,17 @@ async def answer_of(service: Service, body: Callable[[], dict[str, Any]], size: 
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Do work for a caller whose body has been read; one that goes away ends it.
+    """Do work for a caller whose body has been read; see `while_connected`."""
+    return await while_connected(request.receive, work)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do work for a client whose body has been read, and give up when it goes away.
 
     Raises:
-        Cancelled: the caller has gone.
+        Cancelled: it has gone; the work was cancelled, and has ended.
     """
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -56,8 +82,10 @@ async def while_there(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
         if not working.done():
             working.cancel()
             await asyncio.wait((working,))
+            if not working.cancelled():
+                working.exception()  # nobody is told
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

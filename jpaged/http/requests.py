@@ -1,14 +1,13 @@
-"""What every HTTP request has: a body of bounded size, an id, a tenant."""
+"""What every HTTP request has: a body of bounded size, an id, a tenant, and perhaps a limit of time."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import math
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from jpaged.access.entry import key_id, owner
-from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.errors import Cancelled, InvalidArgument, RequestTooLong
 from jpaged.service.names import require_name
 from jpaged.service.records import TRACE_KEYS, Caller
 
@@ -16,17 +15,48 @@ REQUEST_ID_HEADER = "x-request-id"
 """The caller's id of a request; the answer carries it back, or the one that was made up."""
 TENANT_HEADER = "x-jpaged-tenant"
 """Whose request it is."""
+TIMEOUT_HEADER = "x-request-timeout"
+"""Seconds that the caller gives a request; then it ends with DEADLINE_EXCEEDED, wherever it is."""
+MAX_TIMEOUT_S = 86400.0
 
 
 def tenant_of(request: Request) -> str:
     """Return the tenant whose request it is: its key's, else the one it names; "" when it does not say."""
-    named = request.headers.getlist(TENANT_HEADER)
-    if not named:
+    named = _header(request, TENANT_HEADER)
+    if named is None:
         return owner("")
-    if len(named) > 1:
-        raise InvalidArgument(TENANT_HEADER, f"is there {len(named)} times: a request has one tenant")
-    require_name(TENANT_HEADER, named[0])
-    return owner(named[0])
+    require_name(TENANT_HEADER, named)
+    return owner(named)
+
+
+def request_id_of(request: Request) -> str:
+    """Return the id of a request, the caller's or one of ours; raises InvalidArgument for what can be no id."""
+    given = _header(request, REQUEST_ID_HEADER)
+    if given is not None:
+        require_name(REQUEST_ID_HEADER, given)
+    request_id: str = request.scope["state"]["request_id"]
+    return request_id
+
+
+def remaining_s_of(request: Request) -> float | None:
+    """Return the seconds that the caller gives a request; None is no limit."""
+    given = _header(request, TIMEOUT_HEADER)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise InvalidArgument(TIMEOUT_HEADER, f"{given[:40]!r} is not a number of seconds up to {MAX_TIMEOUT_S:g}")
+    return seconds
+
+
+def _header(request: Request, name: str) -> str | None:
+    given = request.headers.getlist(name)
+    if len(given) > 1:
+        raise InvalidArgument(name, f"is there {len(given)} times: a request has one")
+    return given[0] if given else None
 
 
 def caller_of(request: Request) -> Caller:
@@ -43,26 +73,12 @@ async def content_of(request: Request, max_bytes: int) -> bytes:
     if declared.isdigit() and int(declared) > max_bytes:
         raise RequestTooLong("body", f"{declared} bytes are above the limit of {max_bytes}")
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise RequestTooLong("body", f"more than {max_bytes} bytes, the limit")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def json_of(content: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body.
-
-    Raises:
-        InvalidArgument: it is none.
-    """
     try:
-        value = json.loads(content)
-    except RecursionError as error:
-        raise InvalidArgument("body", "is nested too deep") from error
-    except ValueError as error:  # JSONDecodeError, bytes that are no UTF-8, and integers of thousands of digits
-        raise InvalidArgument("body", f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument("body", "is not a JSON object")
-    return value
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise RequestTooLong("body", f"more than {max_bytes} bytes, the limit")
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise Cancelled("the client has gone") from error
+    return b"".join(parts)

@@ -13,8 +13,8 @@ from jpaged.http.exchange import answer_of, body_in, while_there
 from jpaged.http.local import LocalServer
 from jpaged.http.requests import tenant_of
 from jpaged.openai.answers import Answers
-from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Line
-from jpaged.openai.scoring import scoring_job_of
+from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL
+from jpaged.openai.scoring import ScoringJob, embed_job, score_job
 from jpaged.service.service import Service
 
 
@@ -25,7 +25,8 @@ def routes(service: Service) -> list[Route]:
         async def answer(request: Request) -> Response:
             body, num_bytes = await body_in(service, request)
             given = named(service, body)
-            job = await service.work(lambda: scoring_job_of(Line(1, "", url, given)), num_bytes)
+            read = embed_job if url == EMBEDDINGS_URL else score_job
+            job: ScoringJob = await service.work(lambda: read(given), num_bytes)
             model = service.state.serving().model
             server = LocalServer(service=service, tenant=tenant_of(request))
             found = await while_there(request, Answers(model, service.work).evaluate(server, job))

@@ -28,7 +28,7 @@ def routes(service: Service) -> list[Route]:
         if job.wants_texts:
             if len(token_ids) > MAX_DETOKENIZE_IDS:
                 problem = f"would be of {len(token_ids)} tokens; at most {MAX_DETOKENIZE_IDS}"
-                raise InvalidArgument("body.return_token_strs", problem)
+                raise InvalidArgument("return_token_strs", problem)
             decode = model.tokenizer.decode
             texts = await service.work(
                 lambda: [decode([one], skip_special_tokens=False) for one in token_ids], 8 * len(token_ids)

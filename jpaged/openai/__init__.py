@@ -1,8 +1,11 @@
 """OpenAI's formats, for whoever speaks them: a batch file, an HTTP face. No I/O, no gRPC, no engine.
 
-lines.py    completions and chats: what a body asks for, and what it is answered with; the batch file around them
+bodies.py   what a body of completions or of a chat asks for
 chats.py    what chats have beside: messages, tools, reasoning, and answers as messages
+choices.py  whole answers to completions and chats
+chunks.py   the same as they come: chunks of a stream
 scoring.py  bodies of /v1/score and /v1/embeddings
 tokens.py   bodies of /tokenize and /detokenize
+lines.py    the batch file: lines, and what is around their bodies
 answers.py  one line -> one line of output, by whatever completes, scores and embeds
 """

@@ -16,14 +16,23 @@ from typing import Any, Protocol, TypeVar
 from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated
 from jpaged.errors import NotFound
-from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Job, Line, job_of, response_line, success_line
+from jpaged.openai.bodies import Job
+from jpaged.openai.lines import (
+    EMBEDDINGS_URL,
+    SCORE_URL,
+    Line,
+    job_of,
+    of_body,
+    response_line,
+    scoring_job_of,
+    success_line,
+)
 from jpaged.openai.scoring import (
     EmbedJob,
     ScoreJob,
     ScoringJob,
     embeddings_body,
     loglikelihoods_body,
-    scoring_job_of,
     similarities_body,
 )
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
@@ -141,16 +150,18 @@ class Answers:
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 
     async def _complete(self, server: Server, custom_id: str, job: Job) -> RequestOutput:
-        sampling = _seeded(job.sampling, custom_id)
-        if job.fills_length:
-            token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
-            sampling = replace(sampling, max_tokens=max(1, self._model.max_model_len - len(token_ids)))
+        (prompt,), sampling = job.prompts, _seeded(job.sampling, custom_id)
+        options = None if prompt.messages is None else prompt.chat_options
+        if prompt.fills_length:
+            token_ids = await server.tokenize(messages=prompt.messages, chat_options=options)
+            most = self._model.max_model_len - len(token_ids)
+            sampling = replace(sampling, max_tokens=max(sampling.max_tokens, most))
         return await server.complete(
-            job.prompt,
+            prompt.text,
             sampling,
-            prompt_token_ids=job.prompt_token_ids,
-            messages=job.messages,
-            chat_options=job.chat_options,
+            prompt_token_ids=prompt.token_ids,
+            messages=prompt.messages,
+            chat_options=options,
             adapter=job.adapter or "",
         )
 
@@ -166,7 +177,12 @@ class Answers:
     async def _scored(self, server: Server, line: Line) -> Answered:
         job = await self._work(partial(scoring_job_of, line), size_of(line.body))
         found = await self.evaluate(server, job)
-        text = await self._work(lambda: response_line(line.custom_id, uuid.uuid4().hex, found.body()), found.size)
+
+        def written() -> str:
+            with of_body():
+                return response_line(line.custom_id, uuid.uuid4().hex, found.body())
+
+        text = await self._work(written, found.size)
         return Answered(text, found.prompt_tokens)
 
     async def evaluate(self, server: Server, job: ScoringJob) -> Evaluation:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from jpaged.chat import ChatOptions, chat_options_of, check_message, reasoning_of
 from jpaged.errors import InvalidArgument
@@ -17,30 +17,29 @@ CHAT_FIELDS = frozenset(
 )
 """Fields of a body that are read here. The last two are OpenAI's and vLLM's words for fields of `reasoning`."""
 _OF_REASONING = {"reasoning_effort": "effort", "include_reasoning": "include"}
-_T = TypeVar("_T")
 
 
 def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The conversation of a body, whose contents are texts or lists of text parts.
 
     Raises:
-        InvalidArgument: names the field, as in `body.messages[1].content`.
+        InvalidArgument: names the field, as in `messages[1].content`.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise InvalidArgument("body.messages", "must be a list with at least one message")
-    return tuple(_message(f"body.messages[{i}]", message) for i, message in enumerate(messages))
+        raise InvalidArgument("messages", "must be a list with at least one message")
+    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
 
 
 def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
     """What a body asks for beside its messages.
 
     Raises:
-        InvalidArgument: names the field, as in `body.tools[2].function.name`.
+        InvalidArgument: names the field, as in `tools[2].function.name`.
     """
     names = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
     given = {name: body.get(name) for name in names}
-    return _of_body(lambda: chat_options_of(**given, reasoning=reasoning_of(_reasoning_in(body))))
+    return chat_options_of(**given, reasoning=reasoning_of(_reasoning_in(body)))
 
 
 def _reasoning_in(body: Mapping[str, Any]) -> Any:
@@ -84,10 +83,3 @@ def _text_part(where: str, part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise InvalidArgument(where, f"{part!r} is not a text part; only text is supported")
     return str(part["text"])
-
-
-def _of_body(read: Callable[[], _T]) -> _T:
-    try:
-        return read()
-    except InvalidArgument as error:
-        raise InvalidArgument(f"body.{error.field}", error.problem) from error

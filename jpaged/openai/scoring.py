@@ -1,4 +1,4 @@
-"""Bodies of /v1/embeddings and /v1/score: what a line asks for, and the body that it is answered with. No I/O.
+"""Bodies of /v1/embeddings and /v1/score: what one asks for, and the body that it is answered with. No I/O.
 
     /v1/embeddings  {"input": text, texts, token ids or lists of them}   -> a vector for each
     /v1/score       {"text_1": text or texts, "text_2": likewise}        -> the cosine of each pair's vectors
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.openai.lines import EMBEDDINGS_URL, Line, body_of, name_in
+from jpaged.openai.bodies import name_in, without_nulls
 from jpaged.types import Pooling, SamplingParams, Score, TokenLogprob
 
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ Text = str | tuple[int, ...]
 """A text, or its token ids."""
 
 MAX_INPUTS = 2048
-"""Most inputs, pairs or continuations of a line, as OpenAI bounds the inputs of an embeddings request."""
+"""Most inputs, pairs or continuations of a body, as OpenAI bounds the inputs of an embeddings request."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 """How the states of an input's tokens become one vector."""
 ENCODINGS = ("float", "base64")
@@ -90,48 +90,52 @@ class SimilarityJob:
 ScoringJob = EmbedJob | ScoreJob | SimilarityJob
 
 
-def scoring_job_of(line: Line) -> ScoringJob:
-    """What a line of embeddings or scores asks for.
+def score_job(given: Mapping[str, Any]) -> ScoreJob | SimilarityJob:
+    """Read a body of /v1/score.
 
     Raises:
-        InvalidArgument: a field of the body is unknown, wrong, or cannot be honoured.
+        InvalidArgument: a field is unknown, wrong, or cannot be honoured.
     """
-    body = body_of(line)
-    if line.url == EMBEDDINGS_URL:
-        return _embed_job(body)
+    body = without_nulls(given)
     is_ours = "prompt" in body or "continuations" in body
-    return _score_job(body) if is_ours else _similarity_job(body)
+    return _loglikelihood_job(body) if is_ours else _similarity_job(body)
 
 
-def _embed_job(body: Mapping[str, Any]) -> EmbedJob:
+def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
+    """Read a body of /v1/embeddings.
+
+    Raises:
+        InvalidArgument: as `score_job`.
+    """
+    body = without_nulls(as_given)
     how = _how(body, {"input", "pooling", "encoding_format", "dimensions", "normalize", "user"})
     name_in(body, "user")
     given = body.get("input")
     is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
-    inputs = _texts("body.input", [given] if is_one else given)
+    inputs = _texts("input", [given] if is_one else given)
     dimensions = body.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise InvalidArgument("body.dimensions", f"{dimensions!r} is not an integer of 1 or more")
+        raise InvalidArgument("dimensions", f"{dimensions!r} is not an integer of 1 or more")
     normalize = body.get("normalize", False)
     if not isinstance(normalize, bool):
-        raise InvalidArgument("body.normalize", f"{normalize!r} is not true or false")
+        raise InvalidArgument("normalize", f"{normalize!r} is not true or false")
     encoding = _choice(body, "encoding_format", ENCODINGS)
     return EmbedJob(inputs, how, _choice(body, "pooling", POOLINGS), encoding, dimensions, normalize)
 
 
-def _score_job(body: Mapping[str, Any]) -> ScoreJob:
+def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
     how = _how(body, {"prompt", "continuations"})
-    (prompt,) = _texts("body.prompt", [body.get("prompt")])
-    return ScoreJob(prompt, _texts("body.continuations", body.get("continuations")), how)
+    (prompt,) = _texts("prompt", [body.get("prompt")])
+    return ScoreJob(prompt, _texts("continuations", body.get("continuations")), how)
 
 
 def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
     how = _how(body, {"text_1", "text_2", "pooling"})
-    left, right = (_strings(f"body.{name}", body.get(name)) for name in ("text_1", "text_2"))
+    left, right = (_strings(f"{name}", body.get(name)) for name in ("text_1", "text_2"))
     if len(left) == 1:
         left *= len(right)
     if len(left) != len(right):
-        raise InvalidArgument("body.text_2", f"{len(right)} texts for {len(left)} of text_1: give 1 or as many there")
+        raise InvalidArgument("text_2", f"{len(right)} texts for {len(left)} of text_1: give 1 or as many there")
     pairs = tuple(zip(left, right, strict=True))
     return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS))
 
@@ -139,12 +143,12 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
 def _how(body: Mapping[str, Any], own: set[str]) -> How:
     """What a body says besides its own fields; refuses what is neither."""
     for name in body.keys() - own - {one.name for one in fields(How)}:
-        raise InvalidArgument(f"body.{name}", f"is not supported beside {', '.join(sorted(own))}")
+        raise InvalidArgument(f"{name}", f"is not supported beside {', '.join(sorted(own))}")
     values = {name: body[name] for name in ("cache_salt", "priority") if name in body}
     try:
         SamplingParams(**values)
     except InvalidArgument as error:
-        raise InvalidArgument(error.field.replace("sampling.", "body."), error.problem) from error
+        raise InvalidArgument(error.field.replace("sampling.", ""), error.problem) from error
     return How(name_in(body, "model"), name_in(body, "adapter") or "", **values)
 
 
@@ -153,7 +157,7 @@ def _choice(body: Mapping[str, Any], name: str, choices: tuple[_T, ...]) -> _T:
     for choice in choices:
         if choice == value:
             return choice
-    raise InvalidArgument(f"body.{name}", f"{value!r} is none of {', '.join(map(str, choices))}")
+    raise InvalidArgument(f"{name}", f"{value!r} is none of {', '.join(map(str, choices))}")
 
 
 def _texts(field: str, values: Any) -> tuple[Text, ...]:
@@ -192,7 +196,7 @@ def embeddings_body(
     _require_one_each(job.inputs, vectors)
     width = len(vectors[0])
     if job.dimensions not in (None, width):
-        raise InvalidArgument("body.dimensions", f"{job.dimensions} is not {width}, the width of the model's vectors")
+        raise InvalidArgument("dimensions", f"{job.dimensions} is not {width}, the width of the model's vectors")
     data = [
         {"object": "embedding", "index": i, "embedding": _encoded(vector, job.encoding)}
         for i, vector in enumerate(vectors)

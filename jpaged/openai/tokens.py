@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpaged.errors import InvalidArgument
+from jpaged.openai.bodies import name_in
 from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, messages_in
-from jpaged.openai.lines import name_in
 from jpaged.types import Prompt
 
 _OF_CHATS = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
@@ -53,18 +53,18 @@ def tokenize_job_of(given: Mapping[str, Any]) -> TokenizeJob:
     """
     body = {name: value for name, value in given.items() if value is not None}
     if ("prompt" in body) == ("messages" in body):
-        raise InvalidArgument("body.prompt", "or messages must be there: one of them, and not both")
+        raise InvalidArgument("prompt", "or messages must be there: one of them, and not both")
     wants_texts, model = _flag(body, "return_token_strs", default=False), name_in(body, "model")
     if "prompt" in body:
         _check_names(body, {"model", "prompt", "add_special_tokens", "return_token_strs"})
         if not isinstance(body["prompt"], str):
-            raise InvalidArgument("body.prompt", f"{str(body['prompt'])[:80]!r} is not a text")
+            raise InvalidArgument("prompt", f"{str(body['prompt'])[:80]!r} is not a text")
         adds = _flag(body, "add_special_tokens", default=True)
         return TokenizeJob(Prompt(text=body["prompt"]), adds, wants_texts, model)
     _check_names(body, {"model", "return_token_strs", *CHAT_FIELDS, *_OF_CHATS})
     for name, only in _OF_CHATS.items():
         if _flag(body, name, default=only) is not only:
-            raise InvalidArgument(f"body.{name}", f"of a chat can only be {str(only).lower()}")
+            raise InvalidArgument(name, f"of a chat can only be {str(only).lower()}")
     prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body))
     return TokenizeJob(prompt, wants_texts=wants_texts, model=model)
 
@@ -81,17 +81,17 @@ def detokenize_job_of(given: Mapping[str, Any]) -> DetokenizeJob:
     _check_names(body, {"model", "tokens", "skip_special_tokens"})
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):
-        raise InvalidArgument("body.tokens", "must be there, a list of token ids")
+        raise InvalidArgument("tokens", "must be there, a list of token ids")
     return DetokenizeJob(tuple(token_ids), _flag(body, "skip_special_tokens", default=False), name_in(body, "model"))
 
 
 def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
     for name in body.keys() - own:
-        raise InvalidArgument(f"body.{name[:80]}", f"is not supported beside {', '.join(sorted(own))}")
+        raise InvalidArgument(name[:80], f"is not supported beside {', '.join(sorted(own))}")
 
 
 def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
     value = body.get(name, default)
     if not isinstance(value, bool):
-        raise InvalidArgument(f"body.{name}", f"{str(value)[:80]!r} is not true or false")
+        raise InvalidArgument(name, f"{str(value)[:80]!r} is not true or false")
     return value

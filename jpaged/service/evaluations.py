@@ -82,7 +82,7 @@ async def score(
             with errors_named(f"continuations[{i}]"):
                 return score_of(await parts.complete(lambda: given.prompt(i), given.size(i), SCORE_SAMPLING))
 
-        return await _all(one, len(given), parts.num_at_once)
+        return await run_all(one, len(given), parts.num_at_once)
 
 
 async def embed(
@@ -113,7 +113,7 @@ async def embed(
                 output = await parts.complete(lambda: prompt, len(inputs[i]), EMBED_SAMPLING)
             return embedding_of(output, normalize=normalize)
 
-        return await _all(one, len(inputs), parts.num_at_once)
+        return await run_all(one, len(inputs), parts.num_at_once)
 
 
 class _Parts:
@@ -123,11 +123,7 @@ class _Parts:
         self._service, self._model, self._asker, self._record = service, model, asker, record
         self._adapter: str | LoadedAdapter = model.adapters.named(asker.adapter) or ""
         self._began_s = time.monotonic()
-        engine = model.engine
-        self.num_at_once = min(
-            engine.geometry.max_num_seqs * max(1, len(engine.replica_loads())), engine.max_num_in_flight
-        )
-        """As many as steps have rows for."""
+        self.num_at_once = num_at_once(model)
 
     async def complete(self, read: Callable[[], Prompt], size: int, sampling: SamplingParams) -> RequestOutput:
         """Run one of them to its end; raises what `Service.complete` does."""
@@ -149,8 +145,17 @@ class _Parts:
         return await self._service.complete(call, self._model)
 
 
-async def _all(work: Callable[[int], Awaitable[_T]], num: int, num_at_once: int) -> list[_T]:
-    """Works on all parts, so many at a time; the first error ends it."""
+def num_at_once(model: LoadedModel) -> int:
+    """Return how many parts of a call may run at one time: as many as steps have rows for."""
+    engine = model.engine
+    return min(engine.geometry.max_num_seqs * max(1, len(engine.replica_loads())), engine.max_num_in_flight)
+
+
+async def run_all(work: Callable[[int], Awaitable[_T]], num: int, num_at_once: int) -> list[_T]:
+    """Work on all parts of a call, so many at a time; the first error ends it.
+
+    A part that finds the queue full is tried again, unless the call has none that runs and none that is done.
+    """
     free, num_open, num_done = asyncio.Semaphore(num_at_once), 0, 0
 
     async def run(i: int) -> _T:

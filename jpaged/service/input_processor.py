@@ -5,6 +5,7 @@ After this nothing about a request is checked again.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
 import itertools
@@ -104,6 +105,8 @@ class InputProcessor:
         token_ids = self._prompt_ids(prompt, sampling)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
+        if prompt.fills_length:
+            sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(len(token_ids), sampling))
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
@@ -271,6 +274,15 @@ class InputProcessor:
             each = f" for each of {num_rows} sequences" if num_rows > 1 else ""
             times = f"{each}, {needed} blocks" if num_rows > 1 or len(geometry.windows) > 1 else ""
             raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
+
+    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+        """The most tokens that fit behind a prompt, beside which those of `sampling` do."""
+        geometry, num_rows = self._geometry, sampling.beam_width or sampling.num_samples
+        lengths = range(sampling.max_tokens, geometry.max_model_len - num_prompt_tokens + 1)
+        num_fitting = bisect.bisect_right(
+            lengths, geometry.num_blocks, key=lambda most: geometry.num_blocks_alone(num_prompt_tokens, most, num_rows)
+        )
+        return lengths[num_fitting - 1]
 
     def _bad_word_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The tokens of each bad word, as they come at the start of a text and behind a space."""

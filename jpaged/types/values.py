@@ -79,6 +79,8 @@ class Prompt:
         pooling: have its hidden states told, pooled so.
         chat_options: with messages alone: tools, how they are called, and variables of the chat template.
         generated: what sequences of the request have generated elsewhere.
+        fills_length: as many tokens may follow as the model's length and the pool leave; `SamplingParams.max_tokens` is
+            the least that must fit.
     """
 
     text: str | None = None
@@ -89,6 +91,7 @@ class Prompt:
     pooling: Pooling | None = None
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
     generated: Sequence[Generated] = ()
+    fills_length: bool = False
 
     @property
     def size(self) -> int:

@@ -78,7 +78,7 @@ async def test_every_line_gets_its_answer(tmp_path):
     assert usage["total_tokens"] == 128  # no max_tokens in a chat: up to the model's length
     assert found["c6"]["error"] == {
         "code": "INVALID_ARGUMENT",
-        "message": "body.echo: True is not supported: only False is",
+        "message": "body.echo: True is not supported in a file",
     }
     assert found["c7"]["error"]["code"] == "NOT_FOUND"
     for name in ("c9", "c10"):

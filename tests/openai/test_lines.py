@@ -9,10 +9,12 @@ import pytest
 
 from jpaged.chat import ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.openai.lines import BadLine, Job, Line, failure_line, job_of, parse_file, parse_lines, success_line
+from jpaged.openai.bodies import Job
+from jpaged.openai.lines import BadLine, Line, failure_line, job_of, parse_file, parse_lines, success_line
 from jpaged.types import (
     CompletionOutput,
     PositionLogprobs,
+    Prompt,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
@@ -154,8 +156,8 @@ def test_a_completion_is_read_whole():
         ignore_eos=True,
         skip_special_tokens=False,
     )
-    assert job_of(completion(**body)) == Job(sampling, prompt="x", model="m")
-    assert job_of(completion(prompt=[1, 2])).prompt_token_ids == (1, 2)
+    assert job_of(completion(**body)) == Job(sampling, (Prompt(text="x"),), model="m")
+    assert job_of(completion(prompt=[1, 2])).prompts == (Prompt(token_ids=(1, 2)),)
 
 
 def test_what_changes_logits_is_read():
@@ -175,9 +177,10 @@ def test_a_chat_is_read_whole():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
     job = job_of(chat(messages=messages, max_completion_tokens=9, logprobs=True, top_logprobs=2))
-    assert job.messages == ({"role": "system", "content": "s"}, {"role": "user", "content": "ab"})
-    assert (job.sampling.max_tokens, job.sampling.logprobs, job.fills_length) == (9, 2, False)
-    assert job_of(chat()).fills_length
+    (prompt,) = job.prompts
+    assert prompt.messages == ({"role": "system", "content": "s"}, {"role": "user", "content": "ab"})
+    assert (job.sampling.max_tokens, job.sampling.logprobs, prompt.fills_length) == (9, 2, False)
+    assert job_of(chat()).prompts[0].fills_length
     assert job_of(chat(logprobs=True)).sampling.logprobs == 0
     assert job_of(chat(logprobs=False)).sampling.logprobs is None
 
@@ -188,7 +191,7 @@ def test_tools_and_reasoning_of_a_chat_are_read():
         {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "12"}]},
     ]
-    job = job_of(
+    (prompt,) = job_of(
         chat(
             messages=messages,
             tools=[TOOL],
@@ -199,19 +202,19 @@ def test_tools_and_reasoning_of_a_chat_are_read():
             reasoning_effort="low",
             include_reasoning=False,
         )
-    )
-    assert job.messages == (
+    ).prompts
+    assert prompt.messages == (
         {"role": "assistant", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "12"},
     )
-    assert job.chat_options == ChatOptions(
+    assert prompt.chat_options == ChatOptions(
         tools=(Tool("f", parameters={"type": "object"}, is_strict=True),),
         template_kwargs={"a": [1]},
         tool_choice=ToolChoice(ToolChoiceMode.NAMED, "f"),
         parallel_tool_calls=False,
         reasoning=ReasoningOptions(effort="low", enabled=True, include=False),
     )
-    assert job_of(chat(tools=[])).chat_options == ChatOptions()
+    assert job_of(chat(tools=[])).prompts[0].chat_options == ChatOptions()
 
 
 def test_a_chat_line_has_calls_and_reasoning_beside_the_content():

@@ -24,7 +24,8 @@ import pyarrow.parquet as pq
 from jpaged import json_text
 from jpaged.client.results import OutputError
 from jpaged.errors import InvalidArgument
-from jpaged.openai.lines import BadLine, Line, line_of, loaded
+from jpaged.openai.bodies import loaded
+from jpaged.openai.lines import BadLine, Line, line_of
 
 SUFFIX = ".parquet"
 COLUMNS = ("custom_id", "method", "url", "body")

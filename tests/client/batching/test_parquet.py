@@ -66,7 +66,7 @@ async def test_results_are_those_of_the_same_lines(tmp_path):
     assert pq.read_schema(tmp_path / "in.out.parquet") == parquet.OUTPUT_SCHEMA
     assert found["c5"]["error"] == {
         "code": "INVALID_ARGUMENT",
-        "message": "body.echo: True is not supported: only False is",
+        "message": "body.echo: True is not supported in a file",
     }
     assert found["c0"]["response"]["status_code"] == 200
     others = (packed(tmp_path / "texts.out.parquet"), packed(tmp_path / "structs.out.parquet"))

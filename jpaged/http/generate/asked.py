@@ -1,0 +1,95 @@
+"""What one HTTP request asks for, once its body is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from jpaged.errors import InvalidArgument, NotFound
+from jpaged.http.exchange import read_body
+from jpaged.http.requests import remaining_s_of, request_id_of, tenant_of
+from jpaged.openai.bodies import Job, renamed
+from jpaged.openai.choices import Heading
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.service import Call, Service
+from jpaged.types import LoadedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A job, and whose it is.
+
+    Attributes:
+        model: what runs it.
+        adapter: what its requests run with, the same load for all of them.
+        began_s: of `time.monotonic`, from which its time is counted.
+    """
+
+    job: Job
+    model: LoadedModel
+    adapter: LoadedAdapter | None
+    request_id: str
+    tenant: str
+    remaining_s: float | None
+    began_s: float
+
+    def heading(self) -> Heading:
+        """Return what its answers have in common."""
+        return Heading(self.request_id, self.job.model or self.model.model.name)
+
+    def call(self, number: int) -> Call:
+        """Return the request that one of its prompts is."""
+        prompt, remaining_s = self.job.prompts[number], self.remaining_s
+        if remaining_s is not None:
+            remaining_s -= time.monotonic() - self.began_s
+        is_one = len(self.job.prompts) == 1
+        return Call(
+            read=lambda: (prompt, self.job.sampling),
+            size=None if prompt.messages is not None else prompt.size,
+            request_id=self.request_id if is_one else f"{self.request_id}-{number}",
+            tenant=self.tenant,
+            remaining_s=remaining_s,
+            is_whole=self.job.streaming is None,
+            adapter=self.adapter or "",
+        )
+
+    @contextmanager
+    def naming(self, number: int) -> Iterator[None]:
+        """Inside, errors of a prompt's request name what the caller gave."""
+        try:
+            yield
+        except InvalidArgument as error:
+            told = renamed(error, self.job.names)
+            if len(self.job.prompts) > 1 and told.field.partition(".")[0] == "prompt":
+                told = type(error)(f"prompt[{number}]", error.problem)
+            raise told from error
+
+
+async def asked_of(service: Service, request: Request, read: Callable[[Mapping[str, Any]], Job]) -> Asked:
+    """Read a request.
+
+    Raises:
+        JpagedError: it cannot be honoured, or nothing can now.
+    """
+    began_s = time.monotonic()
+    model = service.state.serving()
+    request_id, tenant, remaining_s = request_id_of(request), tenant_of(request), remaining_s_of(request)
+    job = await read_body(service, request, read)
+    request.scope["state"]["user"] = job.user
+    return Asked(job, model, _adapter(model, job), request_id, tenant, remaining_s, began_s)
+
+
+def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:
+    """The adapter that a job names, by `adapter` or, as OpenAI's clients can, by `model`."""
+    if job.model in (None, model.model.name):
+        return model.adapters.named(job.adapter or "")
+    if job.model not in {one.name for one in model.adapters.loaded()}:
+        raise NotFound(f"model: {job.model!r} is not served; {model.model.name!r} is")
+    if job.adapter not in (None, job.model):
+        raise InvalidArgument("adapter", f"{job.adapter!r} is not {job.model!r}, the adapter that model names")
+    return model.adapters.named(job.model or "")

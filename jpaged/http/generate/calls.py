@@ -1,0 +1,92 @@
+"""A job as requests of the service: one for each prompt. Their events as they come, or what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from jpaged.completions import completions_of
+from jpaged.http.generate.asked import Asked
+from jpaged.service.evaluations import num_at_once, run_all
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.service import Generation, Service
+from jpaged.types import OutputEvent, RequestOutput
+
+Told = tuple[int, Generation, OutputEvent]
+"""Whose event it is, of the job's prompts; its request; the event."""
+_MAX_WAITING = 64
+"""Events of several prompts that wait to be sent; further ones gather in their streams, where they are merged."""
+
+
+async def outputs_of(service: Service, asked: Asked) -> list[RequestOutput]:
+    """Run a job to its end; return what came of each prompt.
+
+    Raises:
+        JpagedError: one cannot run, or has failed; the others are ended.
+    """
+    if len(asked.job.prompts) == 1:
+        return [await _output(service, asked, 0)]
+    async with service.several(None) as model:
+        return await run_all(
+            lambda number: _output(service, asked, number, model), len(asked.job.prompts), num_at_once(model)
+        )
+
+
+async def _output(service: Service, asked: Asked, number: int, model: LoadedModel | None = None) -> RequestOutput:
+    completions = completions_of(asked.job.sampling)
+    with asked.naming(number):
+        async with service.generate(asked.call(number), model) as generation:
+            async for event in generation:
+                completions.add(event)
+            return completions.output(generation.request_id, None, generation.prompt_token_ids)
+
+
+async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None]:
+    """Run a job and tell of it as it comes; to close it drops what still runs. Raises as `outputs_of`."""
+    if len(asked.job.prompts) > 1:
+        async with aclosing(_events_of_several(service, asked)) as told:
+            async for one in told:
+                yield one
+        return
+    with asked.naming(0):
+        async with service.generate(asked.call(0)) as generation:
+            async for event in generation:
+                yield 0, generation, event
+
+
+async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[Told, None]:
+    waiting: asyncio.Queue[Told | Exception | None] = asyncio.Queue(_MAX_WAITING)
+
+    async def tell(number: int, model: LoadedModel) -> None:
+        with asked.naming(number):
+            async with service.generate(asked.call(number), model) as generation:
+                async for event in generation:
+                    await waiting.put((number, generation, event))
+
+    async def tell_all(model: LoadedModel) -> None:
+        try:
+            await run_all(lambda number: tell(number, model), len(asked.job.prompts), num_at_once(model))
+        except Exception as error:
+            await waiting.put(error)
+        else:
+            await waiting.put(None)
+
+    async with service.several(None) as model:
+        telling = asyncio.create_task(tell_all(model))
+        try:
+            while (one := await waiting.get()) is not None:
+                if isinstance(one, Exception):
+                    raise one
+                yield one
+        finally:
+            telling.cancel()
+            await asyncio.wait((telling,))
+
+
+async def prompt_text_of(service: Service, asked: Asked, number: int, prompt_token_ids: tuple[int, ...]) -> str:
+    """Return the text of a prompt, as it came or of the tokens that are left of it."""
+    text, sampling = asked.job.prompts[number].text, asked.job.sampling
+    if text is not None and sampling.truncate_prompt_tokens is None:
+        return text
+    return await service.detokenize(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)

@@ -1,0 +1,82 @@
+"""Server-sent events as an ASGI response, and clients that leave while they are answered.
+
+    before the first event   an error is a status, as everywhere
+    nothing for a while      `: keep-alive`, a comment, behind the headers, so that no proxy takes us for dead
+    an error in the middle   data: {"error": {...}}, and the stream ends
+    the client has gone      what makes the events is closed at once, and with it its requests
+
+A send waits while the client's connection is full: what comes meanwhile gathers where the events come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from jpaged.errors import Cancelled
+from jpaged.http.errors import body_of, error_for
+from jpaged.http.exchange import while_connected
+from jpaged.http.wire import Receive, Scope, Send
+from jpaged.openai.chunks import sent_event
+
+KEEP_ALIVE = b": keep-alive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream:
+    """A response of server-sent events.
+
+    Args:
+        events: each as it is sent; closed at the end, whichever that is.
+        keep_alive_s: after so long without one a comment is sent.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], keep_alive_s: float) -> None:
+        self._events = events
+        self._keep_alive_s = keep_alive_s
+        self._sending = asyncio.Lock()
+        self._has_begun = False
+        self._is_quiet = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; raises what the events raise before anything was sent."""
+        try:
+            await while_connected(receive, self._answer(send))
+        except Cancelled:
+            if not self._has_begun:
+                raise
+
+    async def _answer(self, send: Send) -> None:
+        keeping = asyncio.create_task(self._keep_alive(send))
+        try:
+            async with aclosing(self._events) as events:
+                try:
+                    async for event in events:
+                        await self._send(send, event)
+                except Exception as error:
+                    if not self._has_begun:
+                        raise
+                    await self._send(send, sent_event(body_of(error_for(error))))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            keeping.cancel()
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            self._is_quiet = True
+            await asyncio.sleep(self._keep_alive_s)
+            if self._is_quiet and not self._sending.locked():
+                await self._send(send, KEEP_ALIVE)
+
+    async def _send(self, send: Send, event: bytes) -> None:
+        async with self._sending:
+            self._is_quiet = False
+            if not self._has_begun:
+                self._has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.body", "body": event, "more_body": True})

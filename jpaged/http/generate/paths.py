@@ -1,0 +1,92 @@
+"""/v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.http.errors import JSON
+from jpaged.http.exchange import while_there
+from jpaged.http.generate.asked import Asked, asked_of
+from jpaged.http.generate.calls import events_of, outputs_of, prompt_text_of
+from jpaged.http.generate.events import EventStream
+from jpaged.http.generate.texts import TokenTexts
+from jpaged.openai.bodies import Job, chat_job, completion_job
+from jpaged.openai.choices import answer_of
+from jpaged.openai.chunks import Chunks
+from jpaged.service.service import Service
+from jpaged.types import PositionLogprobs, RequestOutput
+
+
+def routes(service: Service) -> list[Route]:
+    """The paths of this file."""
+    texts = TokenTexts()
+
+    def answering(read: Callable[[Mapping[str, Any]], Job]) -> Callable[[Request], Awaitable[Any]]:
+        async def answer(request: Request) -> Response | EventStream:
+            asked = await asked_of(service, request, read)
+            if asked.job.streaming is not None:
+                keep_alive_s = service.state.config.http.http_keep_alive
+                return EventStream(_chunks(service, asked, texts), keep_alive_s)
+            return await while_there(request, _whole(service, asked, texts))
+
+        return answer
+
+    return [
+        Route("/v1/completions", answering(completion_job), methods=["POST"]),
+        Route("/v1/chat/completions", answering(chat_job), methods=["POST"]),
+    ]
+
+
+async def _whole(service: Service, asked: Asked, texts: TokenTexts) -> Response:
+    outputs, heading = await outputs_of(service, asked), asked.heading()
+    prompt_texts = []
+    if asked.job.has_echo:
+        for number, output in enumerate(outputs):
+            prompt_texts.append(await prompt_text_of(service, asked, number, output.prompt_token_ids))
+
+    def written() -> Response:
+        return JSON(
+            answer_of(heading, asked.job, outputs, lambda token_id: texts.of(asked.model, token_id), prompt_texts)
+        )
+
+    return await service.work(written, sum(map(_size_of_output, outputs)))
+
+
+async def _chunks(service: Service, asked: Asked, texts: TokenTexts) -> AsyncGenerator[bytes, None]:
+    chunks = Chunks(asked.heading(), asked.job, lambda token_id: texts.of(asked.model, token_id))
+    prompt_texts: dict[int, str] = {}
+    async with aclosing(events_of(service, asked)) as told:
+        async for number, generation, event in told:
+            token_ids = generation.prompt_token_ids
+            if asked.job.has_echo and number not in prompt_texts:
+                prompt_texts[number] = await prompt_text_of(service, asked, number, token_ids)
+            prompt_text = prompt_texts.get(number, "")
+            if event.logprobs or event.prompt_logprobs:
+                size = len(event.text) + _size((*event.logprobs, *event.prompt_logprobs))
+                chunk = await service.work(
+                    lambda: chunks.of(number, event, token_ids, prompt_text),  # noqa: B023 - called before the next
+                    size,
+                )
+            else:
+                chunk = chunks.of(number, event, token_ids, prompt_text)
+            if chunk:
+                yield chunk
+    yield chunks.end()
+
+
+def _size_of_output(output: RequestOutput) -> int:
+    """Tokens and characters that are written of an output, about."""
+    told = [position for one in output.outputs for position in one.logprobs or ()]
+    told += [position for position in output.prompt_logprobs or () if position is not None]
+    return sum(len(one.text) + len(one.token_ids) for one in output.outputs) + _size(told)
+
+
+def _size(told: list[PositionLogprobs] | tuple[PositionLogprobs, ...]) -> int:
+    """Tokens that log-probabilities are told of; each is written with about ten times its characters."""
+    return 10 * len(told) * (1 + len(told[0].top) + len(told[0].asked)) if told else 0

@@ -1,0 +1,347 @@
+"""What a body of completions or of a chat asks for, whichever way it came. No I/O.
+
+A field that cannot be honoured is an error that names it, never ignored. A few fields say what happens anyway
+(`store` of false, `suffix` of ""): those pass with that value and with no other. What OpenAI does not have but
+`SamplingParams` does (`top_k`, `beam_width`, `cache_salt`, ...) is a field too, by the same name, as `adapter` is, the
+name of one that the server has loaded. Fields that are null count as left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from jpaged.errors import InvalidArgument
+from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, messages_in
+from jpaged.structured import response_format_of
+from jpaged.types import Prompt, SamplingParams
+
+MAX_DEPTH = 64
+MAX_PROMPTS = 1024
+"""Prompts of one body of completions."""
+MAX_USER_CHARS = 512
+_MAX_ID_DIGITS = 10
+"""Digits of 2**32 - 1, above which no message has a token id."""
+_MAX_SHOWN = 80
+
+# Fields that change nothing at these values; any other value asks for something that does not exist here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("auto", "default"), "metadata": ({},)}
+_NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
+_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "modalities": (["text"],), "verbosity": ("medium",)}
+_SHARED = {"model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format"}
+_OF_COMPLETIONS = {*_SHARED, "prompt", "logprobs", "echo"}
+_OF_CHATS = {*_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
+_HINTS = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "guided_json": "use structured_outputs.json",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "guided_decoding_backend": "there is one",
+    "use_beam_search": "use beam_width",
+    "prompt_cache_key": "prefixes are cached anyway; cache_salt keeps them apart",
+    "safety_identifier": "use user",
+    "audio": "answers are text",
+    "prediction": "answers are not predicted by their caller",
+    "web_search_options": "nothing is searched for",
+    "suffix": "texts are continued, not filled in",
+}
+_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+_TEXTS = {"stop", "bad_words"}
+"""Lists of texts, of which one may stand by itself."""
+_LISTS = _TEXTS | {"stop_token_ids", "allowed_token_ids", "logprob_token_ids"}
+_FLAGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, bool)} - {"early_stopping"}
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """An answer is told as it comes.
+
+    Attributes:
+        include_usage: a last chunk has the tokens of the whole, and no choices.
+        continuous_usage_stats: every chunk has those so far.
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a body asks for.
+
+    Attributes:
+        prompts: a request for each; a chat is one.
+        has_echo: the prompt stands in front of the text, and its log-probabilities in front of the text's.
+        is_only_told: nothing is generated, the prompt is told: `max_tokens` of 0. `sampling` makes one token then,
+            which nobody is told.
+        has_token_ids: ids of tokens are told beside the text.
+        user: whoever the caller asks for, in the caller's words; it changes nothing about the answer.
+        streaming: None answers in one piece.
+        names: what the caller has called fields that have another name here.
+    """
+
+    sampling: SamplingParams
+    prompts: tuple[Prompt, ...]
+    model: str | None = None
+    adapter: str | None = None
+    has_echo: bool = False
+    is_only_told: bool = False
+    has_token_ids: bool = False
+    user: str | None = None
+    streaming: Streaming | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        return self.prompts[0].messages is not None
+
+
+def loaded(where: str, text: str | bytes) -> dict[str, Any]:
+    """Read the JSON object that a text holds.
+
+    Raises:
+        InvalidArgument: it holds none; says `where`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise InvalidArgument(where, f"is nested deeper than the limit of {MAX_DEPTH}") from error
+    except ValueError as error:  # JSONDecodeError, bytes that are no UTF-8, and integers of thousands of digits
+        raise InvalidArgument(where, f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(where, "is not a JSON object")
+    return value
+
+
+def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse what JSON can write and a message cannot carry: deep nesting, huge numbers, halves of characters.
+
+    Args:
+        where: what errors call the whole.
+        prefix: what they put in front of a field's name.
+    """
+    for name in value:
+        _check_text(where, name)
+    waiting: list[tuple[str, Any, int]] = [(f"{prefix}{name}", item, 1) for name, item in value.items()]
+    while waiting:
+        path, item, depth = waiting.pop()
+        if isinstance(item, dict | list):
+            if depth == MAX_DEPTH:
+                raise InvalidArgument(where, f"is nested deeper than the limit of {MAX_DEPTH}")
+            inside = item.items() if isinstance(item, dict) else ((path, one) for one in item)
+            for name, one in inside:
+                if isinstance(item, dict):
+                    _check_text(path, name)
+                waiting.append((f"{path}.{name}" if isinstance(item, dict) else path, one, depth + 1))
+        elif isinstance(item, str):
+            _check_text(path, item)
+        elif isinstance(item, int | float) and not abs(item) < 2**64:
+            raise InvalidArgument(path, f"{str(item)[:40]} is not a finite number of 64 bits at most")
+
+
+def _check_text(path: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(path, f"has {text[error.start]!a}, half of a character, at {error.start}") from error
+
+
+def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a body; those that are null count as left out."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def completion_job(given: Mapping[str, Any]) -> Job:
+    """Read a body of /v1/completions.
+
+    Raises:
+        InvalidArgument: a field is unknown, wrong, or cannot be honoured.
+    """
+    body = without_nulls(given)
+    _check_names(body, _OF_COMPLETIONS, _NEUTRAL_COMPLETIONS)
+    has_echo, logprobs = flag_in(body, "echo"), _int_or_none(body, "logprobs")
+    if has_echo and logprobs is not None:
+        if "prompt_logprobs" in body:
+            raise InvalidArgument("prompt_logprobs", "must be left out with echo and logprobs, which tell them")
+        body["prompt_logprobs"] = logprobs
+    is_only_told = type(body.get("max_tokens")) is int and body["max_tokens"] == 0
+    if is_only_told:
+        if not has_echo:
+            raise InvalidArgument("max_tokens", "0 needs echo to be true: there is nothing to tell")
+        body["max_tokens"] = 1
+    names = _names(body)
+    return Job(
+        _sampling(body, logprobs, names),
+        _prompts(body.get("prompt")),
+        has_echo=has_echo,
+        is_only_told=is_only_told,
+        names=names,
+        **_of_both(body),
+    )
+
+
+def chat_job(given: Mapping[str, Any]) -> Job:
+    """Read a body of /v1/chat/completions; one without a limit fills the model's length.
+
+    Raises:
+        InvalidArgument: a field is unknown, wrong, or cannot be honoured.
+    """
+    body = without_nulls(given)
+    _check_names(body, _OF_CHATS, _NEUTRAL_CHAT)
+    if "max_completion_tokens" in body:
+        if "max_tokens" in body:
+            raise InvalidArgument("max_tokens", "and max_completion_tokens are one thing: give one of them")
+        body["max_tokens"] = body["max_completion_tokens"]
+    wants_logprobs, num_top = flag_in(body, "logprobs"), _int_or_none(body, "top_logprobs")
+    if num_top is not None and not wants_logprobs:
+        raise InvalidArgument("top_logprobs", "needs logprobs to be true")
+    fills_length = "max_tokens" not in body
+    if fills_length and type(least := body.get("min_tokens", 1)) is int:
+        body["max_tokens"] = max(1, least)
+    prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body), fills_length=fills_length)
+    names = {**_names(body), **({} if num_top is None else {"logprobs": "top_logprobs"})}
+    sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names)
+    return Job(sampling, (prompt,), names=names, **_of_both(body))
+
+
+def _names(body: Mapping[str, Any]) -> dict[str, str]:
+    """What a body has called fields that have another name here."""
+    names = {"structured_outputs": "response_format", "max_tokens": "max_completion_tokens"}
+    return {ours: theirs for ours, theirs in names.items() if theirs in body}
+
+
+def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
+    """Return an error of a field by the name that the caller has given it."""
+    bare = error.field.removeprefix("sampling.")
+    first, dot, rest = bare.partition(".")
+    if first == "structured_outputs" and first in names:  # what is inside has no name of the caller's
+        return type(error)(names[first], error.problem)
+    return type(error)(f"{names.get(first, first)}{dot}{rest}", error.problem)
+
+
+def _of_both(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What completions and chats have in common, by the names of a Job."""
+    user = name_in(body, "user")
+    if user is not None and len(user) > MAX_USER_CHARS:
+        raise InvalidArgument("user", f"{len(user)} characters, over the limit of {MAX_USER_CHARS}")
+    return {
+        "model": name_in(body, "model"),
+        "adapter": name_in(body, "adapter"),
+        "has_token_ids": flag_in(body, "return_token_ids"),
+        "user": user,
+        "streaming": _streaming(body),
+    }
+
+
+def _streaming(body: Mapping[str, Any]) -> Streaming | None:
+    is_streamed, options = flag_in(body, "stream"), body.get("stream_options")
+    if options is None:
+        return Streaming() if is_streamed else None
+    if not is_streamed:
+        raise InvalidArgument("stream_options", "needs stream to be true")
+    if not isinstance(options, dict):
+        raise InvalidArgument("stream_options", "must be an object")
+    known = {one.name for one in fields(Streaming)}
+    for name, value in options.items():
+        if name not in known:
+            raise InvalidArgument(
+                f"stream_options.{name[:_MAX_SHOWN]}", f"is not known; {', '.join(sorted(known))} are"
+            )
+        if value is not None and not isinstance(value, bool):
+            raise InvalidArgument(f"stream_options.{name}", f"{_shown(value)} is not true or false")
+    return Streaming(**{name: bool(value) for name, value in options.items()})
+
+
+def _prompts(given: Any) -> tuple[Prompt, ...]:
+    """One text, one list of ids, or a list of either."""
+    if isinstance(given, str):
+        return (Prompt(text=given),)
+    if not isinstance(given, list) or not given:
+        raise InvalidArgument("prompt", "must be a text, a list of token ids, or a list of such")
+    if type(given[0]) is int:
+        return (_prompt_of_ids("prompt", given),)
+    if len(given) > MAX_PROMPTS:
+        raise InvalidArgument("prompt", f"{len(given)} prompts are over the limit of {MAX_PROMPTS}")
+    return tuple(
+        Prompt(text=one) if isinstance(one, str) else _prompt_of_ids(f"prompt[{i}]", one) for i, one in enumerate(given)
+    )
+
+
+def _prompt_of_ids(where: str, given: Any) -> Prompt:
+    if not isinstance(given, list) or not given or set(map(type, given)) != {int}:
+        raise InvalidArgument(where, f"{_shown(given)} is neither a text nor a list of token ids")
+    return Prompt(token_ids=tuple(given))
+
+
+def _check_names(body: Mapping[str, Any], own: set[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, value in body.items():
+        if name in neutral:
+            if value not in neutral[name] or isinstance(value, bool) != isinstance(neutral[name][0], bool):
+                why = f": {_HINTS[name]}" if name in _HINTS else ""
+                raise InvalidArgument(name, f"{_shown(value)} is not supported: only {neutral[name][0]!r} is{why}")
+        elif name not in own and name not in _SAMPLING:
+            hint = f": {_HINTS[name]}" if name in _HINTS else ""
+            raise InvalidArgument(name[:_MAX_SHOWN], f"is not supported{hint}")
+
+
+def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str, str]) -> SamplingParams:
+    values = {name: value for name, value in body.items() if name in _SAMPLING}
+    for name in _LISTS & values.keys():
+        if not isinstance(values[name], list | (str if name in _TEXTS else list)):
+            raise InvalidArgument(name, f"{_shown(values[name])} is not a list")
+    for name in _FLAGS & values.keys():
+        flag_in(values, name)
+    if "logit_bias" in values:
+        values["logit_bias"] = _biases(values["logit_bias"])
+    try:
+        if "response_format" in body:
+            if values.get("structured_outputs") is not None:
+                raise InvalidArgument("response_format", "must be left out with structured_outputs")
+            values["structured_outputs"] = response_format_of(body["response_format"], "response_format")
+        return SamplingParams(**values, logprobs=logprobs)
+    except InvalidArgument as error:
+        raise renamed(error, names) from error
+
+
+def _biases(given: Any) -> dict[int, Any] | None:
+    """Token ids -> what is added; JSON has them as texts."""
+    if not isinstance(given, dict):
+        raise InvalidArgument("logit_bias", f"{_shown(given)} is not an object of token ids and numbers")
+    for name in given:
+        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_ID_DIGITS):
+            raise InvalidArgument("logit_bias", f"{_shown(name)} is not a token id")
+    biases = {int(name): bias for name, bias in given.items()}
+    if len(biases) < len(given):
+        raise InvalidArgument("logit_bias", "names a token twice")
+    return biases or None
+
+
+def name_in(body: Mapping[str, Any], field: str) -> str | None:
+    """Return the name that a field has, None where it is left out; raises InvalidArgument for what is no string."""
+    name = body.get(field)
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument(field, f"{_shown(name)} is not a string")
+    return name
+
+
+def flag_in(body: Mapping[str, Any], field: str) -> bool:
+    """Return whether a field is true, False where it is left out; raises InvalidArgument for what is neither."""
+    value = body.get(field, False)
+    if not isinstance(value, bool):
+        raise InvalidArgument(field, f"{_shown(value)} is not true or false")
+    return value
+
+
+def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is not None and type(value) is not int:
+        raise InvalidArgument(name, f"{_shown(value)} is not an integer")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:_MAX_SHOWN]

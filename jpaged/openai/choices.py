@@ -1,0 +1,209 @@
+"""Whole answers to completions and chats, in OpenAI's form, from what came of their requests. No I/O.
+
+What OpenAI does not have is named as vLLM names it: `stop_reason`, `reasoning_content`, `token_ids`, and the prompt's
+log-probabilities (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jpaged.openai.bodies import Job
+from jpaged.openai.chats import message_of
+from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, Usage
+
+TokenText = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What an answer and all of its chunks have in common.
+
+    Attributes:
+        request_id: what its id is made of.
+        model: the name by which it was asked for.
+        created: seconds since 1970.
+    """
+
+    request_id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def as_json(self, *, is_chat: bool, is_chunk: bool = False) -> dict[str, Any]:
+        """Return the fields in front of the choices."""
+        kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if is_chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+def answer_of(
+    heading: Heading,
+    job: Job,
+    outputs: Sequence[RequestOutput],
+    token_text: TokenText,
+    prompt_texts: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the body that answers a job.
+
+    Args:
+        outputs: of each of its prompts.
+        token_text: knows every token that log-probabilities speak of.
+        prompt_texts: of each prompt, where a job has an echo.
+    """
+    choices: list[dict[str, Any]] = []
+    for number, output in enumerate(outputs):
+        shown = _told_alone(output) if job.is_only_told else output
+        prompt_text = prompt_texts[number] if job.has_echo else ""
+        for one in shown.outputs:
+            index = number * job.sampling.n + one.index
+            choices.append(_choice(job, shown, one, token_text, prompt_text) | {"index": index})
+    usages = [replace(one.usage, completion_tokens=0) if job.is_only_told else one.usage for one in outputs]
+    body = {**heading.as_json(is_chat=job.is_chat), "choices": choices, "usage": usage_of(usages)}
+    if job.is_chat:
+        body |= _of_prompt(job, outputs[0], token_text)
+    return body
+
+
+def usage_of(usages: Iterable[Usage]) -> dict[str, Any]:
+    """Return the tokens of several requests together."""
+    prompt, completion, cached = 0, 0, 0
+    for usage in usages:
+        prompt += usage.prompt_tokens
+        completion += usage.completion_tokens
+        cached += usage.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _told_alone(output: RequestOutput) -> RequestOutput:
+    """A request of whose tokens nobody is told."""
+    outputs = tuple(
+        replace(
+            one,
+            text="",
+            token_ids=(),
+            logprobs=None if one.logprobs is None else (),
+            finish_reason=FinishReason.LENGTH.value,
+            matched_stop=None,
+        )
+        for one in output.outputs
+    )
+    return replace(output, outputs=outputs)
+
+
+def _choice(
+    job: Job, output: RequestOutput, one: CompletionOutput, token_text: TokenText, prompt_text: str
+) -> dict[str, Any]:
+    logprobs: dict[str, Any] | None = None
+    if one.logprobs is not None and job.is_chat:
+        logprobs = chat_logprobs(one.logprobs, token_text)
+    elif one.logprobs is not None:
+        told = echoed(output.prompt_token_ids, output.prompt_logprobs or ()) if job.has_echo else ()
+        logprobs = completion_logprobs((*told, *one.logprobs), token_text)
+    content: dict[str, Any] = {"message": message_of(one)} if job.is_chat else {"text": prompt_text + one.text}
+    choice = {
+        "index": one.index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": one.finish_reason,
+        "stop_reason": one.matched_stop,
+    }
+    if job.has_token_ids:
+        choice["token_ids"] = list(one.token_ids)
+    return choice if job.is_chat else choice | _of_prompt(job, output, token_text)
+
+
+def _of_prompt(job: Job, output: RequestOutput, token_text: TokenText) -> dict[str, Any]:
+    """What is told of the prompt: in an answer to a chat, and in each choice of a completion."""
+    return prompt_fields(
+        job, output.prompt_token_ids, None if output.prompt_logprobs is None else output.prompt_logprobs, token_text
+    )
+
+
+def prompt_fields(
+    job: Job,
+    prompt_token_ids: Sequence[int],
+    told: Sequence[PositionLogprobs | None] | None,
+    token_text: TokenText,
+) -> dict[str, Any]:
+    """Return what is told of a prompt; with an echo its log-probabilities are the text's first."""
+    fields: dict[str, Any] = {}
+    if told is not None and not job.has_echo:
+        fields["prompt_logprobs"] = prompt_logprobs(told, token_text)
+    if job.has_token_ids:
+        fields["prompt_token_ids"] = list(prompt_token_ids)
+    return fields
+
+
+def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenText) -> list[dict[str, Any] | None]:
+    """Return what the model thought of each token of a prompt; of the first it thought nothing."""
+    return [
+        None
+        if position is None
+        else {
+            str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token_id)}
+            for one in (position.chosen, *position.top)
+        }
+        for position in told
+    ]
+
+
+Shown = int | PositionLogprobs
+"""One token of a text: with what the model thought of its place, or by itself where it thought nothing."""
+
+
+def echoed(prompt_token_ids: Sequence[int], told: Sequence[PositionLogprobs | None]) -> tuple[Shown, ...]:
+    """Return the tokens of a prompt as a text's."""
+    rest = [position for position in told if position is not None]
+    return (prompt_token_ids[0], *rest) if prompt_token_ids else ()
+
+
+def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offset: int = 0) -> dict[str, Any]:
+    """Return log-probabilities as completions have them; the first token begins at `offset` of the text."""
+    chosen = [position if isinstance(position, int) else position.chosen.token_id for position in positions]
+    tokens = [token_text(token_id) for token_id in chosen]
+    offsets = [offset]
+    for text in tokens[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
+    tops = [
+        None
+        if isinstance(position, int)
+        else {token_text(t.token_id): t.logprob for t in reversed((*position.top, *position.asked))}
+        for position in positions
+    ]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if isinstance(position, int) else position.chosen.logprob for position in positions],
+        "top_logprobs": tops,
+        "text_offset": offsets[: len(tokens)],
+    }
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) -> dict[str, Any]:
+    """Return log-probabilities as chats have them."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {
+                **entry(position.chosen.token_id, position.chosen.logprob),
+                "top_logprobs": [entry(token.token_id, token.logprob) for token in (*position.top, *position.asked)],
+            }
+            for position in positions
+        ]
+    }
