@@ -63,11 +63,13 @@ class _Named:
         key = REQUEST_ID_HEADER.encode()
         given = next((value.decode("latin-1") for name, value in scope["headers"] if name == key), "")
         request_id = given if is_name(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        headers: dict[str, str] = {REQUEST_ID_HEADER: request_id}
+        scope.setdefault("state", {}).update(request_id=request_id, answer_headers=headers)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (key, request_id.encode())]
+                added = [(name.encode(), value.encode()) for name, value in headers.items()]
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         await self._app(scope, receive, named)

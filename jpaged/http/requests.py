@@ -52,6 +52,12 @@ def remaining_s_of(request: Request) -> float | None:
     return seconds
 
 
+def answer_headers_of(request: Request) -> dict[str, str]:
+    """Return the headers that the answer will have besides, for whoever answers to add to before it begins."""
+    headers: dict[str, str] = request.scope["state"]["answer_headers"]
+    return headers
+
+
 def _header(request: Request, name: str) -> str | None:
     given = request.headers.getlist(name)
     if len(given) > 1:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.http.exchange import read_body
-from jpaged.http.requests import remaining_s_of, request_id_of, tenant_of
+from jpaged.http.requests import (
+    answer_headers_of,
+    caller_of,
+    remaining_s_of,
+    request_id_of,
+    tenant_of,
+)
 from jpaged.openai.bodies import Job, renamed
 from jpaged.openai.choices import Heading
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.records import Caller, RequestRecord
 from jpaged.service.service import Call, Service
 from jpaged.types import LoadedAdapter
 
@@ -27,6 +34,8 @@ class Asked:
     Attributes:
         model: what runs it.
         adapter: what its requests run with, the same load for all of them.
+        caller: who asks.
+        headers: what the answer carries besides; whoever answers adds to them before it begins.
         began_s: of `time.monotonic`, from which its time is counted.
     """
 
@@ -36,14 +45,21 @@ class Asked:
     request_id: str
     tenant: str
     remaining_s: float | None
-    began_s: float
+    caller: Caller
+    headers: dict[str, str]
+    began_s: float = field(default_factory=time.monotonic)
 
     def heading(self) -> Heading:
         """Return what its answers have in common."""
         return Heading(self.request_id, self.job.model or self.model.model.name)
 
-    def call(self, number: int) -> Call:
-        """Return the request that one of its prompts is."""
+    def record(self) -> RequestRecord:
+        """Return the record of a job of several prompts, which begins."""
+        adapter = "" if self.adapter is None else self.adapter.name
+        return RequestRecord(operation="text_completion", tenant=self.tenant, caller=self.caller, adapter=adapter)
+
+    def call(self, number: int, record: RequestRecord | None = None) -> Call:
+        """Return the request that one of its prompts is; one of several has the record of all."""
         prompt, remaining_s = self.job.prompts[number], self.remaining_s
         if remaining_s is not None:
             remaining_s -= time.monotonic() - self.began_s
@@ -56,6 +72,8 @@ class Asked:
             remaining_s=remaining_s,
             is_whole=self.job.streaming is None,
             adapter=self.adapter or "",
+            caller=self.caller,
+            record=record,
         )
 
     @contextmanager
@@ -80,8 +98,17 @@ async def asked_of(service: Service, request: Request, read: Callable[[Mapping[s
     model = service.state.serving()
     request_id, tenant, remaining_s = request_id_of(request), tenant_of(request), remaining_s_of(request)
     job = await read_body(service, request, read)
-    request.scope["state"]["user"] = job.user
-    return Asked(job, model, _adapter(model, job), request_id, tenant, remaining_s, began_s)
+    return Asked(
+        job=job,
+        model=model,
+        adapter=_adapter(model, job),
+        request_id=request_id,
+        tenant=tenant,
+        remaining_s=remaining_s,
+        caller=replace(caller_of(request), user=job.user or ""),
+        headers=answer_headers_of(request),
+        began_s=began_s,
+    )
 
 
 def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:

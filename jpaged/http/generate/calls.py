@@ -10,6 +10,7 @@ from jpaged.completions import completions_of
 from jpaged.http.generate.asked import Asked
 from jpaged.service.evaluations import num_at_once, run_all
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.records import RequestRecord
 from jpaged.service.service import Generation, Service
 from jpaged.types import OutputEvent, RequestOutput
 
@@ -27,16 +28,27 @@ async def outputs_of(service: Service, asked: Asked) -> list[RequestOutput]:
     """
     if len(asked.job.prompts) == 1:
         return [await _output(service, asked, 0)]
-    async with service.several(None) as model:
+    record = asked.record()
+    async with service.several(None, record) as model:
+        asked.headers.update(record.headers)
         return await run_all(
-            lambda number: _output(service, asked, number, model), len(asked.job.prompts), num_at_once(model)
+            lambda number: _output(service, asked, number, model, record),
+            len(asked.job.prompts),
+            num_at_once(model),
         )
 
 
-async def _output(service: Service, asked: Asked, number: int, model: LoadedModel | None = None) -> RequestOutput:
+async def _output(
+    service: Service,
+    asked: Asked,
+    number: int,
+    model: LoadedModel | None = None,
+    record: RequestRecord | None = None,
+) -> RequestOutput:
     completions = completions_of(asked.job.sampling)
     with asked.naming(number):
-        async with service.generate(asked.call(number), model) as generation:
+        async with service.generate(asked.call(number, record), model) as generation:
+            asked.headers.update(generation.record.headers)
             async for event in generation:
                 completions.add(event)
             return completions.output(generation.request_id, None, generation.prompt_token_ids)
@@ -51,16 +63,18 @@ async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None
         return
     with asked.naming(0):
         async with service.generate(asked.call(0)) as generation:
+            asked.headers.update(generation.record.headers)
             async for event in generation:
                 yield 0, generation, event
 
 
 async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[Told, None]:
     waiting: asyncio.Queue[Told | Exception | None] = asyncio.Queue(_MAX_WAITING)
+    record = asked.record()
 
     async def tell(number: int, model: LoadedModel) -> None:
         with asked.naming(number):
-            async with service.generate(asked.call(number), model) as generation:
+            async with service.generate(asked.call(number, record), model) as generation:
                 async for event in generation:
                     await waiting.put((number, generation, event))
 
@@ -72,7 +86,8 @@ async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[T
         else:
             await waiting.put(None)
 
-    async with service.several(None) as model:
+    async with service.several(None, record) as model:
+        asked.headers.update(record.headers)
         telling = asyncio.create_task(tell_all(model))
         try:
             while (one := await waiting.get()) is not None:
