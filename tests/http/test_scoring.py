@@ -94,7 +94,7 @@ async def test_a_body_that_is_too_large_or_no_json_is_refused() -> None:
         httpx2.AsyncClient(base_url=harness.http_url) as client,
     ):
         large = await client.post("/v1/embeddings", json={"input": "a" * (1 << 17)})
-        assert large.status_code == 400 and large.json()["error"]["code"] == "REQUEST_TOO_LONG"
+        assert large.status_code == 413 and large.json()["error"]["code"] == "REQUEST_TOO_LONG"
         for content in (b"{", b"[]", b"\xff"):
             refused = await client.post("/tokenize", content=content)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == "body"
