@@ -30,15 +30,15 @@ class Caller:
         face: by which way the call came: "grpc", "http", ...
         peer: the address that it came from.
         key_id: names the key that it was let in with; "" where none is needed.
-        user: for whom it asks, in its own words; "" where it does not say.
         trace: the W3C trace context that it brought: `traceparent`, `tracestate`.
+        user: for whom it asks, in its own words; "" where it does not say.
     """
 
     face: str = ""
     peer: str = ""
     key_id: str = ""
-    user: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
+    user: str = ""
 
 
 NOBODY = Caller()

@@ -96,7 +96,8 @@ async def test_a_body_that_is_too_large_or_no_json_is_refused() -> None:
         large = await client.post("/v1/embeddings", json={"input": "a" * (1 << 17)})
         assert large.status_code == 413 and large.json()["error"]["code"] == "REQUEST_TOO_LONG"
         for content in (b"{", b"[]", b"\xff"):
-            refused = await client.post("/tokenize", content=content)
+            as_json = {"content-type": "application/json"}
+            refused = await client.post("/tokenize", content=content, headers=as_json)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == "body"
 
 
