@@ -7,7 +7,8 @@ import logging
 from collections.abc import Sequence
 
 from jpaged.access.entry import Entry
-from jpaged.access.keys import Keys, read_keys
+from jpaged.access.keys import Keys, Limits, read_keys
+from jpaged.access.quotas import Quotas
 from jpaged.access.watching import FileWatch
 from jpaged.config import AccessOptions
 from jpaged.errors import InvalidArgument, PermissionDenied
@@ -19,25 +20,43 @@ RELOAD_INTERVAL_S = 1.0
 _MAX_TENANT_CHARS = 128
 
 
-class Gate:
-    """Keys of one server, read again when they change. Lives on the server's event loop.
+def default_limits(options: AccessOptions) -> Limits:
+    """Return the limits of tenants of which the file of keys says nothing."""
+    return Limits(
+        requests_per_minute=options.tenant_requests_per_minute,
+        tokens_per_minute=options.tenant_tokens_per_minute,
+        max_streams=options.tenant_max_streams,
+        max_n=options.tenant_max_n,
+        max_prompt_tokens=options.tenant_max_prompt_tokens,
+    )
 
-    Raises:
-        InvalidArgument: the file of keys cannot be read or understood.
+
+class Gate:
+    """Keys and quotas of one server; keys are read again when they change. Lives on the server's event loop.
+
+    Attributes:
+        quotas: what each tenant has left.
     """
 
     def __init__(self, options: AccessOptions) -> None:
         self.options = options
+        self.quotas = Quotas(self._limits_of)
+        self._defaults = default_limits(options)
         self._keys: Keys | None = None
         self._watch: FileWatch | None = None
-        if options.api_keys is not None:
-            self._watch = FileWatch([options.api_keys])
-            self._keys = read_keys(options.api_keys)
 
-    @property
-    def wants_keys(self) -> bool:
-        """Whether a call needs a key."""
-        return self._keys is not None
+    def read(self) -> None:
+        """Read the files for the first time.
+
+        Raises:
+            InvalidArgument: one cannot be read or understood.
+        """
+        if self.options.api_keys is not None:
+            self._watch = FileWatch([self.options.api_keys])
+            self._keys = read_keys(self.options.api_keys)
+
+    def _limits_of(self, tenant: str) -> Limits:
+        return self._defaults if self._keys is None else self._keys.limits_of(tenant).over(self._defaults)
 
     def open(self, entry: Entry, authorization: Sequence[str], tenants: Sequence[str]) -> None:
         """Let a call in, by its headers `authorization` and `x-jpaged-tenant`.

@@ -104,3 +104,22 @@ class AccessOptions:
     public_page: bool = option(
         True, "with api_keys: the page of the HTTP port, which shows the pool and no text, needs no key to look at"
     )
+    tenant_requests_per_minute: int | None = option(
+        None,
+        "calls that a tenant may make in a minute; any number when left out, and api_keys may say otherwise",
+        low=1,
+    )
+    tenant_tokens_per_minute: int | None = option(
+        None,
+        "tokens that a tenant may have in a minute, of prompts and of what is generated; api_keys may say otherwise",
+        low=1,
+    )
+    tenant_max_streams: int | None = option(
+        None, "calls of a tenant that may be open at one time; api_keys may say otherwise", low=1
+    )
+    tenant_max_n: int | None = option(
+        None, "sequences that a tenant's request may have (n, best_of, beams); api_keys may say otherwise", low=1
+    )
+    tenant_max_prompt_tokens: int | None = option(
+        None, "tokens that a tenant's prompt may have; api_keys may say otherwise", low=1
+    )

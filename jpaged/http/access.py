@@ -8,12 +8,15 @@ all else                needs a key, where there are keys
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 from jpaged.access.entry import Entry, enter
 from jpaged.access.gate import Gate
 from jpaged.config import AccessOptions
 from jpaged.errors import JpagedError
 from jpaged.http.errors import response_of
-from jpaged.http.wire import App, Receive, Scope, Send
+from jpaged.http.wire import App, Message, Receive, Scope, Send
 
 _HEALTH = frozenset({"/health", "/ping"})
 _FACTS = frozenset({"/metrics", "/version"})
@@ -43,7 +46,30 @@ class Guarded:
             await response_of(error)(scope, receive, send)
             return
         enter(entry)
-        await self._app(scope, receive, send)
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *self._left(entry.tenant)]
+            await send(message)
+
+        await self._app(scope, receive, told)
+
+    def _left(self, tenant: str) -> Iterator[tuple[bytes, bytes]]:
+        """What is left of a tenant's quotas, as OpenAI tells it."""
+        for name, left in self._gate.quotas.left(tenant).items():
+            yield f"x-ratelimit-limit-{name}".encode(), str(left.limit).encode()
+            yield f"x-ratelimit-remaining-{name}".encode(), str(left.remaining).encode()
+            yield f"x-ratelimit-reset-{name}".encode(), duration(left.reset_s).encode()
+
+
+def duration(seconds: float) -> str:
+    """Write a time as OpenAI's headers have it: 6m0s, 1.5s, 20ms."""
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    text = f"{rest / 1000:g}s"
+    return f"{minutes}m{text}" if minutes else text
 
 
 def is_open(method: str, path: str, options: AccessOptions) -> bool:

@@ -77,7 +77,8 @@ class Server:
         on_serving: Callable[[int, LoadedModel], None] = lambda port, serving: None,
     ) -> None:
         self.state = ServiceState(config)
-        self._service = Service(self.state)
+        self._gate = Gate(config.access)
+        self._service = Service(self.state, quotas=self._gate.quotas)
         self._config = config
         self._load = load
         self._on_progress = on_progress
@@ -107,7 +108,7 @@ class Server:
         """
         self._prefix = _text_of(self._config.server.pin_prefix)
         max_bytes = int(self._config.server.max_request_size * 2**20)
-        self._gate = Gate(self._config.access)
+        self._gate.read()
         self._grpc = make_server(self._config.server, max_bytes, Door(self._gate))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._service), self._grpc)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), self._grpc)

@@ -3,6 +3,7 @@
 service.py         the verbs: admit, generate, tokenise, abort, pin, load adapters
 state.py           where a service is in its life
 streams.py         events -> messages: from the engine's thread to the readers, within a budget
+workers.py         threads for what grows with a request
 loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
 adapters.py        adapters (LoRA) by name
 names.py           what a caller may call something

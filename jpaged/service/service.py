@@ -17,13 +17,14 @@ import itertools
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from jpaged.access import entry as access
 from jpaged.access.keys import Role
+from jpaged.access.quotas import Quotas
 from jpaged.completions import Completions
 from jpaged.errors import (
     AlreadyExists,
@@ -40,6 +41,7 @@ from jpaged.service.names import require_name, require_salt
 from jpaged.service.records import NOBODY, Caller, Records, RequestObserver, RequestRecord
 from jpaged.service.state import ServiceState
 from jpaged.service.streams import Bridge, OutputStream
+from jpaged.service.workers import Workers, detached
 from jpaged.types import (
     FinishReason,
     LoadedAdapter,
@@ -52,44 +54,6 @@ from jpaged.types import (
 )
 
 _T = TypeVar("_T")
-
-SMALL = 2000
-"""Characters, or token ids, that are worked on at once: that takes about a millisecond."""
-_NUM_THREADS = 4
-
-
-class Workers:
-    """Threads for what grows with a request, so that the event loop, and with it every stream, never waits for it.
-
-    Texts and token ids have threads of their own, and conversations others: a chat template may take its time.
-    """
-
-    def __init__(self) -> None:
-        self._plain = ThreadPoolExecutor(_NUM_THREADS, "jpaged-text")
-        self._chat = ThreadPoolExecutor(_NUM_THREADS, "jpaged-chat")
-        self._files = ThreadPoolExecutor(1, "jpaged-files")
-
-    async def run(self, work: Callable[[], _T], size: int | None) -> _T:
-        """Runs work on so many characters or ids: here when they are few, on a thread otherwise.
-
-        None is a conversation, whose size says little. A call that goes away while its work waits for a thread takes
-        the work with it.
-        """
-        if size is not None and size < SMALL:
-            return work()
-        pool = self._chat if size is None else self._plain
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
-
-    async def read(self, work: Callable[[], _T]) -> _T:
-        """Runs work that reads files, behind what others read; it is done although the caller goes away."""
-        return await _detached(asyncio.get_running_loop().run_in_executor(self._files, work))
-
-
-async def _detached(done: asyncio.Future[_T]) -> _T:
-    """Wait for what goes on when its caller goes away; nobody hears of its error then, and asyncio reports none."""
-    done.add_done_callback(lambda future: future.cancelled() or future.exception())
-    return await asyncio.shield(done)
-
 
 _RETRY_S = 1.0
 """How soon a caller may come back when it need not wait for the end of a request."""
@@ -189,14 +153,18 @@ class Service:
 
     Args:
         observers: are told of every call.
+        quotas: what each tenant may have; no limits when left out.
 
     Attributes:
         state: what runs, or why nothing does.
         is_idle: set while no `generate` and no `several` is open; for a host to wait on, never to set.
     """
 
-    def __init__(self, state: ServiceState, observers: Sequence[RequestObserver] = ()) -> None:
+    def __init__(
+        self, state: ServiceState, observers: Sequence[RequestObserver] = (), quotas: Quotas | None = None
+    ) -> None:
         self.state = state
+        self._quotas = quotas or Quotas()
         self._records = Records(observers)
         self.is_idle = asyncio.Event()
         self.is_idle.set()
@@ -217,22 +185,27 @@ class Service:
         Raises:
             JpagedError: it cannot run; while its events are taken: it has failed.
         """
-        access.require(Role.INFERENCE, "Generate")
+        access.require(Role.INFERENCE, "a request")
         call = dataclasses.replace(call, tenant=access.owner(call.tenant))
         self._num_calls += 1
         self.is_idle.clear()
         try:
-            with self._records.kept(call.begins(), call.record) as record:
+            with (
+                self._records.kept(call.begins(), call.record) as record,
+                self._quotas.stay(call.tenant, is_part=model is not None) as stay,
+            ):
                 model = model or self._model(call.model)
                 generation = self._admit(model, call, record)
                 try:
                     request = await self._prepare(model, generation, call)
                     if request is not None:
+                        stay.reserve(len(request.prompt_token_ids), *_most_generated(request))
                         model.engine.submit(request, generation.stream.put)
                         generation.prompt_token_ids, generation.seed = request.prompt_token_ids, request.sampling.seed
                     try:
                         yield generation
                     finally:
+                        stay.settle(record.usage.prompt_tokens + record.usage.completion_tokens)
                         if not generation.is_over:
                             model.engine.drop(generation.engine_id)
                 finally:
@@ -251,8 +224,14 @@ class Service:
         Raises:
             NotFound, Unavailable: as `generate`.
             QueueFull: as many such calls are open as requests may be in flight.
+            QuotaExceeded: the tenant has used up what it may have for now.
         """
-        with contextlib.nullcontext() if record is None else self._records.kept(record):
+        access.require(Role.INFERENCE, "a request")
+        tenant = access.owner("" if record is None else record.tenant)
+        with (
+            contextlib.nullcontext() if record is None else self._records.kept(record),
+            self._quotas.stay(tenant),
+        ):
             model = self._model(name)
             limit = model.engine.max_num_in_flight
             if self._num_several >= limit:
@@ -331,7 +310,7 @@ class Service:
             token_ids = model.input_processor.prefix(prefix)
             return model.engine.pin_prefix(name, token_ids, cache_salt, _cache_tenant(model, tenant), loaded)
 
-        return await _detached(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
+        return await detached(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
 
     def unpin_prefix(self, name: str, tenant: str = "") -> None:
         """Let a pinned prefix go; requests that share it go on.
@@ -466,6 +445,13 @@ class Service:
             return None
         finally:
             generation.preparing = None
+
+
+def _most_generated(request: Request) -> tuple[str, int, int]:
+    """Return by which parameter and how many sequences a request has at most, and how many tokens each."""
+    sampling = request.sampling
+    name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
+    return name, sampling.beam_width or sampling.num_samples, sampling.max_tokens
 
 
 def _cache_tenant(model: LoadedModel, tenant: str) -> str:

@@ -130,7 +130,9 @@ def test_a_header_without_a_known_key_is_refused(path: Path, headers: list[str],
 
 
 def gate_of(path: Path) -> Gate:
-    return Gate(EngineConfig.load({"api_keys": str(path)}).access)
+    gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
+    gate.read()
+    return gate
 
 
 def entered(gate: Gate, token: str, *tenants: str) -> Entry:

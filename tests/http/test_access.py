@@ -7,7 +7,7 @@ import httpx2
 import pytest
 
 from jpaged.config import AccessOptions
-from jpaged.http.access import is_open
+from jpaged.http.access import duration, is_open
 from tests.access.test_keys import FILE, TOKEN
 from tests.server.harness import running
 
@@ -56,3 +56,25 @@ def test_what_needs_no_key_is_only_looked_at() -> None:
         assert not is_open("POST", path, opened)
         assert not is_open("GET", path, closed)
     assert not any(is_open("GET", path, opened) for path in ("/v1/models", "//health", "/page", "/metricsx", "/docs"))
+
+
+async def test_quotas_are_told_in_openais_headers_and_one_that_is_used_up_says_when_to_come_back() -> None:
+    options: dict[str, Any] = {"http_port": 0, "tenant_requests_per_minute": 1, "tenant_tokens_per_minute": 60}
+    async with running(**options) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        harness.server._gate.quotas._clock = lambda: 1000.0
+        body = {"model": "fake", "input": "hello"}
+        answer = await client.post("/v1/embeddings", json=body, headers={"x-jpaged-tenant": "a"})
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-limit-requests"] == "1"
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+        assert answer.headers["x-ratelimit-limit-tokens"] == "60"
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 60
+        refused = await client.post("/v1/embeddings", json=body, headers={"x-jpaged-tenant": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "QUOTA_EXCEEDED")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        other = await client.post("/v1/embeddings", json=body, headers={"x-jpaged-tenant": "b"})
+        assert other.status_code == 200
+
+
+def test_times_are_written_as_openai_writes_them() -> None:
+    assert [duration(s) for s in (0.0, 0.0201, 1.5, 59.9999, 360.0)] == ["0ms", "21ms", "1.5s", "1m0s", "6m0s"]

@@ -19,4 +19,9 @@ SERVER_VALUES = {
     "api_keys": "keys.toml",
     "public_metrics": True,
     "public_page": False,
+    "tenant_requests_per_minute": 9,
+    "tenant_tokens_per_minute": 9,
+    "tenant_max_streams": 9,
+    "tenant_max_n": 9,
+    "tenant_max_prompt_tokens": 9,
 }
