@@ -56,7 +56,7 @@ async def test_a_client_with_a_key_is_its_tenant_and_no_other(keys):
         async with AsyncClient(harness.target, api_key=TOKEN) as acme, AsyncClient(harness.target) as nobody:
             await acme.wait_until_ready(60)
             assert (await acme.complete("hello", GREEDY)).usage.completion_tokens == 4
-            assert (await acme.load()).num_running == 0
+            assert (await acme.load()).num_blocks > 0
             with pytest.raises(Unauthenticated, match="authorization: is missing"):
                 await nobody.complete("hello", GREEDY)
         async with AsyncClient(harness.target, api_key=TOKEN, tenant="bolt") as liar:
@@ -96,7 +96,7 @@ async def test_acts_for_everybody_want_the_role_of_control_and_looks_none(keys):
             assert await control.pin_prefix("system", "you are a story teller") == 20
         async with AsyncClient(harness.target, api_key=HASHED) as observer:
             assert (await observer.model_info()).name == "fake"
-            assert (await observer.load()).num_running == 0
+            assert (await observer.load()).num_blocks > 0
             for call in (observer.complete("hello", GREEDY), observer.embed(["a"]), observer.score("a", ["b"])):
                 with pytest.raises(PermissionDenied, match="needs a key of the role inference; this one's is observe"):
                     await call
