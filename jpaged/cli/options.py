@@ -137,6 +137,12 @@ def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def _help_of(spec: Field[Any]) -> str:
+    notes = default_and_limits(spec)
+    return _escaped(f"{spec.metadata['help']} ({notes})" if notes else spec.metadata["help"])
+
+
+def default_and_limits(spec: Field[Any]) -> str:
+    """What an option is unless it is given, and from where to where it may be; empty where there is nothing to say."""
     meta = spec.metadata
     limits = [
         f"{word} {_number(meta[key])}" for word, key in (("from", "low"), ("to", "high")) if meta[key] is not None
@@ -146,8 +152,7 @@ def _help_of(spec: Field[Any]) -> str:
     if meta["by_platform"]:
         of_each = [f"{value} on {platform.upper()}s" for platform, value in meta["by_platform"].items()]
         default = f"default: {', '.join(of_each)}"
-    notes = limits if default == "default: none" else [default, *limits]
-    return _escaped(f"{meta['help']} ({', '.join(notes)})" if notes else meta["help"])
+    return ", ".join(limits if default == "default: none" else [default, *limits])
 
 
 def _number(value: float) -> str:

@@ -1,0 +1,114 @@
+"""Pages that are made of the program itself: options, commands, metrics, protos."""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import Field
+from typing import Any
+
+from jpaged.cli.help.action import help_about
+from jpaged.cli.help.parsers import commands_of
+from jpaged.cli.main import make_parser
+from jpaged.cli.options import default_and_limits, flag_of
+from jpaged.config import ENVIRONMENT, SECTIONS, iter_options, section_help
+from jpaged.load import PER_POSITION, SpeculationLoad, metrics_of
+from protos.generate import PROTOS
+from protos.lint import compile_protos
+from protos.reference import page_of, reference
+from tests.deploy.metrics import scrape
+
+_COLUMNS = "100"
+
+
+def pages() -> dict[str, str]:
+    """Return all of them: path in the site -> Markdown."""
+    protos = reference(compile_protos(PROTOS))
+    listed = "\n".join(f"- [{name}]({page_of(name)})" for name in protos)
+    return {
+        "reference/options.md": "\n".join(options()),
+        "reference/commands.md": "\n".join(commands()),
+        "reference/metrics.md": "\n".join(metrics(asyncio.run(scrape()))),
+        "reference/protocol.md": f"{_PROTOCOL}\n{listed}\n",
+        **{f"reference/{page_of(name)}": text for name, text in protos.items()},
+    }
+
+
+_PROTOCOL = """\
+# gRPC
+
+The protos are in `protos/`; a comment says of each field its meaning, its unit, its bounds and its default. Reflection is
+on (`--enable-reflection`), and so is the standard health service. `jpaged.v1` is ours and grows compatibly; the others
+are the messages of protocols that others have published.
+"""
+
+
+def options() -> Iterator[str]:
+    """Yield the page of every option of the configuration."""
+    yield "# Options\n"
+    yield (
+        "Options of `jpaged serve` and of `LLM(...)`, where dashes are underscores; other commands take those that mean "
+        "something there. `jpaged serve --help=GROUP` tells the same.\n"
+    )
+    for section in SECTIONS:
+        yield f"## {section}\n\n{section_help(section)}\n"
+        yield "| option | default, limits | what it is |\n|---|---|---|"
+        for _, mine, spec in iter_options():
+            if mine == section:
+                yield f"| `{flag_of(spec.name)}` | {_cell(default_and_limits(spec))} | {_cell(_help(spec))} |"
+        yield ""
+    yield "## Environment\n\n| variable | what it says |\n|---|---|"
+    for name, text in ENVIRONMENT.items():
+        yield f"| `{name}` | {_cell(text)} |"
+
+
+def _help(spec: Field[Any]) -> str:
+    choices = spec.metadata["choices"]
+    text = str(spec.metadata["help"])
+    return f"{text}; one of {', '.join(choices)}" if choices else text
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("*", r"\*").replace("<", "&lt;")
+
+
+def commands() -> Iterator[str]:
+    """Yield the page of every command: what it does, and what it takes besides the options of the configuration."""
+    yield "# Commands\n"
+    yield "Options of the configuration, which many commands take, are told [by themselves](options.md).\n"
+    os.environ["COLUMNS"] = _COLUMNS
+    for name, parser in commands_of(make_parser()).items():
+        yield from _command(f"jpaged {name}", parser)
+        for inner, nested in commands_of(parser).items():
+            yield from _command(f"jpaged {name} {inner}", nested)
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"## {name}\n"
+    titles = [str(group.title) for group in parser._action_groups if group._group_actions]
+    parts = [parser.format_usage(), str(parser.description or "").strip()]
+    parts += [help_about(parser, title) for title in titles if title not in SECTIONS]
+    yield "```text\n" + "\n\n".join(part.strip() for part in parts if part.strip()) + "\n```\n"
+
+
+def metrics(scraped: str) -> Iterator[str]:
+    """Yield the page of every metric that a server tells, read off a scrape of one."""
+    yield "# Metrics\n"
+    yield (
+        "What a server answers to Prometheus, on `--metrics-port`. `vllm:*` means what vLLM's metric of that name means; "
+        "[the runbook](../runbook.md#what-to-watch) says which to watch. Counters end in `_total`.\n"
+    )
+    yield "| metric | kind | what it is |\n|---|---|---|"
+    kinds, helps = _headers(scraped, "# TYPE "), _headers(scraped, "# HELP ")
+    told = {name: (kinds[name], text) for name, text in helps.items() if not name.endswith("_created")}
+    told |= {f"{one.name}_total": ("counter", one.help) for _, one in metrics_of("counter", SpeculationLoad)}
+    told[f"{PER_POSITION.name}_total"] = ("counter", PER_POSITION.help)
+    for name, (kind, text) in sorted(told.items()):
+        yield f"| `{name}` | {kind} | {_cell(text)} |"
+
+
+def _headers(scraped: str, prefix: str) -> dict[str, str]:
+    lines = (line.removeprefix(prefix).partition(" ") for line in scraped.splitlines() if line.startswith(prefix))
+    return {name: text for name, _, text in lines}
