@@ -25,6 +25,8 @@ AOT := $(VENV)/aot
 AOT_NEWEST := $(VENV)/aot-newest
 RAY := $(VENV)/ray
 LM_EVAL := $(VENV)/lm-eval
+DOCS := $(VENV)/docs
+RELEASE := $(VENV)/release
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
@@ -38,7 +40,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot aot-gpu ray lm-eval accelerator bench bench-peers paper check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot aot-gpu ray lm-eval accelerator bench bench-peers paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,7 +98,7 @@ test: $(STAMP) ## the quick tests
 test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
-test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed ## the long tests
+test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(DOCS)/.installed $(RELEASE)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
 # What an interpreter or its jax can break, once and in a minute: the command line and its help, options, messages, client
@@ -183,6 +185,27 @@ bench-peers: $(STAMP) ## jpaged beside vLLM, Hugging Face and llama.cpp on one c
 
 paper: $(STAMP) ## the PagedAttention paper's tables and figures, simulated
 	@$(BIN)/python -m benchmarks.paper $(ARGS)
+
+# The packages of an extra, beside those of .venv and not among them: PYTHONPATH adds them where they are wanted.
+$(DOCS)/.installed $(RELEASE)/.installed: $(VENV)/%/.installed: $(STAMP)
+	@echo "==> installing the packages of the extra $* into $(VENV)/$*"; rm -rf $(VENV)/$*
+	@$(BIN)/python -c 'import sys, tomllib; \
+	    print(*tomllib.load(sys.stdin.buffer)["project"]["optional-dependencies"]["$*"], sep="\n")' \
+	    < pyproject.toml > $(VENV)/$*.txt
+	@$(INSTALL) --target $(VENV)/$* --requirement $(VENV)/$*.txt --constraint $(CONSTRAINTS)
+	@touch $@
+
+docs: $(DOCS)/.installed ## build the documentation site into build/site; a dead link is an error
+	@PYTHONPATH=$(DOCS) NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "==> build/site/index.html"
+
+dist: $(RELEASE)/.installed ## make the source distribution and a manylinux wheel in dist/, and check them
+	@rm -rf dist jpaged.egg-info/SOURCES.txt; $(BIN)/python -m build --outdir dist/built . > /dev/null
+	@PATH=$(abspath $(RELEASE))/bin:$$PATH PYTHONPATH=$(RELEASE) $(BIN)/python -m auditwheel repair --wheel-dir dist \
+	    dist/built/*.whl
+	@mv dist/built/*.tar.gz dist; rm -rf dist/built
+	@PYTHONPATH=$(RELEASE) $(BIN)/python -m twine check --strict dist/*
+	@$(BIN)/python -m tests.release.contents dist; ls -l dist
 
 CHECKS := check-format check-lint check-types check-protos check-architecture
 .PHONY: $(CHECKS)

@@ -1,3 +1,3 @@
-"""The version, where every layer can read it; the same as in pyproject.toml."""
+"""The version, in its one place: every layer reads it here, and so does what builds the package."""
 
 __version__ = "0.1.0"

@@ -167,4 +167,6 @@ class _Page:
 def _escaped(line: str) -> str:
     """A line of a comment as Markdown, in which `code` stays what it is."""
     parts = re.split(r"(`[^`]*`)", line)
-    return "".join(part if part.startswith("`") else html.escape(part, quote=False).replace("*", r"\*") for part in parts)
+    return "".join(
+        part if part.startswith("`") else html.escape(part, quote=False).replace("*", r"\*") for part in parts
+    )

@@ -1,7 +1,7 @@
 """The links of the repository's documents, as links of the site.
 
-A document links to files as they lie in the repository. Documents are pages of the site; any other file that a page links
-to is copied into it, so that the site is whole by itself. A folder has no page: its link becomes its name.
+A document links to files as they lie in the repository. Documents are pages of the site; any other file that a page
+links to is copied into it, so that the site is whole by itself. A folder has no page: its link becomes its name.
 """
 
 import posixpath

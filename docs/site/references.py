@@ -2,8 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
-import io
 import os
 from collections.abc import Iterator
 from dataclasses import Field
@@ -39,9 +37,9 @@ def pages() -> dict[str, str]:
 _PROTOCOL = """\
 # gRPC
 
-The protos are in `protos/`; a comment says of each field its meaning, its unit, its bounds and its default. Reflection is
-on (`--enable-reflection`), and so is the standard health service. `jpaged.v1` is ours and grows compatibly; the others
-are the messages of protocols that others have published.
+The protos are in `protos/`; a comment says of each field its meaning, its unit, its bounds and its default. Reflection
+is on (`--enable-reflection`), and so is the standard health service. `jpaged.v1` is ours and grows compatibly; the
+others are the messages of protocols that others have published.
 """
 
 
@@ -49,8 +47,8 @@ def options() -> Iterator[str]:
     """Yield the page of every option of the configuration."""
     yield "# Options\n"
     yield (
-        "Options of `jpaged serve` and of `LLM(...)`, where dashes are underscores; other commands take those that mean "
-        "something there. `jpaged serve --help=GROUP` tells the same.\n"
+        "Options of `jpaged serve` and of `LLM(...)`, where dashes are underscores; other commands take those that "
+        "mean something there. `jpaged serve --help=GROUP` tells the same.\n"
     )
     for section in SECTIONS:
         yield f"## {section}\n\n{section_help(section)}\n"
@@ -97,8 +95,8 @@ def metrics(scraped: str) -> Iterator[str]:
     """Yield the page of every metric that a server tells, read off a scrape of one."""
     yield "# Metrics\n"
     yield (
-        "What a server answers to Prometheus, on `--metrics-port`. `vllm:*` means what vLLM's metric of that name means; "
-        "[the runbook](../runbook.md#what-to-watch) says which to watch. Counters end in `_total`.\n"
+        "What a server answers to Prometheus, on `--metrics-port`. `vllm:*` means what vLLM's metric of that name "
+        "means; [the runbook](../runbook.md#what-to-watch) says which to watch. Counters end in `_total`.\n"
     )
     yield "| metric | kind | what it is |\n|---|---|---|"
     kinds, helps = _headers(scraped, "# TYPE "), _headers(scraped, "# HELP ")

@@ -128,7 +128,7 @@ class Source:
 @functools.cache
 def sources(root: Path) -> list[Source]:
     """Return the Python files that the rules hold for, as they were at the first call."""
-    folders = ("jpaged", "tests", "protos", "benchmarks")
+    folders = ("jpaged", "tests", "protos", "benchmarks", "docs")
     paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     texts = [(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
     return [Source(path, text, ast.parse(text)) for path, text in texts]

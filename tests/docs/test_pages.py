@@ -1,0 +1,112 @@
+"""The pages that the documentation site is made of, before a site is made of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+from docs.site import links, references
+from jpaged.cli.main import COMMANDS
+from jpaged.cli.options import flag_of
+from jpaged.config import ENVIRONMENT, iter_options
+from jpaged.load import DURATIONS, metrics_of
+from protos.generate import PROTOS
+from protos.lint import compile_protos
+from protos.reference import page_of, reference
+from tests.deploy.metrics import scrape
+
+
+@pytest.fixture(scope="module")
+def descriptors() -> FileDescriptorSet:
+    return compile_protos(PROTOS)
+
+
+def test_every_option_and_variable_is_on_its_page():
+    page = "\n".join(references.options())
+    rows = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
+    assert rows == {flag_of(name) for name, _, _ in iter_options()} | ENVIRONMENT.keys()
+    assert "| `--port` | default: 50051, from 0, to 65535 | port to listen on; 0 picks a free one |" in page
+
+
+def test_every_command_is_on_its_page():
+    page = "\n".join(references.commands())
+    told = re.findall(r"^## jpaged ([a-z ]+)$", page, re.MULTILINE)
+    assert [name for name in told if " " not in name] == list(COMMANDS)
+    assert "bench serve" in told
+    assert "--request-rate" in page
+    assert "--max-model-len N" not in page  # it is on the page of options
+
+
+async def test_every_metric_is_on_its_page():
+    page = "\n".join(references.metrics(await scrape()))
+    rows = dict(re.findall(r"^\| `([^`]+)` \| (\w+) \|", page, re.MULTILINE))
+    assert {metric.name for _, metric in metrics_of("gauge")} <= rows.keys()
+    assert {f"{metric.name}_total" for _, metric in metrics_of("counter")} <= rows.keys()
+    assert {one.metric.name for one in DURATIONS.values()} <= rows.keys()
+    assert rows["vllm:num_requests_running"] == "gauge"
+    assert rows["vllm:spec_decode_num_drafts_total"] == "counter"
+
+
+def test_every_call_message_field_and_value_of_the_protos_is_on_a_page(descriptors):
+    pages = reference(descriptors)
+    assert pages.keys() == {file.name for file in descriptors.file}
+    for file in descriptors.file:
+        page = pages[file.name]
+        for service in file.service:
+            for method in service.method:
+                assert f"**{method.name}**(" in page
+        for message in file.message_type:
+            assert f"## {message.name} {{#{message.name.lower()}}}" in page
+            for field in message.field:
+                assert f"- `{field.name}` = {field.number}, " in page
+        for enum in file.enum_type:
+            for value in enum.value:
+                assert f"- `{value.name}` = {value.number}" in page
+
+
+def test_a_page_of_a_proto_links_types_and_keeps_what_is_laid_out(descriptors):
+    page = reference(descriptors)["jpaged/v1/inference.proto"]
+    assert "- `sampling` = 5, [SamplingParams](jpaged.v1.inference.md#samplingparams)" in page
+    assert "**Generate**([GenerateRequest](jpaged.v1.inference.md#generaterequest)) returns (stream " in page
+    assert "```text\n  INVALID_ARGUMENT    a field is wrong" in page
+    assert page.count("```") % 2 == 0
+    assert page_of("jpaged/v1/inference.proto") == "jpaged.v1.inference.md"
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "expected"),
+    [
+        ("README.md", "[a](docs/sampling.md#scores)", "[a](sampling.md#scores)"),
+        ("README.md", "![a](docs/demo.svg)", "![a](demo.svg)"),
+        ("README.md", "[a](deploy) b", "a b"),
+        ("README.md", "[a](pyproject.toml)", "[a](repository/pyproject.toml)"),
+        ("docs/runbook.md", "[a](tools.md)", "[a](tools.md)"),
+        ("docs/runbook.md", "[a](../README.md)", "[a](index.md)"),
+        ("docs/runbook.md", "[a](#here), [b](https://x.org/y)", "[a](#here), [b](https://x.org/y)"),
+        ("docs/runbook.md", "[a](../nowhere.json)", "[a](../nowhere.json)"),
+        ("docs/runbook.md", "```\n[a](../README.md)\n```\n", "```\n[a](../README.md)\n```\n"),
+        ("benchmarks/results/peers.md", "[a](../../docs/performance.md)", "[a](../../../performance.md)"),
+    ],
+)
+def test_links_between_files_become_links_of_the_site(source, text, expected):
+    assert links.rewritten(text, source) == expected
+
+
+def test_every_link_of_a_document_leads_to_a_file_or_a_folder():
+    documents = [links.ROOT / "README.md", links.ROOT / "CHANGELOG.md", *sorted((links.ROOT / "docs").glob("*.md"))]
+    dead = []
+    for document in documents:
+        source = document.relative_to(links.ROOT).as_posix()
+        for target in re.findall(r"\]\(([^()\s#]+)[^()\s]*\)", document.read_text()):
+            if not re.match(r"[a-z]+:", target) and not (document.parent / target).exists():
+                dead.append(f"{source}: {target}")
+    assert dead == []
+
+
+def test_every_document_is_in_the_sites_order():
+    config = (links.ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r": ([\w./-]+\.md)$", config, re.MULTILINE))
+    documents = {path.name for path in Path(links.ROOT / "docs").glob("*.md")}
+    generated = {"reference/commands.md", "reference/options.md", "reference/metrics.md", "reference/protocol.md"}
+    assert listed == documents | set(links.PAGES.values()) | generated
