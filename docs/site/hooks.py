@@ -20,14 +20,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     seen = set(waiting)
     while waiting:
         source = waiting.pop()
-        path = links.ROOT / source
-        if not path.is_file():  # a generated page
+        file, place = links.ROOT / source, links.site_path(source)
+        if not file.is_file():  # a generated page
             continue
-        if files.get_file_from_path(links.site_path(source)) is None:
-            files.append(File.generated(config, links.site_path(source), abs_src_path=str(path)))
+        if files.get_file_from_path(place) is None:
+            files.append(File.generated(config, place, abs_src_path=str(file)))
         if source.endswith(".md"):
-            _SOURCES[links.site_path(source)] = source
-            new = set(links.linked(path.read_text(), source)) - seen
+            _SOURCES[place] = source
+            new = set(links.linked(file.read_text(), source)) - seen
             waiting, seen = [*waiting, *new], seen | new
     return files
 

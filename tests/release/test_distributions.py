@@ -58,8 +58,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     run(sys.executable, "-m", "build", "--outdir", built, sources, cwd=folder)
     (linux,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     path = f"{TOOLS / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder / "wheels", linux]
-    run(*repair, cwd=folder, PATH=path, PYTHONPATH=str(TOOLS))
+    repair = ("-m", "auditwheel", "repair", "--wheel-dir", folder / "wheels", linux)
+    run(sys.executable, *repair, cwd=folder, PATH=path, PYTHONPATH=str(TOOLS))
     (wheel,) = (folder / "wheels").glob("*.whl")
     return Distributions(sdist, wheel)
 

@@ -40,7 +40,7 @@ def test_the_changelog_begins_with_what_is_not_released_and_then_this_version():
 @pytest.mark.parametrize("name", [name for name in entries() if name != "Unreleased"])
 def test_an_entry_has_a_date_and_says_what_is_new_in_the_known_kinds(name):
     day, text = entries()[name]
-    assert date.fromisoformat(day)
+    assert date.fromisoformat(day).isoformat() == day
     kinds = re.findall(r"^### (.+)$", text, re.MULTILINE)
     assert kinds
     assert set(kinds) <= KINDS
