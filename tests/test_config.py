@@ -11,6 +11,7 @@ from jpaged.config import (
     compile_cache_dir,
     iter_options,
     platform_default,
+    server_field_names,
 )
 from jpaged.config.option import option_type
 from jpaged.errors import InvalidArgument
@@ -103,9 +104,10 @@ def test_resolving_leaves_nothing_open():
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}
-    assert (
-        left_out == {"pin_prefix", "metrics_port", "http_port", "compiled", "lora", "speculative_config"} | several
-    )  # nothing of the kind unless asked for
+    of_server = set(server_field_names())
+    # Nothing of the kind unless asked for.
+    assert left_out - of_server == {"compiled", "lora", "speculative_config"} | several
+    assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -12,6 +12,14 @@ _SOURCES: dict[str, str] = {}
 """The path in the repository of each page that was written by hand."""
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put documents that have no place in the order behind those that have one."""
+    rest = links.unlisted((links.ROOT / "mkdocs.yml").read_text())
+    if rest and config.nav is not None:
+        config.nav = [*config.nav, {"More": rest}]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is not in docs/: documents and files that pages link to, and the pages that are generated."""
     for path, text in references.pages().items():

@@ -24,6 +24,12 @@ def site_path(path: str) -> str:
     return PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"{FILES}/{path}")
 
 
+def unlisted(config: str) -> list[str]:
+    """Return the documents of docs/ that mkdocs.yml gives no place."""
+    listed = set(re.findall(r": ([\w./-]+\.md)$", config, re.MULTILINE))
+    return sorted({path.name for path in (ROOT / "docs").glob("*.md")} - listed)
+
+
 def linked(text: str, source: str) -> Iterator[str]:
     """Yield the files of the repository that a document at `source` links to, itself left out."""
     for part in _outside_of_code(text):
