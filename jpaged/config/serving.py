@@ -89,6 +89,18 @@ class HttpOptions:
         high=3600.0,
         unit="s",
     )
+    batch_dir: str | None = option(
+        None,
+        "folder for the files and the state of /v1/batches, which go on where they were when a server starts again; "
+        "one server has it at a time; there are no batches when left out",
+    )
+    max_batch_file_size: float = option(
+        200.0, "the largest file of a batch's requests", low=0.0625, high=65536.0, unit="MiB"
+    )
+    max_batch_lines: int = option(50_000, "requests of one batch", low=1, high=10_000_000)
+    max_batch_storage: float = option(
+        10.0, "all files of batches together, of requests and of answers", low=0.001, high=1 << 20, unit="GiB"
+    )
 
 
 @dataclass(frozen=True, slots=True)

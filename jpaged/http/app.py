@@ -17,6 +17,8 @@ from jpaged.access.gate import Gate
 from jpaged.errors import JpagedError, NotFound, Unsupported
 from jpaged.http import models, operator, scoring, tokens
 from jpaged.http.access import Guarded
+from jpaged.http.batching.batches import batch_routes
+from jpaged.http.batching.runner import Runner
 from jpaged.http.errors import error_for, response_of
 from jpaged.http.generate import paths
 from jpaged.http.requests import REQUEST_ID_HEADER
@@ -25,10 +27,13 @@ from jpaged.service.names import is_name
 from jpaged.service.service import Service
 
 
-def make_app(service: Service, gate: Gate) -> App:
+def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App:
     """Return the ASGI application that answers for a service, for those whom the gate lets in."""
     app = Starlette(
-        routes=[route for part in (operator, models, paths, scoring, tokens) for route in part.routes(service)],
+        routes=[
+            *(route for part in (operator, models, paths, scoring, tokens) for route in part.routes(service)),
+            *batch_routes(service, batches),
+        ],
         exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},
     )
     return _Named(Guarded(app, gate))

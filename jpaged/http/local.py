@@ -11,6 +11,7 @@ from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated, completions_of
 from jpaged.errors import InvalidArgument
 from jpaged.service.evaluations import Asker, embed, score
+from jpaged.service.records import NOBODY, Caller
 from jpaged.service.service import Call, Service
 from jpaged.types import Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
 
@@ -23,11 +24,13 @@ class LocalServer:
         tenant: who asks.
         request_id: the caller's, for what is one request.
         until_s: when the caller's time is over, on the monotonic clock; None is never.
+        caller: the same, as a record has it.
         priority: of every request that asks for a higher one; None leaves it to them.
     """
 
     service: Service
     tenant: str = ""
+    caller: Caller = NOBODY
     request_id: str | None = None
     until_s: float | None = None
     priority: int | None = None
@@ -55,6 +58,7 @@ class LocalServer:
             remaining_s=self._remaining_s(),
             is_whole=True,
             adapter=adapter,
+            caller=self.caller,
         )
         async with self.service.generate(call) as generation:
             async for event in generation:
@@ -116,6 +120,7 @@ class LocalServer:
             adapter=adapter,
             cache_salt=cache_salt,
             priority=self._priority(priority),
+            caller=self.caller,
         )
 
     def _remaining_s(self) -> float | None:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
 from jpaged.access.gate import Gate
 from jpaged.errors import InvalidArgument
 from jpaged.http.app import make_app
+from jpaged.http.batching.runner import Runner
 from jpaged.service.service import Service
 
 _KEEP_ALIVE_S = 75
@@ -23,14 +25,20 @@ class HttpPort:
     """Answers HTTP on a port until it is stopped; 0 is a free port.
 
     Raises:
-        InvalidArgument: the port cannot be had.
+        InvalidArgument: the port cannot be had, or the folder of batches.
     """
 
     def __init__(self, service: Service, gate: Gate, host: str, port: int) -> None:
-        self._socket = _bound(host, port)
+        self._batches = _batches_of(service)
+        try:
+            self._socket = _bound(host, port)
+        except InvalidArgument:
+            if self._batches is not None:
+                self._batches.store.close()
+            raise
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            make_app(service, gate),
+            make_app(service, gate, self._batches),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -45,11 +53,15 @@ class HttpPort:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer, and to run batches."""
+        if self._batches is not None:
+            self._batches.start()
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
 
     async def stop(self, timeout_s: float) -> None:
-        """Answer what has come, for so long, and close the port."""
+        """Answer what has come, for so long, and close the port; batches are left to the next server."""
+        if self._batches is not None:
+            await self._batches.stop()
         if self._serving is None:
             self._socket.close()
             return
@@ -74,6 +86,11 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
+
+
+def _batches_of(service: Service) -> Runner | None:
+    options = service.state.config.http
+    return None if options.batch_dir is None else Runner(service, options, Path(options.batch_dir))
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ from jpaged.access.entry import key_id, owner
 from jpaged.errors import Cancelled, InvalidArgument, RequestTooLong
 from jpaged.service.names import require_name
 from jpaged.service.records import TRACE_KEYS, Caller
+from jpaged.service.service import Service
 
 REQUEST_ID_HEADER = "x-request-id"
 """The caller's id of a request; the answer carries it back, or the one that was made up."""
@@ -27,6 +28,11 @@ def tenant_of(request: Request) -> str:
         return owner("")
     require_name(TENANT_HEADER, named)
     return owner(named)
+
+
+def owner_of(service: Service, request: Request) -> str:
+    """Return among whose names a request's are; "" is everybody's where tenants are not kept apart."""
+    return tenant_of(request) if service.state.config.server.isolate_tenants else ""
 
 
 def request_id_of(request: Request) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +13,7 @@ from starlette.routing import Route
 
 from jpaged.http.exchange import answer_of, body_in, while_there
 from jpaged.http.local import LocalServer
-from jpaged.http.requests import tenant_of
+from jpaged.http.requests import caller_of, remaining_s_of, tenant_of
 from jpaged.openai.answers import Answers
 from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL
 from jpaged.openai.scoring import ScoringJob, embed_job, score_job
@@ -28,7 +30,13 @@ def routes(service: Service) -> list[Route]:
             read = embed_job if url == EMBEDDINGS_URL else score_job
             job: ScoringJob = await service.work(lambda: read(given), num_bytes)
             model = service.state.serving().model
-            server = LocalServer(service=service, tenant=tenant_of(request))
+            remaining_s = remaining_s_of(request)
+            server = LocalServer(
+                service=service,
+                tenant=tenant_of(request),
+                caller=replace(caller_of(request), user=str(given.get("user") or "")),
+                until_s=None if remaining_s is None else time.monotonic() + remaining_s,
+            )
             found = await while_there(request, Answers(model, service.work).evaluate(server, job))
             return await answer_of(service, found.body, found.size)
 

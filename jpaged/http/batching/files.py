@@ -1,0 +1,128 @@
+"""The paths under /v1/files: files of requests that callers send, and those that batches write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import IO
+
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from jpaged.errors import Cancelled, InvalidArgument, QueueFull, RequestTooLong
+from jpaged.http.batching.pages import page_of
+from jpaged.http.batching.runner import Runner
+from jpaged.http.batching.values import StoredFile
+from jpaged.http.errors import JSON
+from jpaged.http.requests import owner_of
+from jpaged.service.service import Service
+
+MAX_FILENAME_CHARS = 255
+MAX_FILES_OF_LIST = 10_000
+_MAX_UPLOADS = 4
+"""Files that come at one time: each is on the disk twice until it is whole."""
+_MAX_FRAME_BYTES = 64 << 10
+"""What a form has beside its file."""
+_PURPOSES = ("batch", "batch_output")
+
+
+def routes(service: Service, runner: Runner) -> list[Route]:
+    """The paths of this file."""
+    store, read = runner.store, runner.threads.read
+    max_bytes = int(service.state.config.http.max_batch_file_size * 2**20)
+    uploads = asyncio.Semaphore(_MAX_UPLOADS)
+
+    async def upload(request: Request) -> Response:
+        owner = owner_of(service, request)
+        if uploads.locked():
+            raise QueueFull(f"{_MAX_UPLOADS} files are being sent, the limit", retry_after_s=1.0)
+        async with uploads:
+            form = await _form_of(request, max_bytes)
+            try:
+                content, filename = _file_in(form, max_bytes)
+                file = await read(lambda: store.add_file(owner, content, filename))
+            finally:
+                await form.close()
+        return JSON(file.shown())
+
+    async def listed(request: Request) -> Response:
+        purpose = request.query_params.get("purpose")
+        if purpose is not None and purpose not in _PURPOSES:
+            raise InvalidArgument("purpose", f"{purpose[:80]!r} is none of {', '.join(_PURPOSES)}")
+        owner = owner_of(service, request)
+        files = [one for one in await read(lambda: store.files(owner)) if purpose in (None, one.purpose)]
+        return JSON(page_of(files, request, max_limit=MAX_FILES_OF_LIST, default=MAX_FILES_OF_LIST))
+
+    async def found(request: Request) -> StoredFile:
+        owner, file_id = owner_of(service, request), request.path_params["file_id"]
+        return await read(lambda: store.file(owner, file_id))
+
+    async def retrieve(request: Request) -> Response:
+        return JSON((await found(request)).shown())
+
+    async def content(request: Request) -> Response:
+        file = await found(request)
+        return FileResponse(store.path(owner_of(service, request), file.id), media_type="application/octet-stream")
+
+    async def delete(request: Request) -> Response:
+        owner, file_id = owner_of(service, request), request.path_params["file_id"]
+        await read(lambda: store.delete_file(owner, file_id))
+        return JSON({"id": file_id, "object": "file", "deleted": True})
+
+    return [
+        Route("/v1/files", upload, methods=["POST"]),
+        Route("/v1/files", listed, methods=["GET"]),
+        Route("/v1/files/{file_id}", retrieve, methods=["GET"]),
+        Route("/v1/files/{file_id}", delete, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", content, methods=["GET"]),
+    ]
+
+
+async def _form_of(request: Request, max_bytes: int) -> FormData:
+    """Read a form whose file is of bounded size; what is large lies on the disk meanwhile."""
+    limit = max_bytes + _MAX_FRAME_BYTES
+    too_long = RequestTooLong("body.file", f"is over the limit of {max_bytes} bytes (max_batch_file_size)")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_long
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise InvalidArgument("body", "must be multipart/form-data, with a file and its purpose")
+    problem: Exception | None = None
+
+    async def bounded() -> AsyncGenerator[bytes, None]:
+        nonlocal problem
+        size = 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    problem = too_long
+                    raise MultiPartException("too long")
+                yield part
+        except ClientDisconnect:
+            problem = Cancelled("the caller has gone")
+            raise MultiPartException("gone") from None
+
+    parser = MultiPartParser(request.headers, bounded(), max_files=1, max_fields=8, max_part_size=_MAX_FRAME_BYTES)
+    try:
+        return await parser.parse()
+    except MultiPartException as error:  # which has the parser close its files
+        raise problem or InvalidArgument("body", f"is no form: {error.message}") from error
+    except KeyError as error:
+        raise InvalidArgument("body", "is no form: content-type names no boundary") from error
+
+
+def _file_in(form: FormData, max_bytes: int) -> tuple[IO[bytes], str]:
+    for name in form.keys() - {"file", "purpose"}:
+        raise InvalidArgument(f"body.{name[:80]}", "is not supported beside file, purpose")
+    purpose, file = form.get("purpose"), form.get("file")
+    if purpose != "batch":
+        raise InvalidArgument("body.purpose", f"{str(purpose)[:80]!r} is not supported: only 'batch' is")
+    if not isinstance(file, UploadFile):
+        raise InvalidArgument("body.file", "must be there, a file")
+    if (file.size or 0) > max_bytes:
+        raise RequestTooLong("body.file", f"{file.size} bytes are over the limit of {max_bytes} (max_batch_file_size)")
+    return file.file, (file.filename or "file")[:MAX_FILENAME_CHARS]

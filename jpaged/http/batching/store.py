@@ -1,0 +1,292 @@
+"""Files and batches on disk, each owner's apart, bounded in all. Its verbs wait for the disk: for threads.
+
+    DIR/lock                        held by the server that has the folder
+    DIR/<digest of the owner>/files/file-....json     what a file is, written when the file is whole
+                                    file-....jsonl    its lines; without the other, one that is being written
+                              batches/batch_....json  a batch, written anew in each of its statuses
+
+Names of files and batches are made here, and those that callers send are looked up in memory, never on disk. What says
+how far a batch is takes the place of what said so before, in one step, and is on the disk before anything builds on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from jpaged import json_text
+from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, LimitExceeded, NotFound, QueueFull
+from jpaged.http.batching.values import Batch, StoredFile, new_id
+
+_T = TypeVar("_T")
+
+MAX_FILES = 20_000
+"""Files of all owners together; each is known in memory."""
+MAX_BATCHES = 10_000
+"""Batches of all owners together that are known; the oldest that have ended are forgotten first."""
+MAX_LIVE_BATCHES = 1000
+_COPY_BYTES = 1 << 20
+_RETRY_S = 60.0
+
+
+class StorageError(JpagedError):
+    """The disk cannot be written, or the room that batches have is used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """What is known of one owner."""
+
+    folder: Path
+    files: dict[str, StoredFile]
+    batches: dict[str, Batch]
+
+
+class Store:
+    """The folder of `--batch-dir`, held against other servers until `close`.
+
+    Args:
+        root: made where there is none.
+        max_bytes: of all files together.
+
+    Raises:
+        InvalidArgument: another server has it, it cannot be written, or it holds what nobody here has written.
+    """
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._guard = threading.RLock()
+        self._owners: dict[str, _Owned] = {}
+        try:
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = _locked(root)
+        except OSError as error:
+            raise InvalidArgument("batch_dir", f"{root} cannot be used: {error.strerror or error}") from error
+        try:
+            for folder in sorted(root.glob("*/batches")):
+                self._read(folder.parent)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def add_file(self, owner: str, source: IO[bytes], filename: str) -> StoredFile:
+        """Keep what a caller sent.
+
+        Raises:
+            LimitExceeded: there is no room for it.
+            StorageError: the disk has none.
+        """
+        with self._guard:
+            if sum(len(one.files) for one in self._owners.values()) >= MAX_FILES:
+                raise LimitExceeded(f"{MAX_FILES} files are kept, the limit: delete some")
+            folder = self._owned(owner).folder
+        with _disk_errors("the file"):
+            file = StoredFile(new_id("file-"), 0, int(time.time()), filename, "batch")
+            path = folder / "files" / f"{file.id}.jsonl"
+            try:
+                with path.open("xb") as target:
+                    while part := source.read(_COPY_BYTES):
+                        self.grow(len(part))
+                        target.write(part)
+                    target.flush()
+                    os.fsync(target.fileno())
+                return self._note_file(owner, replace(file, num_bytes=path.stat().st_size))
+            except BaseException:
+                self._remove(path)
+                raise
+
+    def add_output(self, owner: str, file_id: str, filename: str) -> StoredFile | None:
+        """Make a file of what a batch wrote under an id; None, and nothing is left, where that is empty."""
+        with _disk_errors("an output"):
+            path = self.path(owner, file_id)
+            if not path.exists() or not path.stat().st_size:
+                path.unlink(missing_ok=True)
+                return None
+            return self._note_file(
+                owner, StoredFile(file_id, path.stat().st_size, int(time.time()), filename, "batch_output")
+            )
+
+    def file(self, owner: str, file_id: str) -> StoredFile:
+        """Return a file; raises NotFound where the owner has none of that id."""
+        with self._guard:
+            owned = self._owners.get(owner)
+            if owned is None or file_id not in owned.files:
+                raise NotFound(f"file_id: there is no file {file_id[:80]!r}")
+            return owned.files[file_id]
+
+    def files(self, owner: str) -> list[StoredFile]:
+        """Return an owner's files, the newest first."""
+        with self._guard:
+            owned = self._owners.get(owner)
+            return list(reversed(owned.files.values())) if owned else []
+
+    def path(self, owner: str, file_id: str) -> Path:
+        """Return where the lines of a file are, or will be; the id is one that was made here."""
+        with self._guard:
+            return self._owned(owner).folder / "files" / f"{file_id}.jsonl"
+
+    def delete_file(self, owner: str, file_id: str) -> None:
+        """Delete a file.
+
+        Raises:
+            NotFound: the owner has none of that id.
+            AlreadyExists: a batch that has not ended reads it.
+        """
+        with self._guard:
+            self.file(owner, file_id)
+            for batch in self._owned(owner).batches.values():
+                if batch.is_live and batch.input_id == file_id:
+                    raise AlreadyExists(f"file_id: batch {batch.id} reads it: cancel the batch first")
+            path = self.path(owner, file_id)
+            with _disk_errors("the file"):
+                path.with_suffix(".json").unlink(missing_ok=True)
+                self._remove(path)
+            del self._owned(owner).files[file_id]
+
+    def grow(self, num_bytes: int) -> None:
+        """Take room for bytes that are written next; raises LimitExceeded where there is none."""
+        with self._guard:
+            if self._num_bytes + num_bytes > self._max_bytes:
+                used = f"{self._num_bytes} of {self._max_bytes} bytes are used (max_batch_storage)"
+                raise LimitExceeded(f"there is no room for {num_bytes} bytes more: {used}; delete files")
+            self._num_bytes += num_bytes
+
+    def add_batch(self, batch: Batch) -> None:
+        """Keep a new batch; raises QueueFull where too many have not ended."""
+        with self._guard:
+            every = [one for owned in self._owners.values() for one in owned.batches.values()]
+            if sum(one.is_live for one in every) >= MAX_LIVE_BATCHES:
+                raise QueueFull(f"{MAX_LIVE_BATCHES} batches have not ended, the limit", retry_after_s=_RETRY_S)
+            ended = sorted((one for one in every if not one.is_live), key=lambda one: one.created_at)
+            for old in ended[: max(0, len(every) + 1 - MAX_BATCHES)]:
+                self._owned(old.owner).batches.pop(old.id)
+                (self._owned(old.owner).folder / "batches" / f"{old.id}.json").unlink(missing_ok=True)
+            self._owned(batch.owner).batches[batch.id] = batch
+        self.save(batch)
+
+    def save(self, batch: Batch) -> None:
+        """Keep a batch as it is now, on disk; of several that save one batch, the last call is the last to write."""
+        with self._guard:
+            owned = self._owned(batch.owner)
+        with _disk_errors("a batch"):
+            _write(owned.folder / "batches" / f"{batch.id}.json", batch.as_json())
+
+    def note(self, batch: Batch) -> None:
+        """Know how far a batch is that `add_batch` has taken; waits for nothing."""
+        self._owners[batch.owner].batches[batch.id] = batch
+
+    def batch(self, owner: str, batch_id: str) -> Batch:
+        """Return a batch; raises NotFound where the owner has none of that id."""
+        with self._guard:
+            owned = self._owners.get(owner)
+            if owned is None or batch_id not in owned.batches:
+                raise NotFound(f"batch_id: there is no batch {batch_id[:80]!r}")
+            return owned.batches[batch_id]
+
+    def batches(self, owner: str) -> list[Batch]:
+        """Return an owner's batches, the newest first."""
+        with self._guard:
+            owned = self._owners.get(owner)
+            return list(reversed(owned.batches.values())) if owned else []
+
+    def live(self) -> list[Batch]:
+        """Return all batches that have not ended, the oldest first."""
+        with self._guard:
+            found = [one for owned in self._owners.values() for one in owned.batches.values() if one.is_live]
+            return sorted(found, key=lambda one: one.created_at)
+
+    def _owned(self, owner: str) -> _Owned:
+        known = self._owners.get(owner)
+        if known is None:
+            folder = self._root / hashlib.sha256(owner.encode()).hexdigest()[:32]
+            with _disk_errors("a folder"):
+                for name in ("files", "batches"):
+                    (folder / name).mkdir(parents=True, exist_ok=True)
+                _write(folder / "owner.json", {"owner": owner})
+            known = self._owners[owner] = _Owned(folder, {}, {})
+        return known
+
+    def _note_file(self, owner: str, file: StoredFile) -> StoredFile:
+        _write(self.path(owner, file.id).with_suffix(".json"), asdict(file))
+        with self._guard:
+            self._owned(owner).files[file.id] = file
+        return file
+
+    def _remove(self, path: Path) -> None:
+        with self._guard, contextlib.suppress(FileNotFoundError):
+            num_bytes = path.stat().st_size
+            path.unlink()
+            self._num_bytes = max(0, self._num_bytes - num_bytes)
+
+    def _read(self, folder: Path) -> None:
+        owner = str(_loaded(folder / "owner.json", lambda value: value["owner"]))
+        batches = [_loaded(path, Batch.of_json) for path in (folder / "batches").glob("*.json")]
+        files = [_loaded(path, lambda value: StoredFile(**value)) for path in (folder / "files").glob("*.json")]
+        batches.sort(key=lambda one: one.created_at)
+        files.sort(key=lambda one: one.created_at)
+        self._owners[owner] = _Owned(folder, {one.id: one for one in files}, {one.id: one for one in batches})
+        kept = {one.id for one in files}
+        kept |= {name for one in batches if one.is_live for name in (one.output_id, one.error_id)}
+        for path in (folder / "files").glob("*.jsonl"):
+            if path.stem in kept:
+                self._num_bytes += path.stat().st_size
+            else:  # a server died while it came
+                path.unlink()
+
+
+def _locked(root: Path) -> int:
+    lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise InvalidArgument("batch_dir", f"{root} is held by another server: give each one of its own") from error
+    return lock
+
+
+def _loaded(path: Path, read: Callable[[Any], _T]) -> _T:
+    try:
+        return read(json.loads(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{path} is not what a server of this version has written ({error}): move it away"
+        raise InvalidArgument("batch_dir", problem) from error
+
+
+def _write(path: Path, value: Mapping[str, object]) -> None:
+    """A crash leaves the old file or the new one, and never a part."""
+    new = path.with_suffix(".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(json_text.dumps(value))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _disk_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what} cannot be written: {error.strerror or error}") from error
