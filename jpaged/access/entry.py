@@ -25,6 +25,7 @@ class Entry:
         control_port: the port that takes acts of control, where that is another one; None where this one does.
         key: what it was let in with; None where no key is needed.
         tenant: whose call it is.
+        act: what was done by name: "PinPrefix system".
         began_s: when it came, on the system's clock.
         error: the name of what a request of it ended with; "" of success.
     """
@@ -100,6 +101,13 @@ def key_id() -> str:
     """Return the name of the key that the current call was let in with; "" where none was needed."""
     entry = _ENTRY.get()
     return "" if entry is None or entry.key is None else entry.key.id
+
+
+def note_act(act: str) -> None:
+    """Note what the current call does by name."""
+    entry = _ENTRY.get()
+    if entry is not None:
+        entry.note_act(act)
 
 
 def require(role: Role, what: str) -> None:

@@ -135,3 +135,8 @@ class AccessOptions:
     tenant_max_prompt_tokens: int | None = option(
         None, "tokens that a tenant's prompt may have; api_keys may say otherwise", low=1
     )
+    audit_log: str | None = option(
+        None,
+        "a file to which a line of JSON is appended for each call: who, when, what, how much and how it ended, and "
+        "never a prompt or an answer; opened again when it is moved away",
+    )

@@ -32,6 +32,7 @@ from jpaged.server.door import Door
 from jpaged.server.health import HealthServicer
 from jpaged.server.port import make_server
 from jpaged.server.servicer import ControlServicer, InferenceServicer
+from jpaged.service.auditing import NotedRequests
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
 from jpaged.service.state import ServiceState, Stage
@@ -78,7 +79,7 @@ class Server:
     ) -> None:
         self.state = ServiceState(config)
         self._gate = Gate(config.access)
-        self._service = Service(self.state, quotas=self._gate.quotas)
+        self._service = Service(self.state, [NotedRequests()], self._gate.quotas)
         self._config = config
         self._load = load
         self._on_progress = on_progress
@@ -271,6 +272,7 @@ class Server:
             await asyncio.to_thread(self.state.model.engine.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
+        await asyncio.to_thread(self._gate.end, _FLUSH_TIMEOUT_S)
 
 
 def _require_host(host: str) -> None:

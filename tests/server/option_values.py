@@ -29,4 +29,5 @@ SERVER_VALUES = {
     "tenant_max_streams": 9,
     "tenant_max_n": 9,
     "tenant_max_prompt_tokens": 9,
+    "audit_log": "audit.jsonl",
 }
