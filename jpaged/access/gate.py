@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jpaged.access.audit import AuditLog
+from jpaged.access.certificates import CertificateFiles
 from jpaged.access.entry import Entry
 from jpaged.access.keys import Keys, Limits, read_keys
 from jpaged.access.quotas import Quotas
@@ -40,11 +41,13 @@ class Gate:
 
     Attributes:
         quotas: what each tenant has left.
+        certificates: what its ports show; None where they do not speak TLS.
     """
 
     def __init__(self, options: AccessOptions) -> None:
         self.options = options
         self.quotas = Quotas(self._limits_of)
+        self.certificates: CertificateFiles | None = None
         self._defaults = default_limits(options)
         self._keys: Keys | None = None
         self._watch: FileWatch | None = None
@@ -54,10 +57,13 @@ class Gate:
         """Read the files for the first time.
 
         Raises:
-            InvalidArgument: one cannot be read or understood, or the audit's cannot be written.
+            InvalidArgument: one is missing, cannot be read or understood, or the audit's cannot be written.
         """
+        self.options.check()
         if self.options.audit_log is not None:
             self._audit = AuditLog(self.options.audit_log)
+        if self.options.tls_cert is not None:
+            self.certificates = CertificateFiles(self.options)
         if self.options.api_keys is not None:
             self._watch = FileWatch([self.options.api_keys])
             self._keys = read_keys(self.options.api_keys)
@@ -98,6 +104,8 @@ class Gate:
 
     def look_again(self) -> None:
         """Read what has changed; a file that cannot be understood changes nothing, and is logged."""
+        if self.certificates is not None:
+            self.certificates.look_again()
         path = self.options.api_keys
         if path is None or self._watch is None or not self._watch.has_changed():
             return

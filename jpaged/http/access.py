@@ -39,6 +39,7 @@ class Guarded:
             face="http",
             method=f"{scope['method']} {scope['path'][:200]}",
             peer="" if client is None else f"{client[0]}:{client[1]}",
+            takes_control=self._gate.options.control_port is None,
         )
         status, is_in = 499, False  # nginx's number of a caller that has gone before the answer began
 

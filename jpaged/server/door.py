@@ -22,10 +22,15 @@ _FACES = {"/inference.": "oip", "/vllm.": "vllm"}
 
 
 class Door:
-    """The door of one port."""
+    """The door of one port.
 
-    def __init__(self, gate: Gate) -> None:
+    Args:
+        takes_control: whether the port is one for acts of control.
+    """
+
+    def __init__(self, gate: Gate, *, takes_control: bool) -> None:
         self._gate = gate
+        self._takes_control = takes_control
 
     def guarded(self, method: str, handler: Any) -> Any:
         """Return a method's handler that lets no call in which the gate does not; its task knows whose call it is.
@@ -39,7 +44,7 @@ class Door:
         face = next((face for begin, face in _FACES.items() if method.startswith(begin)), "grpc")
 
         async def answer(requests: object, context: Any) -> Any:
-            entry, status = Entry(face=face, method=method, peer=context.peer()), "OK"
+            entry, status = self._entry(face, method, context), "OK"
             try:
                 try:
                     self._gate.open(entry, *_headers(context))
@@ -56,6 +61,9 @@ class Door:
         many = handler.stream_stream is not None
         make = grpc.stream_stream_rpc_method_handler if many else grpc.stream_unary_rpc_method_handler
         return make(answer, response_serializer=handler.response_serializer)
+
+    def _entry(self, face: str, method: str, context: Any) -> Entry:
+        return Entry(face=face, method=method, peer=context.peer(), takes_control=self._takes_control)
 
 
 def _status_of(error: BaseException, context: Any) -> str:

@@ -68,7 +68,7 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path: Path, monkeyp
         return write(file, content[:5])
 
     with monkeypatch.context() as full:
-        full.setattr(audit_module.os, "write", cut)
+        full.setattr(os, "write", cut)
         log._write([{"i": 1}])
     log._write([{"i": 2}])
     log.close(60)
@@ -86,7 +86,7 @@ def test_a_disk_that_is_too_slow_keeps_nobody_waiting(tmp_path: Path, monkeypatc
         return write(file, content)
 
     with monkeypatch.context() as slow:
-        slow.setattr(audit_module.os, "write", stuck)
+        slow.setattr(os, "write", stuck)
         log = AuditLog(str(tmp_path / "audit.jsonl"))
         log.write({"i": 0})
         assert begun.wait(60)

@@ -114,4 +114,5 @@ async def test_a_full_disk_keeps_nobody_from_an_answer(options):
         for _ in range(3):
             await collect(harness.inference.Generate(request()))
         audit = harness.server._gate._audit
+        assert audit is not None
         await eventually(lambda: audit.num_lost == 3)
