@@ -22,10 +22,9 @@ class Entry:
         face: by which way it came: "grpc", "oip", "vllm", "http".
         method: what was called: "/jpaged.v1.InferenceService/Generate", "POST /v1/completions".
         peer: the address that it came from.
-        takes_control: whether its port is one for acts of control.
+        control_port: the port that takes acts of control, where that is another one; None where this one does.
         key: what it was let in with; None where no key is needed.
         tenant: whose call it is.
-        act: what was done by name: "PinPrefix system".
         began_s: when it came, on the system's clock.
         error: the name of what a request of it ended with; "" of success.
     """
@@ -33,7 +32,7 @@ class Entry:
     face: str
     method: str
     peer: str
-    takes_control: bool = True
+    control_port: int | None = None
     key: Key | None = None
     tenant: str = ""
     request_id: str = ""
@@ -103,13 +102,6 @@ def key_id() -> str:
     return "" if entry is None or entry.key is None else entry.key.id
 
 
-def note_act(act: str) -> None:
-    """Note what the current call does by name."""
-    entry = _ENTRY.get()
-    if entry is not None:
-        entry.note_act(act)
-
-
 def require(role: Role, what: str) -> None:
     """Refuse the current call what its key is not for; raises PermissionDenied."""
     entry = _ENTRY.get()
@@ -122,6 +114,6 @@ def require_control(what: str) -> None:
     entry = _ENTRY.get()
     if entry is None:
         return
-    if not entry.takes_control:
+    if entry.control_port is not None:
         raise PermissionDenied(f"{what} is answered on the control port alone (control_port)")
     entry.require(Role.CONTROL, what)

@@ -16,6 +16,7 @@ results.py    the file of its answers: locked, whole lines, taken up again
 """
 
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream
+from jpaged.client.routing.tries import Resuming
 from jpaged.client.sync import Client, GenerateStream
 from jpaged.client.wire import AdapterInfo, GenerateChunk, ServerInfo
 from jpaged.load import Load, ReplicaLoad
@@ -31,5 +32,6 @@ __all__ = [
     "Load",
     "ModelInfo",
     "ReplicaLoad",
+    "Resuming",
     "ServerInfo",
 ]

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
-import grpc
 from grpc import aio
-from grpc_health.v1 import health_pb2
 
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import evaluations, wire
 from jpaged.client.base import BaseClient, BaseStream
-from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
-from jpaged.client.failures import translated
+from jpaged.client.routing.tasks import AsyncServers, refuse_closed
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.completions import Evaluated
-from jpaged.errors import Cancelled, DeadlineExceeded
 from jpaged.load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
@@ -32,22 +27,21 @@ class AsyncGenerateStream(BaseStream):
         return self
 
     async def __anext__(self) -> GenerateChunk:
-        while not self._is_closed:
+        while not self._ready and not self._is_closed:
             try:
-                chunk = wire.chunk_of(await anext(aiter(self._call)))
+                self._take(await anext(aiter(self._course.call)))
             except asyncio.CancelledError as error:
                 if self._is_closed:  # by another task: grpc.aio tells a reader of a closed call this way
                     break
                 self._is_closed = True
-                _refuse_closed(error)
+                self._course.end()
+                refuse_closed(error)
                 raise
             except aio.AioRpcError as error:
-                wait_s = self._wait_s(error)
-            else:
-                self._has_begun = True
-                return chunk
-            await asyncio.sleep(wait_s)
-            self._begin_again()
+                await asyncio.sleep(self._wait_s(error))
+                self._begin_again()
+        if self._ready:
+            return self._ready.popleft()
         raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
@@ -58,9 +52,9 @@ class AsyncGenerateStream(BaseStream):
 
 
 class AsyncClient(BaseClient[AsyncGenerateStream]):
-    """Speaks to one server, for asyncio; see `BaseClient`."""
+    """Speaks to one server or several, for asyncio; see `BaseClient`."""
 
-    _connect = staticmethod(aio.insecure_channel)
+    _reach = AsyncServers
     _stream = AsyncGenerateStream
 
     async def complete(
@@ -198,28 +192,12 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """See `Client.wait_until_ready`."""
-        until_s = time.monotonic() + timeout_s
-        while (remaining_s := until_s - time.monotonic()) > 0:
-            self._require_open()
-            watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=remaining_s, wait_for_ready=True)
-            try:
-                async for answer in watch:
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        watch.cancel()
-                        return
-            except grpc.RpcError as error:
-                if error.code() not in NOT_READY:
-                    raise translated(error) from error
-            except asyncio.CancelledError as error:
-                _refuse_closed(error)
-                raise
-            await asyncio.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
-        raise DeadlineExceeded(f"{self._target} was not ready after {timeout_s} s")
+        await self._servers.wait_until_ready(timeout_s)
 
     async def close(self) -> None:
         """See `Client.close`."""
         self._is_closed = True
-        await self._channel.close()
+        await self._servers.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -228,24 +206,4 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         await self.close()
 
     async def _run(self, call: Call[_T]) -> _T:
-        method = self._methods[call.method]
-        attempts = Attempts(self._timeout_s)
-        while True:
-            self._require_open()
-            try:
-                return call.read(await method(call.request, timeout=attempts.remaining_s, metadata=self._metadata))
-            except aio.AioRpcError as error:
-                wait_s = attempts.wait_s(error.code())
-                if wait_s is None:
-                    raise translated(error) from error
-            except asyncio.CancelledError as error:
-                _refuse_closed(error)
-                raise
-            await asyncio.sleep(wait_s)
-
-
-def _refuse_closed(error: asyncio.CancelledError) -> None:
-    """Raises Cancelled unless this task is cancelled: grpc.aio says the same where the channel was closed."""
-    task = asyncio.current_task()
-    if task is None or not task.cancelling():
-        raise Cancelled("the client was closed") from error
+        return await self._servers.run(call)

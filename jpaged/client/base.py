@@ -1,94 +1,116 @@
-"""What both clients share: the methods of a channel, and what a stream keeps. Waiting is in sync.py and aio.py."""
+"""What both clients share: their servers, and what a stream keeps. Waiting is in sync.py and aio.py."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 
-from jpaged._proto.v1 import control_pb2_grpc, inference_pb2_grpc
+from jpaged._proto.v1 import inference_pb2
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import wire
-from jpaged.client.channel import CHANNEL_OPTIONS, Attempts, require_target
-from jpaged.client.failures import translated
-from jpaged.errors import Cancelled
+from jpaged.client.channel import require_target
+from jpaged.client.routing.course import Course
+from jpaged.client.routing.endpoints import key_of
+from jpaged.client.routing.tries import Resuming, Tries
+from jpaged.client.wire import GenerateChunk
+from jpaged.errors import Cancelled, InternalError, InvalidArgument
 from jpaged.types import Prompt, SamplingParams
 
+DEFAULT_RESUMING = Resuming()
+"""Streams look for a server for a minute."""
 _StreamT = TypeVar("_StreamT", bound="BaseStream")
 
 
 class BaseStream:
-    """The chunks of one request. Iterate over it; closing it, or letting go of it, cancels the request."""
+    """The chunks of one request, whichever servers run it. Iterate over it; closing or dropping it cancels it."""
 
-    def __init__(self, begin: Callable[[float | None], Any], timeout_s: float | None, request_id: str) -> None:
+    def __init__(self, begin: Callable[[], Course], require_open: Callable[[], None], request_id: str) -> None:
         self.request_id = request_id
         self._is_closed = True  # until the call has begun, which can fail
-        self._begin = begin
-        self._attempts = Attempts(timeout_s)
-        self._call = begin(timeout_s)
-        self._has_begun = False
+        self._require_open = require_open
+        self._ready: deque[GenerateChunk] = deque()
+        self._course = begin()
         self._is_closed = False
 
     def close(self) -> None:
         """Cancels the request unless it has ended; further iteration ends at once."""
         self._is_closed = True
-        self._call.cancel()
+        self._ready.clear()
+        self._course.call.cancel()
+        self._course.end()
 
     def __del__(self) -> None:
         if not self._is_closed:
             self.close()
 
-    def _wait_s(self, error: grpc.RpcError) -> float:
-        """Returns how long to wait before the call begins again; where it does not, raises what it ended with."""
-        wait_s = None if self._has_begun else self._attempts.wait_s(error.code())
-        if wait_s is None:
+    def _take(self, message: inference_pb2.GenerateResponse) -> None:
+        try:
+            self._ready.extend(self._course.take(message))
+        except InternalError:
             self._is_closed = True
-            raise translated(error) from error
-        return wait_s
+            raise
+
+    def _wait_s(self, error: grpc.RpcError) -> float:
+        """Returns how long to wait before the request goes on; where it does not, raises what its call ended with."""
+        try:
+            return self._course.wait_s(error)
+        except BaseException:
+            self._is_closed = True
+            raise
 
     def _begin_again(self) -> None:
         if not self._is_closed:
-            self._call = self._begin(self._attempts.remaining_s)
+            self._is_closed = True  # where that fails
+            self._require_open()
+            self._course.begin_again()
+            self._is_closed = False
 
 
 class BaseClient(Generic[_StreamT]):
-    """Speaks to one server.
+    """Speaks to one server, or to several of one model.
+
+    Requests go to a server that is there, to the same one where they begin alike, unless it is busier than others; what
+    is lost with a server goes on at another (`routing`). Prefixes and adapters are pinned and loaded on each in turn;
+    whatever asks for facts asks any.
 
     Args:
-        target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path").
-        timeout_s: what a call may take when it brings no timeout of its own; None is no limit.
+        target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path"); one, or several.
+        timeout_s: what a call may take when it brings no timeout of its own, all its tries together; None is no limit.
         model: sent along with every request: a server of another model answers NotFound.
         tenant: whose requests, ids and pinned prefixes these are; that of the key when left out.
         api_key: what a server with keys lets this client in with.
+        resuming: how long a stream whose server is gone looks for one to go on with; None ends it with the server.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
     """
 
-    _connect: Callable[..., Any]
+    _reach: Callable[..., Any]
     _stream: type[_StreamT]
 
     def __init__(
         self,
-        target: str,
+        target: str | Sequence[str],
         *,
         timeout_s: float | None = None,
         model: str | None = None,
         tenant: str = "",
         api_key: str = "",
+        resuming: Resuming | None = DEFAULT_RESUMING,
     ) -> None:
-        require_target("target", target)
-        self._channel = self._connect(target, options=list(CHANNEL_OPTIONS))
-        inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        control = control_pb2_grpc.ControlServiceStub(self._channel)
-        self._methods: Mapping[str, Any] = vars(inference) | vars(control)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self._target = target
+        targets = (target,) if isinstance(target, str) else tuple(target)
+        if not targets or len(set(targets)) < len(targets):
+            raise InvalidArgument("target", f"{list(targets)} must name at least one server, and none twice")
+        for name in targets:
+            require_target("target", name)
+        self._metadata = wire.metadata_of(tenant, api_key)
         self._is_closed = False
+        self._servers = self._reach(targets, self._metadata, timeout_s, self._require_open)
         self._timeout_s = timeout_s
         self._model = model
-        self._metadata = wire.metadata_of(tenant, api_key)
+        self._resuming = resuming
 
     def generate(
         self,
@@ -147,11 +169,9 @@ class BaseClient(Generic[_StreamT]):
             prompt, sampling, request_id=request_id, model=self._model, whole=whole, adapter=adapter
         )
         self._require_open()
-        return self._stream(
-            lambda left_s: self._methods["Generate"](request, timeout=left_s, metadata=self._metadata),
-            self._timeout_s if timeout_s is None else timeout_s,
-            request.request_id,
-        )
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        tries = Tries(self._servers.endpoints, key_of(request), timeout_s, self._resuming)
+        return self._stream(lambda: Course(request, tries, self._metadata), self._require_open, request.request_id)
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -1,8 +1,7 @@
 """Where a client connects, how, and how often it tries. No I/O.
 
 gRPC's own retries are off: with them a stream whose server dies while it is retried may never end (grpcio 1.85: three
-hangs in about ten such deaths). Here a call is tried again only before its first message, and for UNAVAILABLE alone,
-which means that nothing was done.
+hangs in about ten such deaths). What is tried again, and where, is in `routing/tries.py`.
 """
 
 from __future__ import annotations
@@ -93,5 +92,9 @@ class Attempts:
         self._num_failed += 1
         if code is not grpc.StatusCode.UNAVAILABLE or self._num_failed == MAX_ATTEMPTS:
             return None
-        backoff_s, remaining_s = self._backoff.next_s(), self.remaining_s
-        return backoff_s if remaining_s is None or backoff_s < remaining_s else None
+        return self.within(self._backoff.next_s())
+
+    def within(self, wait_s: float) -> float | None:
+        """The wait, where time is left behind it; else None."""
+        remaining_s = self.remaining_s
+        return wait_s if remaining_s is None or wait_s < remaining_s else None

@@ -61,6 +61,13 @@ def error_of(
     return JpagedError(f"{code.name if code is not None else 'UNKNOWN'}: {text}")
 
 
+def is_of_server(error: grpc.RpcError) -> bool:
+    """Whether a server of ours has told this status; a transport or a proxy makes up others, without our details."""
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return False
+    return bool(_reason(_status_in(error.trailing_metadata() or ())))
+
+
 def translated(error: grpc.RpcError) -> JpagedError:
     """The error of a call that failed, on a channel of either kind."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):

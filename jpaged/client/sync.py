@@ -7,16 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2
 
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import evaluations, wire
 from jpaged.client.base import BaseClient, BaseStream
-from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
-from jpaged.client.failures import translated
+from jpaged.client.routing.threads import Servers
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.completions import Evaluated
-from jpaged.errors import DeadlineExceeded
 from jpaged.load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
@@ -30,16 +27,14 @@ class GenerateStream(BaseStream):
         return self
 
     def __next__(self) -> GenerateChunk:
-        while not self._is_closed:
+        while not self._ready and not self._is_closed:
             try:
-                chunk = wire.chunk_of(next(self._call))
+                self._take(next(self._course.call))
             except grpc.RpcError as error:
-                wait_s = self._wait_s(error)
-            else:
-                self._has_begun = True
-                return chunk
-            time.sleep(wait_s)
-            self._begin_again()
+                time.sleep(self._wait_s(error))
+                self._begin_again()
+        if self._ready:
+            return self._ready.popleft()
         raise StopIteration
 
     def __enter__(self) -> Self:
@@ -50,9 +45,9 @@ class GenerateStream(BaseStream):
 
 
 class Client(BaseClient[GenerateStream]):
-    """Speaks to one server, for threads; see `BaseClient`."""
+    """Speaks to one server or several, for threads; see `BaseClient`."""
 
-    _connect = staticmethod(grpc.insecure_channel)
+    _reach = Servers
     _stream = GenerateStream
 
     def complete(
@@ -233,25 +228,12 @@ class Client(BaseClient[GenerateStream]):
             Cancelled: the client was closed.
             DeadlineExceeded: it was not ready in time.
         """
-        until_s = time.monotonic() + timeout_s
-        while (remaining_s := until_s - time.monotonic()) > 0:
-            self._require_open()
-            watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=remaining_s, wait_for_ready=True)
-            try:
-                for answer in watch:
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        watch.cancel()
-                        return
-            except grpc.RpcError as error:
-                if error.code() not in NOT_READY:
-                    raise translated(error) from error
-            time.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
-        raise DeadlineExceeded(f"{self._target} was not ready after {timeout_s} s")
+        self._servers.wait_until_ready(timeout_s)
 
     def close(self) -> None:
-        """Cancels what is open and closes the connection."""
+        """Cancels what is open and closes the connections."""
         self._is_closed = True
-        self._channel.close()
+        self._servers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -260,14 +242,4 @@ class Client(BaseClient[GenerateStream]):
         self.close()
 
     def _run(self, call: Call[_T]) -> _T:
-        method = self._methods[call.method]
-        attempts = Attempts(self._timeout_s)
-        while True:
-            self._require_open()
-            try:
-                return call.read(method(call.request, timeout=attempts.remaining_s, metadata=self._metadata))
-            except grpc.RpcError as error:
-                wait_s = attempts.wait_s(error.code())
-                if wait_s is None:
-                    raise translated(error) from error
-            time.sleep(wait_s)
+        return self._servers.run(call)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from google.protobuf.message import Message
 
@@ -22,6 +22,7 @@ from jpaged.load import Load, ReplicaLoad
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
+    Generated,
     ModelInfo,
     PositionLogprobs,
     Prompt,
@@ -107,11 +108,16 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_T]):
-    """One unary call: which method of the services it is, what it says, and what its answer means."""
+    """One unary call: which method of the services it is, what it says, and what its answer means.
+
+    Attributes:
+        scope: which of several servers it is for: any one, each of them, or the one that knows what it names.
+    """
 
     method: str
     request: Any
     read: Callable[[Any], _T]
+    scope: Literal["one", "each", "knowing"] = "one"
 
 
 def prompt_of(
@@ -162,14 +168,30 @@ def generate_request(
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prompt.token_ids", prompt.token_ids)))
     elif prompt.messages is not None:
         message.chat.CopyFrom(chat_message(prompt))
-    for one in prompt.generated:
+    _add_generated(message, prompt.generated)
+    return message
+
+
+def continued_request(
+    request: inference_pb2.GenerateRequest, generated: Sequence[Generated], seed: int | None
+) -> inference_pb2.GenerateRequest:
+    """The request that goes on behind what has come of it, with the seed that its first message told."""
+    message = inference_pb2.GenerateRequest()
+    message.CopyFrom(request)
+    if seed is not None:
+        message.sampling.seed = seed
+    _add_generated(message, generated)
+    return message
+
+
+def _add_generated(message: inference_pb2.GenerateRequest, generated: Sequence[Generated]) -> None:
+    for one in generated:
         message.generated_token_ids.add(
             index=one.index,
             ids=one.token_ids,
             cumulative_logprob=one.cumulative_logprob,
             finished=one.has_finished,
         )
-    return message
 
 
 def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
@@ -274,7 +296,7 @@ def load_call() -> Call[Load]:
 
 def abort_call(request_id: str) -> Call[None]:
     """Abort."""
-    return Call("Abort", control_pb2.AbortRequest(request_id=request_id), lambda response: None)
+    return Call("Abort", control_pb2.AbortRequest(request_id=request_id), lambda response: None, "knowing")
 
 
 def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str, adapter: str) -> Call[int]:
@@ -282,24 +304,24 @@ def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str, adapter: str) ->
     request = control_pb2.PinPrefixRequest(name=name, text=prefix.text, cache_salt=cache_salt, adapter=adapter)
     if prefix.token_ids is not None:
         request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prefix.token_ids", prefix.token_ids)))
-    return Call("PinPrefix", request, lambda response: response.num_pinned_tokens)
+    return Call("PinPrefix", request, lambda response: response.num_pinned_tokens, "each")
 
 
 def unpin_prefix_call(name: str) -> Call[None]:
     """UnpinPrefix."""
-    return Call("UnpinPrefix", control_pb2.UnpinPrefixRequest(name=name), lambda response: None)
+    return Call("UnpinPrefix", control_pb2.UnpinPrefixRequest(name=name), lambda response: None, "each")
 
 
 def load_adapter_call(name: str, path: str) -> Call[int]:
     """LoadAdapter: how many bytes its matrices take."""
     require_whole_characters("path", path)
     request = control_pb2.LoadAdapterRequest(name=name, path=path)
-    return Call("LoadAdapter", request, lambda response: response.num_bytes)
+    return Call("LoadAdapter", request, lambda response: response.num_bytes, "each")
 
 
 def unload_adapter_call(name: str) -> Call[None]:
     """UnloadAdapter."""
-    return Call("UnloadAdapter", control_pb2.UnloadAdapterRequest(name=name), lambda response: None)
+    return Call("UnloadAdapter", control_pb2.UnloadAdapterRequest(name=name), lambda response: None, "each")
 
 
 def list_adapters_call() -> Call[tuple[AdapterInfo, ...]]:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
 from jpaged.client import AsyncClient, Client
+from jpaged.client.channel import MAX_ATTEMPTS
 from jpaged.client.failures import error_of
 from jpaged.errors import (
     AlreadyExists,
@@ -346,8 +347,8 @@ class Flaky(inference_pb2_grpc.InferenceServiceServicer):
         await context.write(inference_pb2.GenerateResponse(text="done", finish=finish, is_last=True))
 
 
-@pytest.mark.parametrize(("inside", "num_calls"), [(False, 3), (True, 1)])
-async def test_a_call_is_retried_before_its_first_message_and_never_after(client_of, inside, num_calls):
+@pytest.mark.parametrize(("inside", "num_calls"), [(False, 3), (True, MAX_ATTEMPTS)])
+async def test_what_is_told_whole_is_tried_again_also_when_some_of_it_had_come(client_of, inside, num_calls):
     flaky = Flaky(2, inside=inside)
     server = aio.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(flaky, server)

@@ -1,0 +1,151 @@
+"""The course of one Generate request, on as many servers as it takes: what each is asked for, and what is new. No I/O.
+
+    server A   begin ── chunk ── chunk ── gone
+    server B                              begin behind their tokens ── chunk ── last
+    caller              chunk    chunk                                  chunk    last
+
+What is told only at the end (`whole`, beams, the best of several) is kept until it has all come, so that it can begin
+again at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from jpaged._proto.v1 import inference_pb2
+from jpaged.client import wire
+from jpaged.client.failures import translated
+from jpaged.client.routing.progress import Progress
+from jpaged.client.routing.tries import Tries
+from jpaged.client.wire import GenerateChunk
+from jpaged.errors import InternalError, JpagedError
+from jpaged.types import Usage
+
+
+class Course:
+    """One request. Used by one stream, which does the waiting.
+
+    Attributes:
+        call: the gRPC call that runs it now.
+    """
+
+    def __init__(
+        self, request: inference_pb2.GenerateRequest, tries: Tries, metadata: tuple[tuple[str, str], ...]
+    ) -> None:
+        self._request = request
+        self._tries = tries
+        self._metadata = metadata
+        sampling = request.sampling
+        is_ranked = bool(sampling.beam_width) or sampling.best_of > max(1, sampling.n)
+        self._is_held = request.whole or is_ranked
+        self._held: list[GenerateChunk] = []
+        self._progress = Progress()
+        self._first: GenerateChunk | None = None
+        self._usage = Usage()
+        self._is_fresh = True
+        self._is_elsewhere = False
+        self._num_to_skip = 0
+        self.call = self._begin()
+
+    def begin_again(self) -> None:
+        """Ask a server to go on behind what has come."""
+        self.call = self._begin()
+
+    def take(self, message: inference_pb2.GenerateResponse) -> list[GenerateChunk]:
+        """What a message adds for the caller.
+
+        Raises:
+            InternalError: it does not go on behind what there is.
+        """
+        chunk = wire.chunk_of(message)
+        self._tries.answered()
+        if chunk.is_last:
+            self._tries.leave()
+        if self._is_fresh:
+            self._check_seam(chunk)
+        if self._is_held:
+            self._held.append(chunk)
+            if not chunk.is_last:
+                return []
+            held, self._held = self._held, []
+            return held
+        if self._first is None:
+            self._first = chunk
+        elif self._is_elsewhere:
+            chunk = self._fitted(chunk, self._first)
+        self._is_fresh = False
+        self._progress.add(chunk)
+        self._usage = chunk.usage
+        return [chunk]
+
+    def end(self) -> None:
+        """It has ended, or nobody wants it any more."""
+        self._tries.leave()
+
+    def wait_s(self, error: grpc.RpcError) -> float:
+        """How long to wait before it is begun again; where it is not, raises what its call failed with."""
+        has_begun = not self._is_held and self._first is not None
+        if has_begun and not self._can_go_on():
+            self._tries.leave()
+            raise translated(error) from error
+        self._held.clear()
+        return self._tries.wait_s(error, has_begun=has_begun)
+
+    def _begin(self) -> Any:
+        self._is_fresh = True
+        generated, request = self._progress.generated(), self._request
+        self._num_to_skip = 0 if generated else self._progress.num_prompt_logprobs
+        if self._first is not None:
+            self._is_elsewhere = True
+            request = wire.continued_request(request, generated, self._first.seed)
+        methods: Mapping[str, Any] = self._tries.enter().methods
+        return methods["Generate"](request, timeout=self._tries.remaining_s, metadata=self._metadata)
+
+    def _can_go_on(self) -> bool:
+        """Whether another server could tell the rest: it has to know the seed, and tells nothing of a prompt again."""
+        sampling, first = self._request.sampling, self._first
+        is_sampled = not sampling.HasField("temperature") or sampling.temperature > 0
+        if is_sampled and not sampling.HasField("seed") and (first is None or first.seed is None):
+            return False
+        num_told, num_all = self._progress.num_prompt_logprobs, self._usage.prompt_tokens - 1
+        return not (sampling.HasField("prompt_logprobs") and self._progress.num_tokens and num_told < num_all)
+
+    def _check_seam(self, chunk: GenerateChunk) -> None:
+        first, num_tokens = self._first, self._progress.num_tokens
+        if first is None:
+            return
+        if chunk.prompt_token_ids and chunk.prompt_token_ids != first.prompt_token_ids:
+            raise self._broken("another server makes other tokens of the prompt")
+        if chunk.usage.completion_tokens < num_tokens:
+            raise self._broken(
+                f"the server has begun again, and not gone on behind {num_tokens} tokens: it does not know "
+                "generated_token_ids"
+            )
+
+    def _broken(self, problem: str) -> JpagedError:
+        self.call.cancel()
+        self._tries.leave()
+        return InternalError(f"request {self._request.request_id!r} cannot go on elsewhere: {problem}")
+
+    def _fitted(self, chunk: GenerateChunk, first: GenerateChunk) -> GenerateChunk:
+        """A chunk of a later server as the first would have told it: nothing twice, and as that had cached and counted.
+
+        What it had counted were tokens, too, that were lost on their way: they come again, and are the same.
+        """
+        num_skipped = min(self._num_to_skip, len(chunk.prompt_logprobs))
+        self._num_to_skip -= num_skipped
+        return replace(
+            chunk,
+            prompt_token_ids=(),
+            seed=None,
+            prompt_logprobs=chunk.prompt_logprobs[num_skipped:],
+            usage=replace(
+                chunk.usage,
+                completion_tokens=max(chunk.usage.completion_tokens, self._usage.completion_tokens),
+                cached_tokens=first.usage.cached_tokens,
+            ),
+        )

@@ -1,0 +1,236 @@
+"""The servers of a client: which of them are there, how busy they are, and which one a call goes to. No I/O.
+
+    open ──lost──> away ──after a while: health? SERVING──> open      a client of one server calls it all the same
+     │ full: not before the time that it names
+
+A call with a prompt goes to the server whose turn its beginning is (the highest of one hash for each server), so that
+prefixes are computed once, and servers that come or go move few of them; from one that is busier than others by more
+than a bound it goes to the next in turn. Calls without a prompt go to the least busy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged.client.channel import Backoff
+from jpaged.errors import Unavailable
+
+Question = Literal["health", "load"]
+"""What a server is asked of in the background."""
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+ASK_TIMEOUT_S = 2.0
+"""A server that is asked how it is, and has not answered by then, is not there."""
+_FIRST_AWAY_S, _MAX_AWAY_S = 0.2, 5.0
+_LOAD_AGE_S = 1.0
+"""A server is asked how busy it is when it was last asked so long ago, and a call is to be placed."""
+_SLACK = 2
+_SHARE_AHEAD = 0.5
+"""A server that has more than the least busy, by this share of the mean or by _SLACK, is passed over."""
+_KEY_CHARS, _KEY_TOKENS = 1024, 256
+"""What counts of a prompt's beginning."""
+
+
+class Endpoint:
+    """One server, and what is known of it. Written by `Endpoints` alone.
+
+    Attributes:
+        name: the target that it was given by.
+        methods: those of its channel, by name.
+        health: those of grpc.health.v1.
+        num_open: calls from here that it has not ended.
+    """
+
+    def __init__(self, name: str, channel: Any) -> None:
+        self.name, self.channel = name, channel
+        inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        control = control_pb2_grpc.ControlServiceStub(channel)
+        self.methods: dict[str, Any] = vars(inference) | vars(control)
+        self.health: Any = health_pb2_grpc.HealthStub(channel)
+        self.num_open = 0
+        self.num_others = 0
+        self.is_there = True
+        self.away_until_s = self.full_until_s = self.load_due_s = 0.0
+        self.is_asked = False
+        self.backoff = _backoff()
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether it is there and takes calls, as far as one knows."""
+        return self.is_there and now_s >= self.full_until_s
+
+    @property
+    def num_busy(self) -> int:
+        """Calls that it has, those of other clients included as it last told."""
+        return self.num_open + self.num_others
+
+
+class Endpoints:
+    """All servers of a client. Safe to call from several threads.
+
+    Args:
+        endpoints: at least one; with several they are asked how they are.
+        ask: sends a question without waiting; the answer goes to `told`.
+        clock: seconds.
+        lock: guards what is known of them; None makes one.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        ask: Callable[[Endpoint, Question], None],
+        clock: Callable[[], float] = time.monotonic,
+        lock: threading.Lock | None = None,
+    ) -> None:
+        self._endpoints = tuple(endpoints)
+        self._ask = ask
+        self._clock = clock
+        self._lock = lock or threading.Lock()
+        self._turn = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._endpoints)
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self._endpoints)
+
+    def each(self) -> Iterator[Endpoints]:
+        """Every server by itself, for calls that are of one."""
+        return (Endpoints((one,), self._ask, self._clock, self._lock) for one in self._endpoints)
+
+    @property
+    def names(self) -> str:
+        """All of them, to call them by."""
+        return ", ".join(endpoint.name for endpoint in self._endpoints)
+
+    def enter(self, key: bytes | None) -> Endpoint:
+        """The server for the next call, which is open there from now on until `leave`.
+
+        Args:
+            key: of the prompt's beginning; None is no prompt.
+        """
+        with self._lock:
+            now_s = self._clock()
+            endpoint = self._chosen(key, now_s)
+            endpoint.num_open += 1
+            questions = self._due(now_s)
+        for asked, question in questions:
+            self._ask(asked, question)
+        return endpoint
+
+    def leave(self, endpoint: Endpoint) -> None:
+        """A call is no longer open."""
+        with self._lock:
+            endpoint.num_open -= 1
+
+    def has_open(self) -> bool:
+        """Whether a server is there and takes calls, as far as one knows."""
+        with self._lock:
+            now_s = self._clock()
+            return any(endpoint.is_open(now_s) for endpoint in self._endpoints)
+
+    def note_answer(self, endpoint: Endpoint) -> None:
+        """It has answered: it is there."""
+        if not endpoint.is_there or endpoint.full_until_s:
+            with self._lock:
+                endpoint.is_there, endpoint.full_until_s, endpoint.backoff = True, 0.0, _backoff()
+
+    def note_absence(self, endpoint: Endpoint) -> None:
+        """It is not there, or has ended a call by going: it is left for a while, which grows until it answers."""
+        with self._lock:
+            now_s = self._clock()
+            if endpoint.is_there or now_s >= endpoint.away_until_s:  # all its calls end at once, and count once
+                endpoint.is_there, endpoint.num_others = False, 0
+                endpoint.away_until_s = now_s + endpoint.backoff.next_s()
+
+    def note_full(self, endpoint: Endpoint, retry_after_s: float) -> None:
+        """It takes no call before the time that it names."""
+        with self._lock:
+            endpoint.full_until_s = self._clock() + retry_after_s
+
+    def told(self, endpoint: Endpoint, question: Question, answer: Any, error: Exception | None) -> None:
+        """What came of a question; an answer is a health status as a number, or a GetLoadResponse."""
+        if question == "health":
+            if error is None and answer.status == SERVING:
+                self.note_answer(endpoint)
+            else:
+                self.note_absence(endpoint)
+        elif isinstance(error, Unavailable):
+            self.note_absence(endpoint)
+        with self._lock:
+            endpoint.is_asked = False
+            if question == "load" and error is None:
+                endpoint.num_others = max(0, answer.num_running + answer.num_waiting - endpoint.num_open)
+
+    def _chosen(self, key: bytes | None, now_s: float) -> Endpoint:
+        there = [endpoint for endpoint in self._endpoints if endpoint.is_there]
+        usable = [endpoint for endpoint in there if endpoint.is_open(now_s)] or there
+        if not usable:
+            return min(self._endpoints, key=lambda endpoint: endpoint.away_until_s)
+        if len(usable) == 1:
+            return usable[0]
+        least, total = min(one.num_busy for one in usable), sum(one.num_busy for one in usable)
+        if key is None:
+            idle = [endpoint for endpoint in usable if endpoint.num_busy == least]
+            return idle[next(self._turn) % len(idle)]
+        most = least + max(_SLACK, _SHARE_AHEAD * total / len(usable))
+        return max((one for one in usable if one.num_busy <= most), key=lambda one: _rank(key, one.name))
+
+    def _due(self, now_s: float) -> list[tuple[Endpoint, Question]]:
+        """What is to be asked now, of those that are asked nothing."""
+        found: list[tuple[Endpoint, Question]] = []
+        for endpoint in self._endpoints if len(self._endpoints) > 1 else ():
+            if endpoint.is_asked:
+                continue
+            if not endpoint.is_there and now_s >= endpoint.away_until_s:
+                found.append((endpoint, "health"))
+            elif endpoint.is_there and now_s >= endpoint.load_due_s:
+                endpoint.load_due_s = now_s + _LOAD_AGE_S
+                found.append((endpoint, "load"))
+        for endpoint, _ in found:
+            endpoint.is_asked = True
+        return found
+
+
+def asked_of(endpoint: Endpoint, question: Question) -> tuple[Any, Any]:
+    """The method that a question is asked with, and its message."""
+    if question == "health":
+        return endpoint.health.Check, health_pb2.HealthCheckRequest()
+    return endpoint.methods["GetLoad"], control_pb2.GetLoadRequest()
+
+
+def key_of(request: Any) -> bytes | None:
+    """What of a request decides which server has its prefix; None where it has no prompt."""
+    if isinstance(request, inference_pb2.GenerateRequest):
+        salt = request.sampling.cache_salt
+    elif isinstance(request, inference_pb2.ScoreRequest):
+        salt = request.cache_salt
+    else:
+        return None
+    match request.WhichOneof("prompt"):
+        case "text":
+            start = request.text[:_KEY_CHARS]
+        case "token_ids":
+            start = repr(request.token_ids.ids[:_KEY_TOKENS])
+        case _:
+            start = ""
+            for message in request.chat.messages:
+                start += f"{message.role}\0{message.content}\0"
+                if len(start) >= _KEY_CHARS:
+                    break
+    return "\0".join((request.adapter, salt, start[:_KEY_CHARS])).encode(errors="replace")
+
+
+def _rank(key: bytes, name: str) -> bytes:
+    return hashlib.blake2b(key, digest_size=8, key=hashlib.blake2b(name.encode(), digest_size=16).digest()).digest()
+
+
+def _backoff() -> Backoff:
+    return Backoff(_FIRST_AWAY_S, 2.0, _MAX_AWAY_S)

@@ -1,0 +1,135 @@
+"""The servers of an `AsyncClient`: its calls, and its waiting, in tasks of asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2
+
+from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S
+from jpaged.client.failures import translated
+from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, asked_of, key_of
+from jpaged.client.routing.tries import Tries
+from jpaged.client.wire import Call
+from jpaged.errors import Cancelled, DeadlineExceeded, NotFound
+
+_T = TypeVar("_T")
+
+
+class AsyncServers:
+    """Connections, and what is asked of them; see `Servers`."""
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        metadata: tuple[tuple[str, str], ...],
+        timeout_s: float | None,
+        require_open: Callable[[], None],
+    ) -> None:
+        self._metadata = metadata
+        self._timeout_s = timeout_s
+        self._require_open = require_open
+        self._asking = set[asyncio.Task[None]]()
+        options = list(CHANNEL_OPTIONS)
+        made = [Endpoint(name, aio.insecure_channel(name, options=options)) for name in targets]
+        self.endpoints = Endpoints(made, self.ask)
+
+    async def run(self, call: Call[_T]) -> _T:
+        """Makes a call to one, or to each of them, or to the one that knows what it names."""
+        if call.scope == "one" or len(self.endpoints) == 1:
+            return await self._run_on(self.endpoints, call)
+        answers, strangers = list[_T](), list[NotFound]()
+        for endpoint in self.endpoints.each():
+            try:
+                answers.append(await self._run_on(endpoint, call))
+            except NotFound as error:
+                strangers.append(error)
+                if call.scope == "each":
+                    raise
+        if not answers:
+            raise strangers[0]
+        return answers[0]
+
+    async def _run_on(self, endpoints: Endpoints, call: Call[_T]) -> _T:
+        tries = Tries(endpoints, key_of(call.request), self._timeout_s)
+        while True:
+            self._require_open()
+            method = tries.enter().methods[call.method]
+            try:
+                answer = await method(call.request, timeout=tries.remaining_s, metadata=self._metadata)
+            except aio.AioRpcError as error:
+                wait_s = tries.wait_s(error)
+            except asyncio.CancelledError as error:
+                refuse_closed(error)
+                raise
+            else:
+                tries.answered()
+                return call.read(answer)
+            finally:
+                tries.leave()
+            await asyncio.sleep(wait_s)
+
+    def ask(self, endpoint: Endpoint, question: Question) -> None:
+        """Asks one how it is, without waiting; the answer goes to `Endpoints.told`."""
+        asking = asyncio.get_running_loop().create_task(self._hear(endpoint, question))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+
+    async def _hear(self, endpoint: Endpoint, question: Question) -> None:
+        method, request = asked_of(endpoint, question)
+        answer, failure = None, None
+        try:
+            answer = await method(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+        except aio.AioRpcError as error:
+            failure = translated(error)
+        self.endpoints.told(endpoint, question, answer, failure)
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """See `Client.wait_until_ready`."""
+        until_s = time.monotonic() + timeout_s
+        while (remaining_s := until_s - time.monotonic()) > 0:
+            for endpoint in self.endpoints:
+                self._require_open()
+                if await self._is_ready(endpoint, remaining_s / len(self.endpoints)):
+                    return
+            await asyncio.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
+        raise DeadlineExceeded(f"{self.endpoints.names} was not ready after {timeout_s} s")
+
+    async def _is_ready(self, endpoint: Endpoint, timeout_s: float) -> bool:
+        """Waits for one to serve, until it says that it does not; one of several is asked, and not waited for."""
+        ask = health_pb2.HealthCheckRequest()
+        try:
+            if len(self.endpoints) > 1:
+                answer = await endpoint.health.Check(ask, timeout=min(ASK_TIMEOUT_S, timeout_s))
+                return bool(answer.status == SERVING)
+            watch = endpoint.health.Watch(ask, timeout=timeout_s, wait_for_ready=True)
+            async for answer in watch:
+                if answer.status == SERVING:
+                    watch.cancel()
+                    return True
+        except grpc.RpcError as error:
+            if error.code() not in NOT_READY:
+                raise translated(error) from error
+        except asyncio.CancelledError as error:
+            refuse_closed(error)
+            raise
+        return False
+
+    async def close(self) -> None:
+        """Cancels what is open and closes the connections."""
+        for asking in self._asking:
+            asking.cancel()
+        for endpoint in self.endpoints:
+            await endpoint.channel.close()
+
+
+def refuse_closed(error: asyncio.CancelledError) -> None:
+    """Raises Cancelled unless this task is cancelled: grpc.aio says the same where the channel was closed."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        raise Cancelled("the client was closed") from error

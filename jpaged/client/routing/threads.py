@@ -1,0 +1,121 @@
+"""The servers of a `Client`: its calls, and its waiting, on threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S
+from jpaged.client.failures import translated
+from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, asked_of, key_of
+from jpaged.client.routing.tries import Tries
+from jpaged.client.wire import Call
+from jpaged.errors import DeadlineExceeded, NotFound, Unavailable
+
+_T = TypeVar("_T")
+
+
+class Servers:
+    """Connections, and what is asked of them. Safe to share between threads.
+
+    Args:
+        targets: checked.
+        metadata: of every call.
+        timeout_s: of a call, all its tries together.
+        require_open: raises Cancelled once the client is closed.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        metadata: tuple[tuple[str, str], ...],
+        timeout_s: float | None,
+        require_open: Callable[[], None],
+    ) -> None:
+        self._metadata = metadata
+        self._timeout_s = timeout_s
+        self._require_open = require_open
+        options = list(CHANNEL_OPTIONS)
+        made = [Endpoint(name, grpc.insecure_channel(name, options=options)) for name in targets]
+        self.endpoints = Endpoints(made, self.ask)
+
+    def run(self, call: Call[_T]) -> _T:
+        """Makes a call to one, or to each of them, or to the one that knows what it names."""
+        if call.scope == "one" or len(self.endpoints) == 1:
+            return self._run_on(self.endpoints, call)
+        answers, strangers = list[_T](), list[NotFound]()
+        for endpoint in self.endpoints.each():
+            try:
+                answers.append(self._run_on(endpoint, call))
+            except NotFound as error:
+                strangers.append(error)
+                if call.scope == "each":
+                    raise
+        if not answers:
+            raise strangers[0]
+        return answers[0]
+
+    def _run_on(self, endpoints: Endpoints, call: Call[_T]) -> _T:
+        tries = Tries(endpoints, key_of(call.request), self._timeout_s)
+        while True:
+            self._require_open()
+            method = tries.enter().methods[call.method]
+            try:
+                answer = method(call.request, timeout=tries.remaining_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                wait_s = tries.wait_s(error)
+            else:
+                tries.answered()
+                return call.read(answer)
+            finally:
+                tries.leave()
+            time.sleep(wait_s)
+
+    def ask(self, endpoint: Endpoint, question: Question) -> None:
+        """Asks one how it is, without waiting; the answer goes to `Endpoints.told`."""
+        method, request = asked_of(endpoint, question)
+        future = method.future(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+
+        def tell(done: Any) -> None:
+            failure: Exception | None = Unavailable("the client was closed") if done.cancelled() else done.exception()
+            if isinstance(failure, grpc.RpcError):
+                failure = translated(failure)
+            self.endpoints.told(endpoint, question, done.result() if failure is None else None, failure)
+
+        future.add_done_callback(tell)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """See `Client.wait_until_ready`."""
+        until_s = time.monotonic() + timeout_s
+        while (remaining_s := until_s - time.monotonic()) > 0:
+            for endpoint in self.endpoints:
+                self._require_open()
+                if self._is_ready(endpoint, remaining_s / len(self.endpoints)):
+                    return
+            time.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
+        raise DeadlineExceeded(f"{self.endpoints.names} was not ready after {timeout_s} s")
+
+    def _is_ready(self, endpoint: Endpoint, timeout_s: float) -> bool:
+        """Waits for one to serve, until it says that it does not; one of several is asked, and not waited for."""
+        ask = health_pb2.HealthCheckRequest()
+        try:
+            if len(self.endpoints) > 1:
+                return bool(endpoint.health.Check(ask, timeout=min(ASK_TIMEOUT_S, timeout_s)).status == SERVING)
+            watch = endpoint.health.Watch(ask, timeout=timeout_s, wait_for_ready=True)
+            for answer in watch:
+                if answer.status == SERVING:
+                    watch.cancel()
+                    return True
+        except grpc.RpcError as error:
+            if error.code() not in NOT_READY:
+                raise translated(error) from error
+        return False
+
+    def close(self) -> None:
+        """Cancels what is open and closes the connections."""
+        for endpoint in self.endpoints:
+            endpoint.channel.close()

@@ -1,0 +1,146 @@
+"""Which failures of a call are tried again, where, and how often. No I/O.
+
+    a call            UNAVAILABLE, lost        full queue         INTERNAL, told         anything else
+    nothing has come  elsewhere; MAX_ATTEMPTS  elsewhere, once    elsewhere, once        raises
+    a stream began    elsewhere; as `Resuming` waits as told to   elsewhere, once        raises
+
+"Elsewhere" is another server that is there: then nothing is waited for. A call is lost when its server goes while it
+runs: that is UNAVAILABLE, CANCELLED by nobody here, or a status that the transport has made up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from jpaged.client.channel import Attempts, Backoff
+from jpaged.client.failures import is_of_server, translated
+from jpaged.client.routing.endpoints import Endpoint, Endpoints
+from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, TryLater
+
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.1, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """How streams go on elsewhere, or here again, when their server goes away.
+
+    Attributes:
+        within_s: so long, from when it was lost, a stream looks for a server; a timeout of its own bounds that too.
+        max_times: so often one stream may lose its server: it may be the request that ends them.
+    """
+
+    within_s: float = 60.0
+    max_times: int = 64
+
+    def __post_init__(self) -> None:
+        if not (self.within_s > 0 and math.isfinite(self.within_s)):
+            raise InvalidArgument("resuming.within_s", f"{self.within_s} is not a number above 0")
+        if self.max_times < 1:
+            raise InvalidArgument("resuming.max_times", f"{self.max_times} is below the limit of 1")
+
+
+class Tries:
+    """The tries of one call: where each goes, what time it has, and whether another follows.
+
+    Args:
+        key: of the prompt's beginning; None is no prompt.
+        resuming: what a stream that has begun may do; None is nothing.
+    """
+
+    def __init__(
+        self, endpoints: Endpoints, key: bytes | None, timeout_s: float | None, resuming: Resuming | None = None
+    ) -> None:
+        self._endpoints = endpoints
+        self._key = key
+        self._attempts = Attempts(timeout_s)
+        self._resuming = resuming
+        self._endpoint: Endpoint | None = None
+        self._num_losses = self._num_faults = self._num_elsewhere = 0
+        self._lost_s: float | None = None
+        self._backoff = _backoff()
+
+    @property
+    def remaining_s(self) -> float | None:
+        """The time that the next try may take: all share one timeout."""
+        return self._attempts.remaining_s
+
+    def enter(self) -> Endpoint:
+        """The server of the next try."""
+        self._endpoint = self._endpoints.enter(self._key)
+        return self._endpoint
+
+    def answered(self) -> None:
+        """Something has come of this try."""
+        if self._endpoint is not None:
+            self._endpoints.note_answer(self._endpoint)
+        if self._num_elsewhere or self._lost_s is not None:
+            self._num_elsewhere, self._lost_s, self._backoff = 0, None, _backoff()
+
+    def leave(self) -> None:
+        """The try is over, however that came; a second time nothing happens."""
+        if self._endpoint is not None:
+            self._endpoints.leave(self._endpoint)
+            self._endpoint = None
+
+    def wait_s(self, error: grpc.RpcError, *, has_begun: bool = False) -> float:
+        """How long to wait before another try, after one has failed; where there is none, raises what it failed with.
+
+        Args:
+            has_begun: it is a stream, which can go on behind what has come of it.
+        """
+        failure, retry_after_s = translated(error), 0.0
+        endpoint = self._endpoint
+        self.leave()
+        is_fault = isinstance(failure, InternalError) and is_of_server(error)
+        is_lost = not is_fault and _is_lost(error)
+        if endpoint is not None and (is_lost or is_fault):
+            self._endpoints.note_absence(endpoint)
+        if isinstance(failure, TryLater):
+            retry_after_s = failure.retry_after_s
+            if endpoint is not None:
+                self._endpoints.note_full(endpoint, retry_after_s)
+        is_again = has_begun and isinstance(failure, AlreadyExists) and self._lost_s is not None
+        self._num_faults += is_fault
+        if (has_begun and self._resuming is None) or not (
+            is_lost or is_again or isinstance(failure, TryLater) or self._num_faults == 1
+        ):
+            raise failure from error
+        if has_begun:
+            self._note_loss(failure)
+        if self._num_elsewhere < len(self._endpoints) - 1 and self._endpoints.has_open():
+            self._num_elsewhere += 1
+            return 0.0
+        wait_s = None
+        if has_begun and not is_fault:
+            wait_s = self._attempts.within(self._backoff.next_s(retry_after_s))
+        elif is_lost:
+            wait_s = self._attempts.wait_s(grpc.StatusCode.UNAVAILABLE)
+        if wait_s is None:
+            raise failure from error
+        return wait_s
+
+    def _note_loss(self, failure: JpagedError) -> None:
+        """Counts the loss of a server by a stream; raises where it has lost enough of them, or looked long enough."""
+        now_s = time.monotonic()
+        if self._lost_s is None:
+            self._lost_s = now_s
+            self._num_losses += 1
+        resuming = self._resuming
+        if resuming is None or self._num_losses > resuming.max_times or now_s - self._lost_s >= resuming.within_s:
+            raise failure
+
+
+def _is_lost(error: Any) -> bool:
+    code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return True
+    return code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and not is_of_server(error)
+
+
+def _backoff() -> Backoff:
+    return Backoff(_FIRST_WAIT_S, 2.0, _MAX_WAIT_S)
