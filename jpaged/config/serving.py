@@ -44,6 +44,10 @@ class ServerOptions:
         30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
     )
     enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and the like")
+    enable_open_inference: bool = option(
+        True, "serve inference.GRPCInferenceService, which clients of KServe and Triton speak"
+    )
+    enable_vllm_engine: bool = option(True, "serve vllm.grpc.engine.VllmEngine, which gateways speak")
     disable_control: bool = option(
         False,
         "answer Abort, PinPrefix, LoadAdapter and what undoes them with PERMISSION_DENIED",

@@ -9,4 +9,6 @@ status.py       errors -> status codes with details
 replica.py      a loaded model without a port, for a host with a server of its own
 health.py       grpc.health.v1, whose watches end with the server
 lifecycle.py    health, signals: starting, serving, draining, exit code
+
+faces/          services that others have published, on the same port
 """

@@ -4,7 +4,7 @@
        │                    └──engine died──> FAILED ────────────> exit 1
        └──could not load──> FAILED ──────────────────────────────> exit 1
 
-grpc.health.v1 answers SERVING in that one state and NOT_SERVING in the others, for "" and for both services. Requests
+grpc.health.v1 answers SERVING in that one state and NOT_SERVING in the others, for "" and for each service. Requests
 outside of SERVING are answered with UNAVAILABLE; the port is open all the while.
 """
 
@@ -29,6 +29,7 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.http.port import HttpPort
 from jpaged.server.door import Door
+from jpaged.server.faces.faces import Faces, descriptors
 from jpaged.server.health import HealthServicer
 from jpaged.server.port import make_server
 from jpaged.server.servicer import ControlServicer, InferenceServicer
@@ -47,7 +48,6 @@ SERVICE_NAMES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
 )
-_HEALTH_NAMES = ("", *SERVICE_NAMES)
 
 _WATCH_INTERVAL_S = 0.2
 _FLUSH_TIMEOUT_S = 2.0
@@ -112,11 +112,13 @@ class Server:
         self._grpc = make_server(self._config.server, max_bytes, Door(self._gate))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._service), self._grpc)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), self._grpc)
+        self._faces = Faces(self._service, self._config.server, max_bytes)
+        self._faces.add_to(self._grpc)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         if self._config.server.enable_reflection:
-            names = (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._grpc)
+            names = (*SERVICE_NAMES, *self._faces.names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._grpc, descriptors())
         await self._enter(Stage.STARTING)
         self._port = self._bind()
         options = self._config
@@ -177,7 +179,7 @@ class Server:
         self.state.enter(stage)
         is_serving = stage is Stage.SERVING
         status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in _HEALTH_NAMES:
+        for name in ("", *SERVICE_NAMES, *self._faces.names):
             await self._health.set(name, status)
 
     async def _load_model(self) -> None:
@@ -264,6 +266,7 @@ class Server:
         if not await _wait(self._service.is_idle, _FLUSH_TIMEOUT_S):
             _LOG.warning("clients that do not read their streams were cut off")
         await self._health.end_watches(_FLUSH_TIMEOUT_S)
+        await self._faces.end(_FLUSH_TIMEOUT_S)
         if self._http is not None:
             await self._http.stop(_FLUSH_TIMEOUT_S)
         await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)

@@ -126,7 +126,7 @@ class _Decoding(aio.ServerInterceptor):
     def __init__(self, max_message_bytes: int, door: Door) -> None:
         self._door = door
         self._freed = FreedMemory()
-        self._in_hand = _InHand(_MAX_LARGEST_IN_HAND * max_message_bytes)
+        self._in_hand = MessagesInHand(max_message_bytes)
 
     async def intercept_service(
         self,
@@ -138,11 +138,11 @@ class _Decoding(aio.ServerInterceptor):
         return self._door.guarded(handler_call_details.method, reading)
 
 
-class _InHand:
+class MessagesInHand:
     """Bytes of the messages whose calls are being answered: a call may wait for a thread, and holds its message."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_bytes = _MAX_LARGEST_IN_HAND * max_message_bytes
         self._num_bytes = 0
 
     @contextlib.contextmanager
@@ -160,7 +160,7 @@ class _InHand:
             self._num_bytes -= counted
 
 
-def _reading(handler: Any, freed: FreedMemory, in_hand: _InHand) -> grpc.RpcMethodHandler:
+def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.RpcMethodHandler:
     """A handler that does what `handler` does, and reads its requests off the call itself."""
 
     async def decoded(context: Any, content: bytes) -> Any:

@@ -36,6 +36,9 @@ class HuggingFaceTokenizer:
         parse_special_tokens: whether special tokens written out in a text, or in a message, are what they say. Those
             that a chat template writes always are.
 
+    Attributes:
+        folder: where it was read; a file, where it was read out of one of GGUF.
+
     Raises:
         InvalidArgument: its chat template is broken.
         Unsupported: special tokens cannot be told from text in this kind of tokenizer.
@@ -46,7 +49,7 @@ class HuggingFaceTokenizer:
         if _may_have_chat_template(folder):
             template_process()
         keep_tokenizers_on_their_thread()
-        self._folder = folder
+        self.folder = folder
         parts = parts or read_parts(folder)
         self.vocab_size = parts.vocab_size
         self.eos_token_ids = frozenset() if parts.eos_token_id is None else frozenset({parts.eos_token_id})
@@ -122,7 +125,7 @@ class HuggingFaceTokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is no Exception, and would pass by whoever waits for an end
-            raise InternalError(f"the tokenizer in {self._folder.name} fails on token ids: {error}") from error
+            raise InternalError(f"the tokenizer in {self.folder.name} fails on token ids: {error}") from error
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
@@ -138,7 +141,7 @@ class HuggingFaceTokenizer:
         """
         chat = self._tool_chat if options.shown_tools else self._chat
         if chat is None:
-            raise Unsupported(f"the tokenizer in {self._folder.name} has no chat template: send text or token ids")
+            raise Unsupported(f"the tokenizer in {self.folder.name} has no chat template: send text or token ids")
         plain: Any = [dict(message) for message in messages]
         tools: Any = [tool.as_json() for tool in options.shown_tools]
         kwargs: Any = {
@@ -157,7 +160,7 @@ class HuggingFaceTokenizer:
     def _template(self, source: str | None, parts: TokenizerParts) -> ChatTemplate | None:
         if source is None:
             return None
-        return ChatTemplate(template_process(), source, parts.special_tokens, name=self._folder.name)
+        return ChatTemplate(template_process(), source, parts.special_tokens, name=self.folder.name)
 
 
 def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -1,0 +1,264 @@
+"""inference.GRPCInferenceService: a method for each RPC. Errors are statuses, but in streams, where they are messages.
+
+A stream goes on behind a request that failed, as Triton's does, and says what was wrong in `error_message`. A call
+whose metadata has `triton_grpc_error: true` ends with the status instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import NoReturn
+
+import grpc
+
+from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
+from jpaged.errors import InvalidArgument, NotFound, Unavailable, Unsupported
+from jpaged.server.faces.completing import completed
+from jpaged.server.faces.naming import naming
+from jpaged.server.faces.open_inference.model import VERSION, config_of, metadata_of, require_version
+from jpaged.server.faces.open_inference.request import Ask, ask_of
+from jpaged.server.faces.open_inference.responses import FINAL, Responses, TokenText, failure_of, size_of
+from jpaged.server.faces.open_inference.stream import InferStream
+from jpaged.server.port import MessagesInHand
+from jpaged.server.servicer import tenant_of
+from jpaged.server.status import CallContext, answering, error_for, refuse
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.service import Call, Service
+from jpaged.service.state import Stage
+from jpaged.version import __version__
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+EXTENSIONS = ("model_configuration", "schedule_policy", "parameters")
+"""Those that Triton documents and this has; of schedule_policy `priority` and `timeout`."""
+GRPC_ERRORS = "triton_grpc_error"
+_NO_SHARED_MEMORY = "tensors come in messages here, not in shared memory"
+_ONE_MODEL = "a server has one model from its start to its end"
+_LOGGED_ELSEWHERE = "is configured where the server is started"
+REFUSED_METHODS = {
+    "ModelStatistics": "counts are GetLoad of jpaged.v1.ControlService, and metrics",
+    "RepositoryModelLoad": f"{_ONE_MODEL}; adapters are loaded by jpaged.v1.ControlService",
+    "RepositoryModelUnload": f"{_ONE_MODEL}; adapters are unloaded by jpaged.v1.ControlService",
+    **{
+        f"{kind}SharedMemory{verb}": _NO_SHARED_MEMORY
+        for kind in ("System", "Cuda")
+        for verb in ("Status", "Register", "Unregister")
+    },
+    "TraceSetting": f"tracing {_LOGGED_ELSEWHERE}",
+    "LogSettings": f"logging {_LOGGED_ELSEWHERE}",
+}
+"""Triton's other methods, and why they are not here."""
+
+
+class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers for the model that a service serves.
+
+    Args:
+        in_hand: bounds the messages of streams that are being answered.
+    """
+
+    def __init__(self, service: Service, in_hand: MessagesInHand) -> None:
+        self._service = service
+        self._in_hand = in_hand
+        self._streams: set[InferStream] = set()
+        self._are_closed = asyncio.Event()
+        self._are_closed.set()
+        self._has_ended = False
+
+    async def ServerLive(
+        self, request: inference_pb2.ServerLiveRequest, context: CallContext
+    ) -> inference_pb2.ServerLiveResponse:
+        """A server whose engine has died is not alive any more."""
+        return inference_pb2.ServerLiveResponse(live=self._service.state.stage is not Stage.FAILED)
+
+    async def ServerReady(
+        self, request: inference_pb2.ServerReadyRequest, context: CallContext
+    ) -> inference_pb2.ServerReadyResponse:
+        """The same as health says."""
+        return inference_pb2.ServerReadyResponse(ready=self._is_ready())
+
+    async def ModelReady(
+        self, request: inference_pb2.ModelReadyRequest, context: CallContext
+    ) -> inference_pb2.ModelReadyResponse:
+        """A model that is not here is not ready, as Triton says of it."""
+        return inference_pb2.ModelReadyResponse(ready=self._is_ready() and self._is_here(request.name, request.version))
+
+    async def ServerMetadata(
+        self, request: inference_pb2.ServerMetadataRequest, context: CallContext
+    ) -> inference_pb2.ServerMetadataResponse:
+        """Answers in every state."""
+        return inference_pb2.ServerMetadataResponse(name="jpaged", version=__version__, extensions=EXTENSIONS)
+
+    async def ModelMetadata(
+        self, request: inference_pb2.ModelMetadataRequest, context: CallContext
+    ) -> inference_pb2.ModelMetadataResponse:
+        """The tensors of `model.py`."""
+        async with answering(context):
+            return metadata_of(self._named(request.name, request.version))
+
+    async def ModelConfig(
+        self, request: inference_pb2.ModelConfigRequest, context: CallContext
+    ) -> inference_pb2.ModelConfigResponse:
+        """The same, as Triton says it."""
+        async with answering(context):
+            return config_of(self._named(request.name, request.version))
+
+    async def RepositoryIndex(
+        self, request: inference_pb2.RepositoryIndexRequest, context: CallContext
+    ) -> inference_pb2.RepositoryIndexResponse:
+        """The one model, or none while it loads."""
+        async with answering(context):
+            if request.repository_name:
+                raise InvalidArgument("repository_name", f"{request.repository_name!r}: there are no repositories")
+            model, is_ready = self._service.state.model, self._is_ready()
+            if model is None or (request.ready and not is_ready):
+                return inference_pb2.RepositoryIndexResponse()
+            index = inference_pb2.RepositoryIndexResponse.ModelIndex(
+                name=model.model.name,
+                version=VERSION,
+                state="READY" if is_ready else "UNAVAILABLE",
+                reason="" if is_ready else self._service.state.stage.value,
+            )
+            return inference_pb2.RepositoryIndexResponse(models=[index])
+
+    async def ModelInfer(
+        self, request: inference_pb2.ModelInferRequest, context: CallContext
+    ) -> inference_pb2.ModelInferResponse:
+        """Answers when the request has ended; a caller that goes away takes it along."""
+        async with answering(context):
+            model = self._serving(request)
+            ask = await self._service.work(lambda: ask_of(request), request.ByteSize())
+            if ask.is_streamed:
+                raise InvalidArgument("inputs.stream", "true goes with ModelStreamInfer")
+            responses = Responses(ask, model.model.name, _token_text(model))
+            with naming(ask.name_of):
+                call = _call(ask, tenant_of(context), context.time_remaining(), is_whole=True)
+                output = await completed(self._service, call, model)
+            size = sum(len(one.token_ids) for one in output.outputs)
+            return await self._service.work(lambda: responses.whole(output), size)
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[inference_pb2.ModelInferRequest], context: CallContext
+    ) -> AsyncIterator[inference_pb2.ModelStreamInferResponse]:
+        """Answers requests side by side; a caller that goes away takes all of them along."""
+        async with answering(context):
+            if self._has_ended:
+                raise _ended()
+            tenant = tenant_of(context)
+            ends_with_status = (GRPC_ERRORS, "true") in (context.invocation_metadata() or ())
+
+            async def answer(
+                request: inference_pb2.ModelInferRequest,
+            ) -> AsyncGenerator[inference_pb2.ModelStreamInferResponse, None]:
+                request_id, model = request.id, request.model_name
+                try:
+                    with self._in_hand.counted(request.ByteSize()) as too_much:
+                        if too_much is not None:
+                            raise too_much
+                        async with aclosing(self._responses(request, tenant, context.time_remaining())) as responses:
+                            async for response in responses:
+                                yield inference_pb2.ModelStreamInferResponse(infer_response=response)
+                except Exception as error:
+                    if ends_with_status:
+                        raise
+                    yield failure_of(request_id, model, str(error_for(error)))
+
+            stream = InferStream(request_iterator, answer)
+            self._streams.add(stream)
+            self._are_closed.clear()
+            try:
+                async with aclosing(stream.responses()) as responses:
+                    async for response in responses:
+                        yield response
+            finally:
+                self._streams.discard(stream)
+                if not self._streams:
+                    self._are_closed.set()
+
+    async def end(self, timeout_s: float) -> None:
+        """End the streams that are open with UNAVAILABLE, and wait until their clients have been told, for so long."""
+        self._has_ended = True
+        for stream in self._streams:
+            stream.end(_ended())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._are_closed.wait()
+        except TimeoutError:
+            return
+
+    async def _responses(
+        self, request: inference_pb2.ModelInferRequest, tenant: str, remaining_s: float | None
+    ) -> AsyncGenerator[inference_pb2.ModelInferResponse, None]:
+        model = self._serving(request)
+        ask = await self._service.work(lambda: ask_of(request), request.ByteSize())
+        responses = Responses(ask, model.model.name, _token_text(model))
+        with naming(ask.name_of):
+            call = _call(ask, tenant, remaining_s, is_whole=not ask.is_streamed)
+            if not ask.is_streamed:
+                output = await completed(self._service, call, model)
+                size = sum(len(one.token_ids) for one in output.outputs)
+                whole = await self._service.work(lambda: responses.whole(output), size)
+                whole.parameters[FINAL].bool_param = True
+                yield whole
+                return
+            async with self._service.generate(call, model) as generation:
+                async for event in generation:
+                    yield await self._service.work(functools.partial(responses.next, event), size_of(event))
+
+    def _serving(self, request: inference_pb2.ModelInferRequest) -> LoadedModel:
+        model = self._service.state.serving()
+        self._named(request.model_name, request.model_version)
+        return model
+
+    def _named(self, name: str, version: str) -> str:
+        """The model's name, where it is the one that is asked for; raises NotFound for others."""
+        served = self._service.state.loaded().model.name
+        if name != served:
+            raise NotFound(f"model_name: {name!r} is not served here; {served!r} is")
+        require_version(version)
+        return served
+
+    def _is_here(self, name: str, version: str) -> bool:
+        try:
+            self._named(name, version)
+        except NotFound:
+            return False
+        return True
+
+    def _is_ready(self) -> bool:
+        state = self._service.state
+        return state.stage is Stage.SERVING and state.failure is None
+
+
+def _call(ask: Ask, tenant: str, remaining_s: float | None, *, is_whole: bool) -> Call:
+    limits = [limit for limit in (remaining_s, ask.timeout_s) if limit is not None]
+    return Call(
+        read=lambda: (ask.prompt, ask.sampling),
+        size=ask.prompt.size,
+        tenant=tenant,
+        remaining_s=min(limits, default=None),
+        is_whole=is_whole,
+        adapter=ask.adapter,
+    )
+
+
+def _token_text(model: LoadedModel) -> TokenText:
+    return lambda token_id: model.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _ended() -> Unavailable:
+    return Unavailable("the server has ended")
+
+
+def refused_methods() -> dict[str, grpc.RpcMethodHandler]:
+    """What answers those of Triton's methods that are not here: UNIMPLEMENTED, and why."""
+
+    def refusing(name: str, reason: str) -> grpc.RpcMethodHandler:
+        async def answer(request: bytes, context: CallContext) -> NoReturn:
+            await refuse(context, Unsupported(f"{name}: {reason}"))
+
+        return grpc.unary_unary_rpc_method_handler(answer, request_deserializer=bytes)
+
+    return {name: refusing(name, reason) for name, reason in REFUSED_METHODS.items()}

@@ -1,0 +1,151 @@
+"""A GenerateRequest -> what is asked. Defaults are those of the published messages, and so are what zeros mean.
+
+    temperature    unset is 1                max_tokens          unset is all that the model's length leaves
+    top_p          0 is 1                    top_k               0 is all
+    repetition_penalty, n   0 is 1           stop                texts are made only where they are searched
+
+Tokens go out and no text, so that `spaces_between_special_tokens` changes nothing. A constraint always holds from the
+first token on, which is what `grammar_from_first_token` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2
+
+from jpaged.engine.executor import Geometry
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.server.faces.naming import SAMPLING
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.structured import StructuredOutputs
+from jpaged.types import Prompt, SamplingParams
+
+_OF_PREFILL = "prompts are computed where their tokens are generated"
+_NO_MEDIA = "the models here read text alone"
+_REFUSED = {
+    "kv_transfer_params": _OF_PREFILL,
+    "kv_transfer_params_json": _OF_PREFILL,
+    "mm_inputs": _NO_MEDIA,
+    "media_refs": _NO_MEDIA,
+}
+_CONSTRAINTS = {
+    "json_schema": "json",
+    "regex": "regex",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+    "json_object": "json_object",
+    "choice": "choice",
+}
+"""Constraints, and our names of them."""
+_SAME = (
+    *("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "stop", "stop_token_ids"),
+    *("skip_special_tokens", "ignore_eos", "include_stop_str_in_output", "top_k"),
+)
+"""Fields whose values are ours as they are."""
+_OPTIONAL = ("logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens", "temperature")
+_ONE_AT_ZERO = ("top_p", "repetition_penalty", "n")
+
+
+def name_of(field: str) -> str:
+    """How the caller knows a field of ours."""
+    if field in ("prompt.token_ids", "inputs[0]"):
+        return "tokenized.input_ids"
+    if field == "prompt":
+        return "input"
+    path = field.removeprefix(SAMPLING)
+    if path == field:
+        return field
+    for theirs, ours in _CONSTRAINTS.items():
+        if path.partition("[")[0] == f"structured_outputs.{ours}":
+            return f"sampling_params.{theirs}"
+    return f"sampling_params.{path}"
+
+
+def refuse_unsupported(request: vllm_engine_pb2.GenerateRequest, num_replicas: int) -> None:
+    """Refuse what is not done here, by its name.
+
+    Raises:
+        Unsupported: a field asks for it.
+        InvalidArgument: a rank that is not there.
+    """
+    for name, reason in _REFUSED.items():
+        if request.HasField(name):
+            raise Unsupported(f"{name}: {reason}")
+    if request.extra_mm_inputs:
+        raise Unsupported(f"extra_mm_inputs: {_NO_MEDIA}")
+    if request.HasField("data_parallel_rank"):
+        rank = request.data_parallel_rank
+        if not 0 <= rank < num_replicas:
+            raise InvalidArgument("data_parallel_rank", f"{rank} is not from 0 to {num_replicas - 1}")
+        if num_replicas > 1:
+            raise Unsupported("data_parallel_rank: the replica of a request is chosen by cached prefixes and load")
+
+
+def size_of(request: vllm_engine_pb2.GenerateRequest) -> int:
+    """Characters or token ids of the prompt."""
+    return len(request.text) + len(request.tokenized.input_ids)
+
+
+def read(request: vllm_engine_pb2.GenerateRequest, model: LoadedModel) -> tuple[Prompt, SamplingParams]:
+    """Prompt and parameters; raises InvalidArgument for what cannot be."""
+    given = request.sampling_params
+    prompt = _prompt_of(request)
+    if given.HasField("max_tokens"):
+        return prompt, sampling_of(given, given.max_tokens)
+    if prompt.token_ids is None:
+        prompt = Prompt(token_ids=model.input_processor.tokenize(prompt))
+    num_tokens = len(prompt.token_ids or ())
+    if given.HasField("truncate_prompt_tokens"):
+        num_tokens = _num_kept(num_tokens, given, model.engine.geometry)
+    geometry = model.engine.geometry
+    num_rows = min(given.n or 1, geometry.max_num_seqs)  # more are refused
+    return prompt, sampling_of(given, room_behind(num_tokens, num_rows, geometry))
+
+
+def sampling_of(given: vllm_engine_pb2.SamplingParams, max_tokens: int) -> SamplingParams:
+    """The parameters with what zeros and unset fields mean; raises InvalidArgument for values out of bounds."""
+    values: dict[str, Any] = {name: getattr(given, name) for name in _SAME}
+    values |= {name: getattr(given, name) for name in _OPTIONAL if given.HasField(name)}
+    values |= {name: getattr(given, name) or 1 for name in _ONE_AT_ZERO}
+    values["logit_bias"] = given.logit_bias or None
+    values["structured_outputs"] = _constraint_of(given)
+    return SamplingParams(**values, max_tokens=max_tokens, detokenize=bool(given.stop))
+
+
+def room_behind(num_prompt_tokens: int, num_rows: int, geometry: Geometry) -> int:
+    """As many tokens as fit behind a prompt into the model's length, and into the whole pool; at least 1."""
+    low, high = 1, max(1, geometry.max_model_len - num_prompt_tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if geometry.num_blocks_alone(num_prompt_tokens, middle, num_rows) <= geometry.num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _num_kept(num_tokens: int, given: vllm_engine_pb2.SamplingParams, geometry: Geometry) -> int:
+    """What is left of a prompt that is cut: to a number, or to what leaves one place behind it."""
+    limit = given.truncate_prompt_tokens
+    return min(num_tokens, geometry.max_model_len - 1 if limit < 0 else limit)
+
+
+def _prompt_of(request: vllm_engine_pb2.GenerateRequest) -> Prompt:
+    match request.WhichOneof("input"):
+        case "tokenized":
+            return Prompt(token_ids=request.tokenized.input_ids)
+        case "text":
+            return Prompt(text=request.text)
+        case _:
+            raise InvalidArgument("input", "is missing: set tokenized or text")
+
+
+def _constraint_of(given: vllm_engine_pb2.SamplingParams) -> StructuredOutputs | None:
+    field = given.WhichOneof("constraint")
+    if field is None or (field == "json_object" and not given.json_object):
+        return None
+    value = given.choice.choices if field == "choice" else getattr(given, field)
+    arguments: Mapping[str, Any] = {_CONSTRAINTS[field]: value}
+    return StructuredOutputs(**arguments)
