@@ -21,7 +21,8 @@ from tests.server.harness import collect, details_of, eventually, failure_of, ma
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-NAMES = ["", *SERVICE_NAMES]
+OF_OTHERS = ["inference.GRPCInferenceService", "vllm.grpc.engine.VllmEngine"]
+NAMES = ["", *SERVICE_NAMES, *OF_OTHERS]
 
 
 def health_stub(channel: Any) -> Any:
@@ -111,7 +112,7 @@ async def test_a_server_that_starts_answers_and_refuses():
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         control = control_pb2_grpc.ControlServiceStub(channel)
         inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        assert [await health_of(channel, name) for name in NAMES] == [NOT_SERVING] * 3
+        assert [await health_of(channel, name) for name in NAMES] == [NOT_SERVING] * len(NAMES)
         info = await control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.state == control_pb2.SERVER_STATE_STARTING
         assert (info.startup.what, info.startup.done, info.startup.total) == ("compiling", 3, 12)
@@ -132,7 +133,7 @@ async def test_a_server_that_starts_answers_and_refuses():
         async for answer in watch:
             if answer.status == SERVING:
                 break
-        assert [await health_of(channel, name) for name in NAMES] == [SERVING] * 3
+        assert [await health_of(channel, name) for name in NAMES] == [SERVING] * len(NAMES)
         info = await control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.state == control_pb2.SERVER_STATE_SERVING
         assert info.backend.platform == "cpu"
@@ -244,7 +245,15 @@ async def services_by_reflection(channel: Any) -> set[str]:
 
 async def test_reflection_lists_the_services(harness):
     names = await services_by_reflection(harness.channel)
-    assert names == {*SERVICE_NAMES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == {*SERVICE_NAMES, *OF_OTHERS, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_services_of_others_that_are_left_out_are_neither_listed_nor_known_to_health():
+    async with running(enable_open_inference=False, enable_vllm_engine=False) as harness:
+        assert not set(OF_OTHERS) & await services_by_reflection(harness.channel)
+        for name in OF_OTHERS:
+            check = health_stub(harness.channel).Check(health_pb2.HealthCheckRequest(service=name))
+            assert (await failure_of(check)).code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_reflection_can_be_left_out():
