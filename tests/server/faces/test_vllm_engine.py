@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
 from jpaged.server.faces.vllm_engine.request import room_behind, sampling_of
-from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
 from jpaged.structured import Kind
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server import harness as harnesses

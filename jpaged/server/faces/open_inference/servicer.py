@@ -7,6 +7,7 @@ whose metadata has `triton_grpc_error: true` ends with the status instead.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -23,9 +24,10 @@ from jpaged.server.faces.open_inference.request import Ask, ask_of
 from jpaged.server.faces.open_inference.responses import FINAL, Responses, TokenText, failure_of, size_of
 from jpaged.server.faces.open_inference.stream import InferStream
 from jpaged.server.port import MessagesInHand
-from jpaged.server.servicer import tenant_of
+from jpaged.server.servicer import caller_of, tenant_of
 from jpaged.server.status import CallContext, answering, error_for, refuse
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.records import Caller
 from jpaged.service.service import Call, Service
 from jpaged.service.state import Stage
 from jpaged.version import __version__
@@ -134,8 +136,8 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
                 raise InvalidArgument("inputs.stream", "true goes with ModelStreamInfer")
             responses = Responses(ask, model.model.name, _token_text(model))
             with naming(ask.name_of):
-                call = _call(ask, tenant_of(context), context.time_remaining(), is_whole=True)
-                output = await completed(self._service, call, model)
+                call = _call(ask, _asker(context), context.time_remaining(), model=request.model_name)
+                output = await completed(self._service, call)
             size = sum(len(one.token_ids) for one in output.outputs)
             return await self._service.work(lambda: responses.whole(output), size)
 
@@ -146,7 +148,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         async with answering(context):
             if self._has_ended:
                 raise _ended()
-            tenant = tenant_of(context)
+            asker = _asker(context)
             ends_with_status = (GRPC_ERRORS, "true") in (context.invocation_metadata() or ())
 
             async def answer(
@@ -157,7 +159,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
                     with self._in_hand.counted(request.ByteSize()) as too_much:
                         if too_much is not None:
                             raise too_much
-                        async with aclosing(self._responses(request, tenant, context.time_remaining())) as responses:
+                        async with aclosing(self._responses(request, asker, context.time_remaining())) as responses:
                             async for response in responses:
                                 yield inference_pb2.ModelStreamInferResponse(infer_response=response)
                 except Exception as error:
@@ -189,21 +191,21 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             return
 
     async def _responses(
-        self, request: inference_pb2.ModelInferRequest, tenant: str, remaining_s: float | None
+        self, request: inference_pb2.ModelInferRequest, asker: tuple[str, Caller], remaining_s: float | None
     ) -> AsyncGenerator[inference_pb2.ModelInferResponse, None]:
         model = self._serving(request)
         ask = await self._service.work(lambda: ask_of(request), request.ByteSize())
         responses = Responses(ask, model.model.name, _token_text(model))
         with naming(ask.name_of):
-            call = _call(ask, tenant, remaining_s, is_whole=not ask.is_streamed)
+            call = _call(ask, asker, remaining_s, model=request.model_name)
             if not ask.is_streamed:
-                output = await completed(self._service, call, model)
+                output = await completed(self._service, call)
                 size = sum(len(one.token_ids) for one in output.outputs)
                 whole = await self._service.work(lambda: responses.whole(output), size)
                 whole.parameters[FINAL].bool_param = True
                 yield whole
                 return
-            async with self._service.generate(call, model) as generation:
+            async with self._service.generate(call) as generation:
                 async for event in generation:
                     yield await self._service.work(functools.partial(responses.next, event), size_of(event))
 
@@ -232,15 +234,23 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return state.stage is Stage.SERVING and state.failure is None
 
 
-def _call(ask: Ask, tenant: str, remaining_s: float | None, *, is_whole: bool) -> Call:
+def _asker(context: CallContext) -> tuple[str, Caller]:
+    """Whose a call's requests are, and who asks."""
+    return tenant_of(context), dataclasses.replace(caller_of(context), face="oip")
+
+
+def _call(ask: Ask, asker: tuple[str, Caller], remaining_s: float | None, *, model: str) -> Call:
+    tenant, caller = asker
     limits = [limit for limit in (remaining_s, ask.timeout_s) if limit is not None]
     return Call(
         read=lambda: (ask.prompt, ask.sampling),
         size=ask.prompt.size,
+        model=model,
         tenant=tenant,
         remaining_s=min(limits, default=None),
-        is_whole=is_whole,
+        is_whole=not ask.is_streamed,
         adapter=ask.adapter,
+        caller=caller,
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from typing import NoReturn
 
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
+from jpaged.access import entry as access
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unsupported
 from jpaged.server.faces.completing import completed
 from jpaged.server.faces.naming import naming
@@ -17,12 +19,14 @@ from jpaged.server.faces.vllm_engine.facts import Loads, model_info_of, server_i
 from jpaged.server.faces.vllm_engine.request import name_of, read, refuse_unsupported, size_of
 from jpaged.server.faces.vllm_engine.responses import Chunks, ends_of
 from jpaged.server.faces.vllm_engine.tokenizer import Bundle, bundle_of
-from jpaged.server.servicer import tenant_of
+from jpaged.server.servicer import caller_of, tenant_of
 from jpaged.server.status import CallContext, answering
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.records import Caller, RequestRecord
 from jpaged.service.scoring import EMBED_SAMPLING, embeddable, embedding_of
-from jpaged.service.service import SMALL, Call, Service
+from jpaged.service.service import Call, Service
 from jpaged.service.state import Stage
+from jpaged.service.workers import SMALL
 from jpaged.types import Prompt
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -48,26 +52,29 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Streams chunks, or says all at the end; a caller that goes away takes its request along."""
         async with answering(context):
             with naming(name_of):
-                async with contextlib.aclosing(
-                    self._generated(request, tenant_of(context), context.time_remaining())
-                ) as messages:
+                async with contextlib.aclosing(self._generated(request, context)) as messages:
                     async for message in messages:
                         await context.write(message)
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: CallContext) -> vllm_engine_pb2.EmbedResponse:
         """The hidden state of the last token, scaled to a length of 1, as vLLM pools by default."""
         async with answering(context):
+            self._receive()
+            tenant, caller = tenant_of(context), _caller_of(context)
+            record = RequestRecord(operation="embeddings", tenant=tenant, caller=caller, adapter="")
             with naming(name_of):
-                model = self._receive()
-                call = Call(
-                    read=lambda: (_embeddable(request, model), EMBED_SAMPLING),
-                    size=len(request.tokenized.input_ids),
-                    request_id=request.request_id or None,
-                    tenant=tenant_of(context),
-                    remaining_s=context.time_remaining(),
-                    is_whole=True,
-                )
-                found = embedding_of(await self._service.complete(call, model), normalize=True)
+                async with self._service.several(None, record) as model:
+                    call = Call(
+                        read=lambda: (_embeddable(request, model), EMBED_SAMPLING),
+                        size=len(request.tokenized.input_ids),
+                        request_id=request.request_id or None,
+                        tenant=tenant,
+                        remaining_s=context.time_remaining(),
+                        is_whole=True,
+                        caller=caller,
+                        record=record,
+                    )
+                    found = embedding_of(await self._service.complete(call, model), normalize=True)
             return vllm_engine_pb2.EmbedResponse(
                 embedding=found.values, prompt_tokens=found.usage.prompt_tokens, embedding_dim=len(found.values)
             )
@@ -127,6 +134,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> common_pb2.FlushCacheResponse:
         """Forgets cached prefixes that nobody holds: requests in flight go on, so that none is waited for."""
         async with answering(context):
+            access.require_control("FlushCache")
             model = self._service.state.serving()
             if model.config.server.disable_control:
                 raise PermissionDenied("FlushCache is turned off on this server (disable_control)")
@@ -146,7 +154,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         await _refuse("SubscribeKvEvents", context)
 
     async def _generated(
-        self, request: vllm_engine_pb2.GenerateRequest, tenant: str, remaining_s: float | None
+        self, request: vllm_engine_pb2.GenerateRequest, context: CallContext
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse, None]:
         model = self._receive()
         refuse_unsupported(request, len(model.engine.replica_loads()))
@@ -154,17 +162,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             read=lambda: read(request, model),
             size=size_of(request),
             request_id=request.request_id or None,
-            tenant=tenant,
-            remaining_s=remaining_s,
+            tenant=tenant_of(context),
+            remaining_s=context.time_remaining(),
             is_whole=not request.stream,
+            caller=_caller_of(context),
         )
         told = request.sampling_params.prompt_logprobs if request.sampling_params.HasField("prompt_logprobs") else None
         if not request.stream:
-            output = await completed(self._service, call, model)
+            output = await completed(self._service, call)
             for message in ends_of(output, told):
                 yield message
             return
-        async with self._service.generate(call, model) as generation:
+        async with self._service.generate(call) as generation:
             chunks = Chunks(generation.prompt_token_ids, told)
             async for event in generation:
                 for message in chunks.of(event):
@@ -174,6 +183,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Take note that a request has come; returns the model for it."""
         self._last_receive_s = time.time()
         return self._service.state.serving()
+
+
+def _caller_of(context: CallContext) -> Caller:
+    return dataclasses.replace(caller_of(context), face="vllm")
 
 
 def _embeddable(request: vllm_engine_pb2.EmbedRequest, model: LoadedModel) -> Prompt:
