@@ -12,6 +12,7 @@ tokens.py   /tokenize, /detokenize
 scoring.py  /v1/embeddings, /v1/score
 local.py    the server of this process as what runs OpenAI's bodies
 exchange.py a JSON body in and out, on threads where it is large
+responses.py /v1/responses
 batching/   /v1/files, /v1/batches
 generate/   /v1/completions, /v1/chat/completions
 """

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from jpaged.access.gate import Gate
 from jpaged.errors import JpagedError, NotFound, Unsupported
-from jpaged.http import models, operator, scoring, tokens
+from jpaged.http import models, operator, responses, scoring, tokens
 from jpaged.http.access import Guarded
 from jpaged.http.batching.batches import batch_routes
 from jpaged.http.batching.runner import Runner
@@ -31,7 +31,11 @@ def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App
     """Return the ASGI application that answers for a service, for those whom the gate lets in."""
     app = Starlette(
         routes=[
-            *(route for part in (operator, models, paths, scoring, tokens) for route in part.routes(service)),
+            *(
+                route
+                for part in (operator, models, paths, responses, scoring, tokens)
+                for route in part.routes(service)
+            ),
             *batch_routes(service, batches),
         ],
         exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},

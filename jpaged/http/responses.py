@@ -1,0 +1,96 @@
+"""/v1/responses: a chat in other words, in one piece or as it comes. Nothing of it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.errors import NotFound
+from jpaged.http.errors import JSON, error_for
+from jpaged.http.exchange import while_there
+from jpaged.http.generate.asked import Asked, asked_of
+from jpaged.http.generate.calls import events_of, outputs_of
+from jpaged.http.generate.events import EventStream
+from jpaged.http.generate.texts import TokenTexts
+from jpaged.openai.bodies import Job
+from jpaged.openai.responses.answers import response_of
+from jpaged.openai.responses.asking import asking_of
+from jpaged.openai.responses.events import ResponseEvents
+from jpaged.service.service import Service
+from jpaged.types import Prompt
+
+
+def routes(service: Service) -> list[Route]:
+    """The paths of this file."""
+    texts = TokenTexts()
+
+    async def create(request: Request) -> Response | EventStream:
+        echoed: dict[str, Any] = {}
+
+        def read(body: Mapping[str, Any]) -> Job:
+            asking = asking_of(body)
+            echoed.update(asking.echoed)
+            return asking.job
+
+        asked = await asked_of(service, request, read)
+        if asked.job.streaming is not None:
+            return EventStream(_events(service, asked, echoed, texts), service.state.config.http.http_keep_alive)
+        return await while_there(request, _whole(service, asked, echoed, texts))
+
+    async def missing(request: Request) -> Response:
+        raise NotFound("response_id: nothing is stored: a response is in the answer to its request alone")
+
+    return [
+        Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/{rest:path}", missing, methods=["GET", "POST", "DELETE"]),
+    ]
+
+
+async def _whole(service: Service, asked: Asked, echoed: Mapping[str, Any], texts: TokenTexts) -> Response:
+    (output,) = await outputs_of(service, asked)
+    (one,) = output.outputs
+    num_reasoning = await _num_tokens(service, one.reasoning_content)
+
+    def written() -> Response:
+        return JSON(
+            response_of(
+                asked.heading(), echoed, output, lambda token_id: texts.of(asked.model, token_id), num_reasoning
+            )
+        )
+
+    num_told = sum(1 + len(position.top) for position in one.logprobs or ())
+    return await service.work(written, len(one.text) + len(one.reasoning_content) + 10 * num_told)
+
+
+async def _events(
+    service: Service, asked: Asked, echoed: Mapping[str, Any], texts: TokenTexts
+) -> AsyncGenerator[bytes, None]:
+    events = ResponseEvents(asked.heading(), echoed, lambda token_id: texts.of(asked.model, token_id))
+    has_begun = False
+    try:
+        async with aclosing(events_of(service, asked)) as told:
+            async for _, _, event in told:
+                if not has_begun:
+                    has_begun = True
+                    yield events.begin()
+                num_told = 10 * len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
+                made = await service.work(lambda: events.of(event), num_told)  # noqa: B023 - called before the next
+                if made:
+                    yield made
+        yield events.end(await _num_tokens(service, events.reasoning))
+    except Exception as error:
+        if not has_begun:
+            raise
+        yield events.failed(error_for(error))
+
+
+async def _num_tokens(service: Service, text: str) -> int:
+    """How many tokens a text makes by itself."""
+    if not text:
+        return 0
+    return len(await service.tokenize(lambda: Prompt(text=text), len(text), add_special_tokens=False))

@@ -1,0 +1,134 @@
+"""Items of an input -> messages of a chat. What a response had as output goes back as it came.
+
+{"role", "content"}                         a message; content is a text or parts of text
+{"type": "reasoning", "content"}            what the assistant thought before its next turn
+{"type": "function_call", "call_id", ...}   what it called, in the turn that it stands behind
+{"type": "function_call_output", ...}       what came of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jpaged.errors import InvalidArgument
+
+_MAX_SHOWN = 80
+_ECHOED = frozenset({"id", "status", "phase"})
+"""Fields of an item that was an output: they name it and say how it ended, and change nothing."""
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+_PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs"})
+
+
+def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
+    """Return the messages of a chat that an input is.
+
+    Raises:
+        InvalidArgument: names the item, as in `input[2].call_id`.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise InvalidArgument("input", "must be a text, or a list of at least one item")
+    thought = ""
+    for i, item in enumerate(given):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise InvalidArgument(where, "must be an object")
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            thought += _reasoning(where, item)
+        elif kind == "message":
+            messages.append(_message(where, item))
+        elif kind == "function_call":
+            _add_call(messages, _call(where, item))
+        elif kind == "function_call_output":
+            messages.append(_call_output(where, item))
+        elif kind == "item_reference":
+            raise InvalidArgument(f"{where}.type", "refers to what was stored, and nothing is: send the item itself")
+        else:
+            known = "message, reasoning, function_call, function_call_output"
+            raise InvalidArgument(f"{where}.type", f"{str(kind)[:_MAX_SHOWN]!r} is not supported; {known} are")
+        if thought and kind != "reasoning":
+            if messages[-1]["role"] != "assistant":
+                raise InvalidArgument(
+                    where, "stands behind reasoning, and is nothing that the assistant said or called"
+                )
+            messages[-1]["reasoning_content"] = thought
+            thought = ""
+    if thought:
+        raise InvalidArgument(f"input[{len(given) - 1}]", "is reasoning without what the assistant said or called")
+    return messages
+
+
+def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    _check_names(where, item, {"type", "role", "content"})
+    role = item.get("role")
+    if role not in _ROLES:
+        raise InvalidArgument(f"{where}.role", f"{str(role)[:_MAX_SHOWN]!r} is none of {', '.join(_ROLES)}")
+    return {"role": _ROLES[role], "content": _text(f"{where}.content", item.get("content"))}
+
+
+def _reasoning(where: str, item: Mapping[str, Any]) -> str:
+    _check_names(where, item, {"type", "summary", "content"})
+    if item.get("summary"):
+        raise InvalidArgument(f"{where}.summary", "is not supported: reasoning is in content, as it was told")
+    texts = []
+    for j, part in enumerate(item.get("content") or ()):
+        if not isinstance(part, dict) or part.get("type") != "reasoning_text" or not isinstance(part.get("text"), str):
+            raise InvalidArgument(f"{where}.content[{j}]", "must be a part of type reasoning_text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    _check_names(where, item, {"type", "call_id", "name", "arguments"})
+    call_id, name, arguments = (_string(where, item, field) for field in ("call_id", "name", "arguments"))
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    """Calls belong to the turn of the assistant's that they stand behind."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None, "tool_calls": []})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _call_output(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    _check_names(where, item, {"type", "call_id", "output"})
+    call_id = _string(where, item, "call_id")
+    return {"role": "tool", "tool_call_id": call_id, "content": _text(f"{where}.output", item.get("output"))}
+
+
+def _text(where: str, given: Any) -> str:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InvalidArgument(where, "must be a text, or a list of parts of text")
+    texts = []
+    for j, part in enumerate(given):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str) or part.get("annotations"):
+            shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "what is no object"
+            raise InvalidArgument(f"{where}[{j}]", f"{shown} is no plain part of text: only text is supported")
+        for name in part.keys() - _PART_FIELDS:
+            raise InvalidArgument(f"{where}[{j}].{name[:_MAX_SHOWN]}", "is not supported")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _string(where: str, item: Mapping[str, Any], field: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{where}.{field}", f"{str(value)[:_MAX_SHOWN]!r} is not a text")
+    return value
+
+
+def _check_names(where: str, item: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in item.items():
+        if value is not None and name not in known and name not in _ECHOED:
+            raise InvalidArgument(f"{where}.{name[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are")
