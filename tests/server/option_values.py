@@ -7,6 +7,8 @@ SERVER_VALUES = {
     "max_request_size": 2.0,
     "shutdown_timeout": 1.0,
     "enable_reflection": False,
+    "enable_open_inference": False,
+    "enable_vllm_engine": False,
     "max_connections": 9,
     "connection_idle_timeout": 9.0,
     "disable_control": True,
