@@ -8,4 +8,6 @@ entry.py     a call that has come in, while it is answered
 keys.py      the file of keys: tokens -> tenants, roles, limits
 quotas.py    what each tenant has left: requests, tokens, streams
 watching.py  files that are read again when they change
+audit.py     a line for each call
+certificates.py  TLS: the certificate of the server, and whom it believes
 """

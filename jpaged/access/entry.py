@@ -22,9 +22,10 @@ class Entry:
         face: by which way it came: "grpc", "oip", "vllm", "http".
         method: what was called: "/jpaged.v1.InferenceService/Generate", "POST /v1/completions".
         peer: the address that it came from.
-        control_port: the port that takes acts of control, where that is another one; None where this one does.
+        takes_control: whether its port is one for acts of control.
         key: what it was let in with; None where no key is needed.
         tenant: whose call it is.
+        act: what was done by name: "PinPrefix system".
         began_s: when it came, on the system's clock.
         error: the name of what a request of it ended with; "" of success.
     """
@@ -32,7 +33,7 @@ class Entry:
     face: str
     method: str
     peer: str
-    control_port: int | None = None
+    takes_control: bool = True
     key: Key | None = None
     tenant: str = ""
     request_id: str = ""
@@ -102,6 +103,13 @@ def key_id() -> str:
     return "" if entry is None or entry.key is None else entry.key.id
 
 
+def note_act(act: str) -> None:
+    """Note what the current call does by name."""
+    entry = _ENTRY.get()
+    if entry is not None:
+        entry.note_act(act)
+
+
 def require(role: Role, what: str) -> None:
     """Refuse the current call what its key is not for; raises PermissionDenied."""
     entry = _ENTRY.get()
@@ -114,6 +122,6 @@ def require_control(what: str) -> None:
     entry = _ENTRY.get()
     if entry is None:
         return
-    if entry.control_port is not None:
+    if not entry.takes_control:
         raise PermissionDenied(f"{what} is answered on the control port alone (control_port)")
     entry.require(Role.CONTROL, what)

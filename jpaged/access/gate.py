@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
 
+from jpaged.access.audit import AuditLog
+from jpaged.access.certificates import CertificateFiles
 from jpaged.access.entry import Entry
 from jpaged.access.keys import Keys, Limits, read_keys
 from jpaged.access.quotas import Quotas
@@ -36,21 +41,29 @@ class Gate:
 
     Attributes:
         quotas: what each tenant has left.
+        certificates: what its ports show; None where they do not speak TLS.
     """
 
     def __init__(self, options: AccessOptions) -> None:
         self.options = options
         self.quotas = Quotas(self._limits_of)
+        self.certificates: CertificateFiles | None = None
         self._defaults = default_limits(options)
         self._keys: Keys | None = None
         self._watch: FileWatch | None = None
+        self._audit: AuditLog | None = None
 
     def read(self) -> None:
         """Read the files for the first time.
 
         Raises:
-            InvalidArgument: one cannot be read or understood.
+            InvalidArgument: one is missing, cannot be read or understood, or the audit's cannot be written.
         """
+        self.options.check()
+        if self.options.audit_log is not None:
+            self._audit = AuditLog(self.options.audit_log)
+        if self.options.tls_cert is not None:
+            self.certificates = CertificateFiles(self.options)
         if self.options.api_keys is not None:
             self._watch = FileWatch([self.options.api_keys])
             self._keys = read_keys(self.options.api_keys)
@@ -75,8 +88,24 @@ class Gate:
             if named != key.tenant:
                 raise PermissionDenied(f"x-jpaged-tenant: {named[:_MAX_TENANT_CHARS]!r} is not the tenant of this key")
 
+    def close(self, entry: Entry, status: str | int) -> None:
+        """Write a call down that has ended, whether it was let in or not.
+
+        Args:
+            status: what its face answered: a name of gRPC's, a number of HTTP's.
+        """
+        if self._audit is not None:
+            self._audit.write(_line_of(entry, status))
+
+    def end(self, timeout_s: float) -> None:
+        """Write what waits to be written, for so long; no call is closed after."""
+        if self._audit is not None:
+            self._audit.close(timeout_s)
+
     def look_again(self) -> None:
         """Read what has changed; a file that cannot be understood changes nothing, and is logged."""
+        if self.certificates is not None:
+            self.certificates.look_again()
         path = self.options.api_keys
         if path is None or self._watch is None or not self._watch.has_changed():
             return
@@ -92,3 +121,23 @@ class Gate:
         while True:
             await asyncio.sleep(RELOAD_INTERVAL_S)
             await asyncio.to_thread(self.look_again)
+
+
+def _line_of(entry: Entry, status: str | int) -> dict[str, Any]:
+    return {
+        "time": datetime.fromtimestamp(entry.began_s, UTC).isoformat(timespec="milliseconds"),
+        "face": entry.face,
+        "method": entry.method,
+        "peer": entry.peer,
+        "tenant": entry.tenant,
+        "key": "" if entry.key is None else entry.key.id,
+        "status": status,
+        "error": entry.error,
+        "duration_s": round(time.monotonic() - entry.began_monotonic_s, 6),
+        "request_id": entry.request_id,
+        "model": entry.model,
+        "adapter": entry.adapter,
+        "prompt_tokens": entry.prompt_tokens,
+        "completion_tokens": entry.completion_tokens,
+        "act": entry.act,
+    }

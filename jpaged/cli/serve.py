@@ -67,8 +67,11 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
         num_replicas = loaded.config.parallel.data_parallel_size
         copies = f" in {num_replicas} replicas" if num_replicas > 1 else ""
         report.line(f"  {backend.num_devices} x {backend.device_kind}{copies}, attention {backend.attention}")
+        if server.control_port is not None:
+            report.line(f"control on {config.access.control_host}:{server.control_port}")
         if server.http_port is not None:
-            report.line(f"OpenAI's API on http://{host}:{server.http_port}/v1")
+            scheme = "http" if config.access.tls_cert is None else "https"
+            report.line(f"OpenAI's API on {scheme}://{host}:{server.http_port}/v1")
         if server.metrics_port is not None:
             report.line(f"metrics on http://{host}:{server.metrics_port}/metrics")
         report.line(f"ready on {host}:{port}")

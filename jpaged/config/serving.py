@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jpaged.config.option import option
+from jpaged.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +140,34 @@ class AccessOptions:
     tenant_max_prompt_tokens: int | None = option(
         None, "tokens that a tenant's prompt may have; api_keys may say otherwise", low=1
     )
+    audit_log: str | None = option(
+        None,
+        "a file to which a line of JSON is appended for each call: who, when, what, how much and how it ended, and "
+        "never a prompt or an answer; opened again when it is moved away",
+    )
+    tls_cert: str | None = option(
+        None,
+        "the server's certificate and those that lead from it to one that clients know, in PEM: all ports but that of "
+        "metrics speak TLS; read again when it changes",
+    )
+    tls_key: str | None = option(None, "the private key of tls_cert, in PEM and not encrypted")
+    tls_client_ca: str | None = option(
+        None, "certificates in PEM: a client has to show one that is signed by one of them (mutual TLS)"
+    )
+
+    control_port: int | None = option(
+        None,
+        "port on which alone prefixes are pinned and adapters loaded; 0 picks a free one, and the other ports take "
+        "that too when left out",
+        low=0,
+        high=65535,
+    )
+    control_host: str = option("127.0.0.1", "address of control_port")
+
+    def check(self) -> None:
+        """Refuse what does not go together; raises InvalidArgument."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing, given = ("tls_cert", "tls_key") if self.tls_cert is None else ("tls_key", "tls_cert")
+            raise InvalidArgument(missing, f"is missing: {given} is {getattr(self, given)}, and needs it")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InvalidArgument("tls_client_ca", f"{self.tls_client_ca} needs tls_cert and tls_key")

@@ -39,20 +39,29 @@ class Guarded:
             face="http",
             method=f"{scope['method']} {scope['path'][:200]}",
             peer="" if client is None else f"{client[0]}:{client[1]}",
+            takes_control=self._gate.options.control_port is None,
         )
-        try:
-            self._gate.open(entry, _values(scope, b"authorization"), _values(scope, b"x-jpaged-tenant"))
-        except JpagedError as error:
-            await response_of(error)(scope, receive, send)
-            return
-        enter(entry)
+        status, is_in = 499, False  # nginx's number of a caller that has gone before the answer began
 
         async def told(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *self._left(entry.tenant)]
+                status = message["status"]
+                if is_in:
+                    message["headers"] = [*message.get("headers", ()), *self._left(entry.tenant)]
             await send(message)
 
-        await self._app(scope, receive, told)
+        try:
+            try:
+                self._gate.open(entry, _values(scope, b"authorization"), _values(scope, b"x-jpaged-tenant"))
+            except JpagedError as error:
+                await response_of(error)(scope, receive, told)
+                return
+            enter(entry)
+            is_in = True
+            await self._app(scope, receive, told)
+        finally:
+            self._gate.close(entry, status)
 
     def _left(self, tenant: str) -> Iterator[tuple[bytes, bytes]]:
         """What is left of a tenant's quotas, as OpenAI tells it."""

@@ -37,6 +37,7 @@ class HttpPort:
                 self._batches.store.close()
             raise
         self.port: int = self._socket.getsockname()[1]
+        files = gate.certificates
         config = uvicorn.Config(
             make_app(service, gate, self._batches),
             http="httptools",
@@ -48,6 +49,7 @@ class HttpPort:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             backlog=_BACKLOG,
+            ssl_context_factory=None if files is None else lambda config, default: files.context(),
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None

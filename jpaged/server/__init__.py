@@ -1,6 +1,7 @@
 """The gRPC face: proto in, proto out. It knows the service and nothing below it.
 
 port.py         gRPC's server, which takes whatever peers send
+binding.py      its address, with TLS where there are certificates
 door.py         who is let in at a port
 servicer.py     proto <-> types, and one method for each RPC
 chat.py         proto <-> types of chats

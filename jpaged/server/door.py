@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
+from grpc import aio
 
 from jpaged.access.entry import Entry, enter
 from jpaged.access.gate import Gate
 from jpaged.errors import JpagedError
 from jpaged.server.status import refuse
 
+_CODES: dict[Any, str] = {code.value[0]: code.name for code in grpc.StatusCode} | {
+    code: code.name for code in grpc.StatusCode
+}
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
 _FACES = {"/inference.": "oip", "/vllm.": "vllm"}
 """How calls of other people's services begin, and what the audit calls them."""
 
 
 class Door:
-    """The door of one port."""
+    """The door of one port.
 
-    def __init__(self, gate: Gate) -> None:
+    Args:
+        takes_control: whether the port is one for acts of control.
+    """
+
+    def __init__(self, gate: Gate, *, takes_control: bool) -> None:
         self._gate = gate
+        self._takes_control = takes_control
 
     def guarded(self, method: str, handler: Any) -> Any:
         """Return a method's handler that lets no call in which the gate does not; its task knows whose call it is.
@@ -34,17 +44,33 @@ class Door:
         face = next((face for begin, face in _FACES.items() if method.startswith(begin)), "grpc")
 
         async def answer(requests: object, context: Any) -> Any:
-            entry = Entry(face=face, method=method, peer=context.peer())
+            entry, status = self._entry(face, method, context), "OK"
             try:
-                self._gate.open(entry, *_headers(context))
-            except JpagedError as error:
-                await refuse(context, error)
-            enter(entry)
-            return await inner(requests, context)
+                try:
+                    self._gate.open(entry, *_headers(context))
+                except JpagedError as error:
+                    await refuse(context, error)
+                enter(entry)
+                return await inner(requests, context)
+            except BaseException as error:
+                status = _status_of(error, context)
+                raise
+            finally:
+                self._gate.close(entry, status)
 
         many = handler.stream_stream is not None
         make = grpc.stream_stream_rpc_method_handler if many else grpc.stream_unary_rpc_method_handler
         return make(answer, response_serializer=handler.response_serializer)
+
+    def _entry(self, face: str, method: str, context: Any) -> Entry:
+        return Entry(face=face, method=method, peer=context.peer(), takes_control=self._takes_control)
+
+
+def _status_of(error: BaseException, context: Any) -> str:
+    """Return how a call ends that raises: as it was aborted, or as gRPC ends it."""
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELLED"
+    return _CODES.get(context.code(), "UNKNOWN") if isinstance(error, aio.AbortError) else "UNKNOWN"
 
 
 def _headers(context: Any) -> tuple[list[str], list[str]]:

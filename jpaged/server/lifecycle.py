@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -28,11 +28,13 @@ from jpaged.config import EngineConfig, shows_traces
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.http.port import HttpPort
+from jpaged.server.binding import bind
 from jpaged.server.door import Door
 from jpaged.server.faces.faces import Faces, descriptors
 from jpaged.server.health import HealthServicer
 from jpaged.server.port import make_server
 from jpaged.server.servicer import ControlServicer, InferenceServicer
+from jpaged.service.auditing import NotedRequests
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
 from jpaged.service.state import ServiceState, Stage
@@ -65,6 +67,7 @@ class Server:
 
     Attributes:
         state: where it is in its life.
+        control_port: the port for acts of control; None where they have none of their own.
         is_load_abandoned: a stop came while `load` was running; its thread goes on, and would hold the process up.
     """
 
@@ -78,7 +81,7 @@ class Server:
     ) -> None:
         self.state = ServiceState(config)
         self._gate = Gate(config.access)
-        self._service = Service(self.state, quotas=self._gate.quotas)
+        self._service = Service(self.state, [NotedRequests()], self._gate.quotas)
         self._config = config
         self._load = load
         self._on_progress = on_progress
@@ -89,6 +92,8 @@ class Server:
         self._prefix: str | None = None
         self._metrics: ScrapeServer | None = None
         self._http: HttpPort | None = None
+        self._control: aio.Server | None = None
+        self.control_port: int | None = None
 
     @property
     def metrics_port(self) -> int | None:
@@ -109,7 +114,8 @@ class Server:
         self._prefix = _text_of(self._config.server.pin_prefix)
         max_bytes = int(self._config.server.max_request_size * 2**20)
         self._gate.read()
-        self._grpc = make_server(self._config.server, max_bytes, Door(self._gate))
+        with_control = self._config.access.control_port is None
+        self._grpc = make_server(self._config.server, max_bytes, Door(self._gate, takes_control=with_control))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._service), self._grpc)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), self._grpc)
         self._faces = Faces(self._service, self._config.server, max_bytes)
@@ -120,15 +126,32 @@ class Server:
             names = (*SERVICE_NAMES, *self._faces.names, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._grpc, descriptors())
         await self._enter(Stage.STARTING)
-        self._port = self._bind()
-        options = self._config
+        options, certificates = self._config, self._gate.certificates
+        self._port = bind(self._grpc, "port", options.server.host, options.server.port, certificates)
         if options.http.http_port is not None:
             self._http = HttpPort(self._service, self._gate, options.server.host, options.http.http_port)
             await self._http.start()
+        await self._open_control(max_bytes)
         await self._grpc.start()
         self._watching = asyncio.create_task(self._gate.watch())
         self._loading = asyncio.create_task(self._load_model())
         return self._port
+
+    async def _open_control(self, max_bytes: int) -> None:
+        """Open the port for acts of control alone, where the options ask for one."""
+        options = self._config.access
+        if options.control_port is None:
+            return
+        server = make_server(self._config.server, max_bytes, Door(self._gate, takes_control=True))
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._config.server.enable_reflection:
+            names = (SERVICE_NAMES[1], health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        host, port = options.control_host, options.control_port
+        self.control_port = bind(server, "control_port", host, port, self._gate.certificates)
+        await server.start()
+        self._control = server
 
     async def run(self) -> int:
         """Serves until `request_stop` or until the engine dies; then ends everything and returns the exit code."""
@@ -161,19 +184,6 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
-
-    def _bind(self) -> int:
-        options = self._config.server
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        try:
-            port = self._grpc.add_insecure_port(f"{host}:{options.port}")
-        except (RuntimeError, UnicodeError) as error:
-            _require_host(options.host)
-            raise InvalidArgument("port", f"{host}:{options.port} cannot be bound: {error}") from error
-        if port == 0:
-            _require_host(options.host)
-            raise InvalidArgument("port", f"{host}:{options.port} cannot be bound")
-        return port
 
     async def _enter(self, stage: Stage) -> None:
         self.state.enter(stage)
@@ -269,22 +279,14 @@ class Server:
         await self._faces.end(_FLUSH_TIMEOUT_S)
         if self._http is not None:
             await self._http.stop(_FLUSH_TIMEOUT_S)
+        if self._control is not None:
+            await self._control.stop(grace=_FLUSH_TIMEOUT_S)
         await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
         if self.state.model is not None:
             await asyncio.to_thread(self.state.model.engine.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
-
-
-def _require_host(host: str) -> None:
-    """Raises InvalidArgument for an address on which no port of this machine can be had."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found[:1]:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-    except (OSError, ValueError) as error:  # ValueError: a name that no resolver is asked for
-        raise InvalidArgument("host", f"{host!r} is no address of this machine: {error}") from error
+        await asyncio.to_thread(self._gate.end, _FLUSH_TIMEOUT_S)
 
 
 def _text_of(path: str | None) -> str | None:

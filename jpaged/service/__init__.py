@@ -7,6 +7,7 @@ workers.py         threads for what grows with a request
 loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
 adapters.py        adapters (LoRA) by name
 names.py           what a caller may call something
+auditing.py        what the audit learns of each request
 records.py         what became of each call, for traces and logs
 evaluations.py     calls that score and embed
 scoring.py         scores and embeddings as requests

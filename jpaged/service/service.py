@@ -285,7 +285,7 @@ class Service:
         Raises:
             NotFound: the tenant has none of that id in flight.
         """
-        model = self._controlled("Abort", self.state.loaded())
+        model = self._controlled("Abort", request_id, self.state.loaded())
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
         generation = self._open.get((_cache_tenant(model, tenant), request_id))
@@ -301,7 +301,7 @@ class Service:
         self, name: str, prefix: Prompt, cache_salt: str = "", tenant: str = "", adapter: str = ""
     ) -> int:
         """Keep a prefix computed under a name, also when the caller goes away; return how many of its tokens."""
-        model = self._controlled("PinPrefix", self.state.serving())
+        model = self._controlled("PinPrefix", name, self.state.serving())
         require_name("name", name)
         require_salt(cache_salt)
         loaded = model.adapters.named(adapter)
@@ -318,14 +318,14 @@ class Service:
         Raises:
             NotFound: the tenant has pinned none of that name.
         """
-        model = self._controlled("UnpinPrefix", self.state.serving())
+        model = self._controlled("UnpinPrefix", name, self.state.serving())
         require_name("name", name)
         if not model.engine.unpin_prefix(name, _cache_tenant(model, tenant)):
             raise NotFound(f"name: no prefix {name!r} is pinned")
 
     async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
         """Read an adapter from a path of this machine, for requests that name it; see `Adapters.load`."""
-        model = self._controlled("LoadAdapter", self.state.serving())
+        model = self._controlled("LoadAdapter", name, self.state.serving())
         return await self._workers.read(lambda: model.adapters.load(name, path))
 
     def unload_adapter(self, name: str) -> None:
@@ -334,7 +334,7 @@ class Service:
         Raises:
             NotFound: there is none of that name.
         """
-        self._controlled("UnloadAdapter", self.state.serving()).adapters.unload(name)
+        self._controlled("UnloadAdapter", name, self.state.serving()).adapters.unload(name)
 
     def end_open_calls(self, error: JpagedError) -> None:
         """End every `generate` that is open with an error, after what it already has to send."""
@@ -351,8 +351,9 @@ class Service:
             raise NotFound(f"model: {name!r} is not served here; {model.model.name!r} is")
         return model
 
-    def _controlled(self, method: str, model: LoadedModel) -> LoadedModel:
+    def _controlled(self, method: str, name: str, model: LoadedModel) -> LoadedModel:
         """Return the model, for a call that acts on it by name; anybody may abort what is its own."""
+        access.note_act(f"{method} {name[:128]}")
         if method == "Abort":
             access.require(Role.INFERENCE, method)
         else:

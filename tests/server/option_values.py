@@ -31,4 +31,10 @@ SERVER_VALUES = {
     "tenant_max_streams": 9,
     "tenant_max_n": 9,
     "tenant_max_prompt_tokens": 9,
+    "audit_log": "audit.jsonl",
+    "tls_cert": "server.pem",
+    "tls_key": "server.key",
+    "tls_client_ca": "clients.pem",
+    "control_port": 50052,
+    "control_host": "::1",
 }

@@ -1,0 +1,67 @@
+"""A gRPC server's address: a host and a port of this machine, with TLS where there are certificates."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from jpaged.access.certificates import CertificateFiles, Certificates
+from jpaged.errors import InvalidArgument
+
+
+def bind(server: aio.Server, field: str, host: str, port: int, certificates: CertificateFiles | None) -> int:
+    """Have a server listen; returns the port, which for 0 is a free one.
+
+    Args:
+        field: the option that names the port.
+
+    Raises:
+        InvalidArgument: the host or the port cannot be bound; names it.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if certificates is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials_of(certificates))
+    except (RuntimeError, UnicodeError) as error:
+        _require_host(field, host)
+        raise InvalidArgument(field, f"{address} cannot be bound: {error}") from error
+    if bound == 0:
+        _require_host(field, host)
+        raise InvalidArgument(field, f"{address} cannot be bound")
+    return bound
+
+
+def credentials_of(files: CertificateFiles) -> grpc.ServerCredentials:
+    """Return what a port shows and asks for; each handshake asks whether the files have changed."""
+    told = files.now
+
+    def newest() -> Any:  # None where nothing has changed, which grpc takes and its stubs do not
+        nonlocal told
+        if files.now is told:
+            return None
+        told = files.now
+        return _configuration(told)
+
+    wants_clients = told.client_ca is not None
+    return grpc.dynamic_ssl_server_credentials(_configuration(told), newest, wants_clients)
+
+
+def _configuration(now: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(now.key, now.chain)], now.client_ca)
+
+
+def _require_host(field: str, host: str) -> None:
+    """Raises InvalidArgument for an address on which no port of this machine can be had."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found[:1]:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver is asked for
+        name = field.removesuffix("port") + "host"
+        raise InvalidArgument(name, f"{host!r} is no address of this machine: {error}") from error
