@@ -16,6 +16,7 @@ intake.py      what becomes of a step's results
 soundness.py   rows whose logits are not finite
 stats.py       counts of what the engine did, and how long it took
 scheduling/    who runs in the next step
+watching/      what somebody who watches the pool is shown
 kv/            the blocks that they run in
 output/        sampled tokens -> text, stops, events
 data_parallel/ several engines behind one set of verbs

@@ -19,6 +19,7 @@ from jpaged.engine.loop import Clock, EngineLoop
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
+from jpaged.engine.watching.eyes import Eye, Eyes
 from jpaged.errors import InternalError, Unavailable
 from jpaged.load import EngineLoad
 from jpaged.types import FinishReason, LoadedAdapter, Request
@@ -131,6 +132,7 @@ class Engine:
         max_num_in_flight: requests that are accepted at one time: those that run, and the queue in front of them.
         in_flight: ids of requests that were accepted and have not ended.
         prefixes: what may be asked of cached prefixes; None where nothing is cached.
+        eyes: what may be asked about the pool.
 
     Args:
         config: scheduler, cache and `max_pinned_blocks` are read; sizes that are left out are the executor's.
@@ -177,7 +179,10 @@ class Engine:
             submit=self.submit,
             ask=self._thread.ask,
             groups=self._loop.groups,
+            limit=lambda: self._loop.memory.limit,
         )
+        loop = self._loop
+        self.eyes = Eyes([Eye(loop.watch, loop.memory, loop.stats, loop.groups, geometry, self._thread.ask)])
 
     @property
     def geometry(self) -> Geometry:

@@ -42,6 +42,7 @@ from jpaged.engine.speculation.rounds.rounds import Rounds
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.engine.turns import Turns
+from jpaged.engine.watching.watch import Watch
 from jpaged.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -184,6 +185,7 @@ class EngineLoop:
 
     Attributes:
         groups: what arrived and did not end, by request id.
+        watch: takes pictures, and notes what happens from one to the next.
     """
 
     def __init__(
@@ -224,6 +226,7 @@ class EngineLoop:
         is_on_host = options is not None and self._rounds is None
         self._drafting = Drafting.of(options, executor.rates, geometry) if options and is_on_host else None
         self._num_arrivals = 0
+        self.watch = Watch(geometry, self.memory, self.scheduler, clock)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -235,6 +238,8 @@ class EngineLoop:
         self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
+        if self.watch.is_on:
+            self.watch.note(schedule)
         started = self._start(schedule)
         may_go_on = True
         if isinstance(started, Started):
@@ -401,7 +406,7 @@ class EngineLoop:
             needed = (
                 f"the request needs up to {group.num_blocks_alone(geometry)} blocks and can never fit into the pool"
             )
-            problem = f"{needed}: {self.memory.num_blocks} blocks, less what pinned prefixes hold"
+            problem = f"{needed}: {self.memory.limit} blocks, less what pinned prefixes hold"
             self._fail([group], RequestTooLong("sampling.max_tokens", problem))
             return
         self.groups[request.request_id] = group

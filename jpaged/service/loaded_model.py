@@ -12,6 +12,7 @@ from jpaged.engine.executor import Geometry
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
+from jpaged.engine.watching.eyes import Eyes
 from jpaged.load import EngineLoad
 from jpaged.service.adapters import Adapters
 from jpaged.service.grammars.compiler import ServedGrammars
@@ -25,10 +26,12 @@ class EngineClient(Protocol):
     Attributes:
         clock: the clock of deadlines, and of `RequestTimes`.
         max_num_in_flight: requests that are accepted at one time.
+        eyes: what may be asked about its pools.
     """
 
     clock: Callable[[], float]
     max_num_in_flight: int
+    eyes: Eyes
 
     @property
     def geometry(self) -> Geometry:

@@ -25,6 +25,7 @@ VALUES = {
         "progress_bar",
         "structured",
         "chat",
+        "pool",
     ),
     "hardware",
 }
@@ -33,6 +34,7 @@ MAY_IMPORT = {
     "hardware": set(),
     "json_text": set(),
     "load": set(),
+    "pool": {"json_text"},
     "errors": set(),
     "structured": {"errors", "json_text"},
     "chat": {"errors"},

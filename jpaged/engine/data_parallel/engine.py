@@ -22,6 +22,7 @@ from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.pinned import Pin
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
+from jpaged.engine.watching.eyes import Eyes
 from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
 from jpaged.load import EngineLoad, total_load
 from jpaged.types import LoadedAdapter, OutputEvent, Request
@@ -42,6 +43,7 @@ class DataParallelEngine:
         if any(one != alike[0] for one in alike):
             raise InternalError(f"replicas are not alike: {alike}")
         self.clock = engines[0].clock
+        self.eyes = Eyes(eye for engine in engines for eye in engine.eyes.each)
         self.max_num_in_flight = sum(engine.max_num_in_flight for engine in engines)
         self._router = Router([engine.prefixes for engine in engines], self.geometry)
         # Guards what follows; engines take their own locks inside it, and never call back with theirs held.

@@ -7,6 +7,7 @@ blocks.py        which blocks are free, who holds the others, what has to be mov
 prefixes.py      which blocks hold which prefix, here and in host memory
 prefix_cache.py  key -> block, and the longest prefix that can be used
 outgrowing.py   sequences that outgrow their keys, and begin again
+aside.py         blocks that nobody may have
 windows.py       takes back what no later query of a sequence sees
 swapping.py      groups in host memory
 pinned.py        prefixes that stay, by name

@@ -244,6 +244,15 @@ class BlockPool:
             self._ref_counts[block_id] = 1
         return block_ids
 
+    def allocate_last(self, num_blocks: int) -> list[int]:
+        """Takes up to so many free blocks, those with the highest numbers, as `allocate` takes the oldest."""
+        block_ids = sorted(self._free)[::-1][:num_blocks]
+        for block_id in block_ids:
+            del self._free[block_id]
+            self._on_reissue(block_id)
+            self._ref_counts[block_id] = 1
+        return block_ids
+
     def acquire(self, block_id: int) -> bool:
         """Adds a reference to a block with its content; True when it was free (and still cached) until now."""
         was_free = self._ref_counts[block_id] == 0

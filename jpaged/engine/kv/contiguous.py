@@ -25,6 +25,7 @@ from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
+from jpaged.pool import MemoryMarks
 
 RESERVE_POLICIES = tuple(policy for policy in get_args(KVPolicy) if policy != "paged")
 
@@ -107,7 +108,8 @@ class ReservedMemory:
         self.prefixes = None
         self.swapping = None
         self.windows = None
-        self.num_blocks = geometry.num_blocks
+        self.aside = None
+        self.num_blocks = self.limit = geometry.num_blocks
         self._block_size = geometry.block_size
         self._max_model_len = geometry.max_model_len
         self._num_kv_groups = len(geometry.windows)
@@ -213,6 +215,17 @@ class ReservedMemory:
     def use(self) -> MemoryUse:
         num_free = self._buddies.num_free
         return MemoryUse(self.num_blocks, num_free, 0, self.num_blocks - num_free)
+
+    def marks(self) -> MemoryMarks:
+        none, nothing = np.zeros(0, np.int32), np.zeros(self.num_blocks + 1, np.uint8)
+        runs = [np.arange(first, first + (1 << _order(count)), dtype=np.int32) for first, count in self._reserved()]
+        return MemoryMarks(
+            cached=nothing,
+            host_cached=np.zeros(1, np.uint8),
+            pinned=none,
+            aside=none,
+            reserved=np.concatenate([none, *runs]),
+        )
 
     def take_ops(self) -> MemoryOps:
         return self._ops.take()

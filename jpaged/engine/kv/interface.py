@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jpaged.engine.executor import I32
+from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
+from jpaged.pool import MemoryMarks
 
 Shares = list[tuple[Sequence, int]]
 """Sequences of one group, each with the tokens that it computes in this step."""
@@ -19,12 +21,16 @@ Shares = list[tuple[Sequence, int]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """A count of blocks: free + cached + referenced is num_blocks. Cached ones are free and still hold a prefix."""
+    """A count of blocks: free + cached + referenced + aside is num_blocks.
+
+    Cached ones are free and still hold a prefix; nobody may have those that are aside.
+    """
 
     num_blocks: int
     num_free: int
     num_cached: int
     num_referenced: int
+    num_aside: int = 0
 
 
 class KVMemory(Protocol):
@@ -32,6 +38,11 @@ class KVMemory(Protocol):
 
     @property
     def num_blocks(self) -> int: ...
+
+    @property
+    def limit(self) -> int:
+        """Blocks that requests and pins may have: all, but for those that are set aside."""
+        ...
 
     @property
     def counts(self) -> MemoryCounts: ...
@@ -49,6 +60,11 @@ class KVMemory(Protocol):
     @property
     def windows(self) -> Windows | None:
         """What takes back blocks that nobody sees any more; None where every token is seen, or every block kept."""
+        ...
+
+    @property
+    def aside(self) -> Aside | None:
+        """What makes the pool smaller; None where that cannot be."""
         ...
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
@@ -101,6 +117,10 @@ class KVMemory(Protocol):
         ...
 
     def use(self) -> MemoryUse: ...
+
+    def marks(self) -> MemoryMarks:
+        """What is known of blocks besides the tables of sequences: a copy, for who watches."""
+        ...
 
     def take_ops(self) -> MemoryOps:
         """The moves decided since the last call, for the device to make before the step."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jpaged.engine.executor import I32, Geometry, Move
+from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import BlockPool, MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.needs import Needs
@@ -20,6 +21,7 @@ from jpaged.engine.kv.prefixes import HostTier, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
+from jpaged.pool import MemoryMarks
 
 
 class PagedMemory:
@@ -32,6 +34,7 @@ class PagedMemory:
     prefixes: Prefixes | None
     swapping: Swapping | None
     windows: Windows | None
+    aside: Aside
 
     def __init__(
         self, geometry: Geometry, *, caches_prefixes: bool = True, max_cached_tokens: int | None = None
@@ -51,11 +54,16 @@ class PagedMemory:
             self._pool = self.prefixes.pool
         else:
             self._pool = BlockPool(num_blocks=self.num_blocks, block_size=self.block_size)
+        self.aside = Aside(self._pool)
         self._needs = Needs(self._pool, self._reaches)
         if any(reach.num_seen is not None for reach in self._reaches):
             self.windows = Windows(self._pool, self._reaches)
         if geometry.num_host_blocks:
             self.swapping = Swapping(self._pool, self._host.pool, self._ops, self._needs, self.prefixes)
+
+    @property
+    def limit(self) -> int:
+        return self.aside.limit
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
         match = None if self.prefixes is None else self.prefixes.match(group)
@@ -125,7 +133,7 @@ class PagedMemory:
         sequence.resume_at(0)
 
     def num_reserved_slots(self) -> int:
-        return self._pool.num_used * self.block_size
+        return (self._pool.num_used - self.aside.num_blocks) * self.block_size
 
     def num_stored_tokens(self, sequences: Iterable[Sequence], own_lens_s: I32) -> int:
         """Every block in use is full but the last of a table; one that several tables share is as full as most say."""
@@ -140,9 +148,9 @@ class PagedMemory:
         return self.num_reserved_slots() - sum(empty.values()) - num_empty_of_own
 
     def can_ever_fit(self, group: Group) -> bool:
-        """The group could run alone, with every pinned prefix in its place."""
+        """The group could run alone, with every pinned prefix in its place, within the limit of the pool."""
         num_pinned = 0 if self.prefixes is None else len(self.prefixes.pinned_blocks)
-        return group.num_blocks_alone(self._geometry) <= self.num_blocks - num_pinned
+        return group.num_blocks_alone(self._geometry) <= self.limit - num_pinned
 
     def use(self) -> MemoryUse:
         num_cached = 0 if self.prefixes is None else self.prefixes.num_cached
@@ -150,7 +158,20 @@ class PagedMemory:
             num_blocks=self.num_blocks,
             num_free=self._pool.num_free - num_cached,
             num_cached=num_cached,
-            num_referenced=self._pool.num_used,
+            num_referenced=self._pool.num_used - self.aside.num_blocks,
+            num_aside=self.aside.num_blocks,
+        )
+
+    def marks(self) -> MemoryMarks:
+        none = np.zeros(0, np.int32)
+        known = bytes(self.num_blocks + 1) if self.prefixes is None else bytes(self.prefixes.marks)
+        pins = () if self.prefixes is None else self.prefixes.pinned_tables()
+        return MemoryMarks(
+            cached=np.frombuffer(known, np.uint8),
+            host_cached=np.frombuffer(bytes(self._host.marks), np.uint8),
+            pinned=np.concatenate([none, *(table.ids_m[: table.num_blocks] for table in pins)]),
+            aside=self.aside.table.ids_m[: self.aside.num_blocks].copy(),
+            reserved=none,
         )
 
     def take_ops(self) -> MemoryOps:
@@ -159,7 +180,8 @@ class PagedMemory:
     def check(self, groups: Iterable[Group]) -> None:
         sequences = [sequence for group in groups for sequence in group.sequences]
         pinned = () if self.prefixes is None else self.prefixes.pinned_tables()
-        self._pool.check([*(table for sequence in sequences for table in sequence.kv.tables), *pinned])
+        tables = (table for sequence in sequences for table in sequence.kv.tables)
+        self._pool.check([*tables, *pinned, self.aside.table])
         self._host.pool.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:
             self.prefixes.check()

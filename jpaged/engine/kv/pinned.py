@@ -49,6 +49,7 @@ class PinnedPrefixes:
 
     Args:
         prefixes: where they are; None where nothing can be pinned.
+        limit: blocks that requests and pins may have; asked on that thread.
         max_blocks: what `pin_limit` says.
         submit: takes a request; its events come on the engine's thread.
         ask: has something done on that thread.
@@ -64,6 +65,7 @@ class PinnedPrefixes:
         submit: Callable[[Request, Sink], None],
         ask: Callable[[Callable[[], None]], None],
         groups: Mapping[str, Group],
+        limit: Callable[[], int],
     ) -> None:
         self._prefixes = prefixes
         self._geometry = geometry
@@ -71,6 +73,7 @@ class PinnedPrefixes:
         self._submit = submit
         self._ask = ask
         self._groups = groups
+        self._limit = limit
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._num_blocks: dict[Pin, int] = {}
@@ -156,14 +159,14 @@ class PinnedPrefixes:
         assert self._prefixes is not None
         num_tokens = self._prefixes.pin(pin, group.live[0])
         num_pinned = len(self._prefixes.pinned_blocks)
-        num_left = self._geometry.num_blocks - num_pinned
+        limit = self._limit()
         others = [other for other in self._groups.values() if other is not group]
         needed = max((other.num_blocks_alone(self._geometry) for other in others), default=0)
-        if num_left < needed:
+        if limit - num_pinned < needed:
             self._prefixes.unpin(pin)
             raise InvalidArgument(
                 "token_ids",
-                f"{num_pinned} pinned blocks would leave {num_left} of {self._geometry.num_blocks}; a request in "
+                f"{num_pinned} pinned blocks would leave {limit - num_pinned} of {limit}; a request in "
                 f"flight may need {needed}",
             )
         with self._lock:

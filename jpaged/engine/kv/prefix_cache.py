@@ -47,11 +47,16 @@ class PrefixMatch:
 class PrefixCache:
     """Key -> block, and what is needed to forget a block and to find partial matches.
 
+    Attributes:
+        marks: [N + 1] 1 where a block is known: the same once more, for who wants all of them at once.
+
     Args:
         reaches: of each KV group.
+        num_blocks: of the pool.
     """
 
-    def __init__(self, reaches: Sequence[Reach]) -> None:
+    def __init__(self, reaches: Sequence[Reach], num_blocks: int) -> None:
+        self.marks = bytearray(num_blocks + 1)
         self._reaches = reaches
         self._block_size = reaches[0].block_size
         self._blocks: dict[Key, int] = {}
@@ -111,6 +116,7 @@ class PrefixCache:
         key = self._keys.pop(block_id, None)
         if key is None:
             return None
+        self.marks[block_id] = 0
         del self._blocks[key]
         if block_id in self._parents:
             del self._tokens[block_id]
@@ -126,6 +132,7 @@ class PrefixCache:
             return False
         self._blocks[key] = block_id
         self._keys[block_id] = key
+        self.marks[block_id] = 1
         return True
 
     def _partial(self, parent: Key, rest: Sequence[int]) -> tuple[list[int] | None, int]:

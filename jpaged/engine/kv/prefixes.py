@@ -31,6 +31,7 @@ class HostTier:
         self._ops = ops
         self._blocks: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
+        self.marks = bytearray(num_blocks + 1)  # 1 where a block is kept
 
     def __contains__(self, key: Key) -> bool:
         return key in self._blocks
@@ -41,6 +42,7 @@ class HostTier:
             return
         (home,) = self.pool.allocate(1)
         self._blocks[key], self._keys[home] = home, key
+        self.marks[home] = 1
         self._ops.add(Move.SWAP_OUT, block_id, home)
         self._hand_back(home)
 
@@ -58,7 +60,9 @@ class HostTier:
     def forget(self, key: Key) -> None:
         """Drops what is kept under a key, if anything is."""
         if key in self._blocks:
-            del self._keys[self._blocks.pop(key)]
+            home = self._blocks.pop(key)
+            del self._keys[home]
+            self.marks[home] = 0
 
     @property
     def is_used(self) -> bool:
@@ -70,6 +74,7 @@ class HostTier:
         num_kept = len(self._blocks)
         self._blocks.clear()
         self._keys.clear()
+        self.marks = bytearray(len(self.marks))
         return num_kept
 
     def _hand_back(self, home: int) -> None:
@@ -81,6 +86,7 @@ class HostTier:
         key = self._keys.pop(home, None)
         if key is not None:
             del self._blocks[key]
+            self.marks[home] = 0
 
 
 class Prefixes:
@@ -110,7 +116,7 @@ class Prefixes:
         )
         self._host = host
         self._ops = ops
-        self._cache = PrefixCache(reaches)
+        self._cache = PrefixCache(reaches, num_blocks)
         self._pinned: dict[Hashable, BlockTable] = {}
 
     # --- who is admitted --------------------------------------------------------------------------------------------
@@ -248,6 +254,11 @@ class Prefixes:
 
     def pinned_tables(self) -> Iterable[BlockTable]:
         return self._pinned.values()
+
+    @property
+    def marks(self) -> bytearray:
+        """[N + 1] 1 where a block holds a prefix that is known; not to be written."""
+        return self._cache.marks
 
     def check(self) -> None:
         """Raises InternalError when the cached blocks are miscounted."""

@@ -74,8 +74,6 @@ class Scheduler:
         self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
         self.rounds = RoundRows(memory, self.rows, geometry, self._policy)
         self.adapters = AdapterSlots(geometry.max_loras)
-        # Room that growing rows find without preempting, kept free by admission while others run.
-        self._num_spare_blocks = max(1, memory.num_blocks // 100)
 
     def schedule(self, proposals: Proposals | None = None, num_rounds: int = 0) -> Schedule:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched.
@@ -288,7 +286,8 @@ class Scheduler:
             return False
         if group.request.adapter is not None and not self.adapters.can_take(group.request.adapter):
             return False
-        spare = outstanding + (self._num_spare_blocks if self.queues.running else 0)
+        # Room that growing rows find without preempting is kept free while others run.
+        spare = outstanding + (max(1, self._memory.limit // 100) if self.queues.running else 0)
         if group.status is Status.SWAPPED and self._memory.swapping is not None:
             return self._memory.swapping.can_swap_in(group, spare)
         return self._memory.can_admit(group, spare)

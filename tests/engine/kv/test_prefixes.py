@@ -43,7 +43,7 @@ def chain(tokens, block_size, salt=""):
 
 
 def test_a_chain_is_matched_up_to_its_first_gap():
-    cache, tokens = PrefixCache([Reach(2)]), [1, 2, 3, 4, 5, 6, 7]
+    cache, tokens = PrefixCache([Reach(2)], 200), [1, 2, 3, 4, 5, 6, 7]
     keys = chain(tokens, 2)
     for block_id, i in ((7, 0), (9, 2)):
         cache.insert(block_id, keys[i - 1] if i else root_key(""), keys[i], tokens[2 * i : 2 * i + 2])
@@ -58,7 +58,7 @@ def test_equal_tokens_after_another_prefix_are_another_block():
 
 
 def test_the_last_token_is_never_matched_since_it_must_run():
-    cache, tokens = PrefixCache([Reach(2)]), [1, 2, 3, 4]
+    cache, tokens = PrefixCache([Reach(2)], 200), [1, 2, 3, 4]
     keys = chain(tokens, 2)
     cache.insert(5, root_key(""), keys[0], [1, 2])
     cache.insert(6, keys[0], keys[1], [3, 4])
@@ -67,7 +67,7 @@ def test_the_last_token_is_never_matched_since_it_must_run():
 
 
 def test_the_newest_of_many_blocks_with_one_parent_is_matched_in_part():
-    cache = PrefixCache([Reach(2)])
+    cache = PrefixCache([Reach(2)], 200)
     for block_id in range(1, 100):
         (key,) = chain([block_id, 0], 2)
         cache.insert(block_id, root_key(""), key, [block_id, 0])
@@ -75,7 +75,7 @@ def test_the_newest_of_many_blocks_with_one_parent_is_matched_in_part():
 
 
 def test_a_forgotten_block_is_not_found():
-    cache, tokens = PrefixCache([Reach(2)]), [1, 2, 3]
+    cache, tokens = PrefixCache([Reach(2)], 200), [1, 2, 3]
     (key,) = chain(tokens, 2)
     cache.insert(5, root_key(""), key, [1, 2])
     assert cache.forget(5) == key

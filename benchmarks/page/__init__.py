@@ -1,0 +1,4 @@
+"""The page of the pool: what it costs who is watched, and its picture in the README.
+
+cost.py     what a picture takes of the engine's thread, and a frame of another: `python -m benchmarks.page.cost`
+"""

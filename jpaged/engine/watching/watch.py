@@ -1,0 +1,197 @@
+"""Takes pictures of the pool between two steps, and notes what happens from one to the next.
+
+    picture ──── note ── note ── note ──── picture         the first picture begins the notes
+                └───── what has happened ──┘               without another for some seconds they end
+
+Everything here runs on the engine's thread, and copies: what grows with the pool is numpy's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from jpaged.engine.executor import Geometry, Move
+from jpaged.engine.kv.blocks import BlockTable
+from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.sequence import Group, Sequence, Status
+from jpaged.load import EngineLoad
+from jpaged.pool import Chain, Happening, Occupant, PoolPicture
+from jpaged.pool.picture import I32
+
+_NOTES_S = 3.0
+"""How long after a picture what happens is noted for the next."""
+_MAX_NOTES = 500
+_MAX_WAITING = 100
+"""Waiting requests that a picture names."""
+_MAX_BLOCKS_TOLD = 64
+_TOTALS = (
+    "num_steps",
+    "num_preemptions",
+    "num_recomputed_tokens",
+    "num_copies_on_write",
+    "num_blocks_swapped_out",
+    "num_blocks_swapped_in",
+    "num_prompt_tokens",
+    "num_generation_tokens",
+    "num_prefix_query_tokens",
+    "num_prefix_hit_tokens",
+    "num_requests_ended",
+)
+
+
+class Watch:
+    """The eyes on one engine.
+
+    Attributes:
+        is_on: what happens is noted; the loop looks at it once a step.
+    """
+
+    def __init__(self, geometry: Geometry, memory: KVMemory, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        self.is_on = False
+        self._geometry = geometry
+        self._memory = memory
+        self._scheduler = scheduler
+        self._clock = clock
+        self._until_s = 0.0
+        self._num_notes = 0
+        self._num_forks = 0
+        self._notes: deque[Happening] = deque(maxlen=_MAX_NOTES)
+        self._known: dict[Group, None] = {}
+        self._holding: dict[Group, frozenset[Sequence]] = {}
+
+    def note(self, schedule: Schedule) -> None:
+        """Notes what a step that was just decided has changed."""
+        if self._clock() > self._until_s:
+            self._end()
+            return
+        for group in schedule.preempted:
+            kind = "preemption_swap" if group.status is Status.SWAPPED else "preemption_recompute"
+            self._note(kind, group)
+        for group in schedule.admitted:
+            self._known[group] = None
+            self._note("admission" if group.num_preemptions == 0 else "resumption", group)
+        self._note_forks()
+        self._note_moves(schedule)
+        self._note_ends()
+
+    def picture(self, load: EngineLoad) -> PoolPicture:
+        """The pool as it is, and what has happened since the last picture.
+
+        Args:
+            load: the counts of the last step.
+        """
+        if not self.is_on:
+            self._begin()
+        self._until_s = self._clock() + _NOTES_S
+        queues, geometry = self._scheduler.queues, self._geometry
+        self._note_ends()
+        occupied = [*queues.holders, *queues.swapped]
+        self._known.update(dict.fromkeys(occupied))
+        shown = [*occupied, *islice(queues.waiting, _MAX_WAITING)]
+        happenings = tuple(self._notes)
+        self._notes.clear()
+        totals = {name: getattr(load, name) for name in _TOTALS}
+        return PoolPicture(
+            time_s=self._clock(),
+            num_blocks=geometry.num_blocks,
+            num_host_blocks=geometry.num_host_blocks,
+            block_size=geometry.block_size,
+            num_kv_groups=len(geometry.windows),
+            limit=self._memory.limit,
+            marks=self._memory.marks(),
+            occupants=tuple(map(_occupant, shown)),
+            num_waiting=len(queues.waiting),
+            happenings=happenings,
+            totals=totals | {"num_forks": self._num_forks},
+        )
+
+    # --- notes ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.is_on = True
+        queues = self._scheduler.queues
+        self._holding = {group: _holders(group) for group in [*queues.running, *queues.swapped] if group.num_rows > 1}
+
+    def _end(self) -> None:
+        """Nobody has asked for a picture for a while."""
+        self.is_on = False
+        self._notes.clear()
+        self._known.clear()
+        self._holding.clear()
+
+    def _note(
+        self, kind: str, group: Group | None, *, count: int = 1, blocks: Iterable[int] = (), why: str = ""
+    ) -> None:
+        self._num_notes += 1
+        request = None if group is None else group.arrival
+        told = tuple(islice(blocks, _MAX_BLOCKS_TOLD))
+        self._notes.append(Happening(self._num_notes, kind, request, count, told, why))
+
+    def _note_forks(self) -> None:
+        """Notes sequences that hold blocks now and did not in the step before, beside one that did."""
+        queues = self._scheduler.queues
+        for group in queues.running:
+            if group.num_rows == 1:
+                continue
+            before, now = self._holding.get(group, frozenset()), _holders(group)
+            num_new = len(now - before) - (0 if before else 1)
+            if num_new > 0:
+                self._num_forks += num_new
+                leader = group.live[0].kv.tables[0] if group.live else None
+                self._note("fork", group, count=num_new, blocks=() if leader is None else leader.block_ids())
+            self._holding[group] = now
+        gone = [group for group in self._holding if group.status in (Status.FINISHED, Status.WAITING)]
+        for group in gone:
+            del self._holding[group]
+
+    def _note_moves(self, schedule: Schedule) -> None:
+        new = {
+            block_id for group in schedule.admitted for sequence in group.live for block_id in sequence.kv.block_ids()
+        }
+        for moves in schedule.ops.batches():
+            pairs = list(zip(moves.sources, moves.destinations, strict=True))
+            if moves.move is not Move.COPY:
+                kind = "swap_out" if moves.move is Move.SWAP_OUT else "swap_in"
+                self._note(kind, None, count=len(pairs), blocks=[block_id for pair in pairs for block_id in pair])
+                continue
+            for source, destination in pairs:
+                kind = "prefix_copy" if destination in new else "copy_on_write"
+                self._note(kind, None, blocks=(source, destination))
+
+    def _note_ends(self) -> None:
+        ended = [group for group in self._known if group.status is Status.FINISHED]
+        for group in ended:
+            del self._known[group]
+            self._note("end", group, why=group.ended_by or "error")
+
+
+def _holders(group: Group) -> frozenset[Sequence]:
+    kept = [(sequence, sequence.kv) for sequence in group.sequences]
+    return frozenset(sequence for sequence, kv in kept if kv.num_blocks or kv.host_tables[0].num_blocks)
+
+
+def _occupant(group: Group) -> Occupant:
+    chains = []
+    for sequence in group.sequences:
+        kv = sequence.kv
+        if sequence.is_live or kv.num_blocks:
+            host_tables = _copied(kv.host_tables) if group.status is Status.SWAPPED else ()
+            chains.append(Chain(sequence.index, sequence.num_tokens, _copied(kv.tables), host_tables))
+    return Occupant(
+        group.arrival,
+        group.request.request_id,
+        group.status.value,
+        len(group.request.prompt_token_ids),
+        group.num_cached_tokens or 0,
+        group.num_preemptions,
+        tuple(chains),
+    )
+
+
+def _copied(tables: tuple[BlockTable, ...]) -> tuple[I32, ...]:
+    """The places in use of each."""
+    return tuple([table.ids_m[: table.num_blocks].copy() for table in tables])
