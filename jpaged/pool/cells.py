@@ -58,7 +58,8 @@ def host_cells_of(picture: PoolPicture) -> U32:
 
 def unpack(cells: U32) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
     """The kind, the tables and the request of each."""
-    return cells & 7, (cells >> _COUNT_SHIFT) & MOST_COUNTED, cells >> _OWNER_SHIFT
+    mask, most = np.uint32(7), np.uint32(MOST_COUNTED)
+    return cells & mask, (cells >> np.uint32(_COUNT_SHIFT)) & most, cells >> np.uint32(_OWNER_SHIFT)
 
 
 def _cells(

@@ -56,7 +56,7 @@ class FrameWriter:
 
     def change(self, pictures: Sequence[PoolPicture]) -> Frame:
         """Takes the next pictures, of all pools, and returns the frame from the ones before to them."""
-        before = self._known or [None] * len(pictures)
+        before: Sequence[_Known | None] = self._known or [None] * len(pictures)
         after = [_known(picture, old) for picture, old in zip(pictures, before, strict=True)]
         pools = [_pool(new, old) for new, old in zip(after, before, strict=True)]
         base = self.number if self._known else None

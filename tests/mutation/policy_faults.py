@@ -180,7 +180,7 @@ POLICY_FAULTS = (
     Fault(
         "there is no low-water mark",
         "scheduling/scheduler.py",
-        "max(1, memory.num_blocks // 100)",
+        "max(1, self._memory.limit // 100)",
         "0",
         SCHEDULER,
     ),

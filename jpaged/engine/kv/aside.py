@@ -16,22 +16,14 @@ class Aside:
     Attributes:
         limit: blocks that requests may have, once all others have come free.
         table: the blocks that are set aside.
+        num_blocks: how many these are.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.limit = pool.num_blocks
         self.table = BlockTable(pool.num_blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that are set aside."""
-        return self.table.num_blocks
-
-    @property
-    def is_reached(self) -> bool:
-        """Nothing has to come free any more for the limit to hold."""
-        return self.num_blocks == self._pool.num_blocks - self.limit
+        self.num_blocks = 0
 
     def leave(self, limit: int) -> None:
         """Leaves so many blocks to requests: gives back what is too much, and sets aside what is free of the rest."""
@@ -41,3 +33,4 @@ class Aside:
             self._pool.release(self.table, num_kept=num_aside)
         elif num_aside > self.num_blocks:
             self.table.extend(self._pool.allocate_last(num_aside - self.num_blocks))
+        self.num_blocks = self.table.num_blocks

@@ -36,16 +36,13 @@ class MemoryUse:
 class KVMemory(Protocol):
     """Blocks for sequences: who gets them, who shares them, where they are."""
 
-    @property
-    def num_blocks(self) -> int: ...
+    num_blocks: int
+    counts: MemoryCounts
 
     @property
     def limit(self) -> int:
         """Blocks that requests and pins may have: all, but for those that are set aside."""
         ...
-
-    @property
-    def counts(self) -> MemoryCounts: ...
 
     @property
     def prefixes(self) -> Prefixes | None:

@@ -1,0 +1,190 @@
+// Sends requests of one's own, and makes the pool smaller.
+
+import { events } from "./wire.js";
+import { colourOf, css } from "./colours.js";
+import { shortName, text } from "./view.js";
+
+const $ = (id) => document.getElementById(id);
+const MOST_ANSWERS = 12, MOST_SHOWN = 1500;
+const STORY = "Once upon a time there was a small dragon who lived in a cave by the sea. Every morning the dragon";
+
+// What there is to see, each a click: values of the sliders, a pool, how the prompts of several differ.
+const SCENES = [
+  ["share", "eight samples of one prompt share its blocks, and copy what they write", { n: 8, tokens: 120, temperature: 1, prompt: STORY }],
+  ["beams", "beams fork and end at every step", { beams: 5, tokens: 96, temperature: 0, prompt: STORY }],
+  ["prefix", "prompts that begin alike find the blocks of the first", { requests: 6, tokens: 96, temperature: 0.8, prompt: STORY, isAlike: true }],
+  ["preempt", "more than the pool holds: somebody has to leave, and comes back", { requests: 14, tokens: 200, temperature: 0.9, blocks: 48, prompt: STORY }],
+];
+
+export class Play {
+  // `token` says which key to send, `owner` finds the number of a request by its id.
+  constructor(about, owner) {
+    this.about = about;
+    this.owner = owner;
+    this.running = new Set();
+    this.numSent = 0;
+    this.isAlike = false;
+    this.controller = new AbortController();
+    const saved = sessionStorage.getItem("jpaged-key");
+    if (saved) $("token").value = saved;
+    $("token").addEventListener("change", () => sessionStorage.setItem("jpaged-key", $("token").value));
+    $("tokens").max = Math.max(16, Math.min(400, Math.floor((about.max_model_len * 0.6) / 8) * 8));
+    for (const id of ["n", "beams", "temperature", "tokens", "requests"]) {
+      $(id).addEventListener("input", () => this.tell(id));
+      this.tell(id);
+    }
+    $("prompt").addEventListener("input", () => { this.isAlike = false; });
+    $("play").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
+    $("stop").addEventListener("click", () => { this.controller.abort(); this.controller = new AbortController(); });
+    for (const [name, title, values] of SCENES) {
+      const button = document.createElement("button");
+      button.type = "button"; button.textContent = name; button.title = title; button.dataset.scene = name;
+      button.addEventListener("click", () => this.play(values));
+      $("scenes").append(button);
+    }
+  }
+
+  headers() {
+    const token = $("token").value;
+    return token ? { Authorization: `Bearer ${token}` } : {};
+  }
+
+  tell(id) {
+    const value = Number($(id).value);
+    if (id === "beams" && value > 1) { $("n").value = 1; this.tell("n"); }
+    if (id === "n" && value > 1 && Number($("beams").value) > 1) { $("beams").value = 1; this.tell("beams"); }
+    text(`o-${id}`, id === "beams" && value === 1 ? "off" : id === "temperature" ? value.toFixed(1) : value);
+  }
+
+  async play(values) {
+    for (const [id, value] of Object.entries({ n: 1, beams: 1, requests: 1, ...values })) {
+      if (id === "prompt") $("prompt").value = value;
+      else if ($(id)?.type === "range") { $(id).value = value; this.tell(id); }
+    }
+    this.isAlike = Boolean(values.isAlike);
+    if (values.blocks && this.numBlocks > values.blocks) await this.limit(values.blocks);
+    this.send();
+  }
+
+  send() {
+    const number = Number($("requests").value);
+    text("problem", "");
+    for (let i = 0; i < number; i++) this.one(i, number);
+  }
+
+  async one(place, number) {
+    const id = `page-${Date.now().toString(36)}-${++this.numSent}`, beams = Number($("beams").value);
+    const mark = number > 1 ? ` ${["red", "old", "wise", "shy", "loud", "tiny", "proud", "lazy"][place % 8]} ${place}` : "";
+    const prompt = $("prompt").value || "Once";
+    const temperature = Number($("temperature").value);
+    const body = {
+      model: this.about.model,
+      // Prompts that begin alike share blocks; those that begin otherwise share none.
+      prompt: mark && !this.isAlike ? `${mark.trim()}: ${prompt}` : prompt + mark,
+      max_tokens: Number($("tokens").value),
+      stream: true,
+      n: beams > 1 ? 1 : Number($("n").value),
+      temperature: beams > 1 ? 0 : temperature,
+      ignore_eos: true,
+    };
+    if (beams > 1) body.beam_width = beams;
+    const answers = new Answers(id, () => this.owner(id));
+    this.running.add(id);
+    try {
+      const answer = await fetch("/v1/completions", {
+        method: "POST",
+        headers: { "Content-Type": "application/json", "X-Request-Id": id, ...this.headers() },
+        body: JSON.stringify(body),
+        signal: this.controller.signal,
+      });
+      if (!answer.ok) throw new Error((await answer.json()).error?.message ?? answer.statusText);
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      for await (const data of events(reader)) {
+        if (data === "[DONE]") break;
+        const event = JSON.parse(data);
+        if (event.error) throw new Error(event.error.message);
+        for (const choice of event.choices ?? []) answers.add(choice.index, choice.text ?? "");
+      }
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      answers.fail(String(error.message ?? error));
+      text("problem", error.message ?? error);
+      if (/key|token|authen/i.test(error.message ?? "")) $("key").open = true;
+    } finally {
+      this.running.delete(id);
+    }
+  }
+
+  // Offers sizes that the pool can have.
+  offer(numBlocks, limit) {
+    if (this.numBlocks !== numBlocks) {
+      this.numBlocks = numBlocks;
+      const sizes = [32, 48, 64, 128, 256, 1024, 4096].filter((size) => size < numBlocks);
+      $("presets").replaceChildren(...[...sizes, null].map((size) => {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.textContent = size ?? `all ${numBlocks}`;
+        button.dataset.blocks = size ?? "all";
+        button.disabled = !this.about.can_limit;
+        button.addEventListener("click", () => this.limit(size));
+        return button;
+      }));
+    }
+    for (const button of $("presets").children) {
+      const is = button.dataset.blocks === "all" ? limit === numBlocks : Number(button.dataset.blocks) === limit;
+      button.setAttribute("aria-pressed", String(is));
+    }
+  }
+
+  async limit(blocks) {
+    text("problem", "");
+    try {
+      const answer = await fetch("/page/limit", {
+        method: "POST",
+        headers: { "Content-Type": "application/json", ...this.headers() },
+        body: JSON.stringify({ blocks }),
+      });
+      const told = await answer.json();
+      if (!answer.ok) throw new Error(told.error?.message ?? answer.statusText);
+      if (told.blocks_in_use) text("problem", `${told.blocks_in_use} blocks are still in use: they stay for now`);
+    } catch (error) {
+      text("problem", error.message ?? error);
+      if (/key|token|authen/i.test(error.message ?? "")) $("key").open = true;
+    }
+  }
+}
+
+// The texts of one request, one paragraph for each sample, in the colour of its blocks.
+class Answers {
+  constructor(id, owner) {
+    this.owner = owner;
+    this.shown = new Map();
+  }
+
+  at(index) {
+    let shown = this.shown.get(index);
+    if (!shown) {
+      shown = document.createElement("p");
+      this.shown.set(index, shown);
+      $("answers-card").hidden = false;
+      $("answers").prepend(shown);
+      while ($("answers").children.length > MOST_ANSWERS) $("answers").lastChild.remove();
+    }
+    const number = this.owner();
+    if (number !== null) shown.style.borderColor = css(colourOf(number, 2));
+    return shown;
+  }
+
+  add(index, words) {
+    const shown = this.at(index);
+    if (shown.textContent.length < MOST_SHOWN) shown.append(words);
+  }
+
+  fail(problem) {
+    const shown = this.at(-1);
+    shown.className = "bad";
+    shown.textContent = problem;
+  }
+}
+
+export { shortName };
