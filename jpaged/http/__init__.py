@@ -11,6 +11,7 @@ models.py   /v1/models
 tokens.py   /tokenize, /detokenize
 scoring.py  /v1/embeddings, /v1/score
 local.py    the server of this process as what runs OpenAI's bodies
+page/       /, the page of the pool
 exchange.py a JSON body in and out, on threads where it is large
 responses.py /v1/responses
 batching/   /v1/files, /v1/batches

@@ -21,6 +21,7 @@ from jpaged.http.batching.batches import batch_routes
 from jpaged.http.batching.runner import Runner
 from jpaged.http.errors import error_for, response_of
 from jpaged.http.generate import paths
+from jpaged.http.page import paths as page
 from jpaged.http.requests import REQUEST_ID_HEADER
 from jpaged.http.wire import App, Message, Receive, Scope, Send
 from jpaged.service.names import is_name
@@ -33,7 +34,7 @@ def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App
         routes=[
             *(
                 route
-                for part in (operator, models, paths, responses, scoring, tokens)
+                for part in (operator, models, paths, responses, scoring, tokens, page)
                 for route in part.routes(service)
             ),
             *batch_routes(service, batches),

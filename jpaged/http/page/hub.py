@@ -56,6 +56,7 @@ class Hub:
             raise QueueFull(f"{self._num_watchers} watch the pool, the limit is {MAX_WATCHERS}", retry_after_s=_RETRY_S)
         self._num_watchers += 1
         if self._looking is None:
+            self._newest, self._loads = None, ()  # what was seen before nobody looked is old
             self._looking = asyncio.create_task(self._look())
         try:
             yield Watcher(self)

@@ -1,4 +1,4 @@
-"""Makes the pools smaller while they are in use, and larger again: sharing and preemption are seen best in a small one."""
+"""Makes the pools smaller while they are in use, and larger again: in a small one sharing and preemption are seen."""
 
 from __future__ import annotations
 
