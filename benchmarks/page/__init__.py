@@ -1,4 +1,5 @@
 """The page of the pool: what it costs who is watched, and its picture in the README.
 
+chromium.py a browser without a window, and what one asks of it
 cost.py     what a picture takes of the engine's thread, and a frame of another: `python -m benchmarks.page.cost`
 """

@@ -95,6 +95,7 @@ class Prefixes:
     Attributes:
         pool: the blocks of the device; a free one may still hold a prefix.
         num_cached: how many of the free ones do.
+        marks: [N + 1] 1 where a block does, free or not; written by the cache alone.
 
     Args:
         num_blocks: of the device.
@@ -117,6 +118,7 @@ class Prefixes:
         self._host = host
         self._ops = ops
         self._cache = PrefixCache(reaches, num_blocks)
+        self.marks = self._cache.marks
         self._pinned: dict[Hashable, BlockTable] = {}
 
     # --- who is admitted --------------------------------------------------------------------------------------------
@@ -254,11 +256,6 @@ class Prefixes:
 
     def pinned_tables(self) -> Iterable[BlockTable]:
         return self._pinned.values()
-
-    @property
-    def marks(self) -> bytearray:
-        """[N + 1] 1 where a block holds a prefix that is known; not to be written."""
-        return self._cache.marks
 
     def check(self) -> None:
         """Raises InternalError when the cached blocks are miscounted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from jpaged.access.entry import require_control
 from jpaged.errors import InvalidArgument, PermissionDenied
 from jpaged.service.service import Service
 
@@ -28,8 +29,9 @@ class Limits:
 
         Raises:
             InvalidArgument: it is no number of blocks, or requests in flight and pins may need more.
-            PermissionDenied: the server is not controlled by its callers.
+            PermissionDenied: the server is not controlled by its callers, or not with this key.
         """
+        require_control("the limit of the pool")
         model = self._service.state.serving()
         if model.config.server.disable_control:
             raise PermissionDenied("the pool's limit is fixed on this server (disable_control)")

@@ -20,11 +20,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.errors import Unavailable
 from jpaged.http.errors import JSON
+from jpaged.http.exchange import body_in
 from jpaged.http.page.hub import Hub, Watcher
 from jpaged.http.page.limits import Limits
-from jpaged.http.requests import content_of, json_of
 from jpaged.service.service import Service
 from jpaged.version import __version__
 
@@ -40,7 +40,6 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-_MAX_BODY_BYTES = 4096
 
 
 def routes(service: Service) -> list[Route]:
@@ -70,11 +69,9 @@ def routes(service: Service) -> list[Route]:
         return _Events(hub)
 
     async def limit(request: Request) -> Response:
-        # A page of another site cannot send this type without being asked first, and is not answered.
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise InvalidArgument("content-type", f"{kind[:80]!r} is not application/json")
-        return JSON(await limits.limit(json_of(await content_of(request, _MAX_BODY_BYTES))))
+        # Which asks for JSON: the browser sends that for a page of another site only where this one allows it.
+        body, _ = await body_in(service, request)
+        return JSON(await limits.limit(body))
 
     files = [Route("/", _file("index.html"), methods=["GET"])]
     files += [Route(f"/page/{path.name}", _file(path.name), methods=["GET"]) for path in sorted(_STATIC.glob("*.*s"))]
