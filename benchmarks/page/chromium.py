@@ -40,6 +40,7 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 _PATIENCE_S = 120.0
+_LOOK_S = 0.02
 
 
 @dataclass(eq=False)
@@ -109,9 +110,10 @@ class Browser:
         """Wait until an expression is worth something, and return that; fails after two minutes."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                while not (value := await self.value(expression)):
-                    await asyncio.sleep(0.02)
-                return value
+                while True:
+                    if value := await self.value(expression):
+                        return value
+                    await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             text = await self.value("document.body.innerText.slice(0, 2000)")
             raise AssertionError(f"never: {expression}\nproblems: {self.problems}\n{text}") from None
@@ -130,8 +132,9 @@ class Browser:
     async def middle(self, selector: str) -> tuple[float, float]:
         """Return where the middle of an element is."""
         box = await self.value(
-            f"(() => {{ const at = document.querySelector({json.dumps(selector)}); at.scrollIntoView({{block: 'nearest'}});"
-            " const box = at.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+            f"(() => {{ const at = document.querySelector({json.dumps(selector)});"
+            " at.scrollIntoView({block: 'nearest'}); const box = at.getBoundingClientRect();"
+            " return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         return box[0], box[1]
 
@@ -173,7 +176,9 @@ def found() -> str:
     for name in NAMES:
         if (path := shutil.which(name)) is not None:
             return path
-    raise FileNotFoundError(f"none of {', '.join(NAMES)} is installed: `make chromium` installs it on Debian and Ubuntu")
+    raise FileNotFoundError(
+        f"none of {', '.join(NAMES)} is installed: `make chromium` installs it on Debian and Ubuntu"
+    )
 
 
 @asynccontextmanager
@@ -199,7 +204,9 @@ async def browsing(width: int = 1280, height: int = 800) -> AsyncIterator[Browse
         os.close(to_read)
         os.close(from_write)
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 26)
-        reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(from_read, "rb"))
+        reading, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(from_read, "rb")
+        )
         transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(to_write, "wb"))
         browser = Browser(asyncio.StreamWriter(transport, protocol, None, loop))
         listening = asyncio.create_task(_listen(reader, browser))

@@ -149,24 +149,33 @@ class Watch:
             del self._holding[group]
 
     def _note_moves(self, schedule: Schedule) -> None:
-        new = {
-            block_id for group in schedule.admitted for sequence in group.live for block_id in sequence.kv.block_ids()
-        }
+        new = _blocks_of(table for group in schedule.admitted for one in group.live for table in one.kv.tables)
+        away = _blocks_of(table for group in schedule.preempted for one in group.live for table in one.kv.host_tables)
         for moves in schedule.ops.batches():
             pairs = list(zip(moves.sources, moves.destinations, strict=True))
-            if moves.move is not Move.COPY:
-                kind = "swap_out" if moves.move is Move.SWAP_OUT else "swap_in"
-                self._note(kind, None, count=len(pairs), blocks=[block_id for pair in pairs for block_id in pair])
+            if moves.move is Move.COPY:
+                for source, destination in pairs:
+                    kind = "prefix_copy" if destination in new else "copy_on_write"
+                    self._note(kind, None, blocks=(source, destination))
                 continue
+            is_out = moves.move is Move.SWAP_OUT
+            kinds = ("eviction", "swap_out") if is_out else ("swap_in", "prefix_in")
+            sides: tuple[list[int], list[int]] = ([], [])
             for source, destination in pairs:
-                kind = "prefix_copy" if destination in new else "copy_on_write"
-                self._note(kind, None, blocks=(source, destination))
+                sides[destination in (away if is_out else new)].extend((source, destination))
+            for kind, blocks in zip(kinds, sides, strict=True):
+                if blocks:
+                    self._note(kind, None, count=len(blocks) // 2, blocks=blocks)
 
     def _note_ends(self) -> None:
         ended = [group for group in self._known if group.status is Status.FINISHED]
         for group in ended:
             del self._known[group]
             self._note("end", group, why=group.ended_by or "error")
+
+
+def _blocks_of(tables: Iterable[BlockTable]) -> set[int]:
+    return {block_id for table in tables for block_id in table.block_ids()}
 
 
 def _holders(group: Group) -> frozenset[Sequence]:

@@ -18,6 +18,11 @@ from jpaged.testing import FakeExecutor
 from tests.engine.harness import Harness
 from tests.engine.lives import WINDOWS, Life
 
+KINDS = {
+    *("admission", "resumption", "preemption_swap", "preemption_recompute", "end"),
+    *("fork", "copy_on_write", "prefix_copy", "swap_out", "swap_in", "eviction", "prefix_in"),
+}
+
 
 def picture_of(h: Harness) -> Any:
     loop = h.engine._loop
@@ -114,17 +119,20 @@ class Watcher:
 
 @pytest.mark.parametrize("misses", [False, True], ids=["every frame", "frames are missed"])
 def test_every_cell_and_table_is_what_the_engine_has(misses: bool) -> None:
+    kinds: Counter[str] = Counter()
     for seed in range(60, 66):
         life = Life(seed, WINDOWS[seed % 3] if seed % 2 else (None,))
         watcher = Watcher(life.h, seed, misses=misses)
         life.run()
         load = life.h.engine.load()
-        assert watcher.counted["swap_out"] == load.num_blocks_swapped_out
-        assert watcher.counted["swap_in"] == load.num_blocks_swapped_in
+        assert watcher.counted["swap_out"] + watcher.counted["eviction"] == load.num_blocks_swapped_out
+        assert watcher.counted["swap_in"] + watcher.counted["prefix_in"] == load.num_blocks_swapped_in
         assert watcher.happened["copy_on_write"] >= load.num_copies_on_write
         preemptions = watcher.happened["preemption_swap"] + watcher.happened["preemption_recompute"]
         assert preemptions == load.num_preemptions
+        kinds += watcher.happened
         assert (unpack(watcher.reader.pools[0].cells)[0] != Kind.HELD).all() or misses
+    assert kinds.keys() >= KINDS
 
 
 def test_lives_in_a_pool_whose_limit_changes_sample_every_token_and_lose_no_block() -> None:

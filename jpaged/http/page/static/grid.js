@@ -4,7 +4,7 @@
 import { ASIDE, CACHED, HELD, RESERVED, countOf, kindOf, ownerOf } from "./wire.js";
 import { colourOf, css, hueOf, isDark, pixelOf } from "./colours.js";
 
-const MOST_PIXELS = 44;        // a cell is no larger, in CSS pixels
+const MOST_PIXELS = 62;        // a cell is no larger, in CSS pixels
 const MOST_SEGMENTS = 3000;    // of the lines through a table
 const FLASH_MS = 1400;
 
@@ -142,12 +142,12 @@ export class Grid {
     for (const [block, { colour, since }] of this.flashes) {
       const age = (now - since) / FLASH_MS;
       if (age >= 1 || block > this.shown) { this.flashes.delete(block); continue; }
-      const [x, y] = this.middle(block), grown = (this.size - this.gap) / 2 + 1 + (1 - age) ** 2 * Math.max(3, this.size * 0.35);
+      const [x, y] = this.middle(block), grown = (this.size - this.gap) / 2 + 1 + (1 - age) ** 2 * Math.min(7 * this.scale, Math.max(3, this.size * 0.3));
       context.globalAlpha = (1 - age) ** 1.5;
       context.strokeStyle = colour;
-      context.lineWidth = Math.max(1.5, Math.min(4, this.size * 0.16));
+      context.lineWidth = Math.max(1.5, Math.min(2.5 * this.scale, this.size * 0.14));
       context.strokeRect(x - grown, y - grown, 2 * grown, 2 * grown);
-      context.globalAlpha = (1 - age) ** 2 * 0.5;
+      context.globalAlpha = (1 - age) ** 2 * 0.45;
       context.fillStyle = colour;
       context.fillRect(x - this.size / 2, y - this.size / 2, this.size - this.gap, this.size - this.gap);
     }
@@ -155,17 +155,32 @@ export class Grid {
   }
 
   drawCounts(context) {
-    if (this.size / this.scale < 17) return;
-    context.font = `600 ${Math.round(this.size * 0.36)}px system-ui, sans-serif`;
+    const side = this.size / this.scale;
+    if (side < 17) return;
     context.textAlign = "center";
     context.textBaseline = "middle";
+    if (side >= 30) this.drawNumbers(context);
+    context.font = `600 ${Math.round(this.size * 0.34)}px system-ui, sans-serif`;
     for (let block = 1; block <= this.shown; block++) {
       const cell = this.cells[block], count = countOf(cell);
       if (kindOf(cell) !== HELD || count < 2) continue;
       if (this.following && !this.followed?.has(block)) continue;
       const [x, y] = this.middle(block);
       context.fillStyle = isDark ? "rgb(8 12 20 / 0.85)" : "rgb(255 255 255 / 0.95)";
-      context.fillText(count > 254 ? "∞" : `×${count}`, x, y + this.size * 0.03);
+      context.fillText(count > 254 ? "∞" : `×${count}`, x, y + this.size * (side >= 30 ? 0.08 : 0.03));
+    }
+  }
+
+  // The number of each block in its corner, where there is room.
+  drawNumbers(context) {
+    context.font = `500 ${Math.round(Math.min(11 * this.scale, this.size * 0.24))}px system-ui, sans-serif`;
+    for (let block = 1; block <= this.shown; block++) {
+      const kind = kindOf(this.cells[block]);
+      if (kind === ASIDE || (this.following && !this.followed?.has(block))) continue;
+      const [x, y] = this.middle(block), isHeld = kind === HELD, up = this.size * 0.29;
+      const isBright = isHeld && (isDark ? countOf(this.cells[block]) > 2 : countOf(this.cells[block]) < 3);
+      context.fillStyle = !isHeld ? (isDark ? "rgb(120 135 160 / 0.55)" : "rgb(90 105 130 / 0.6)") : isBright ? "rgb(8 12 20 / 0.7)" : "rgb(255 255 255 / 0.8)";
+      context.fillText(String(block), x, isHeld && countOf(this.cells[block]) > 1 ? y - up : y);
     }
   }
 
@@ -190,8 +205,8 @@ export class Grid {
       if (!held.length) return;
       const shift = lines.length > 1 ? ((line % 8) / 7 - 0.5) * Math.min(side * 0.5, 12) : 0;
       const hue = (hueOf(number) + (line % 8) * 9) % 360;
-      context.strokeStyle = `hsl(${hue} 95% ${isDark ? 82 : 30}% / ${lines.length > 4 ? 0.65 : 0.9})`;
-      context.lineWidth = Math.max(1, Math.min(2.5 * this.scale, this.size * 0.1));
+      context.strokeStyle = `hsl(${hue} 95% ${isDark ? 82 : 30}% / ${lines.length > 4 ? 0.4 : 0.9})`;
+      context.lineWidth = Math.max(1, Math.min((lines.length > 4 ? 1.5 : 2.5) * this.scale, this.size * 0.1));
       context.setLineDash(group ? [this.size * 0.4, this.size * 0.25] : []);
       context.lineJoin = "round";
       context.beginPath();

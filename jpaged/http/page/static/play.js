@@ -2,7 +2,7 @@
 
 import { events } from "./wire.js";
 import { colourOf, css } from "./colours.js";
-import { shortName, text } from "./view.js";
+import { text } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 const MOST_ANSWERS = 12, MOST_SHOWN = 1500;
@@ -10,10 +10,10 @@ const STORY = "Once upon a time there was a small dragon who lived in a cave by 
 
 // What there is to see, each a click: values of the sliders, a pool, how the prompts of several differ.
 const SCENES = [
-  ["share", "eight samples of one prompt share its blocks, and copy what they write", { n: 8, tokens: 120, temperature: 1, prompt: STORY }],
-  ["beams", "beams fork and end at every step", { beams: 5, tokens: 96, temperature: 0, prompt: STORY }],
-  ["prefix", "prompts that begin alike find the blocks of the first", { requests: 6, tokens: 96, temperature: 0.8, prompt: STORY, isAlike: true }],
-  ["preempt", "more than the pool holds: somebody has to leave, and comes back", { requests: 14, tokens: 200, temperature: 0.9, blocks: 48, prompt: STORY }],
+  ["share", "eight samples of one prompt share its blocks, and copy what they write", { n: 8, tokens: 400, temperature: 1, blocks: 256, prompt: STORY }],
+  ["beams", "beams fork and end at every step", { beams: 6, tokens: 200, temperature: 0, blocks: 128, prompt: STORY }],
+  ["prefix", "prompts that begin alike find the blocks of the first", { requests: 8, tokens: 400, temperature: 0.8, blocks: 256, prompt: STORY, isAlike: true }],
+  ["preempt", "more than the pool holds: somebody has to leave, and comes back", { requests: 12, tokens: 600, temperature: 0.9, blocks: 128, prompt: STORY }],
 ];
 
 export class Play {
@@ -28,18 +28,18 @@ export class Play {
     const saved = sessionStorage.getItem("jpaged-key");
     if (saved) $("token").value = saved;
     $("token").addEventListener("change", () => sessionStorage.setItem("jpaged-key", $("token").value));
-    $("tokens").max = Math.max(16, Math.min(400, Math.floor((about.max_model_len * 0.6) / 8) * 8));
+    $("tokens").max = Math.max(16, Math.min(800, Math.floor((about.max_model_len * 0.75) / 8) * 8));
     for (const id of ["n", "beams", "temperature", "tokens", "requests"]) {
       $(id).addEventListener("input", () => this.tell(id));
       this.tell(id);
     }
     $("prompt").addEventListener("input", () => { this.isAlike = false; });
     $("play").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
-    $("stop").addEventListener("click", () => { this.controller.abort(); this.controller = new AbortController(); });
+    $("stop").addEventListener("click", () => this.stop());
     for (const [name, title, values] of SCENES) {
       const button = document.createElement("button");
       button.type = "button"; button.textContent = name; button.title = title; button.dataset.scene = name;
-      button.addEventListener("click", () => this.play(values));
+      button.addEventListener("click", () => this.perform(values));
       $("scenes").append(button);
     }
   }
@@ -56,14 +56,27 @@ export class Play {
     text(`o-${id}`, id === "beams" && value === 1 ? "off" : id === "temperature" ? value.toFixed(1) : value);
   }
 
-  async play(values) {
+  stop() {
+    this.controller.abort();
+    this.controller = new AbortController();
+  }
+
+  // A scene begins when the one before has left the pool.
+  async perform(values) {
+    this.stop();
     for (const [id, value] of Object.entries({ n: 1, beams: 1, requests: 1, ...values })) {
       if (id === "prompt") $("prompt").value = value;
       else if ($(id)?.type === "range") { $(id).value = value; this.tell(id); }
     }
     this.isAlike = Boolean(values.isAlike);
-    if (values.blocks && this.numBlocks > values.blocks) await this.limit(values.blocks);
+    if (values.blocks && this.about.can_limit && this.numBlocks > values.blocks) {
+      for (let tries = 0; tries < 10 && !(await this.limit(values.blocks)); tries++) {
+        await new Promise((resolve) => setTimeout(resolve, 150));
+      }
+    }
+    const problem = $("problem").textContent;
     this.send();
+    text("problem", problem);
   }
 
   send() {
@@ -136,6 +149,7 @@ export class Play {
     }
   }
 
+  // True where the pool has that size now.
   async limit(blocks) {
     text("problem", "");
     try {
@@ -147,9 +161,11 @@ export class Play {
       const told = await answer.json();
       if (!answer.ok) throw new Error(told.error?.message ?? answer.statusText);
       if (told.blocks_in_use) text("problem", `${told.blocks_in_use} blocks are still in use: they stay for now`);
+      return true;
     } catch (error) {
       text("problem", error.message ?? error);
       if (/key|token|authen/i.test(error.message ?? "")) $("key").open = true;
+      return false;
     }
   }
 }
@@ -186,5 +202,3 @@ class Answers {
     shown.textContent = problem;
   }
 }
-
-export { shortName };

@@ -7,14 +7,17 @@ const $ = (id) => document.getElementById(id);
 const MOST_LINES = 80, MOST_ROWS = 16, MOST_BLOCKS = 64, MOST_LISTED = 120;
 const MINUTE = 60;
 
+const blocks = (count) => `${count} block${count === 1 ? "" : "s"}`;
 const SAYS = {
   admission: ["admitted", (who) => who],
   resumption: ["runs again", (who) => `${who}, from its first token`],
   fork: ["forked", (who, count) => `${who}: ${count} more share its blocks`],
   copy_on_write: ["copied on write", (who, count, [from, to]) => `${from} → ${to}`],
   prefix_copy: ["copied a prefix", (who, count, [from, to]) => `${from} → ${to}`],
-  swap_out: ["swapped out", (who, count) => `${count} block${count > 1 ? "s" : ""} to host memory`],
-  swap_in: ["swapped in", (who, count) => `${count} block${count > 1 ? "s" : ""} from host memory`],
+  eviction: ["kept elsewhere", (who, count) => `${blocks(count)} of prefixes, in host memory`],
+  prefix_in: ["brought back", (who, count) => `${blocks(count)} of prefixes`],
+  swap_out: ["swapped out", (who, count) => `${blocks(count)} to host memory`],
+  swap_in: ["swapped in", (who, count) => `${blocks(count)} from host memory`],
   preemption_swap: ["preempted", (who) => `${who}: its blocks go to host memory`],
   preemption_recompute: ["preempted", (who) => `${who}: to be computed again`],
   end: ["ended", (who, count, blocks, why) => `${who}: ${why}`],
@@ -73,13 +76,14 @@ export class Rates {
 
 export function showFigures(pool, pools, rates) {
   const census = pool.census(), { told } = pool, total = told.num_blocks;
+  const usable = Math.max(1, total - census[ASIDE]);
   text("rate", Math.round(rates.now));
   text("held", census[HELD] + census[PINNED]);
   text("limit", told.limit);
-  const share = (count) => `${(100 * count) / total}%`;
-  const [held, pinned, cached, aside] = document.querySelectorAll("#bar i");
+  const share = (count) => `${(100 * count) / usable}%`;
+  const [held, pinned, cached] = document.querySelectorAll("#bar i");
   held.style.width = share(census[HELD]); pinned.style.width = share(census[PINNED]);
-  cached.style.width = share(census[CACHED]); aside.style.width = share(census[ASIDE]);
+  cached.style.width = share(census[CACHED]);
   let references = 0;
   for (let block = 1; block < pool.cells.length; block++) {
     if (kindOf(pool.cells[block]) === HELD) references += countOf(pool.cells[block]);
@@ -172,7 +176,7 @@ export function showTables(pool, number) {
   if (tables.length > MOST_ROWS) made.push(more(`and ${tables.length - MOST_ROWS} more sequences`));
   rows.replaceChildren(...made);
   title.innerHTML = "Block table <small></small>";
-  title.lastChild.textContent = `of #${number} ${shortName(one)}: logical block, and the physical block that it is in; ${size} tokens each`;
+  title.lastChild.textContent = `of #${number} ${shortName(one)}: logical above, physical below; ${size} tokens each`;
 }
 
 function blockOf(pool, number, id, place, isHost, filled) {
@@ -185,7 +189,7 @@ function blockOf(pool, number, id, place, isHost, filled) {
   if (tables > 1) { count.textContent = `×${tables}`; block.append(count); }
   const part = Math.max(0, Math.min(1, filled - place)), colour = css(colourOf(number, tables)), pale = css(colourOf(number, tables), 0.35);
   block.style.background = `linear-gradient(90deg, ${colour} ${100 * part}%, ${pale} ${100 * part}%)`;
-  if (!isDark && tables < 2) block.classList.add("pale");
+  block.classList.toggle("pale", isDark ? tables > 2 : tables < 3);
   return block;
 }
 
