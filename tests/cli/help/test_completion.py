@@ -1,5 +1,6 @@
 """The scripts that complete the command line, as bash runs them."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -80,8 +81,9 @@ def test_every_shell_gets_a_script_with_the_commands(capsys, shell):
     assert "serve" in said
 
 
-def test_options_that_are_named_after_a_path_say_what_it_leads_to():
-    paths = ("file", "folder", "dir", "path", "cert", "prefix")
-    named = {name: spec.metadata["path"] for name, _, spec in iter_options() if name.rpartition("_")[2] in paths}
-    assert named["pin_prefix"] == "file"
-    assert [name for name, kind in named.items() if kind not in ("file", "folder")] == []
+def test_options_whose_help_tells_of_a_file_or_a_folder_say_so_to_shells():
+    of_paths = re.compile(r"^(a|the) ((text|TOML|JSON|PEM) )?(file|folder)\b|\bPEM\b")
+    told = {name: spec.metadata["path"] for name, _, spec in iter_options() if of_paths.search(spec.metadata["help"])}
+    assert told["pin_prefix"] == "file"
+    assert told["compiled"] == "folder"
+    assert [name for name, kind in told.items() if not kind] == []
