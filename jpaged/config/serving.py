@@ -98,6 +98,7 @@ class HttpOptions:
         None,
         "folder for the files and the state of /v1/batches, which go on where they were when a server starts again; "
         "one server has it at a time; there are no batches when left out",
+        path="new folder",
     )
     max_batch_file_size: float = option(
         200.0, "the largest file of a batch's requests", low=0.0625, high=65536.0, unit="MiB"
@@ -116,6 +117,7 @@ class AccessOptions:
         None,
         "a TOML file of keys, read again when it changes: every call but those for health brings one of them, as "
         "`authorization: Bearer KEY`, and belongs to its tenant; anybody may ask when left out (docs/access.md)",
+        path="file",
     )
     public_metrics: bool = option(False, "with api_keys: /metrics and /version of the HTTP port need no key")
     public_page: bool = option(

@@ -64,7 +64,7 @@ def test_the_tutorial_ends_in_a_served_observed_and_drained_model(tmp_path: Path
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=1800,
     )
     told = dict(re.findall(r"^=== (\d+)\n(.*?)(?=^=== |\Z)", done.stdout, re.MULTILINE | re.DOTALL))
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

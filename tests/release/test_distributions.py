@@ -125,7 +125,7 @@ def test_what_is_installed_serves_the_embedded_model_with_its_kernels(jpaged: Pa
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert run(jpaged, "--version", cwd=elsewhere) == f"jpaged {__version__}\n"
-    told = json.loads(run(jpaged, "doctor", "--json", "--port", "0", cwd=elsewhere))
+    told = json.loads(run(jpaged, "doctor", "--json", "--port", "0", "--timeout", "600", cwd=elsewhere))
     found = {one["name"]: one["value"] for one in told["findings"]}
     assert told["ok"]
     assert found["CPU kernels"] == str(next(jpaged.parents[1].glob(f"lib/python*/site-packages/{KERNELS}")))

@@ -115,12 +115,20 @@ def files(config: EngineConfig) -> Iterator[Finding]:
         if not kind or value is None:
             continue
         path = Path(value)
-        is_there = path.is_file() if kind == "file" else path.is_dir()
-        if is_there and os.access(path, os.R_OK):
-            yield Finding("machine", name, "ok", str(path))
+        if problem := _why_not_usable(path, kind):
+            yield Finding("machine", name, "stop", str(path), problem, f"give another {flag_of(name)}")
         else:
-            note = "cannot be read" if is_there else f"there is no such {kind}"
-            yield Finding("machine", name, "stop", str(path), note, f"give another {flag_of(name)}")
+            yield Finding("machine", name, "ok", str(path))
+
+
+def _why_not_usable(path: Path, kind: str) -> str:
+    """What keeps a path from being used as an option's kind has it; empty where nothing does."""
+    if kind == "new folder":
+        there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+    if not (path.is_file() if kind == "file" else path.is_dir()):
+        return f"there is no such {kind}"
+    return "" if os.access(path, os.R_OK) else "cannot be read"
 
 
 def processes(config: EngineConfig) -> Iterator[Finding]:

@@ -50,7 +50,7 @@ def answered(monkeypatch):
 
 
 def test_the_embedded_model_is_looked_at_by_a_real_child(capsys):
-    assert main(["doctor", "--json", "--port", "0"]) == 0
+    assert main(["doctor", "--json", "--port", "0", "--timeout", "600"]) == 0
     said = json.loads(capsys.readouterr().out)
     found = {one["name"]: one for one in said["findings"]}
     assert (said["version"], said["ok"]) == (__version__, True)
@@ -63,7 +63,7 @@ def test_the_embedded_model_is_looked_at_by_a_real_child(capsys):
 
 
 def test_a_model_that_is_not_here_is_not_downloaded(capsys):
-    assert main(["doctor", "nobody/such-model", "--json", "--port", "0"]) == 0
+    assert main(["doctor", "nobody/such-model", "--json", "--port", "0", "--timeout", "600"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert found["model"]["state"] == "warn"
     assert "would be downloaded" in found["model"]["note"]
@@ -71,7 +71,7 @@ def test_a_model_that_is_not_here_is_not_downloaded(capsys):
 
 def test_a_model_that_cannot_be_served_is_said_with_the_reason(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"]}')
-    assert main(["doctor", str(tmp_path), "--json", "--port", "0"]) == 1
+    assert main(["doctor", str(tmp_path), "--json", "--port", "0", "--timeout", "600"]) == 1
     said = json.loads(capsys.readouterr().out)
     (stop,) = [one for one in said["findings"] if one["state"] == "stop"]
     assert (said["ok"], stop["name"]) == (False, "model")
@@ -266,6 +266,13 @@ def test_a_path_that_leads_nowhere_stops_a_server(tmp_path, name, kind):
     assert by_name(machine.files(EngineConfig.load({name: str(here)})))[name].state == "ok"
     found = by_name(machine.files(EngineConfig.load({name: str(tmp_path / "nowhere")})))[name]
     assert (found.state, found.note) == ("stop", f"there is no such {kind}")
+
+
+def test_a_folder_that_is_made_need_not_be_there(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, state in ((tmp_path, "ok"), (tmp_path / "new" / "one", "ok"), (tmp_path / "file" / "new", "stop")):
+        found = by_name(machine.files(EngineConfig.load({"batch_dir": str(path)})))
+        assert found["batch_dir"].state == state
 
 
 def test_one_of_several_processes_is_told(monkeypatch):

@@ -82,7 +82,7 @@ def test_every_shell_gets_a_script_with_the_commands(capsys, shell):
 
 
 def test_options_whose_help_tells_of_a_file_or_a_folder_say_so_to_shells():
-    of_paths = re.compile(r"^(a|the) ((text|TOML|JSON|PEM) )?(file|folder)\b|\bPEM\b")
+    of_paths = re.compile(r"^((a|the) )?((text|TOML|JSON|PEM) )?(file|folder)\b|\bPEM\b")
     told = {name: spec.metadata["path"] for name, _, spec in iter_options() if of_paths.search(spec.metadata["help"])}
     assert told["pin_prefix"] == "file"
     assert told["compiled"] == "folder"
