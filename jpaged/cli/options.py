@@ -16,7 +16,7 @@ from jpaged.structured import StructuredOutputs, structured_outputs_of
 from jpaged.types import SamplingParams
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}
-_OF_PATHS = {"file": "FILE", "folder": "DIR", "new folder": "DIR"}
+_OF_PATHS = {"file": "FILE", "folder": "DIR", "new file": "FILE", "new folder": "DIR"}
 """What stands for a path in the help; shells complete the options that have it."""
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 

@@ -13,8 +13,8 @@ from jpaged.types import require_whole_characters
 
 JsonText = str
 """A JSON object as text; options that are given in Python may be the object."""
-PathKind = Literal["", "file", "folder", "new folder"]
-"""What a path leads to; a new folder is made where it is not there. Shells complete it so."""
+PathKind = Literal["", "file", "folder", "new file", "new folder"]
+"""What a path leads to; what is new is made where it is not there. Shells complete it so."""
 
 
 def option(

@@ -146,15 +146,17 @@ class AccessOptions:
         None,
         "a file to which a line of JSON is appended for each call: who, when, what, how much and how it ended, and "
         "never a prompt or an answer; opened again when it is moved away",
+        path="new file",
     )
     tls_cert: str | None = option(
         None,
         "the server's certificate and those that lead from it to one that clients know, in PEM: all ports but that of "
         "metrics speak TLS; read again when it changes",
+        path="file",
     )
-    tls_key: str | None = option(None, "the private key of tls_cert, in PEM and not encrypted")
+    tls_key: str | None = option(None, "the private key of tls_cert, in PEM and not encrypted", path="file")
     tls_client_ca: str | None = option(
-        None, "certificates in PEM: a client has to show one that is signed by one of them (mutual TLS)"
+        None, "certificates in PEM: a client has to show one that is signed by one of them (mutual TLS)", path="file"
     )
 
     control_port: int | None = option(

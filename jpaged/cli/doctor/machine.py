@@ -83,9 +83,10 @@ def _limit_bytes(value: int) -> str:
 
 def ports(config: EngineConfig) -> Iterator[Finding]:
     """Whether the ports that a server of these options would open are free."""
-    host = config.server.host
-    for name, section, spec in iter_options():
-        number = getattr(getattr(config, section), name)
+    values = {name: getattr(getattr(config, section), name) for name, section, _ in iter_options()}
+    for name, _, spec in iter_options():
+        host = values.get(f"{name.removesuffix('port')}host", config.server.host)
+        number = values[name]
         if not name.endswith("port") or spec.metadata["high"] != 65535 or number is None:
             continue
         if number == 0:
@@ -123,7 +124,9 @@ def files(config: EngineConfig) -> Iterator[Finding]:
 
 def _why_not_usable(path: Path, kind: str) -> str:
     """What keeps a path from being used as an option's kind has it; empty where nothing does."""
-    if kind == "new folder":
+    if kind == "new file" and path.exists():
+        return "" if path.is_file() and os.access(path, os.W_OK) else "cannot be written"
+    if kind.startswith("new"):
         there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
     if not (path.is_file() if kind == "file" else path.is_dir()):

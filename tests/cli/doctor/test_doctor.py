@@ -268,11 +268,22 @@ def test_a_path_that_leads_nowhere_stops_a_server(tmp_path, name, kind):
     assert (found.state, found.note) == ("stop", f"there is no such {kind}")
 
 
-def test_a_folder_that_is_made_need_not_be_there(tmp_path):
+@pytest.mark.parametrize("name", ["batch_dir", "audit_log"])
+def test_what_is_made_need_not_be_there(tmp_path, name):
     (tmp_path / "file").write_text("")
-    for path, state in ((tmp_path, "ok"), (tmp_path / "new" / "one", "ok"), (tmp_path / "file" / "new", "stop")):
-        found = by_name(machine.files(EngineConfig.load({"batch_dir": str(path)})))
-        assert found["batch_dir"].state == state
+    for path, state in ((tmp_path / "new", "ok"), (tmp_path / "file" / "new", "stop")):
+        assert by_name(machine.files(EngineConfig.load({name: str(path)})))[name].state == state
+    is_there = tmp_path / "file" if name == "audit_log" else tmp_path
+    assert by_name(machine.files(EngineConfig.load({name: str(is_there)})))[name].state == "ok"
+    is_other = tmp_path if name == "audit_log" else tmp_path / "file"
+    assert by_name(machine.files(EngineConfig.load({name: str(is_other)})))[name].state == "stop"
+
+
+def test_a_port_with_a_host_of_its_own_is_looked_at_there():
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = by_name(machine.ports(EngineConfig.load({"control_port": port, "control_host": "127.0.0.2"})))
+    assert (found["control_port"].state, found["control_port"].value) == ("stop", f"127.0.0.2:{port}")
 
 
 def test_one_of_several_processes_is_told(monkeypatch):
