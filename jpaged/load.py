@@ -169,6 +169,10 @@ class SpeculationLoad:
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
 
+def _union(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(sorted(set().union(*names)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad(LoadTotals):
     """How busy an engine is, and what it has done since it started.
@@ -179,6 +183,7 @@ class EngineLoad(LoadTotals):
         sum_reserved_slots: slots that were reserved, added up over all steps so far.
         num_first_tokens: requests that got one.
         time_to_first_token_s: the mean of their times.
+        running_adapters: names of the adapters that running requests have; waiting_adapters likewise.
         host_s: what the host spent deciding, packing and publishing steps.
         device_idle_s: from a step's results being seen ready to the next forward, while there were requests to run.
     """
@@ -192,6 +197,8 @@ class EngineLoad(LoadTotals):
     sum_reserved_slots: int = counter()
     num_first_tokens: int = counter()
     time_to_first_token_s: float = mean("num_first_tokens")
+    running_adapters: tuple[str, ...] = field(default=(), metadata={"total": _union})
+    waiting_adapters: tuple[str, ...] = field(default=(), metadata={"total": _union})
     speculation: SpeculationLoad = field(default_factory=SpeculationLoad, metadata={"total": SpeculationLoad.total})
     host_s: float = counter(
         Metric("jpaged:host_seconds", "Seconds that the host spent deciding, packing and publishing steps.")
@@ -224,41 +231,68 @@ def _total(one: Field[Any], loads: Sequence[EngineLoad]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Durations:
-    """A histogram of seconds.
+class Distribution:
+    """A histogram of seconds, or of counts.
 
     Attributes:
-        bounds_s: upper bounds of its buckets; vLLM's where it has such a histogram, so that both add up in one query.
+        bounds: upper bounds of its buckets; vLLM's where it has such a histogram, so that both add up in one query.
     """
 
     metric: Metric
-    bounds_s: tuple[float, ...]
+    bounds: tuple[float, ...]
 
 
 _REQUEST_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-DURATIONS: Mapping[str, Durations] = MappingProxyType(
+_TOKEN_BOUNDS = tuple(float(first * 10**power) for power in range(7) for first in (1, 2, 5))
+DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
     {
-        "time_to_first_token": Durations(
+        "time_to_first_token": Distribution(
             Metric("vllm:time_to_first_token_seconds", "From arrival to the first token."),
             (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
              2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
         ),
-        "inter_token": Durations(
+        "inter_token": Distribution(
             Metric("vllm:inter_token_latency_seconds", "Between two tokens of a request's sequence."),
             (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
              2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
         ),
-        "end_to_end": Durations(
+        "end_to_end": Distribution(
             Metric("vllm:e2e_request_latency_seconds", "From arrival to the end, of requests that finished."),
             _REQUEST_BOUNDS_S,
         ),
-        "queue_time": Durations(
+        "queue_time": Distribution(
             Metric("vllm:request_queue_time_seconds", "From arrival to the first step."), _REQUEST_BOUNDS_S
         ),
-        "host_step": Durations(
+        "prefill_time": Distribution(
+            Metric("vllm:request_prefill_time_seconds", "From the first step to the first token."), _REQUEST_BOUNDS_S
+        ),
+        "decode_time": Distribution(
+            Metric("vllm:request_decode_time_seconds", "From the first token to the last."), _REQUEST_BOUNDS_S
+        ),
+        "inference_time": Distribution(
+            Metric("vllm:request_inference_time_seconds", "From the first step to the last token."), _REQUEST_BOUNDS_S
+        ),
+        "time_per_token": Distribution(
+            Metric("vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens behind the first."),
+            (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
+             2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+        ),
+        "request_prompt_tokens": Distribution(
+            Metric("vllm:request_prompt_tokens", "Prompt tokens of requests that finished."), _TOKEN_BOUNDS
+        ),
+        "request_generation_tokens": Distribution(
+            Metric("vllm:request_generation_tokens", "Tokens generated for requests that finished."), _TOKEN_BOUNDS
+        ),
+        "request_max_tokens": Distribution(
+            Metric("vllm:request_params_max_tokens", "max_tokens of requests that finished."), _TOKEN_BOUNDS
+        ),
+        "request_n": Distribution(
+            Metric("vllm:request_params_n", "n of requests that finished."), (1.0, 2.0, 5.0, 10.0, 20.0)
+        ),
+        "host_step": Distribution(
             Metric("jpaged:host_step_seconds", "Host work of one step."),
             (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
         ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import logging
 import os
 import sys
 
@@ -17,6 +16,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.launchers import MultiHost
 from jpaged.server.lifecycle import Server
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.telemetry.logs import set_up_logs
 
 HELP = "serve a model over gRPC"
 DESCRIPTION = """\
@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves; returns 0 after a drain, 1 when the model could not be loaded or the engine died."""
     config = config_from(arguments)
-    # force: a library that was imported before may have set its own format
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    set_up_logs(config.telemetry.log_format, has_requests=config.telemetry.enable_log_requests)
     multihost = config.multihost()
     if multihost is None:
         return asyncio.run(_serve(config, None))
@@ -77,9 +76,9 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
         report.line(f"ready on {host}:{port}")
         gc.freeze()  # what is loaded stays: a look at all of it holds up a step for 0.2 s
 
-    server = Server(config, load, on_progress=report.progress, on_serving=on_serving)
-    leading = None if multihost is None else Leading(config, multihost, server)
     try:
+        server = Server(config, load, on_progress=report.progress, on_serving=on_serving)
+        leading = None if multihost is None else Leading(config, multihost, server)
         port = await server.start()
     except InvalidArgument as error:
         raise InvalidArgument(flag_of(error.field), error.problem) from error

@@ -418,9 +418,8 @@ def logprob_of(token: inference_pb2.TokenLogprob) -> TokenLogprob:
 
 
 def _times_of(times: inference_pb2.RequestTimes) -> RequestTimes:
-    return RequestTimes(
-        **{one.name: getattr(times, one.name) for one, _ in times.ListFields()} | {"arrival_s": times.arrival_s}
-    )
+    told = {one.name: getattr(times, one.name) for one, _ in times.ListFields()}
+    return RequestTimes(**told | {"arrival_s": times.arrival_s, "preempted_s": tuple(times.preempted_s)})
 
 
 def _finish_of(finish: inference_pb2.Finish) -> SequenceFinish:

@@ -44,7 +44,7 @@ from jpaged.config.option import (
     option,
     option_type,
 )
-from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions
+from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions, TelemetryOptions
 from jpaged.config.speculative import SpeculativeOptions
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "ServerOptions",
     "SpeculativeOptions",
     "StartupOptions",
+    "TelemetryOptions",
     "checked",
     "child_environment",
     "compile_cache_dir",

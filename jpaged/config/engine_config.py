@@ -27,7 +27,7 @@ from jpaged.config.groups import (
     StartupOptions,
 )
 from jpaged.config.option import checked, section_of
-from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions
+from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions, TelemetryOptions
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost
@@ -64,6 +64,7 @@ class EngineConfig:
     server: ServerOptions = section_of(ServerOptions, "What clients see, where they connect, and how the server ends.")
     http: HttpOptions = section_of(HttpOptions, "The HTTP face: OpenAI's API, for clients that speak it.")
     access: AccessOptions = section_of(AccessOptions, "Who may ask, and for how much.")
+    telemetry: TelemetryOptions = section_of(TelemetryOptions, "What is told of requests: traces and logs.")
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -216,7 +217,7 @@ class EngineConfig:
 
 
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
-SERVER_SECTIONS = ("server", "http", "access")
+SERVER_SECTIONS = ("server", "http", "access", "telemetry")
 """Sections that an engine without a server has no use for."""
 
 

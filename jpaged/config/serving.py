@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from jpaged.config.option import option
 from jpaged.errors import InvalidArgument
+
+LogFormat = Literal["text", "json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +178,18 @@ class AccessOptions:
             raise InvalidArgument(missing, f"is missing: {given} is {getattr(self, given)}, and needs it")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("tls_client_ca", f"{self.tls_client_ca} needs tls_cert and tls_key")
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryOptions:
+    """What the server tells of its requests."""
+
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "where traces go: host:port or a URL of a collector that takes OTLP over gRPC; a span each for a request, its "
+        "queue, prefill, decode and preemptions. OTEL_* variables hold too (sampling, service name, headers)",
+    )
+    log_format: str = option("text", "lines of the log: text, or a JSON object each", choices=get_args(LogFormat))
+    enable_log_requests: bool = option(
+        False, "a line for each request that has ended: whose, how long, how many tokens, which status; never its text"
+    )

@@ -272,7 +272,7 @@ class Engine:
         return (self.load(),)
 
     def histogram(self, name: str) -> HistogramSnapshot:
-        """Durations so far, by one of the names in `jpaged.load.DURATIONS`."""
+        """Distribution so far, by one of the names in `jpaged.load.DISTRIBUTIONS`."""
         return self._loop.stats.histogram(name)
 
     def num_ended_by_reason(self) -> dict[str, int]:

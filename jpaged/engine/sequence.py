@@ -225,6 +225,27 @@ def collected_one_each(sequences: list[Sequence], token_ids: list[int], logprobs
         sequence.cumulative_logprob += logprob
 
 
+MAX_ABSENCES_TOLD = 32
+
+
+@dataclass(slots=True, eq=False)
+class Absences:
+    """From when, until when a request was preempted, in turn; the first MAX_ABSENCES_TOLD times are kept."""
+
+    told_s: list[float] = field(default_factory=list)
+    began_s: float | None = None
+
+    def begin(self, now_s: float) -> None:
+        """It was preempted just now."""
+        self.began_s = now_s
+
+    def end(self, now_s: float) -> None:
+        """It runs again, if it was preempted."""
+        if self.began_s is not None and len(self.told_s) < 2 * MAX_ABSENCES_TOLD:
+            self.told_s += self.began_s, now_s
+        self.began_s = None
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
     """The sequences of one request: scheduled, preempted and ended together.
@@ -241,6 +262,7 @@ class Group:
         ended_by: the finish reason of its last event, "deadline" or "error"; None before that.
         num_sampled_tokens: by all its sequences and beams together, and those generated elsewhere.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
+        absences: when it was preempted.
         adapter_slot: where on the device its adapter is while it runs; 0 is none.
     """
 
@@ -265,6 +287,7 @@ class Group:
     num_sampled_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0
+    absences: Absences = field(default_factory=Absences)
     adapter_slot: int = 0
 
     def __post_init__(self, max_blocks: int, num_kv_groups: int) -> None:
@@ -370,7 +393,9 @@ class Group:
     @property
     def times(self) -> RequestTimes:
         """When it got where, so far."""
-        return RequestTimes(self.arrival_s, self.first_scheduled_s, self.first_token_s, self.last_token_s)
+        return RequestTimes(
+            self.arrival_s, self.first_scheduled_s, self.first_token_s, self.last_token_s, tuple(self.absences.told_s)
+        )
 
     def ended(self, reason: str) -> None:
         """Notes why it ended: its last event is known, or nobody wants to have it."""

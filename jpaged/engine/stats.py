@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from jpaged.engine.executor import Geometry
@@ -13,7 +14,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.engine.speculation.stats import SpeculationStats
-from jpaged.load import DURATIONS, EngineLoad
+from jpaged.load import DISTRIBUTIONS, EngineLoad
 from jpaged.types import FinishReason
 
 
@@ -21,39 +22,39 @@ from jpaged.types import FinishReason
 class HistogramSnapshot:
     """Observations up to each bound, cumulative as Prometheus has them; the last count is of all."""
 
-    bounds_s: tuple[float, ...]
+    bounds: tuple[float, ...]
     cumulative_counts: tuple[int, ...]
-    sum_s: float
+    sum: float
 
     @classmethod
     def total(cls, snapshots: Sequence[HistogramSnapshot]) -> HistogramSnapshot:
         """The observations of all, which have the same bounds."""
         counts = zip(*(snapshot.cumulative_counts for snapshot in snapshots), strict=True)
-        return cls(snapshots[0].bounds_s, tuple(map(sum, counts)), sum(snapshot.sum_s for snapshot in snapshots))
+        return cls(snapshots[0].bounds, tuple(map(sum, counts)), math.fsum(snapshot.sum for snapshot in snapshots))
 
 
 class Histogram:
-    """Seconds in buckets with these upper bounds, ascending, and one for everything above.
+    """Seconds, or counts, in buckets with these upper bounds, ascending, and one for everything above.
 
     One thread observes; any thread may take a snapshot, which then lacks at most what is being observed.
     """
 
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
 
-    def observe(self, seconds: float, count: int = 1) -> None:
+    def observe(self, value: float, count: int = 1) -> None:
         """Adds `count` observations of the same value."""
-        self._counts[bisect_left(self._bounds_s, seconds)] += count
-        self._sum_s += seconds * count
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def snapshot(self) -> HistogramSnapshot:
         total, cumulative = 0, []
         for count in list(self._counts):
             total += count
             cumulative.append(total)
-        return HistogramSnapshot(self._bounds_s, tuple(cumulative), self._sum_s)
+        return HistogramSnapshot(self._bounds, tuple(cumulative), self._sum)
 
 
 class DeviceIdle:
@@ -97,10 +98,11 @@ class StepStats:
         )
         # The next load while it is counted.
         self._counts = asdict(self._load) | {"speculation": self._load.speculation}
+        self._has_adapters = geometry.max_loras > 0
         self._sum_stored_tokens = 0
         self._sum_first_token_s = 0.0
         self._recent_ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
-        self._histograms = {name: Histogram(one.bounds_s) for name, one in DURATIONS.items()}
+        self._histograms = {name: Histogram(one.bounds) for name, one in DISTRIBUTIONS.items()}
         # Sequences that run together have the same gap, so that a step has few different ones.
         self._token_gaps_s: dict[float, int] = {}
         of_engine = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT  # calls are seen in the text
@@ -108,6 +110,8 @@ class StepStats:
 
     def count_schedule(self, schedule: Schedule) -> None:
         self._counts["num_preemptions"] += len(schedule.preempted)
+        for group in schedule.preempted:
+            group.absences.begin(self._clock())
         self._counts["num_recomputed_tokens"] += schedule.num_recomputed_tokens
         for group in schedule.admitted:
             if group.first_scheduled_s is None:
@@ -115,6 +119,8 @@ class StepStats:
                 group.scheduled(now_s)
                 self._histograms["queue_time"].observe(now_s - group.arrival_s)
                 self._counts["num_prompt_tokens"] += len(group.request.prompt_token_ids)
+            else:
+                group.absences.end(self._clock())
 
     def count_steps(self, schedule: Schedule) -> None:
         """Counts the steps of a schedule, all of which are dispatched."""
@@ -159,6 +165,25 @@ class StepStats:
         self._recent_ends_s.append(now_s)
         if group.ended_by in (FinishReason.STOP.value, FinishReason.LENGTH.value):
             self._histograms["end_to_end"].observe(now_s - group.arrival_s)
+            self._observe_request(group)
+
+    def _observe_request(self, group: Group) -> None:
+        """Takes the measures of a request that finished."""
+        sampling, observed = group.request.sampling, self._histograms
+        num_tokens = group.num_sampled_tokens
+        observed["request_prompt_tokens"].observe(len(group.request.prompt_token_ids))
+        observed["request_generation_tokens"].observe(num_tokens)
+        observed["request_n"].observe(sampling.n)
+        observed["request_max_tokens"].observe(sampling.max_tokens)
+        began_s, first_s, last_s = group.first_scheduled_s, group.first_token_s, group.last_token_s
+        if began_s is None or first_s is None or last_s is None:
+            return
+        observed["prefill_time"].observe(first_s - began_s)
+        observed["decode_time"].observe(last_s - first_s)
+        observed["inference_time"].observe(last_s - began_s)
+        num_sequences = len(group.sequences)
+        if num_tokens > num_sequences:
+            observed["time_per_token"].observe((last_s - first_s) * num_sequences / (num_tokens - num_sequences))
 
     def count_not_finite(self) -> None:
         """A request whose logits were not finite, besides `count_end`."""
@@ -197,6 +222,9 @@ class StepStats:
         now["num_blocks_swapped_in"] = done.num_swapped_in
         now["num_prefix_query_tokens"] = done.num_prefix_query_tokens
         now["num_prefix_hit_tokens"] = done.num_prefix_hit_tokens
+        if self._has_adapters:
+            now["running_adapters"] = _adapter_names(queues.running)
+            now["waiting_adapters"] = _adapter_names((*queues.waiting, *queues.swapped))
         if self._drafts is not None:
             now["speculation"] = self._drafts.snapshot()
         self._load = EngineLoad(**now)
@@ -216,3 +244,9 @@ class StepStats:
 
     def num_ended(self) -> dict[str, int]:
         return dict(self._num_ended)
+
+
+def _adapter_names(groups: Iterable[Group]) -> tuple[str, ...]:
+    """The adapters that groups have, each once, in order of their names."""
+    loaded = (group.request.adapter for group in groups)
+    return tuple(sorted({adapter.name for adapter in loaded if adapter is not None}))

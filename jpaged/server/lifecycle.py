@@ -39,6 +39,7 @@ from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
 from jpaged.service.state import ServiceState, Stage
 from jpaged.telemetry.metrics import serve_metrics
+from jpaged.telemetry.observers import Observers
 from jpaged.telemetry.scrapes import ScrapeServer
 from jpaged.types import Prompt
 
@@ -81,7 +82,8 @@ class Server:
     ) -> None:
         self.state = ServiceState(config)
         self._gate = Gate(config.access)
-        self._service = Service(self.state, [NotedRequests()], self._gate.quotas)
+        self._observers = Observers(config.telemetry)
+        self._service = Service(self.state, [NotedRequests(), *self._observers.all], self._gate.quotas)
         self._config = config
         self._load = load
         self._on_progress = on_progress
@@ -287,6 +289,7 @@ class Server:
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
         await asyncio.to_thread(self._gate.end, _FLUSH_TIMEOUT_S)
+        await asyncio.to_thread(self._observers.stop)
 
 
 def _text_of(path: str | None) -> str | None:

@@ -128,6 +128,19 @@ class RequestRecord:
         self.ended_s = time.time()
 
 
+def parts_of(times: RequestTimes) -> list[tuple[str, float, float]]:
+    """Return the parts of a request that have both ends: name, begin and end on the engine's clock."""
+    begun = ("queue", times.arrival_s), ("prefill", times.first_scheduled_s), ("decode", times.first_token_s)
+    ended = times.first_scheduled_s, times.first_token_s, times.last_token_s
+    parts = [
+        (name, begin_s, end_s)
+        for (name, begin_s), end_s in zip(begun, ended, strict=True)
+        if begin_s is not None and end_s is not None
+    ]
+    left_s = times.preempted_s
+    return parts + [("preempted", *ends_s) for ends_s in zip(left_s[::2], left_s[1::2], strict=True)]
+
+
 class RequestObserver(Protocol):
     """Is told of each call, on the event loop: it must not wait."""
 

@@ -2,4 +2,7 @@
 
 metrics.py  a loaded model's numbers in Prometheus' format
 scrapes.py  the HTTP server that scrapes come to
+traces.py   spans of requests, by OpenTelemetry
+observers.py who watches the requests of a server
+logs.py     the log, and a line for each request
 """

@@ -5,6 +5,7 @@ Nothing here runs on the engine's path: a scrape reads one snapshot.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -14,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import InvalidArgument
-from jpaged.load import DURATIONS, PER_POSITION, SpeculationLoad, metrics_of
+from jpaged.load import DISTRIBUTIONS, PER_POSITION, EngineLoad, SpeculationLoad, metrics_of
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.telemetry.scrapes import ScrapeServer
 
@@ -45,9 +46,11 @@ class EngineCollector(Collector):
         use.add_metric((name,), load.num_blocks_used / load.num_blocks)
         yield use
         yield self._ended()
-        for field, durations in DURATIONS.items():
-            yield self._histogram(durations.metric.name, durations.metric.help, engine.histogram(field))
+        for field, distribution in DISTRIBUTIONS.items():
+            yield self._histogram(distribution.metric.name, distribution.metric.help, engine.histogram(field))
         yield self._cache_config()
+        if (max_loras := self._serving.model.max_loras) > 0:
+            yield self._adapters(load, max_loras)
 
     def _speculation(self, load: SpeculationLoad) -> Iterator[Metric]:
         name = self._serving.model.name
@@ -70,10 +73,21 @@ class EngineCollector(Collector):
 
     def _histogram(self, name: str, help: str, snapshot: HistogramSnapshot) -> Metric:
         histogram = HistogramMetricFamily(name, help, labels=("model_name",))
-        bounds = [*(str(bound) for bound in snapshot.bounds_s), "+Inf"]
+        bounds = [*(str(bound) for bound in snapshot.bounds), "+Inf"]
         buckets = list(zip(bounds, snapshot.cumulative_counts, strict=True))
-        histogram.add_metric((self._serving.model.name,), buckets, snapshot.sum_s)
+        histogram.add_metric((self._serving.model.name,), buckets, snapshot.sum)
         return histogram
+
+    def _adapters(self, load: EngineLoad, max_loras: int) -> Metric:
+        """Who runs and waits with which adapter, as gateways look for it: in labels, and when, in the value.
+
+        The names: https://gateway-api-inference-extension.sigs.k8s.io, proposal 003, the model server's protocol.
+        """
+        labels = ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of requests that run and wait.", labels=labels)
+        names = ",".join(load.running_adapters), ",".join(load.waiting_adapters)
+        info.add_metric((self._serving.model.name, str(max_loras), *names), time.time())
+        return info
 
     def _cache_config(self) -> Metric:
         """The labels are vLLM's, which gateways look for."""

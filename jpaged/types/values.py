@@ -217,12 +217,14 @@ class RequestTimes:
         first_scheduled_s: it was put into its first step; None where it ended before that.
         first_token_s: the host had its first token, of any of its sequences; None where there was none.
         last_token_s: the host had its last token.
+        preempted_s: from when, until when it was preempted, in turn, the first 32 times.
     """
 
     arrival_s: float
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    preempted_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,19 @@ MAY_IMPORT = {
     "llm": VALUES | {"engine", "service", "assemble", "client", "openai"},
     "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
     "cli": VALUES
-    | {"assemble", "bench", "client", "openai", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
+    | {
+        "assemble",
+        "bench",
+        "client",
+        "openai",
+        "service",
+        "server",
+        "telemetry",
+        "llm",
+        "capacity",
+        "engine.engine",
+        "kernels",
+    }
     | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost", "device.here"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},

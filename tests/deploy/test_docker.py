@@ -113,7 +113,7 @@ def test_what_is_built_on_a_host_stays_out_of_an_image():
 
 SERVICE_KEYS = frozenset(
     (
-        *("image", "build", "command", "ports", "volumes", "depends_on", "restart"),
+        *("image", "build", "command", "environment", "ports", "volumes", "depends_on", "restart"),
         *("healthcheck", "stop_signal", "stop_grace_period"),
         *("read_only", "tmpfs", "cap_drop", "security_opt", "cpus", "mem_limit"),
     )

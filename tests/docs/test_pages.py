@@ -10,7 +10,7 @@ from docs.site import links, references
 from jpaged.cli.main import COMMANDS
 from jpaged.cli.options import flag_of
 from jpaged.config import ENVIRONMENT, iter_options
-from jpaged.load import DURATIONS, metrics_of
+from jpaged.load import DISTRIBUTIONS, metrics_of
 from protos.generate import PROTOS
 from protos.lint import compile_protos
 from protos.reference import page_of, reference
@@ -43,7 +43,7 @@ async def test_every_metric_is_on_its_page():
     rows = dict(re.findall(r"^\| `([^`]+)` \| (\w+) \|", page, re.MULTILINE))
     assert {metric.name for _, metric in metrics_of("gauge")} <= rows.keys()
     assert {f"{metric.name}_total" for _, metric in metrics_of("counter")} <= rows.keys()
-    assert {one.metric.name for one in DURATIONS.values()} <= rows.keys()
+    assert {one.metric.name for one in DISTRIBUTIONS.values()} <= rows.keys()
     assert rows["vllm:num_requests_running"] == "gauge"
     assert rows["vllm:spec_decode_num_drafts_total"] == "counter"
 

@@ -12,12 +12,12 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.stats import Histogram
 from jpaged.errors import InvalidArgument
-from jpaged.load import DURATIONS, metrics_of
+from jpaged.load import DISTRIBUTIONS, metrics_of
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.telemetry.metrics import serve_metrics
-from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
-from jpaged.types import OutputEvent, Request, SamplingParams
+from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, VirtualClock, with_adapters
+from jpaged.types import LoadedAdapter, OutputEvent, Request, SamplingParams
 from tests.server.harness import BACKEND, MODEL, running
 
 NAMES = {
@@ -35,6 +35,15 @@ NAMES = {
     "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds",
     "vllm:cache_config_info",
+    "vllm:lora_requests_info",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_params_max_tokens",
+    "vllm:request_params_n",
     "jpaged:num_requests_swapped",
     "jpaged:blocks_free",
     "jpaged:blocks_cached",
@@ -117,11 +126,16 @@ def scraped(executor: FakeExecutor | None = None, **options: Any) -> Iterator[Sc
 def test_these_metrics_and_no_others():
     with scraped() as engine:
         samples = {name.partition("{")[0] for name in engine.samples()}
-    histograms = {one.metric.name for one in DURATIONS.values()}
+    histograms = {one.metric.name for one in DISTRIBUTIONS.values()}
     assert histograms < NAMES
     parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "count", "sum")}
     assert samples == NAMES - histograms | parts
-    own = {"vllm:kv_cache_usage_perc", "vllm:request_success_total", "vllm:cache_config_info"}
+    own = {
+        "vllm:kv_cache_usage_perc",
+        "vllm:request_success_total",
+        "vllm:cache_config_info",
+        "vllm:lora_requests_info",
+    }
     gauges = {metric.name for kind in ("gauge", "replica") for _, metric in metrics_of(kind)}
     counters = {f"{metric.name}_total" for _, metric in metrics_of("counter")}
     assert gauges | counters | histograms | own == NAMES
@@ -237,6 +251,32 @@ def test_every_histogram_holds_what_the_clock_said():
     assert samples["vllm:e2e_request_latency_seconds_count"] == 2
     assert samples["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(0.43 + 0.46)
     assert samples["jpaged:host_step_seconds_count"] == 3
+    assert samples["vllm:request_prefill_time_seconds_sum"] == pytest.approx(0.0)
+    assert samples["vllm:request_prefill_time_seconds_count"] == 2
+    assert samples["vllm:request_decode_time_seconds_sum"] == pytest.approx(0.06 + 0.03)
+    assert samples["vllm:request_inference_time_seconds_sum"] == pytest.approx(0.06 + 0.03)
+    assert samples["vllm:request_time_per_output_token_seconds_sum"] == pytest.approx(2 * 0.03)
+    assert samples["vllm:request_prompt_tokens_sum"] == 3 + 2
+    assert samples["vllm:request_generation_tokens_sum"] == 3 + 2
+    assert samples["vllm:request_generation_tokens_bucket{le=2.0}"] == 1
+    assert samples["vllm:request_params_max_tokens_sum"] == 3 + 2
+    assert samples["vllm:request_params_n_sum"] == 2
+
+
+def test_who_runs_with_which_adapter_is_told():
+    executor = with_adapters(2)(max_num_seqs=1)
+    first, second = (LoadedAdapter(name, f"/{name}", i, FakeAdapter(i)) for i, name in enumerate("ab", start=1))
+    with scraped(executor, overlap=False) as engine:
+        for adapter in (first, second):
+            params = SamplingParams(max_tokens=2, temperature=0.0)
+            engine.engine.submit(Request(adapter.name, (1, 2), params, adapter=adapter), engine.events.append)
+        engine.engine.step()
+        during = engine.samples()
+        engine.run()
+        after = engine.samples()
+    told = "vllm:lora_requests_info{{max_lora=2,running_lora_adapters={},waiting_lora_adapters={}}}"
+    assert told.format("a", "b") in during
+    assert told.format("", "") in after
 
 
 def test_a_gap_is_counted_for_every_sequence_of_a_request():
@@ -312,7 +352,7 @@ def test_a_histograms_bounds_belong_to_their_bucket():
         histogram.observe(seconds, count)
     snapshot = histogram.snapshot()
     assert snapshot.cumulative_counts == (2, 5, 6)
-    assert snapshot.sum_s == pytest.approx(3.7)
+    assert snapshot.sum == pytest.approx(3.7)
 
 
 def test_a_port_that_is_taken_is_named():

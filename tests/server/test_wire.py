@@ -195,7 +195,13 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
 
 
 @pytest.mark.parametrize(
-    "times", [None, RequestTimes(0.0), RequestTimes(0.0, 0.0, 0.0, 0.0), RequestTimes(3.0, first_scheduled_s=4.0)]
+    "times",
+    [
+        None,
+        RequestTimes(0.0),
+        RequestTimes(0.0, 0.0, 0.0, 0.0),
+        RequestTimes(3.0, first_scheduled_s=4.0, preempted_s=(4.5, 5.0)),
+    ],
 )
 def test_times_that_are_not_told_are_none_and_not_zero(times):
     event = OutputEvent(request_id="r", is_last=True, times=times)

@@ -317,16 +317,18 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ..., times: _Optional[_Union[RequestTimes, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., seed: _Optional[int] = ..., reasoning_content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ...) -> None: ...
 
 class RequestTimes(_message.Message):
-    __slots__ = ("arrival_s", "first_scheduled_s", "first_token_s", "last_token_s")
+    __slots__ = ("arrival_s", "first_scheduled_s", "first_token_s", "last_token_s", "preempted_s")
     ARRIVAL_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_SCHEDULED_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     LAST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_S_FIELD_NUMBER: _ClassVar[int]
     arrival_s: float
     first_scheduled_s: float
     first_token_s: float
     last_token_s: float
-    def __init__(self, arrival_s: _Optional[float] = ..., first_scheduled_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., last_token_s: _Optional[float] = ...) -> None: ...
+    preempted_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, arrival_s: _Optional[float] = ..., first_scheduled_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., last_token_s: _Optional[float] = ..., preempted_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
     __slots__ = ("chosen", "top", "asked")

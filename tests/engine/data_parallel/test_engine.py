@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
-from jpaged.load import DURATIONS, EngineLoad, total_load
+from jpaged.load import DISTRIBUTIONS, EngineLoad, total_load
 from jpaged.testing import Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, Request, SamplingParams
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
@@ -187,12 +187,12 @@ def test_counts_are_sums_and_means_are_weighted():
     assert load.num_requests_ended == 5
     assert min(first.slot_use, second.slot_use) <= load.slot_use <= max(first.slot_use, second.slot_use)
     assert fleet.replicas.num_ended_by_reason()["length"] == 5
-    for name in DURATIONS:
+    for name in DISTRIBUTIONS:
         parts = [engine.histogram(name) for engine in fleet.engines]
         whole = fleet.replicas.histogram(name)
-        assert whole.bounds_s == parts[0].bounds_s
+        assert whole.bounds == parts[0].bounds
         assert whole.cumulative_counts[-1] == sum(part.cumulative_counts[-1] for part in parts)
-        assert whole.sum_s == pytest.approx(sum(part.sum_s for part in parts))
+        assert whole.sum == pytest.approx(sum(part.sum for part in parts))
     assert fleet.replicas.histogram("end_to_end").cumulative_counts[-1] == 5
 
 

@@ -1,0 +1,146 @@
+"""A span for each request, and one each for its queue, prefill, decode and preemptions, by OpenTelemetry.
+
+    chat demo                  ├──────────────────────────────────────────┤     the caller's trace goes on here
+        queue                  ├───┤
+        prefill                    ├────┤
+        decode                          ├─────────────────────────────────┤
+        preempted                             ├─────┤
+
+Names and attributes are those of the GenAI conventions (https://opentelemetry.io/docs/specs/semconv/gen-ai/); prompts
+and texts are never told. The span's context goes back to the caller with the answer, as `traceparent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
+from opentelemetry.semconv.attributes import client_attributes, error_attributes
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from jpaged.errors import InvalidArgument
+from jpaged.service.records import RequestRecord, parts_of
+from jpaged.types import SamplingParams
+from jpaged.version import __version__
+
+_SCOPE = "jpaged"
+_PROVIDER = "jpaged"
+_FLUSH_TIMEOUT_MS = 2000
+Attribute = str | int | float | bool | Sequence[str]
+
+
+class Traces:
+    """Makes the spans of the requests of a service, which tells it of them.
+
+    Args:
+        processor: takes spans that have ended; `exporter_to` makes one.
+    """
+
+    def __init__(self, processor: SpanProcessor) -> None:
+        resource = Resource.create({SERVICE_VERSION: __version__})  # with what OTEL_* of the environment says
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+            resource = resource.merge(Resource({SERVICE_NAME: _SCOPE}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer: Tracer = self._provider.get_tracer(_SCOPE, __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._open: dict[RequestRecord, Span] = {}
+
+    def begin(self, record: RequestRecord) -> None:
+        """Begin the span of a request, below its caller's."""
+        parent = self._propagator.extract(record.caller.trace, Context())
+        span = self._tracer.start_span(record.operation, parent, SpanKind.SERVER, start_time=_ns(record.began_s))
+        self._open[record] = span
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, set_span_in_context(span, Context()))
+        record.answers_with(headers)
+
+    def end(self, record: RequestRecord) -> None:
+        """End it, and tell of its parts."""
+        span = self._open.pop(record)
+        if span.is_recording():
+            span.update_name(f"{record.operation} {record.model}".rstrip())
+            span.set_attributes(_attributes_of(record))
+            if record.status != "OK":
+                span.set_status(StatusCode.ERROR, record.status)
+            self._tell_parts(span, record)
+        span.end(_ns(record.ended_s))
+
+    def stop(self) -> None:
+        """Send what is left, for a while; nothing is told afterwards."""
+        self._provider.force_flush(_FLUSH_TIMEOUT_MS)
+        self._provider.shutdown()
+
+    def _tell_parts(self, span: Span, record: RequestRecord) -> None:
+        if record.times is None:
+            return
+        inside, offset_s = set_span_in_context(span, Context()), record.clock_offset_s
+        for name, begin_s, end_s in parts_of(record.times):
+            part = self._tracer.start_span(name, inside, start_time=_ns(begin_s + offset_s))
+            part.end(_ns(end_s + offset_s))
+
+
+def exporter_to(endpoint: str) -> SpanProcessor:
+    """Return what sends spans to a collector, in batches and on a thread of its own.
+
+    Raises:
+        InvalidArgument: no host is named.
+    """
+    named = endpoint if "://" in endpoint else f"http://{endpoint}"
+    parts = urlsplit(named)
+    try:
+        has_host = parts.hostname and parts.scheme in ("http", "https") and (parts.port or True)
+    except ValueError:  # a port that is no number, or out of its limits
+        has_host = None
+    if not has_host:
+        raise InvalidArgument("otlp_traces_endpoint", f"{endpoint!r} is no host:port, and no URL of http or https")
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=named, insecure=parts.scheme == "http"))
+
+
+def _attributes_of(record: RequestRecord) -> Mapping[str, Attribute]:
+    usage, times = record.usage, record.times
+    found: dict[str, Attribute | None] = {
+        gen_ai.GEN_AI_OPERATION_NAME: record.operation,
+        gen_ai.GEN_AI_PROVIDER_NAME: _PROVIDER,
+        gen_ai.GEN_AI_REQUEST_MODEL: record.adapter or record.model,
+        gen_ai.GEN_AI_RESPONSE_MODEL: record.model,
+        gen_ai.GEN_AI_RESPONSE_ID: record.request_id,
+        gen_ai.GEN_AI_USAGE_INPUT_TOKENS: usage.prompt_tokens,
+        gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: usage.completion_tokens,
+        gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: usage.cached_tokens,
+        gen_ai.GEN_AI_RESPONSE_FINISH_REASONS: [record.finish_reasons[i] for i in sorted(record.finish_reasons)],
+        client_attributes.CLIENT_ADDRESS: record.caller.peer,
+        error_attributes.ERROR_TYPE: record.reason,
+        "jpaged.face": record.caller.face,
+        "jpaged.tenant": record.tenant,
+        "jpaged.preemptions": None if times is None else len(times.preempted_s) // 2,
+    }
+    if times is not None and times.first_token_s is not None:
+        found[gen_ai.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = times.first_token_s - times.arrival_s
+    if record.sampling is not None:
+        found |= _sampling_attributes(record.sampling)
+    return {name: value for name, value in found.items() if value not in (None, "", [])}
+
+
+def _sampling_attributes(sampling: SamplingParams) -> Mapping[str, Attribute | None]:
+    return {
+        gen_ai.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
+        gen_ai.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
+        gen_ai.GEN_AI_REQUEST_TOP_P: sampling.top_p,
+        gen_ai.GEN_AI_REQUEST_TOP_K: sampling.top_k or None,
+        gen_ai.GEN_AI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty or None,
+        gen_ai.GEN_AI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty or None,
+        gen_ai.GEN_AI_REQUEST_SEED: sampling.seed,
+        gen_ai.GEN_AI_REQUEST_CHOICE_COUNT: sampling.n,
+    }
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,80 @@
+"""Lines of the log: JSON where it is asked for, one for each request, and never a word of a prompt."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jpaged.telemetry.logs import set_up_logs
+from tests.server.harness import collect, failure_of, request, running
+
+
+class Log:
+    """What was written to standard error."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture, self._text = capture, ""
+
+    def getvalue(self) -> str:
+        self._text += self._capture.readouterr().err
+        return self._text
+
+
+@pytest.fixture
+def log(capsys: pytest.CaptureFixture[str]) -> Iterator[Log]:
+    root = logging.getLogger()
+    before = list(root.handlers), root.level, logging.getLogger("jpaged.requests").level
+    yield Log(capsys)
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    for handler in before[0]:
+        root.addHandler(handler)
+    root.setLevel(before[1])
+    logging.getLogger("jpaged.requests").setLevel(before[2])
+
+
+def lines_of(log: Log) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.getvalue().splitlines()]
+
+
+async def test_a_request_is_a_line_of_json_without_its_text(log: Log) -> None:
+    set_up_logs("json", has_requests=True)
+    async with running(enable_log_requests=True) as harness:
+        metadata = (("x-jpaged-tenant", "them"),)
+        asked = request("a secret", request_id="mine")
+        messages = await collect(harness.inference.Generate(asked, metadata=metadata))
+        await failure_of(harness.inference.Generate(request("a secret", stop=["a secret" * 1000])))
+    done, refused = [line for line in lines_of(log) if line["logger"] == "jpaged.requests"]
+    assert (done["request_id"], done["tenant"], done["face"], done["status"]) == ("mine", "them", "grpc", "OK")
+    assert (done["prompt_tokens"], done["completion_tokens"]) == (8, messages[-1].usage.completion_tokens)
+    assert {"queue_s", "prefill_s", "decode_s", "duration_s"} <= done.keys()
+    assert (refused["status"], refused["reason"]) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
+    assert "secret" not in log.getvalue()
+
+
+async def test_requests_are_no_lines_unless_they_are_asked_for(log: Log) -> None:
+    set_up_logs("text", has_requests=False)
+    async with running() as harness:
+        await collect(harness.inference.Generate(request()))
+    assert log.getvalue() == ""
+
+
+def test_an_error_is_one_line_of_json_with_its_trace(log: Log) -> None:
+    set_up_logs("json", has_requests=False)
+    try:
+        raise ValueError("it is wrong")
+    except ValueError:
+        logging.getLogger("jpaged.x").exception("it %s", "failed")
+    (line,) = lines_of(log)
+    assert (line["level"], line["logger"], line["message"]) == ("ERROR", "jpaged.x", "it failed")
+    assert "ValueError: it is wrong" in line["trace"]
+
+
+def test_text_is_as_it_was(log: Log) -> None:
+    set_up_logs("text", has_requests=True)
+    logging.getLogger("jpaged.x").warning("it is late")
+    assert log.getvalue().rstrip().endswith("WARNING jpaged.x: it is late")
