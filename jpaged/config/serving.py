@@ -97,6 +97,9 @@ class HttpOptions:
         high=3600.0,
         unit="s",
     )
+    http_cors_origins: tuple[str, ...] = option(
+        (), "origins of pages whose scripts may ask, as https://example.com; * is every one, none when left out"
+    )
     batch_dir: str | None = option(
         None,
         "folder for the files and the state of /v1/batches, which go on where they were when a server starts again; "

@@ -10,6 +10,7 @@ import uuid
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -41,7 +42,16 @@ def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App
         ],
         exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},
     )
-    return _Named(Guarded(app, gate))
+    guarded: App = Guarded(app, gate)
+    if origins := service.state.config.http.http_cors_origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID_HEADER, "retry-after", "retry-after-ms"),
+        )
+    return _Named(guarded)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -57,6 +67,8 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
     )
     response = response_of(told)
     response.status_code = status
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
     return response
 
 
@@ -76,10 +88,18 @@ class _Named:
         headers: dict[str, str] = {REQUEST_ID_HEADER: request_id}
         scope.setdefault("state", {}).update(request_id=request_id, answer_headers=headers)
 
+        has_begun = False
+
         async def named(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 added = [(name.encode(), value.encode()) for name, value in headers.items()]
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        await self._app(scope, receive, named)
+        try:
+            await self._app(scope, receive, named)
+        except Exception as error:  # starlette raises it again, once it is answered
+            if not has_begun:
+                await response_of(error_for(error))(scope, receive, named)

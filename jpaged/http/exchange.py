@@ -10,13 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged import json_text
-from jpaged.errors import Cancelled, InvalidArgument
+from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument
 from jpaged.http.requests import content_of
 from jpaged.http.wire import Receive
 from jpaged.openai.bodies import check_values, loaded
 from jpaged.service.service import Service
 
 _T = TypeVar("_T")
+_GRACE_S = 0.25
+"""The engine ends a request when its time is over, between two steps; here it is ended where the engine does not."""
 _CHARS_OF_NUMBER = 8
 """Characters that a number makes as JSON, about."""
 
@@ -60,23 +62,30 @@ async def answer_of(service: Service, body: Callable[[], dict[str, Any]], size: 
     return Response(await service.work(written, _CHARS_OF_NUMBER * size), media_type="application/json")
 
 
-async def while_there(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+async def while_there(request: Request, work: Coroutine[Any, Any, _T], remaining_s: float | None = None) -> _T:
     """Do work for a caller whose body has been read; see `while_connected`."""
-    return await while_connected(request.receive, work)
+    return await while_connected(request.receive, work, remaining_s)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], remaining_s: float | None = None) -> _T:
     """Do work for a client whose body has been read, and give up when it goes away.
+
+    Args:
+        remaining_s: time that the client gives it; None is no limit.
 
     Raises:
         Cancelled: it has gone; the work was cancelled, and has ended.
+        DeadlineExceeded: likewise, as the time is over.
     """
+    until_s = None if remaining_s is None else remaining_s + _GRACE_S
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED, timeout=until_s)
+        if working.done():
+            return working.result()
+        if leaving.done():
             raise Cancelled("the caller has gone")
-        return working.result()
+        raise DeadlineExceeded(f"the request took longer than the {remaining_s:g} s that it was given")
     finally:
         leaving.cancel()
         if not working.done():

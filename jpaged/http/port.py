@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +12,18 @@ from pathlib import Path
 import uvicorn
 
 from jpaged.access.gate import Gate
+from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.http.app import make_app
 from jpaged.http.batching.runner import Runner
+from jpaged.http.connections import PortConfig, num_connections
 from jpaged.service.service import Service
 
-_KEEP_ALIVE_S = 75
-"""A connection without a request is closed then; behind proxies that close theirs after 60 s."""
 _BACKLOG = 2048
+_LAST_S = 2.0
+"""How long the end waits for what answers clients that were let go."""
+_PROBES = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 3))
+"""A client whose machine is gone is noticed after two minutes, where the system can be told so."""
 
 
 class HttpPort:
@@ -28,29 +33,25 @@ class HttpPort:
         InvalidArgument: the port cannot be had, or the folder of batches.
     """
 
-    def __init__(self, service: Service, gate: Gate, host: str, port: int) -> None:
+    def __init__(self, service: Service, gate: Gate, options: EngineConfig) -> None:
+        server = options.server
         self._batches = _batches_of(service)
         try:
-            self._socket = _bound(host, port)
+            self._socket = _bound(server.host, options.http.http_port or 0)
         except InvalidArgument:
             if self._batches is not None:
                 self._batches.store.close()
             raise
         self.port: int = self._socket.getsockname()[1]
         files = gate.certificates
-        config = uvicorn.Config(
+        config = PortConfig(
             make_app(service, gate, self._batches),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            max_connections=num_connections(server.max_connections),
+            idle_s=server.connection_idle_timeout,
             backlog=_BACKLOG,
-            ssl_context_factory=None if files is None else lambda config, default: files.context(),
+            tls=None if files is None else lambda config, default: files.context(),
         )
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what peers send is no fault of ours
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
@@ -70,7 +71,7 @@ class HttpPort:
         self._server.end()
         await asyncio.wait((self._serving,), timeout=timeout_s)
         if not self._serving.done():
-            self._server.hurry()
+            await self._server.hurry()
             await self._serving
         self._socket.close()
 
@@ -81,8 +82,13 @@ class _Server(uvicorn.Server):
     def end(self) -> None:
         self.should_exit = True
 
-    def hurry(self) -> None:
+    async def hurry(self) -> None:
+        """Let go of clients that do not read, and of what answers them."""
         self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        if tasks := list(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=_LAST_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -98,6 +104,11 @@ def _batches_of(service: Service) -> Runner | None:
 def _bound(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise InvalidArgument("http_port", f"{port} on {host} cannot be listened on: {error}") from error
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # those that it accepts have it too
+    for name, value in _PROBES:
+        if (number := getattr(socket, name, None)) is not None:
+            listening.setsockopt(socket.IPPROTO_TCP, number, value)
+    return listening

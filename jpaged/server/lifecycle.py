@@ -131,7 +131,7 @@ class Server:
         options, certificates = self._config, self._gate.certificates
         self._port = bind(self._grpc, "port", options.server.host, options.server.port, certificates)
         if options.http.http_port is not None:
-            self._http = HttpPort(self._service, self._gate, options.server.host, options.http.http_port)
+            self._http = HttpPort(self._service, self._gate, options)
             await self._http.start()
         await self._open_control(max_bytes)
         await self._grpc.start()

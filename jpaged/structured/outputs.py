@@ -113,8 +113,9 @@ class StructuredOutputs:
 
     def _check_choice(self, choice: Sequence[str]) -> None:
         name = f"{FIELD}.choice"
-        if isinstance(choice, str) or not 1 <= len(choice) <= MAX_CHOICES:
-            what = "a text" if isinstance(choice, str) else f"{len(choice)} texts"
+        is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
+        if not is_list or not 1 <= len(choice) <= MAX_CHOICES:
+            what = f"{len(choice)} texts" if is_list else f"{type(choice).__name__}"
             raise InvalidArgument(name, f"{what}: must be a list of 1 to {MAX_CHOICES} texts")
         for index, text in enumerate(choice):
             if not isinstance(text, str) or not text:

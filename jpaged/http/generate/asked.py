@@ -53,6 +53,10 @@ class Asked:
         """Return what its answers have in common."""
         return Heading(self.request_id, self.job.model or self.model.model.name)
 
+    def left_s(self) -> float | None:
+        """Return the time that is left of what the caller gives it."""
+        return None if self.remaining_s is None else self.remaining_s - (time.monotonic() - self.began_s)
+
     def record(self) -> RequestRecord:
         """Return the record of a job of several prompts, which begins."""
         adapter = "" if self.adapter is None else self.adapter.name
@@ -60,16 +64,14 @@ class Asked:
 
     def call(self, number: int, record: RequestRecord | None = None) -> Call:
         """Return the request that one of its prompts is; one of several has the record of all."""
-        prompt, remaining_s = self.job.prompts[number], self.remaining_s
-        if remaining_s is not None:
-            remaining_s -= time.monotonic() - self.began_s
+        prompt = self.job.prompts[number]
         is_one = len(self.job.prompts) == 1
         return Call(
             read=lambda: (prompt, self.job.sampling),
             size=None if prompt.messages is not None else prompt.size,
             request_id=self.request_id if is_one else f"{self.request_id}-{number}",
             tenant=self.tenant,
-            remaining_s=remaining_s,
+            remaining_s=self.left_s(),
             is_whole=self.job.streaming is None,
             adapter=self.adapter or "",
             caller=self.caller,

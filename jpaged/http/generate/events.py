@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from jpaged.errors import Cancelled
+from jpaged.errors import Cancelled, DeadlineExceeded
 from jpaged.http.errors import body_of, error_for
 from jpaged.http.exchange import while_connected
 from jpaged.http.wire import Receive, Scope, Send
@@ -34,11 +34,15 @@ class EventStream:
     Args:
         events: each as it is sent; closed at the end, whichever that is.
         keep_alive_s: after so long without one a comment is sent.
+        remaining_s: time that the client gives it; None is no limit.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], keep_alive_s: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], keep_alive_s: float, remaining_s: float | None = None
+    ) -> None:
         self._events = events
         self._keep_alive_s = keep_alive_s
+        self._remaining_s = remaining_s
         self._sending = asyncio.Lock()
         self._has_begun = False
         self._is_quiet = True
@@ -46,10 +50,11 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; raises what the events raise before anything was sent."""
         try:
-            await while_connected(receive, self._answer(send))
-        except Cancelled:
+            await while_connected(receive, self._answer(send), self._remaining_s)
+        except (Cancelled, DeadlineExceeded) as error:
             if not self._has_begun:
                 raise
+            await self._end(send, error)
 
     async def _answer(self, send: Send) -> None:
         keeping = asyncio.create_task(self._keep_alive(send))
@@ -61,10 +66,16 @@ class EventStream:
                 except Exception as error:
                     if not self._has_begun:
                         raise
-                    await self._send(send, sent_event(body_of(error_for(error))))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await self._end(send, error)
+                    return
+            await self._end(send)
         finally:
             keeping.cancel()
+
+    async def _end(self, send: Send, error: Exception | None = None) -> None:
+        if error is not None:
+            await self._send(send, sent_event(body_of(error_for(error))))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
         while True:

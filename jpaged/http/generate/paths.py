@@ -32,8 +32,8 @@ def routes(service: Service) -> list[Route]:
             asked = await asked_of(service, request, read)
             if asked.job.streaming is not None:
                 keep_alive_s = service.state.config.http.http_keep_alive
-                return EventStream(_chunks(service, asked, texts), keep_alive_s)
-            return await while_there(request, _whole(service, asked, texts))
+                return EventStream(_chunks(service, asked, texts), keep_alive_s, asked.left_s())
+            return await while_there(request, _whole(service, asked, texts), asked.left_s())
 
         return answer
 

@@ -1,0 +1,82 @@
+"""Log-probabilities: of what is said, of the prompt in front of it, whole and in chunks."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.http.generate.asking import CHAT, GREEDY, PAST_THE_END, asking, text_of
+
+
+async def test_a_completion_tells_them_of_its_tokens() -> None:
+    async with asking() as (_, client):
+        how: Any = {"prompt": "hello", "max_tokens": 4, "logprobs": 2, "extra_body": PAST_THE_END, **GREEDY}
+        logprobs = (await client.completions.create(**how)).choices[0].logprobs
+        assert logprobs is not None and logprobs.tokens is not None and logprobs.token_logprobs is not None
+        assert logprobs.text_offset == [0, 1, 2, 3] and len(logprobs.tokens) == 4
+        assert logprobs.top_logprobs is not None and all(len(top) == 2 for top in logprobs.top_logprobs)
+        assert [top[token] for top, token in zip(logprobs.top_logprobs, logprobs.tokens, strict=True)] == (
+            logprobs.token_logprobs
+        )
+        gathered: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        async for chunk in await client.completions.create(stream=True, **how):
+            for name in gathered:
+                gathered[name] += getattr(chunk.choices[0].logprobs, name)
+        assert gathered == logprobs.model_dump()
+
+
+@pytest.mark.parametrize("prompt", ["hello", list(b"hello")])
+async def test_an_echo_stands_in_front_with_its_own(prompt: Any) -> None:
+    async with asking() as (_, client):
+        how: Any = {"prompt": prompt, "max_tokens": 4, "echo": True, "extra_body": PAST_THE_END, **GREEDY}
+        plain = await client.completions.create(**how)
+        assert plain.choices[0].text == "hello" + text_of("hello", 4) and plain.choices[0].logprobs is None
+        told = (await client.completions.create(logprobs=1, **how)).choices[0]
+        assert told.text == plain.choices[0].text and told.logprobs is not None
+        tokens, values = told.logprobs.tokens or [], told.logprobs.token_logprobs or []
+        assert "".join(tokens[:5]) == "hello" and len(tokens) == 9
+        assert values[0] is None and all(value < 0 for value in values[1:])
+        assert told.logprobs.top_logprobs is not None and told.logprobs.top_logprobs[0] is None
+        assert told.logprobs.text_offset == list(range(9))
+        text, streamed = "", list[Any]()
+        async for chunk in await client.completions.create(logprobs=1, stream=True, **how):
+            text += chunk.choices[0].text
+            streamed += (chunk.choices[0].logprobs.token_logprobs or []) if chunk.choices[0].logprobs else []
+        assert (text, streamed) == (told.text, values)
+
+
+async def test_a_prompt_alone_is_told_with_max_tokens_of_0() -> None:
+    async with asking() as (_, client):
+        how: Any = {"prompt": ["hello", "other"], "max_tokens": 0, "logprobs": 1, "echo": True, **GREEDY}
+        answer = await client.completions.create(**how)
+        assert [one.text for one in answer.choices] == ["hello", "other"]
+        assert [one.finish_reason for one in answer.choices] == ["length", "length"]
+        assert all(one.logprobs is not None and len(one.logprobs.tokens or []) == 5 for one in answer.choices)
+        assert answer.usage is not None
+        assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (0, 10)
+        texts, usage = {0: "", 1: ""}, None
+        stream = await client.completions.create(stream=True, stream_options={"include_usage": True}, **how)
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+            usage = chunk.usage or usage
+        assert texts == {0: "hello", 1: "other"} and usage is not None and usage.completion_tokens == 0
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(**(how | {"echo": False}))
+        assert refused.value.param == "max_tokens"
+
+
+async def test_a_chat_tells_them_of_its_tokens() -> None:
+    async with asking() as (_, client):
+        how: Any = {"messages": CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2, **GREEDY}
+        logprobs = (await client.chat.completions.create(extra_body=PAST_THE_END, **how)).choices[0].logprobs
+        assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 4
+        assert [one.top_logprobs[0].token for one in logprobs.content] == [one.token for one in logprobs.content]
+        streamed = list[Any]()
+        async for chunk in await client.chat.completions.create(stream=True, extra_body=PAST_THE_END, **how):
+            told = chunk.choices[0].logprobs
+            streamed += (told.content or []) if told is not None else []
+        assert [one.model_dump() for one in streamed] == [one.model_dump() for one in logprobs.content]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**(how | {"top_logprobs": 99}))
+        assert refused.value.param == "top_logprobs"
