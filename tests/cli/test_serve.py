@@ -16,7 +16,7 @@ def test_what_was_loaded_is_left_out_of_collections(monkeypatch, capsys):
     class Serving:
         """Stands in for a server that is told to end as soon as its model is loaded."""
 
-        metrics_port = http_port = None
+        metrics_port = http_port = control_port = None
         is_load_abandoned = False
 
         def __init__(self, config, load, *, on_progress, on_serving):
