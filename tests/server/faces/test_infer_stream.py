@@ -79,6 +79,21 @@ async def test_sequences_of_a_request_come_in_one_tensor(harness):
     assert texts[0] != texts[1]
 
 
+async def test_a_sequence_that_has_ended_is_told_as_ended_while_others_go_on(harness):
+    sampled = {"n": 2, "temperature": 1.0, "seed": 3}
+    async with client_of(harness) as client:
+        whole = await client.infer("fake", inputs(return_token_ids=True), parameters={**GREEDY, **sampled})
+        first, second = whole.as_numpy("token_ids").reshape(2, 8).tolist()
+        ending = next(token_id for token_id in first if token_id not in second)
+        names = ("finish_reason", "cumulative_logprob", "num_output_tokens")
+        request = asked(outputs=names, stop_token_ids=f"[{ending}]", **sampled)
+        (results,) = (await results_of(client.stream_infer(each(request)))).values()
+    told = [strings(one, "finish_reason")[0] for one in results]
+    assert set(told[told.index("stop") :]) == {"stop"}
+    assert strings(results[-1], "finish_reason") == ["stop", "length"]
+    assert results[-1].as_numpy("cumulative_logprob").tolist() == [-0.125 * (first.index(ending) + 1), -1.0]
+
+
 async def test_a_request_that_cannot_be_is_told_in_a_message_and_the_others_go_on(harness):
     async with client_of(harness) as client:
         found = await results_of(

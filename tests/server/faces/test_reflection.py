@@ -41,6 +41,7 @@ def learned(target: str) -> dict[str, list[dict[str, Any]]]:
         pool = DescriptorPool(database)
         services = {name: pool.FindServiceByName(name) for name in database.get_services()}
         assert all(service.methods for service in services.values())
+        assert services["inference.GRPCInferenceService"].file.name == "jpaged/open_inference/inference.proto"
         ours = services["jpaged.v1.InferenceService"].methods_by_name["Generate"]
         triton = services["inference.GRPCInferenceService"].methods_by_name
         vllm = services["vllm.grpc.engine.VllmEngine"].methods_by_name
