@@ -70,7 +70,7 @@ class Responses:
         """The response that an event is of a request that goes on."""
         before = self._so_far[event.index]
         self._so_far[event.index] = Piece(
-            finish_reason=before.finish_reason if event.finish is None else event.finish.reason.value,
+            finish_reason=_UNFINISHED if event.finish is None else event.finish.reason.value,
             cumulative_logprob=before.cumulative_logprob
             if event.cumulative_logprob is None
             else event.cumulative_logprob,
