@@ -45,7 +45,9 @@ ENVIRONMENT: Mapping[str, str] = {
 _OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM_", "LWS_", "OMPI_", "MEGASCALE_")
 """What else in the environment changes a server: variables of libraries and of launchers."""
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY", "HEADERS")
-PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
+MIN_SECRET_BYTES = 16
+"""Whoever has seen two processes meet can try short ones."""
+PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout", "cluster_secret_file")
 """The options of one of several processes, which only `jpaged serve` can be."""
 
 
@@ -174,6 +176,29 @@ class EngineConfig:
         if given.coordinator is None or given.num_processes is None or given.process_id is None:
             return find_multihost(os.environ)
         return MultiHost(given.coordinator, given.num_processes, given.process_id, "the options")
+
+    def cluster_secret(self) -> bytes | None:
+        """What several processes ask each other for; None where there is no secret.
+
+        Raises:
+            InvalidArgument: it cannot be read, or is too short.
+        """
+        path = self.parallel.cluster_secret_file
+        if path is None:
+            name, text = "JPAGED_CLUSTER_SECRET", os.environ.get("JPAGED_CLUSTER_SECRET", "").encode()
+            if not text:
+                return None
+        else:
+            name = "cluster_secret_file"
+            try:
+                text = Path(path).read_bytes()
+            except OSError as error:
+                raise InvalidArgument(name, f"{path} cannot be read: {error.strerror or error}") from None
+        secret = text.strip()
+        if len(secret) < MIN_SECRET_BYTES:
+            problem = f"has a secret of {len(secret)} bytes, below the limit of {MIN_SECRET_BYTES}"
+            raise InvalidArgument(name, problem if path is None else f"{path} {problem}")
+        return secret
 
     def for_multihost(self, multihost: MultiHost) -> EngineConfig:
         """These options in one of several processes, with its place among them filled in.

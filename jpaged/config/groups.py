@@ -202,6 +202,11 @@ class ParallelOptions:
     join_timeout: float = option(
         300.0, "how long processes wait for each other when they start", low=1.0, high=86400.0, unit="s"
     )
+    cluster_secret_file: str | None = option(
+        None,
+        "a file with the same secret for all of several processes, which they show each other that they know when they "
+        "start; that of the environment (JPAGED_CLUSTER_SECRET) when left out, and else nobody is asked",
+    )
 
     def check(self) -> None:
         """Holds the three options of several processes to each other.

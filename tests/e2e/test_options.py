@@ -35,6 +35,7 @@ OTHER_SIZES = {"max_model_len": 40, "block_size": 4, "num_blocks": 9, "max_num_s
 APART = {"enable_expert_parallel", "quantization", "max_logprobs", *field_names(LoraOptions)}
 APART |= {"tool_call_parser", "reasoning_parser", "speculative_config"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
+PROCESS_VALUES["cluster_secret_file"] = "secret"
 
 Test = TypeVar("Test", bound=Callable[..., None])
 _flipped: set[str] = set()

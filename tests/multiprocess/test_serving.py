@@ -224,3 +224,24 @@ def test_a_process_that_never_comes_is_named(model: str, programs: Path) -> None
         (code,) = group.codes()
         assert code > 0
         assert group.members[0].find(r"of 3 processes, 1, 2 did not come in 3 s \(join_timeout\)"), group.log()
+
+
+@pytest.mark.long
+def test_processes_that_know_one_secret_serve_together_and_one_that_does_not_is_kept_out(
+    model: str, programs: Path, tmp_path: Path
+) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    mine.write_text("the secret of a cluster")
+    other.write_text("the secret of another")
+    words, option = (model, *SIZES, "--num-blocks", "80"), "--cluster-secret-file"
+    with running(2, (*words, option, str(mine)), programs) as group:
+        with Client(group.target) as client:
+            assert len(client.complete(prompt_token_ids=prompt(9), sampling=SamplingParams(max_tokens=4)).outputs) == 1
+        group.signal(0, signal.SIGTERM)
+        assert group.codes() == [0, 0], group.log()
+    extra = {0: (option, str(mine), "--join-timeout", "20"), 1: (option, str(other))}
+    with running(2, words, programs, extra=extra) as group:
+        codes = group.codes()
+        assert all(code > 0 for code in codes), (codes, group.log())
+        assert group.members[1].find("it does not know the secret"), group.log()
+        assert group.members[0].find("is none of our processes and was turned away"), group.log()

@@ -1,6 +1,8 @@
 """One executor in several processes, one on each host.
 
 handshake.py   the processes meet, agree, watch each other, end together
+arrivals.py    other processes as they come, and strangers
+secret.py      whether the other end knows the cluster's secret
 channel.py     messages between two of them
 messages.py    what they say while they serve
 executor.py    process 0 says each verb, the others run what they hear

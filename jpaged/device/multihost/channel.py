@@ -2,8 +2,8 @@
 
     | length: u32 | kind: u8 | payload |
 
-Nothing that arrives is unpickled or run. Like the service that jax's processes meet in it asks nobody who they are: it
-belongs on a cluster's own network.
+Nothing that arrives is unpickled or run. Who is at the other end is asked once, where there is a secret
+(`secret.py`); the service that jax's processes meet in asks nobody: both belong on a cluster's own network.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _HEADER = struct.Struct("<IB")
 _MAX_BYTES = 1 << 28
 _RETRY_S = 0.2
 _CONNECT_TIMEOUT_S = 5.0
+_LEAST_S = 0.001
 
 
 class Kind(enum.IntEnum):
@@ -54,6 +55,12 @@ class Kind(enum.IntEnum):
     """A sequence's tokens are to be counted."""
     TELL = 14
     """More than a sample is asked of hidden states."""
+    JOIN = 32
+    """A process that knows a secret wants to say hello: a nonce."""
+    CHALLENGE = 33
+    """The answer: another nonce, and the proof that process 0 knows the secret."""
+    PROOF = 34
+    """The proof that the process knows it."""
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -65,12 +72,15 @@ class Channel:
     Args:
         end: a connected socket, which is closed here.
         peer: HOST:PORT of the other end, for errors.
+        max_bytes: of a message that is received, until the other end is trusted.
     """
 
-    def __init__(self, end: socket.socket, peer: str) -> None:
+    def __init__(self, end: socket.socket, peer: str, max_bytes: int = _MAX_BYTES) -> None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is small, and waited for
         self.peer = peer
         self._socket = end
+        self._max_bytes = max_bytes
+        self._until_s: float | None = None
         self._lock = threading.Lock()
 
     def send(self, kind: Kind, *parts: bytes) -> None:
@@ -99,7 +109,7 @@ class Channel:
             TimeoutError: nothing came within the time that was set.
         """
         size, kind = _HEADER.unpack(self._read(_HEADER.size))
-        if size > _MAX_BYTES or kind not in _KINDS:
+        if size > self._max_bytes or kind not in _KINDS:
             raise EOFError(f"what arrives from {self.peer} is no message of ours")
         return Kind(kind), self._read(size)
 
@@ -121,6 +131,15 @@ class Channel:
         """Wait so long for the next message; None waits for ever."""
         self._socket.settimeout(timeout_s)
 
+    def set_deadline(self, until_s: float) -> None:
+        """Have all that comes be here by then, on the monotonic clock, however slowly it comes."""
+        self._until_s = until_s
+
+    def trust(self) -> None:
+        """Take from the other end whatever size and time it needs: it is one of us."""
+        self._max_bytes, self._until_s = _MAX_BYTES, None
+        self._socket.settimeout(None)
+
     def close(self) -> None:
         """Closes the connection for both ends, also for a thread that waits here. Idempotent."""
         with suppress(OSError):
@@ -131,6 +150,8 @@ class Channel:
         buffer = bytearray(size)
         view, begin = memoryview(buffer), 0
         while begin < size:
+            if self._until_s is not None:
+                self._socket.settimeout(max(_LEAST_S, self._until_s - time.monotonic()))
             try:
                 count = self._socket.recv_into(view[begin:])
             except TimeoutError:
@@ -139,6 +160,8 @@ class Channel:
                 raise EOFError(f"nothing comes from {self.peer}: {error}") from error
             if count == 0:
                 raise EOFError(f"the connection with {self.peer} ended")
+            if self._until_s is not None and time.monotonic() > self._until_s:
+                raise TimeoutError("timed out")
             begin += count
         return buffer
 
@@ -151,7 +174,7 @@ def values_of(payload: bytes | bytearray) -> dict[str, Any]:
     """
     try:
         values = json.loads(payload)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EOFError("what arrived is no JSON") from error
     if not isinstance(values, dict):
         raise EOFError("what arrived is no JSON object")

@@ -27,7 +27,9 @@ import jaxlib.version
 
 from jpaged import json_text
 from jpaged.config import EngineConfig
+from jpaged.device.multihost.arrivals import arriving
 from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, interface_for, joined, listen, values_of
+from jpaged.device.multihost.secret import prove
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
 from jpaged.launchers import MultiHost
 from jpaged.version import __version__
@@ -38,12 +40,11 @@ HEARTBEAT_TIMEOUT_S = 100
 """The limit of jax's own watch, for a host that is gone without a word: its connections stay open."""
 END_GRACE_S = 10.0
 """How long an orderly end, with a status for every client, may take after a loss."""
-_HELLO_TIMEOUT_S = 10.0
 _DEVICES_TIMEOUT_S = 300
 _BLAME_S = 1.0
 """How long processes wait to hear which one is lost: then collectives and connections break in all of them."""
 _TOGETHER = ("model", "cache", "scheduler", "parallel")
-_OWN = ("num_processes", "coordinator", "process_id", "join_timeout")
+_OWN = ("num_processes", "coordinator", "process_id", "join_timeout", "cluster_secret_file")
 """Options of these sections that each process may spell in its own way."""
 _NUMBER = struct.Struct("<Q")
 
@@ -310,6 +311,9 @@ def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None],
         Unavailable: some did not come in time; they are named.
     """
     host, port = multihost.address
+    secret = config.cluster_secret()
+    if secret is None and interface_for(host) not in ("127.0.0.1", "::1"):
+        say("process 0 takes whoever comes first for one of its processes: cluster_secret_file would ask them")
     try:
         listener = listen(host, port)
     except OSError as error:
@@ -320,7 +324,8 @@ def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None],
             f"process 0 of {multihost.num_processes} waits for the others at {joined(host, port)} "
             f"(from {multihost.source})"
         )
-        channels = gather(listener, facts_of(config, multihost), multihost, config.parallel.join_timeout)
+        facts, timeout_s = facts_of(config, multihost), config.parallel.join_timeout
+        channels = gather(listener, facts, multihost, timeout_s, secret)
     holder = hold_port(host)
     jax_port = holder.getsockname()[1]
     for process, channel in channels.items():
@@ -347,22 +352,32 @@ def follow(
         f"process {multihost.process_id} of {multihost.num_processes} follows {multihost.coordinator} "
         f"(from {multihost.source})"
     )
+    secret = config.cluster_secret()
     channel = connect(host, port, config.parallel.join_timeout)
     try:
+        if secret is not None:
+            prove(channel, secret)
         channel.send_json(Kind.HELLO, {"process_id": multihost.process_id, "facts": facts_of(config, multihost)})
         welcome = channel.receive_json(Kind.WELCOME)
     except (EOFError, OSError) as error:
         channel.close()
         raise Unavailable(f"process 0 at {multihost.coordinator} ended before all were there: {error}") from error
+    except JpagedError:
+        channel.close()
+        raise
     follower = Follower(channel, multihost, on_end)
     _join_devices(multihost, int(welcome["port"]))
     return follower
 
 
 def gather(
-    listener: socket.socket, facts: Mapping[str, str], multihost: MultiHost, timeout_s: float
+    listener: socket.socket,
+    facts: Mapping[str, str],
+    multihost: MultiHost,
+    timeout_s: float,
+    secret: bytes | None = None,
 ) -> dict[int, Channel]:
-    """Waits until every other process has said hello, and is like this one.
+    """Waits until every other process has said hello, knows the secret if there is one, and is like this one.
 
     Raises:
         InvalidArgument: one is not, or came twice. All are told.
@@ -371,27 +386,18 @@ def gather(
     channels: dict[int, Channel] = {}
     until_s = time.monotonic() + timeout_s
     try:
-        while len(channels) < multihost.num_processes - 1:
-            listener.settimeout(max(0.01, until_s - time.monotonic()))
-            try:
-                end, address = listener.accept()
-            except TimeoutError:
-                missing = sorted(set(range(1, multihost.num_processes)) - channels.keys())
-                raise Unavailable(
-                    f"of {multihost.num_processes} processes, {', '.join(map(str, missing))} did not come in "
-                    f"{timeout_s:g} s (join_timeout)"
-                ) from None
-            channel = Channel(end, joined(*address[:2]))
-            channel.set_timeout(_HELLO_TIMEOUT_S)
-            try:
-                hello = channel.receive_json(Kind.HELLO)
-                process, theirs = int(hello["process_id"]), dict(hello["facts"])
-            except (EOFError, TimeoutError, KeyError, TypeError, ValueError, JpagedError) as error:
-                _LOG.warning("%s is none of our processes and was turned away: %s", channel.peer, error)
-                channel.close()
-                continue
-            _admit(channels, channel, process)
-            require_same(facts, theirs, process)
+        with arriving(listener, secret) as arrivals:
+            while len(channels) < multihost.num_processes - 1:
+                try:
+                    arrival = arrivals.next(until_s - time.monotonic())
+                except queue.Empty:
+                    missing = sorted(set(range(1, multihost.num_processes)) - channels.keys())
+                    raise Unavailable(
+                        f"of {multihost.num_processes} processes, {', '.join(map(str, missing))} did not come in "
+                        f"{timeout_s:g} s (join_timeout)"
+                    ) from None
+                _admit(channels, arrival.channel, arrival.process)
+                require_same(facts, arrival.facts, arrival.process)
     except JpagedError as error:
         _tell_all(channels.values(), Kind.FAILED, error)
         for channel in channels.values():

@@ -1,0 +1,122 @@
+"""Other processes as they come to process 0. Whoever connects is greeted beside the others: a stranger holds up nobody.
+
+Until it has said who it is, the other end has few seconds for all of it, and may send little. Where there are too many
+of those, the one that has been silent longest goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jpaged.device.multihost.channel import Channel, joined, values_of
+from jpaged.device.multihost.secret import require_proof
+from jpaged.errors import JpagedError
+
+_LOG = logging.getLogger(__name__)
+
+_GREETING_S = 10.0
+_MAX_GREETED = 64
+_MAX_GREETING_BYTES = 1 << 20
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A process that has said who it is."""
+
+    channel: Channel
+    process: int
+    facts: dict[str, str]
+
+
+class Arrivals:
+    """Those who come to a listener, in the order in which they have said who they are.
+
+    Args:
+        secret: what they have to know; None where anybody may come.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._greeted: dict[Channel, None] = {}  # in the order in which they came
+        self._lock = threading.Lock()
+        self._has_ended = threading.Event()
+        self._takes = True
+        self._acceptor = threading.Thread(target=self._accept, name="jpaged-arrivals", daemon=True)
+        self._acceptor.start()
+
+    def next(self, timeout_s: float) -> Arrival:
+        """Wait for the next one; raises queue.Empty when none came in time."""
+        return self._arrived.get(timeout=max(0.0, timeout_s))
+
+    def end(self) -> None:
+        """Take no more; those that nobody has taken are closed."""
+        self._has_ended.set()
+        self._acceptor.join()
+        with self._lock:
+            self._takes = False
+            for channel in self._greeted:
+                channel.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._arrived.get_nowait().channel.close()
+
+    def _accept(self) -> None:
+        self._listener.settimeout(_LOOK_S)
+        while not self._has_ended.is_set():
+            try:
+                end, address = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # it was gone before it was there; or this process has no file left for it
+                _LOG.warning("nobody can be taken: %s", error)
+                self._has_ended.wait(_LOOK_S)
+                continue
+            end.settimeout(None)
+            channel = Channel(end, joined(*address[:2]), _MAX_GREETING_BYTES)
+            channel.set_deadline(time.monotonic() + _GREETING_S)
+            with self._lock:
+                if len(self._greeted) >= _MAX_GREETED:
+                    oldest = next(iter(self._greeted))
+                    del self._greeted[oldest]
+                    oldest.close()
+                self._greeted[channel] = None
+            threading.Thread(target=self._greet, args=(channel,), name="jpaged-greeting", daemon=True).start()
+
+    def _greet(self, channel: Channel) -> None:
+        try:
+            hello = values_of(require_proof(channel, self._secret))
+            arrival = Arrival(channel, int(hello["process_id"]), dict(hello["facts"]))
+        except (EOFError, OSError, LookupError, TypeError, ValueError, JpagedError) as error:
+            if not self._has_ended.is_set():
+                _LOG.warning("%s is none of our processes and was turned away: %s", channel.peer, error)
+            channel.close()
+        else:
+            channel.trust()
+            with self._lock:
+                if self._takes:
+                    self._arrived.put(arrival)
+                else:
+                    channel.close()
+        finally:
+            with self._lock:
+                self._greeted.pop(channel, None)
+
+
+@contextlib.contextmanager
+def arriving(listener: socket.socket, secret: bytes | None) -> Iterator[Arrivals]:
+    """Greet whoever comes while the context is open."""
+    arrivals = Arrivals(listener, secret)
+    try:
+        yield arrivals
+    finally:
+        arrivals.end()

@@ -1,0 +1,77 @@
+"""Whether the other end of a line knows the cluster's secret, which never travels: each answers what the other asks.
+
+    process i                                          process 0
+    JOIN       a nonce ───────────────────────────────>
+    <─────────────────────── CHALLENGE  another nonce, HMAC-SHA256(secret, "process 0", both)
+    PROOF      HMAC-SHA256(secret, "another process", both) ──>
+    HELLO ...
+
+What is said after is neither encrypted nor signed: whoever can change what two processes send is not kept out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+from jpaged.device.multihost.channel import Channel, Kind
+from jpaged.errors import Unavailable
+
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+_OPTION = "cluster_secret_file"
+
+
+def prove(channel: Channel, secret: bytes) -> None:
+    """Have process 0 show that it knows the secret, and show it that this process does.
+
+    Raises:
+        Unavailable: it does not know it, or has none.
+        EOFError, OSError: the other end is gone.
+    """
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    channel.send(Kind.JOIN, mine)
+    kind, payload = channel.receive()
+    if kind is Kind.FAILED:
+        raise Unavailable(payload.decode(errors="replace"))
+    theirs, proof = bytes(payload[:_NONCE_BYTES]), bytes(payload[_NONCE_BYTES:])
+    if kind is not Kind.CHALLENGE or not hmac.compare_digest(proof, _proof(secret, b"process 0", mine, theirs)):
+        raise Unavailable(f"{channel.peer} is not process 0: it does not know the secret ({_OPTION})")
+    channel.send(Kind.PROOF, _proof(secret, b"another process", mine, theirs))
+
+
+def require_proof(channel: Channel, secret: bytes | None) -> bytearray:
+    """Wait for another process's HELLO, and before it for its proof where there is a secret; returns the HELLO.
+
+    Raises:
+        Unavailable: it does not know the secret, or has one and this process has none; it is told so.
+        EOFError, OSError: the other end is gone, or too slow.
+    """
+    kind, payload = channel.receive()
+    if kind is Kind.JOIN and secret is not None:
+        if len(payload) != _NONCE_BYTES:
+            raise EOFError(f"a nonce of {len(payload)} bytes came")
+        mine, theirs = secrets.token_bytes(_NONCE_BYTES), bytes(payload)
+        channel.send(Kind.CHALLENGE, mine, _proof(secret, b"process 0", theirs, mine))
+        kind, payload = channel.receive()
+        expected = _proof(secret, b"another process", theirs, mine)
+        if kind is not Kind.PROOF or not hmac.compare_digest(bytes(payload), expected):
+            raise _told(channel, f"it does not know the secret ({_OPTION})")
+        kind, payload = channel.receive()
+    elif kind is Kind.JOIN:
+        raise _told(channel, f"it has a secret ({_OPTION}), and process 0 has none")
+    elif secret is not None:
+        raise _told(channel, f"process 0 wants a secret ({_OPTION}), and it brings none")
+    if kind is not Kind.HELLO:
+        raise EOFError(f"HELLO was expected, {kind.name} came")
+    return payload
+
+
+def _proof(secret: bytes, who: bytes, nonce: bytes, other: bytes) -> bytes:
+    return hmac.digest(secret, b"jpaged " + who + b"\0" + nonce + other, "sha256")
+
+
+def _told(channel: Channel, problem: str) -> Unavailable:
+    channel.send(Kind.FAILED, problem.encode())
+    return Unavailable(problem)

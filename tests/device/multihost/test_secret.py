@@ -1,0 +1,203 @@
+"""Processes that meet: who knows the secret is taken, and nobody else can hold up or end those who do."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.device.multihost import arrivals
+from jpaged.device.multihost.channel import Channel, Kind, connect, listen
+from jpaged.device.multihost.handshake import gather
+from jpaged.device.multihost.secret import prove
+from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.launchers import MultiHost
+
+SECRET, OTHER = b"the secret of a cluster", b"the secret of another"
+FACTS = {"x": "1"}
+TWO = MultiHost("127.0.0.1:0", 2, 0, "a test")
+Address = tuple[str, int]
+
+
+@contextmanager
+def gathering(secret: bytes | None) -> Iterator[tuple[Address, Future[dict[int, Channel]]]]:
+    """Process 0 of two, which waits for the other."""
+    with ThreadPoolExecutor(1) as pool, listen("127.0.0.1", 0) as listener:
+        found = pool.submit(gather, listener, FACTS, TWO, 60.0, secret)
+        yield listener.getsockname(), found
+        for channel in found.result(60).values():
+            channel.close()
+
+
+@contextmanager
+def connected(address: Address) -> Iterator[Channel]:
+    channel = connect(*address, 10.0)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def come(address: Address, secret: bytes | None) -> Channel:
+    """Join as process 1."""
+    channel = connect(*address, 10.0)
+    if secret is not None:
+        prove(channel, secret)
+    channel.send_json(Kind.HELLO, {"process_id": 1, "facts": FACTS})
+    return channel
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_whoever_knows_the_secret_is_taken(secret: bytes | None) -> None:
+    with gathering(secret) as (address, found):
+        channel = come(address, secret)
+        assert sorted(found.result(60)) == [1]
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "brought", "problem"),
+    [
+        (SECRET, OTHER, "is not process 0: it does not know the secret"),
+        (None, SECRET, "it has a secret .cluster_secret_file., and process 0 has none"),
+    ],
+)
+def test_another_secret_is_told_to_both(
+    wanted: bytes | None, brought: bytes, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gathering(wanted) as (address, found):
+        with connected(address) as channel, pytest.raises(Unavailable, match=problem):
+            prove(channel, brought)
+        come(address, wanted).close()
+        assert sorted(found.result(60)) == [1]
+    assert "is none of our processes and was turned away: " in caplog.text
+
+
+def test_one_without_the_secret_is_told_what_is_wanted() -> None:
+    with gathering(SECRET) as (address, _):
+        stranger = come(address, None)
+        kind, why = stranger.receive()
+        assert (kind, bytes(why)) == (
+            Kind.FAILED,
+            b"process 0 wants a secret (cluster_secret_file), and it brings none",
+        )
+        stranger.close()
+        come(address, SECRET).close()
+
+
+def test_a_proof_is_of_no_use_to_whoever_overheard_it() -> None:
+    """Neither a second time, nor sent back to whoever made it."""
+    with gathering(SECRET) as (address, _):
+        with connected(address) as channel:
+            channel.send(Kind.JOIN, bytes(32))
+            kind, payload = channel.receive()
+            assert kind is Kind.CHALLENGE
+            channel.send(Kind.PROOF, bytes(payload[32:]))
+            kind, why = channel.receive()
+            assert (kind, bytes(why)) == (Kind.FAILED, b"it does not know the secret (cluster_secret_file)")
+        come(address, SECRET).close()
+
+
+def test_one_that_only_listens_where_process_0_should_be_learns_nothing_and_is_found_out() -> None:
+    with (
+        listen("127.0.0.1", 0) as impostor,
+        ThreadPoolExecutor(1) as pool,
+        connected(impostor.getsockname()) as channel,
+    ):
+        proving = pool.submit(prove, channel, SECRET)
+        accepted = Channel(impostor.accept()[0], "x")
+        kind, nonce = accepted.receive()
+        assert (kind, len(nonce)) == (Kind.JOIN, 32)
+        accepted.send(Kind.CHALLENGE, bytes(64))
+        with pytest.raises(Unavailable, match="is not process 0"):
+            proving.result(60)
+        accepted.close()
+
+
+NESTED = b"[" * 100_000
+STRANGERS: dict[str, Callable[[socket.socket], None]] = {
+    "says nothing": lambda end: None,
+    "speaks HTTP": lambda end: end.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+    "goes away": lambda end: end.close(),
+    "stops in the middle": lambda end: end.sendall(struct.pack("<IB", 1000, Kind.HELLO) + b"{"),
+    "promises a lot": lambda end: end.sendall(struct.pack("<IB", 1 << 28, Kind.HELLO)),
+    "sends a short nonce": lambda end: end.sendall(struct.pack("<IB", 1, Kind.JOIN) + b"x"),
+    "sends what is nested": lambda end: end.sendall(struct.pack("<IB", len(NESTED), Kind.HELLO) + NESTED),
+    "sends no JSON": lambda end: end.sendall(struct.pack("<IB", 1, Kind.HELLO) + b"x"),
+    "sends another message": lambda end: end.sendall(struct.pack("<IB", 0, Kind.END)),
+    "sends other JSON": lambda end: end.sendall(struct.pack("<IB", 2, Kind.HELLO) + b"{}"),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_stranger_holds_up_nobody(stranger: str, secret: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_GREETING_S", 10_000.0)
+    with gathering(secret) as (address, found):
+        ends = [socket.create_connection(address) for _ in range(3)]
+        for end in ends:
+            STRANGERS[stranger](end)
+        channel = come(address, secret)
+        assert sorted(found.result(60)) == [1]
+        for end in ends:
+            end.close()
+        channel.close()
+
+
+def test_more_strangers_than_are_greeted_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_MAX_GREETED", 4)
+    with gathering(SECRET) as (address, found):
+        ends = [socket.create_connection(address) for _ in range(20)]
+        channel = come(address, SECRET)
+        assert sorted(found.result(60)) == [1]
+        assert ends[0].recv(1) == b""
+        for end in ends:
+            end.close()
+        channel.close()
+
+
+def test_one_that_speaks_a_byte_at_a_time_has_the_same_time_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_GREETING_S", 0.2)
+    with gathering(None) as (address, _):
+        slow = socket.create_connection(address)
+        slow.sendall(struct.pack("<IB", 1 << 19, Kind.HELLO))
+        slow.settimeout(0.02)
+        is_open = True
+        while is_open:  # each byte comes well in time
+            with suppress(TimeoutError):
+                try:
+                    slow.sendall(b"x")
+                    is_open = slow.recv(1) != b""
+                except ConnectionError:
+                    is_open = False
+        slow.close()
+        monkeypatch.setattr(arrivals, "_GREETING_S", 60.0)
+        come(address, None).close()
+
+
+def test_the_secret_is_in_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JPAGED_CLUSTER_SECRET", raising=False)
+    assert EngineConfig.load({}).cluster_secret() is None
+    monkeypatch.setenv("JPAGED_CLUSTER_SECRET", "from the environment")
+    assert EngineConfig.load({}).cluster_secret() == b"from the environment"
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    config = EngineConfig.load({"cluster_secret_file": str(path)})
+    assert config.cluster_secret() == SECRET
+    path.write_text("short\n")
+    with pytest.raises(
+        InvalidArgument, match=r"cluster_secret_file: .* has a secret of 5 bytes, below the limit of 16"
+    ):
+        config.cluster_secret()
+    path.unlink()
+    with pytest.raises(InvalidArgument, match=r"cluster_secret_file: .* cannot be read: No such file"):
+        config.cluster_secret()
+    monkeypatch.setenv("JPAGED_CLUSTER_SECRET", "short")
+    with pytest.raises(InvalidArgument, match="JPAGED_CLUSTER_SECRET: has a secret of 5 bytes"):
+        EngineConfig.load({}).cluster_secret()
