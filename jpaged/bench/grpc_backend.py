@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jpaged.bench.datasets import Sample
 from jpaged.bench.trace import Trace
-from jpaged.client import AsyncClient
+from jpaged.client import AsyncClient, Tls
 from jpaged.errors import Unavailable
 from jpaged.types import SamplingParams
 
@@ -17,10 +17,21 @@ class GrpcBackend:
         ignore_eos: generate all tokens that a sample asks for.
         temperature: 0 is greedy.
         cache_salt: prefixes are shared with requests of the same salt alone.
+        api_key: what a server with keys lets it in with.
+        tls: whom it believes and what it shows; None connects in clear.
     """
 
-    def __init__(self, target: str, *, ignore_eos: bool, temperature: float, cache_salt: str = "") -> None:
-        self._client = AsyncClient(target)
+    def __init__(
+        self,
+        target: str,
+        *,
+        ignore_eos: bool,
+        temperature: float,
+        cache_salt: str = "",
+        api_key: str = "",
+        tls: Tls | None = None,
+    ) -> None:
+        self._client = AsyncClient(target, api_key=api_key, tls=tls)
         self._ignore_eos = ignore_eos
         self._temperature = temperature
         self._cache_salt = cache_salt

@@ -2,6 +2,7 @@
 
 main.py            reads the command line, runs one subcommand, shows errors
 options.py         flags, read off the options' definitions
+access.py          flags for a key and for TLS, of commands that are clients
 startup.py         what start-up says on stderr
 serve.py           serve
 multihost.py       serve, where it is one of several processes

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jpaged.cli.access import add_credential_flags, credentials_from
 from jpaged.client.batch import DEFAULT_MAX_CONCURRENCY, BatchOptions, BatchSummary, run_batch
 from jpaged.errors import InvalidArgument, Unavailable
 
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=None, metavar="S", help="seconds for each request (default: none)"
     )
+    add_credential_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("--input", f"{source} is not a file")
     if not output.parent.is_dir():
         raise InvalidArgument("--output", f"there is no folder {output.parent}")
-    options = BatchOptions(source, output, arguments.target, arguments.max_concurrency, arguments.timeout)
+    shown = credentials_from(arguments)
+    options = BatchOptions(
+        source, output, arguments.target, arguments.max_concurrency, arguments.timeout, shown.api_key, shown.tls
+    )
     latest = BatchSummary()
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from jpaged.cli.access import add_credential_flags, credentials_from
 from jpaged.client.channel import require_target
 from jpaged.client.health import check_health
 from jpaged.config import ServerOptions
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--service", default="", metavar="NAME", help="one of its services (default: the whole server)")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds to wait (default: 3)")
+    add_credential_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0 and finite")
     require_target("HOST:PORT", arguments.address)
     require_whole_characters("--service", arguments.service)
+    tls = credentials_from(arguments).tls
     try:
-        status = check_health(arguments.address, service=arguments.service, timeout_s=arguments.timeout)
+        status = check_health(arguments.address, service=arguments.service, timeout_s=arguments.timeout, tls=tls)
     except JpagedError as error:
         print(f"{arguments.address}: {error}")
         return 1

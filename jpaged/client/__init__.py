@@ -1,5 +1,6 @@
 """The gRPC client: no jax, no engine. `Client` for threads, `AsyncClient` for asyncio, `jpaged.client.batch` for files.
 
+tls.py        what a client believes and shows
 wire.py       values -> messages and back, and the assembly of streams: no I/O, shared by both clients
 chat.py       the same of chats: messages, tools, calls
 evaluations.py Score and Embed, likewise
@@ -18,6 +19,7 @@ results.py    the file of its answers: locked, whole lines, taken up again
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream
 from jpaged.client.routing.tries import Resuming
 from jpaged.client.sync import Client, GenerateStream
+from jpaged.client.tls import Tls
 from jpaged.client.wire import AdapterInfo, GenerateChunk, ServerInfo
 from jpaged.load import Load, ReplicaLoad
 from jpaged.types import ModelInfo
@@ -34,4 +36,5 @@ __all__ = [
     "ReplicaLoad",
     "Resuming",
     "ServerInfo",
+    "Tls",
 ]

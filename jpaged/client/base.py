@@ -15,6 +15,7 @@ from jpaged.client.channel import require_target
 from jpaged.client.routing.course import Course
 from jpaged.client.routing.endpoints import key_of
 from jpaged.client.routing.tries import Resuming, Tries
+from jpaged.client.tls import Tls
 from jpaged.client.wire import GenerateChunk
 from jpaged.errors import Cancelled, InternalError, InvalidArgument
 from jpaged.types import Prompt, SamplingParams
@@ -82,6 +83,7 @@ class BaseClient(Generic[_StreamT]):
         model: sent along with every request: a server of another model answers NotFound.
         tenant: whose requests, ids and pinned prefixes these are; that of the key when left out.
         api_key: what a server with keys lets this client in with.
+        tls: whom it believes and what it shows; None connects in clear.
         resuming: how long a stream whose server is gone looks for one to go on with; None ends it with the server.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
@@ -98,6 +100,7 @@ class BaseClient(Generic[_StreamT]):
         model: str | None = None,
         tenant: str = "",
         api_key: str = "",
+        tls: Tls | None = None,
         resuming: Resuming | None = DEFAULT_RESUMING,
     ) -> None:
         targets = (target,) if isinstance(target, str) else tuple(target)
@@ -107,7 +110,7 @@ class BaseClient(Generic[_StreamT]):
             require_target("target", name)
         self._metadata = wire.metadata_of(tenant, api_key)
         self._is_closed = False
-        self._servers = self._reach(targets, self._metadata, timeout_s, self._require_open)
+        self._servers = self._reach(targets, self._metadata, timeout_s, self._require_open, tls)
         self._timeout_s = timeout_s
         self._model = model
         self._resuming = resuming

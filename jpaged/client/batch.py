@@ -22,6 +22,7 @@ from jpaged.client.aio import AsyncClient
 from jpaged.client.batching.targets import ELSEWHERE, Lines, Targets, targets_in
 from jpaged.client.channel import require_target
 from jpaged.client.results import Results
+from jpaged.client.tls import Tls
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.openai.answers import Answers
 from jpaged.openai.lines import BadLine, Line, failure_line, parse_file
@@ -41,6 +42,8 @@ class BatchOptions:
         target: one server, or several of one model.
         max_concurrency: requests in flight to each server at most, whatever places it says it has.
         timeout_s: for each try of a request; None is none.
+        api_key: what servers with keys let it in with.
+        tls: whom it believes and what it shows; None connects in clear.
     """
 
     input_path: Path
@@ -48,6 +51,8 @@ class BatchOptions:
     target: str | Sequence[str]
     max_concurrency: int = DEFAULT_MAX_CONCURRENCY
     timeout_s: float | None = None
+    api_key: str = field(default="", repr=False)
+    tls: Tls | None = None
 
     def __post_init__(self) -> None:
         if self.max_concurrency < 1:
@@ -187,7 +192,9 @@ async def _run(
     has_requests = any(isinstance(line, Line) for line in todo())
     async with contextlib.AsyncExitStack() as stack:
         clients = {
-            name: await stack.enter_async_context(AsyncClient(name, timeout_s=options.timeout_s))
+            name: await stack.enter_async_context(
+                AsyncClient(name, timeout_s=options.timeout_s, api_key=options.api_key, tls=options.tls)
+            )
             for name in options.targets
         }
         batch = _Batch(clients, options.max_concurrency, output, before, on_progress)

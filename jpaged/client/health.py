@@ -9,15 +9,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged.client.channel import require_target
 from jpaged.client.failures import translated
+from jpaged.client.tls import Tls, open_channel
 
 
-def check_health(target: str, *, service: str = "", timeout_s: float) -> str:
+def check_health(target: str, *, service: str = "", timeout_s: float, tls: Tls | None = None) -> str:
     """The status by its name in grpc.health.v1: SERVING, or NOT_SERVING while a server loads or drains.
 
     Args:
         target: host:port.
         service: which one; "" is the server as a whole.
         timeout_s: for connecting and answering.
+        tls: None connects in clear.
 
     Raises:
         InvalidArgument: the target is no HOST:PORT.
@@ -26,7 +28,7 @@ def check_health(target: str, *, service: str = "", timeout_s: float) -> str:
         NotFound: there is no such service.
     """
     require_target("target", target)
-    with grpc.insecure_channel(target) as channel:
+    with open_channel(grpc, target, tls) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)

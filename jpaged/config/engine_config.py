@@ -288,6 +288,11 @@ def compiler_environment_text() -> str:
     return "\n".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_OF_COMPILERS))
 
 
+def api_key_from_environment() -> str:
+    """Return the key that commands show to servers (JPAGED_API_KEY); "" where there is none."""
+    return os.environ.get("JPAGED_API_KEY", "").strip()
+
+
 def shows_traces() -> bool:
     """Whether the command line shows where in the program an error came up (JPAGED_TRACEBACK)."""
     return os.environ.get("JPAGED_TRACEBACK", "") not in ("", "0")

@@ -206,6 +206,7 @@ class ParallelOptions:
         None,
         "a file with the same secret for all of several processes, which they show each other that they know when they "
         "start; that of the environment (JPAGED_CLUSTER_SECRET) when left out, and else nobody is asked",
+        path="file",
     )
 
     def check(self) -> None:

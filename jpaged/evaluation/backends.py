@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from jpaged.client import AsyncClient, Client
 from jpaged.client.batching.targets import window_of
+from jpaged.config import api_key_from_environment
 from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, TryLater, Unsupported
 from jpaged.evaluation.pairs import Group, Likelihood, TokenIds
 from jpaged.llm import LLM, TokensPrompt
@@ -100,7 +101,8 @@ class RemoteBackend:
     ) -> None:
         self._target, self._adapter, self._timeout_s = target, adapter, timeout_s
         self._num_at_once = max_concurrency
-        with Client(target, timeout_s=timeout_s) as client:
+        self._api_key = api_key_from_environment()
+        with Client(target, timeout_s=timeout_s, api_key=self._api_key) as client:
             self.model: ModelInfo = client.model_info()
             with contextlib.suppress(PermissionDenied, Unsupported):
                 self._num_at_once = window_of(client.load(), 0, max_concurrency)
@@ -112,7 +114,7 @@ class RemoteBackend:
         Raises:
             InvalidArgument: it does; what was scored would be other texts.
         """
-        with Client(self._target, timeout_s=self._timeout_s) as client:
+        with Client(self._target, timeout_s=self._timeout_s, api_key=self._api_key) as client:
             theirs = client.tokenize(_PROBE, add_special_tokens=False)
         ours = tuple(encode(_PROBE))
         if ours != theirs:
@@ -160,7 +162,8 @@ class RemoteBackend:
                 bar.note_done(usage)
 
         try:
-            async with AsyncClient(self._target, timeout_s=self._timeout_s) as client, asyncio.TaskGroup() as group:
+            asking = AsyncClient(self._target, timeout_s=self._timeout_s, api_key=self._api_key)
+            async with asking as client, asyncio.TaskGroup() as group:
                 for _ in range(min(self._num_at_once, len(asks))):
                     group.create_task(pull(client))
         except* JpagedError as errors:

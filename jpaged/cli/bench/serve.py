@@ -31,6 +31,7 @@ from jpaged.bench.metrics import (
     summarize,
 )
 from jpaged.bench.trace import Trace
+from jpaged.cli.access import add_credential_flags
 from jpaged.cli.bench.flags import (
     add_dataset_flags,
     add_hardware_flag,
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load_flags(parser)
     add_dataset_flags(parser)
     _add_result_flags(parser)
+    add_credential_flags(parser)
     parser.add_argument("server_flags", nargs="*", metavar="-- FLAG", help="flags of the server that is started")
 
 

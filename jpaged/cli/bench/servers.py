@@ -19,6 +19,7 @@ from jpaged.bench.limits import Limits, ServedModel, of_accelerator
 from jpaged.bench.openai_backend import ENDPOINTS, OpenAIBackend, first_model
 from jpaged.bench.vocabulary import NumberedVocabulary, ServerVocabulary, Vocabulary
 from jpaged.checkpoints.hub import find_folder, find_local
+from jpaged.cli.access import Credentials, credentials_from
 from jpaged.cli.bench.offline import vocabulary_of
 from jpaged.cli.bench.probe import limits_of, probed
 from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at_sigterm
@@ -61,6 +62,9 @@ class Served:
     no_limits: str
 
 
+_NO_TLS = {"tls": False, "tls_ca": None, "tls_cert": None, "tls_key": None}
+
+
 @contextlib.contextmanager
 def connect(arguments: argparse.Namespace, console: Console) -> Iterator[Served]:
     """The server that the command line names, or one that ends with this block.
@@ -70,19 +74,20 @@ def connect(arguments: argparse.Namespace, console: Console) -> Iterator[Served]
         JpagedError: there is no server, or it did not start.
     """
     if arguments.backend != "jpaged":
-        _refuse(arguments, "--backend jpaged", target=None, server_flags=[])
+        _refuse(arguments, "--backend jpaged", target=None, server_flags=[], **_NO_TLS)
         yield _openai(arguments, console)
         return
     _refuse(arguments, "an OpenAI backend", endpoint=None, header=[], extra_body={})
     if arguments.target is not None:
         _refuse(arguments, "a server that is started here", server_flags=[])
         require_target("--target", arguments.target)
-        with Client(arguments.target, model=arguments.model) as client:
+        shown = credentials_from(arguments)
+        with Client(arguments.target, model=arguments.model, api_key=shown.api_key, tls=shown.tls) as client:
             client.wait_until_ready(_READY_TIMEOUT_S)
-            yield _ours(arguments, client, arguments.target, console)
+            yield _ours(arguments, client, arguments.target, console, shown)
         return
     with unwinding_at_sigterm(), _started(arguments, console) as (client, target):
-        yield _ours(arguments, client, target, console)
+        yield _ours(arguments, client, target, console, Credentials())
 
 
 def _refuse(arguments: argparse.Namespace, needed: str, **unused: Any) -> None:
@@ -128,7 +133,7 @@ def _serves(client: Client) -> bool:
         return False
 
 
-def _ours(arguments: argparse.Namespace, client: Client, target: str, console: Console) -> Served:
+def _ours(arguments: argparse.Namespace, client: Client, target: str, console: Console, shown: Credentials) -> Served:
     info, model = client.server_info(), client.model_info()
     folder = arguments.tokenizer or info.options.get("model")
     options = (info.options.get("kv-cache-dtype"), info.options.get("quantization", "auto"))
@@ -143,6 +148,8 @@ def _ours(arguments: argparse.Namespace, client: Client, target: str, console: C
             ignore_eos=arguments.ignore_eos,
             temperature=arguments.temperature,
             cache_salt=salt,
+            api_key=shown.api_key,
+            tls=shown.tls,
         ),
         vocabulary=ServerVocabulary(client),
         facts={
@@ -192,6 +199,8 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidArgument("--base-url", f"{arguments.base_url!r} is not http://HOST:PORT")
     headers = _headers(arguments.header)
+    if (key := credentials_from(arguments).api_key) and "authorization" not in map(str.lower, headers):
+        headers = {**headers, "Authorization": f"Bearer {key}"}
     model = arguments.model or asyncio.run(first_model(base_url, headers))
     vocabulary: Vocabulary = NumberedVocabulary(_PLAIN_IDS)
     if arguments.tokenizer is not None:

@@ -11,10 +11,11 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S
+from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S
 from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, asked_of, key_of
 from jpaged.client.routing.tries import Tries
+from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import Call
 from jpaged.errors import Cancelled, DeadlineExceeded, NotFound
 
@@ -30,13 +31,13 @@ class AsyncServers:
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float | None,
         require_open: Callable[[], None],
+        tls: Tls | None,
     ) -> None:
         self._metadata = metadata
         self._timeout_s = timeout_s
         self._require_open = require_open
         self._asking = set[asyncio.Task[None]]()
-        options = list(CHANNEL_OPTIONS)
-        made = [Endpoint(name, aio.insecure_channel(name, options=options)) for name in targets]
+        made = [Endpoint(name, open_channel(aio, name, tls)) for name in targets]
         self.endpoints = Endpoints(made, self.ask)
 
     async def run(self, call: Call[_T]) -> _T:

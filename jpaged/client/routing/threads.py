@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2
 
-from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S
+from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S
 from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, asked_of, key_of
 from jpaged.client.routing.tries import Tries
+from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import Call
 from jpaged.errors import DeadlineExceeded, NotFound, Unavailable
 
@@ -27,6 +28,7 @@ class Servers:
         metadata: of every call.
         timeout_s: of a call, all its tries together.
         require_open: raises Cancelled once the client is closed.
+        tls: None connects in clear.
     """
 
     def __init__(
@@ -35,12 +37,12 @@ class Servers:
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float | None,
         require_open: Callable[[], None],
+        tls: Tls | None,
     ) -> None:
         self._metadata = metadata
         self._timeout_s = timeout_s
         self._require_open = require_open
-        options = list(CHANNEL_OPTIONS)
-        made = [Endpoint(name, grpc.insecure_channel(name, options=options)) for name in targets]
+        made = [Endpoint(name, open_channel(grpc, name, tls)) for name in targets]
         self.endpoints = Endpoints(made, self.ask)
 
     def run(self, call: Call[_T]) -> _T:

@@ -1,0 +1,57 @@
+"""What a client believes and shows over TLS, and a connection with or without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from jpaged.client.channel import CHANNEL_OPTIONS
+from jpaged.errors import InvalidArgument, sentence_of
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM, read when a client connects.
+
+    Attributes:
+        ca: whose certificates of servers are believed; None is whom the system believes.
+        cert: what this client shows, for servers that want it; None is nothing.
+        key: the private key of `cert`.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise InvalidArgument("tls.cert" if self.cert is None else "tls.key", "is missing: the two go together")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files.
+
+        Raises:
+            InvalidArgument: one cannot be read; names it.
+        """
+        ca, key, cert = (_read(name, getattr(self, name)) for name in ("ca", "key", "cert"))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
+    """Return a connection, made with `grpc` or `grpc.aio`; without `tls` it is in clear."""
+    options = list(CHANNEL_OPTIONS)
+    if tls is None:
+        return library.insecure_channel(target, options=options)
+    return library.secure_channel(target, tls.credentials(), options=options)
+
+
+def _read(name: str, path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"tls.{name}", f"cannot be read: {sentence_of(error)}") from None
