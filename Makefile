@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, accelerator, bench, bench-peers, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, callers, accelerator, bench, bench-peers, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,6 +25,7 @@ AOT := $(VENV)/aot
 AOT_NEWEST := $(VENV)/aot-newest
 RAY := $(VENV)/ray
 LM_EVAL := $(VENV)/lm-eval
+CALLERS := $(VENV)/callers
 DOCS := $(VENV)/docs
 RELEASE := $(VENV)/release
 STAMP := $(VENV)/.installed
@@ -40,7 +41,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot aot-gpu ray lm-eval accelerator bench bench-peers paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot aot-gpu ray lm-eval callers vllm-bench accelerator bench bench-peers paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,7 +99,7 @@ test: $(STAMP) ## the quick tests
 test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
-test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(DOCS)/.installed $(RELEASE)/.installed ## the long tests
+test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(CALLERS)/.installed $(DOCS)/.installed $(RELEASE)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
 # What an interpreter or its jax can break, once and in a minute: the command line and its help, options, messages, client
@@ -172,6 +173,22 @@ $(LM_EVAL)/.installed: $(STAMP)
 
 lm-eval: $(LM_EVAL)/.installed ## lm-evaluation-harness over jpaged and over its own hf: the same numbers (--rounds=5: how fast)
 	@$(LM_EVAL)/bin/python -m benchmarks.evaluation $(ARGS)
+
+# In an environment of its own, without jpaged: what others wrote calls our HTTP face, unmodified. PyTorch's CPU wheel is a
+# tenth of the other; where pip does not find it, PIP_EXTRA_INDEX_URL names who has it.
+$(CALLERS)/.installed: tests/http/callers/requirements.txt tests/http/callers/alias.py | $(STAMP)
+	@echo "==> installing vLLM's benchmark and lm-evaluation-harness into $(CALLERS) (1.8 GB)"; rm -rf $(CALLERS)
+	@$(BIN)/python -m venv $(CALLERS)
+	@$(CALLERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps \
+	    'torch==$(TORCH)+cpu' --requirement $<
+	@$(CALLERS)/bin/python tests/http/callers/alias.py
+	@touch $@
+
+callers: $(CALLERS)/.installed ## vLLM's benchmark and lm-evaluation-harness against the demo's HTTP face
+	@$(BIN)/python -m pytest -q -m long tests/http/callers $(ARGS)
+
+vllm-bench: ## `vllm bench serve` alone
+	@$(MAKE) --no-print-directory callers ARGS='-k vllm $(ARGS)'
 
 accelerator: $(STAMP) ## what needs an accelerator: the kernels' tests and benchmark, a whole model decoding
 	@$(BIN)/python -m benchmarks.accelerator $(ARGS)

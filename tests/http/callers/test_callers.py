@@ -1,0 +1,129 @@
+"""Programs that others wrote, unmodified, against the HTTP face of the demo model: `make callers` runs them alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.evaluation.stories import TASKS
+from jpaged.client import Client
+from jpaged.demo import FOLDER
+from jpaged.types import SamplingParams
+from tests.processes import WAIT_S, Process
+
+pytestmark = pytest.mark.long
+
+BIN = Path(sys.prefix) / "callers" / "bin"
+"""Where `make callers` has put them."""
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+NUM_DOCUMENTS = 24
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[str, str]]:
+    """The address of a server over gRPC, and over HTTP."""
+    process = Process(("-m", "jpaged", "serve", "demo", "--dtype", "float32", "--port", "0", "--http-port", "0"))
+    try:
+        url = process.wait_for(r"OpenAI's API on (http://\S+)/v1").group(1)
+        yield process.wait_for(r"^ready on (\S+)$").group(1), url
+        assert process.end(signal.SIGTERM) == 0
+    finally:
+        if process.popen.poll() is None:
+            process.end(signal.SIGKILL)
+
+
+def run(words: Sequence[str], folder: Path) -> str:
+    """What a command prints; fails with it where the command does."""
+    done = subprocess.run(
+        [str(BIN / words[0]), *words[1:]],
+        check=False,
+        cwd=folder,
+        env={**ENVIRONMENT, "HF_HOME": str(folder / "hf"), "HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * WAIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("backend", "path"),
+    [
+        ("openai", "/v1/completions"),
+        ("openai-chat", "/v1/chat/completions"),
+        ("openai-responses", "/v1/responses"),
+    ],
+)
+def test_vllm_bench_serve_completes_without_an_error(
+    served: tuple[str, str], backend: str, path: str, tmp_path: Path
+) -> None:
+    words = ["vllm", "bench", "serve", "--backend", backend, "--base-url", served[1], "--endpoint", path]
+    words += ["--model", "demo", "--tokenizer", str(FOLDER), "--dataset-name", "random", "--num-prompts", "16"]
+    words += ["--random-input-len", "32", "--random-output-len", "8", "--seed", "1", "--max-concurrency", "8"]
+    run([*words, "--ignore-eos", "--save-result", "--save-detailed", "--result-filename", "result.json"], tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (16, 0)
+    assert result["total_output_tokens"] == 16 * 8 == sum(result["output_lens"])
+    assert not any(result["errors"])
+    assert len(set(result["generated_texts"])) > 8
+
+
+def evaluated(model: str, url: str, task: str, folder: Path, *more: str) -> dict[str, Any]:
+    """The results of a task as lm_eval writes them."""
+    arguments = f"base_url={url},model=demo,tokenizer={FOLDER},num_concurrent=4,max_length=1023,max_retries=1"
+    words = ["lm_eval", "--model", model, "--tasks", task, "--include_path", str(TASKS), "--output_path", "out"]
+    (folder / "stories.jsonl").symlink_to(TASKS / "stories.jsonl")
+    run([*words, "--model_args", arguments, "--limit", str(NUM_DOCUMENTS), "--log_samples", *more], folder)
+    (path,) = (folder / "out").rglob("results_*.json")
+    found: dict[str, Any] = json.loads(path.read_text())["results"][task]
+    (path,) = (folder / "out").rglob("samples_*.jsonl")
+    return {**found, "samples": [json.loads(line) for line in path.read_text().splitlines()]}
+
+
+def documents() -> list[dict[str, Any]]:
+    lines = (TASKS / "stories.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[:NUM_DOCUMENTS]]
+
+
+def test_lm_eval_scores_as_our_own_client_does(served: tuple[str, str], tmp_path: Path) -> None:
+    found = evaluated("local-completions", f"{served[1]}/v1/completions", "jpaged_endings", tmp_path)
+    num_right, told = 0, {sample["doc_id"]: sample for sample in found["samples"]}
+    with Client(served[0]) as client:
+        for number, document in enumerate(documents()):
+            scores = client.score(document["beginning"], [f" {ending}" for ending in document["endings"]])
+            theirs = [float(one[0]) for one in told[number]["filtered_resps"]]
+            assert theirs == pytest.approx([one.logprob for one in scores], abs=2e-3)
+            assert [str(one[1]) == "True" for one in told[number]["filtered_resps"]] == [
+                one.is_greedy for one in scores
+            ]
+            likeliest = max(range(len(scores)), key=lambda i: scores[i].logprob)
+            num_right += likeliest == document["answer"]
+    assert found["acc,none"] == pytest.approx(num_right / NUM_DOCUMENTS)
+
+
+def test_lm_eval_generates_through_chats_as_our_own_client_does(served: tuple[str, str], tmp_path: Path) -> None:
+    url = f"{served[1]}/v1/chat/completions"
+    found = evaluated("local-chat-completions", url, "jpaged_next", tmp_path, "--apply_chat_template")
+    told = {sample["doc_id"]: sample for sample in found["samples"]}
+    greedy = SamplingParams(max_tokens=32, temperature=0.0, stop=[".", "!", "?", ","])
+    with Client(served[0]) as client:
+        for number, document in enumerate(documents()):
+            messages = [{"role": "user", "content": document["begun"]}]
+            ours = client.chat(messages, greedy).outputs[0].text
+            assert told[number]["resps"][0][0] == ours
