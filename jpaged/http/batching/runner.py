@@ -76,7 +76,7 @@ class Runner:
             NotFound: the owner has none of that id.
             InvalidArgument: it has ended.
         """
-        batch = await self.threads.read(lambda: self.store.batch(owner, batch_id))
+        batch = self.store.batch(owner, batch_id)
         if batch_id in self._running:
             running = self._running[batch_id][0]
             await running.cancel()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jpaged.errors import InternalError, JpagedError, LimitExceeded, QueueFull, Unavailable
+from jpaged.errors import InternalError, JpagedError, LimitExceeded, TryLater, Unavailable
 from jpaged.http.batching.lines import Outputs, checked, lines_in
 from jpaged.http.batching.pacing import PRIORITY, Places
 from jpaged.http.batching.store import StorageError, Store
@@ -169,7 +169,7 @@ class Running:
         for num_tries in itertools.count(1):
             try:
                 answered = await answers.answer(server, line)
-            except QueueFull as error:
+            except TryLater as error:  # a full queue, or a quota
                 await asyncio.sleep(error.retry_after_s)
             except Exception as error:
                 if self._is_server_ending():
