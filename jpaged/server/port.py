@@ -200,6 +200,9 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.
                     await context.write(response)
         except aio.InternalError as error:
             raise _gone(error) from None
+        except aio.AbortError as error:
+            error.__context__ = None
+            raise error.with_traceback(None) from None
 
     if handler.stream_stream:
         return grpc.stream_stream_rpc_method_handler(answer_each, response_serializer=handler.response_serializer)

@@ -108,7 +108,7 @@ async def answering(context: CallContext) -> AsyncIterator[None]:
     """Turn whatever the body raises into the call's status. A cancelled call has no one to tell."""
     try:
         yield
-    except aio.InternalError:  # the peer is gone
+    except (aio.InternalError, aio.AbortError):  # the peer is gone, or has its status already
         raise
     except Exception as error:
         await refuse(context, error_for(error))

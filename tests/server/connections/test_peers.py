@@ -9,10 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2
 
+from jpaged._proto.open_inference import inference_pb2 as open_inference_pb2
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.server import servicer, status
 from tests.server.connections.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, RST_STREAM, Connection, frame, message
@@ -38,7 +41,17 @@ METHODS: dict[str, Any] = {
     "/grpc.health.v1.Health/Watch": health_pb2.HealthCheckRequest,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest,
 }
-STREAMS = ("Generate", "Watch")
+OF_OTHERS = (
+    *open_inference_pb2.DESCRIPTOR.services_by_name.values(),
+    *vllm_engine_pb2.DESCRIPTOR.services_by_name.values(),
+)
+METHODS |= {
+    f"/{service.full_name}/{method.name}": GetMessageClass(method.input_type)
+    for service in OF_OTHERS
+    for method in service.methods
+}
+STREAMS = ("Generate", "Watch", "GetTokenizer", "SubscribeKvEvents")
+BOTH_WAYS = ("ServerReflectionInfo", "ModelStreamInfer")
 
 
 def test_every_method_of_our_services_is_here():
@@ -61,7 +74,7 @@ def quiet(caplog):
 
 async def send(harness, path, content):
     """Calls a method with these bytes as its request; the error."""
-    if path.endswith("ServerReflectionInfo"):
+    if path.endswith(BOTH_WAYS):
         call = harness.channel.stream_stream(path)(iter([content]))
         with pytest.raises(aio.AioRpcError) as caught:
             await call.read()
@@ -102,7 +115,7 @@ async def test_random_bytes_are_answered_with_a_status_that_means_something(harn
     assert "INVALID_ARGUMENT" in seen
 
 
-@pytest.mark.parametrize("path", [path for path in METHODS if not path.endswith("ServerReflectionInfo")])
+@pytest.mark.parametrize("path", [path for path in METHODS if not path.endswith(BOTH_WAYS)])
 async def test_a_call_that_ends_without_a_message_is_told_so(harness, quiet, path):
     async with Connection(harness.port) as connection:
         code, text = await connection.status(connection.begin(path.encode(), b""))

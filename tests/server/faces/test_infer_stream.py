@@ -80,7 +80,7 @@ async def test_sequences_of_a_request_come_in_one_tensor(harness):
 
 
 async def test_a_sequence_that_has_ended_is_told_as_ended_while_others_go_on(harness):
-    sampled = {"n": 2, "temperature": 1.0, "seed": 3}
+    sampled: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 3}
     async with client_of(harness) as client:
         whole = await client.infer("fake", inputs(return_token_ids=True), parameters={**GREEDY, **sampled})
         first, second = whole.as_numpy("token_ids").reshape(2, 8).tolist()
