@@ -18,7 +18,7 @@ from protos.lint import compile_protos
 from protos.reference import page_of, reference
 from tests.deploy.metrics import scrape
 
-_COLUMNS = "100"
+_COLUMNS = "86"
 
 
 def pages() -> dict[str, str]:
@@ -76,11 +76,16 @@ def commands() -> Iterator[str]:
     """Yield the page of every command: what it does, and what it takes besides the options of the configuration."""
     yield "# Commands\n"
     yield "Options of the configuration, which many commands take, are told [by themselves](options.md).\n"
+    before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = _COLUMNS
-    for name, parser in commands_of(make_parser()).items():
-        yield from _command(f"jpaged {name}", parser)
-        for inner, nested in commands_of(parser).items():
-            yield from _command(f"jpaged {name} {inner}", nested)
+    try:
+        for name, parser in commands_of(make_parser()).items():
+            yield from _command(f"jpaged {name}", parser)
+            for inner, nested in commands_of(parser).items():
+                yield from _command(f"jpaged {name} {inner}", nested)
+    finally:
+        os.environ.pop("COLUMNS")
+        os.environ.update({} if before is None else {"COLUMNS": before})
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:

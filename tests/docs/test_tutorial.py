@@ -1,5 +1,6 @@
 """The tutorial does what it says: its commands are run as they stand there, on ports that are free."""
 
+import json
 import os
 import re
 import shlex
@@ -77,10 +78,12 @@ def test_the_tutorial_ends_in_a_served_observed_and_drained_model(tmp_path: Path
         r"\[3\] '.*blocks at the peak: \d+",
         r'"demo".*"text_completion".*data: \[DONE\]',
         r"\w+ \w+ \w+",
+        r"^1$",
         r"vllm:num_requests_running\{.*vllm:generation_tokens_total\{\S+ [1-9]",
         r"TTFT.*vllm:num_preemptions_total\{",
         r"^stopped$",
     )
     for text, pattern in zip(said, expected, strict=True):
         assert re.search(pattern, text.strip(), re.DOTALL), (pattern, text)
-    assert (tmp_path / "load.json").is_file()
+    for name in ("load.json", "pool.json"):
+        assert isinstance(json.loads((tmp_path / name).read_text()), dict)
