@@ -53,7 +53,7 @@ def completed(script, folder, *words):
         (["jpaged", "se"], {"serve"}),
         (["jpaged", "bench", "st"], {"startup"}),
         (["jpaged", "serve", "--dtype", "b"], {"bfloat16"}),
-        (["jpaged", "serve", "demo", "--lo"], {"--load-format", "--lora"}),
+        (["jpaged", "serve", "demo", "--load-f"], {"--load-format"}),
         (["jpaged", "bench", "serve", "--request"], {"--request-rate"}),
         (["jpaged", "serve", "so"], {"some.txt", "somewhere"}),
         (["jpaged", "serve", "--pin-prefix", "so"], {"some.txt", "somewhere"}),
