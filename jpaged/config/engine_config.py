@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -36,6 +37,8 @@ _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "where compiled programs are kept; empty: nowhere",
+    "JPAGED_API_KEY": "the token that clients and commands bring along",
+    "JPAGED_CLUSTER_SECRET": "what processes that serve one model together show each other; or --cluster-secret-file",
     "JPAGED_TRACEBACK": "1: errors say where in the program they came up",
     "XDG_CACHE_HOME": "where caches of the user are, jpaged's too",
     "TPU_LIBRARY_PATH": "the libtpu.so that compiles for TPUs",
@@ -44,7 +47,7 @@ ENVIRONMENT: Mapping[str, str] = {
 """The variables that are read here, and what each says."""
 _OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM_", "LWS_", "OMPI_", "MEGASCALE_")
 """What else in the environment changes a server: variables of libraries and of launchers."""
-_SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY", "HEADERS")
+_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|HEADERS)(_|$)")
 MIN_SECRET_BYTES = 16
 """Whoever has seen two processes meet can try short ones."""
 PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout", "cluster_secret_file")
@@ -317,8 +320,7 @@ def explain_environment() -> list[tuple[str, str | None, str]]:
     rows = []
     for name, text in {**ENVIRONMENT, **dict.fromkeys(others, "")}.items():
         value = os.environ.get(name)
-        is_secret = name not in ENVIRONMENT and any(word in name for word in _SECRET)
-        rows.append((name, "(set)" if value and is_secret else value, text))
+        rows.append((name, "(set)" if value and _SECRET.search(name) else value, text))
     return rows
 
 

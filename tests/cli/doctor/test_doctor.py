@@ -315,9 +315,12 @@ def test_every_variable_that_is_read_is_told(monkeypatch):
 
 def test_variables_are_told_and_secrets_are_not(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("JPAGED_API_KEY", "secret")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     monkeypatch.setenv("JPAGED_CACHE_DIR", "/some/folder")
     monkeypatch.delenv("JPAGED_TRACEBACK", raising=False)
     told = {name: value for name, value, _ in explain_environment()}
     assert (told["HF_TOKEN"], told["JPAGED_CACHE_DIR"], told["JPAGED_TRACEBACK"]) == ("(set)", "/some/folder", None)
+    assert (told["JPAGED_API_KEY"], told["TOKENIZERS_PARALLELISM"]) == ("(set)", "true")
     found = by_name(machine.environment())
     assert (found["JPAGED_TRACEBACK"].value, found["HF_TOKEN"].value) == ("not set", "(set)")
