@@ -36,6 +36,11 @@ class BaseStream:
         self._course = begin()
         self._is_closed = False
 
+    @property
+    def num_tries(self) -> int:
+        """How often it was begun, at this server or at another: once where nothing went wrong."""
+        return self._course.num_tries
+
     def close(self) -> None:
         """Cancels the request unless it has ended; further iteration ends at once."""
         self._is_closed = True

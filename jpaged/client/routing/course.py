@@ -31,6 +31,7 @@ class Course:
 
     Attributes:
         call: the gRPC call that runs it now.
+        num_tries: how often it was begun.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Course:
         self._is_fresh = True
         self._is_elsewhere = False
         self._num_to_skip = 0
+        self.num_tries = 0
         self.call = self._begin()
 
     def begin_again(self) -> None:
@@ -97,6 +99,7 @@ class Course:
 
     def _begin(self) -> Any:
         self._is_fresh = True
+        self.num_tries += 1
         generated, request = self._progress.generated(), self._request
         self._num_to_skip = 0 if generated else self._progress.num_prompt_logprobs
         if self._first is not None:
