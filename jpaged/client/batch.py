@@ -193,7 +193,9 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(
-                AsyncClient(name, timeout_s=options.timeout_s, api_key=options.api_key, tls=options.tls)
+                AsyncClient(
+                    name, timeout_s=options.timeout_s, api_key=options.api_key, tls=options.tls, resuming=None
+                )
             )
             for name in options.targets
         }

@@ -20,6 +20,7 @@ from jpaged.errors import (
     TryLater,
 )
 
+_ACCEPTED_KEY = "x-jpaged-request-id"
 _DETAILS_KEY = "grpc-status-details-bin"
 _DEFAULT_RETRY_S = 1.0
 _LATER: dict[str, type[TryLater]] = {"QUEUE_FULL": QueueFull, "QUOTA_EXCEEDED": QuotaExceeded}
@@ -66,6 +67,13 @@ def is_of_server(error: grpc.RpcError) -> bool:
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return False
     return bool(_reason(_status_in(error.trailing_metadata() or ())))
+
+
+def was_accepted(error: grpc.RpcError) -> bool:
+    """Whether a server had taken the request in before its call failed."""
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return False
+    return any(key == _ACCEPTED_KEY for key, _ in error.initial_metadata() or ())
 
 
 def translated(error: grpc.RpcError) -> JpagedError:

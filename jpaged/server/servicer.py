@@ -44,6 +44,8 @@ _M = TypeVar("_M", bound=Message)
 
 TENANT_KEY = "x-jpaged-tenant"
 """The metadata key that names whose request it is."""
+REQUEST_ID_KEY = "x-jpaged-request-id"
+"""The key of the metadata that goes ahead of a stream: its request was accepted, under this id."""
 API_VERSION = "v1"
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -276,10 +278,11 @@ def _finish_of(finish: SequenceFinish, cumulative_logprob: float | None) -> infe
 async def responses(
     service: Service, message: inference_pb2.GenerateRequest, call: Call, context: CallContext | None = None
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    """Stream one request; closing the iterator drops it. The trace of its span goes ahead to a gRPC caller."""
+    """Stream one request; closing the iterator drops it. To a gRPC caller go ahead its id and the trace of its span."""
     async with service.generate(call) as generation:
-        if context is not None and generation.record.headers:
-            await context.send_initial_metadata(tuple(generation.record.headers.items()))
+        if context is not None:
+            ahead = {REQUEST_ID_KEY: generation.request_id, **generation.record.headers}
+            await context.send_initial_metadata(tuple(ahead.items()))
         first_ids, seed = generation.prompt_token_ids if message.return_prompt_token_ids else (), generation.seed
         async for event in generation:
             yield response_of(event, generation.request_id, first_ids, seed)

@@ -73,6 +73,9 @@ class InferenceServiceServicer:
         sequence that it tells of. A call that ends with any other status has sent none with `is_last`. Cancelling the call,
         or letting its deadline pass, ends the request.
 
+        Metadata goes ahead of the first message, when the request was accepted: `x-jpaged-request-id` has its id. A call that
+        loses its server before that has generated nothing.
+
         The metadata key `x-jpaged-tenant` names whose request it is; default: "". Tenants share no cached prefix and no
         request id (unless the server runs with --no-isolate-tenants), and the policy `fair` shares the server among them.
         """

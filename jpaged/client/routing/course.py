@@ -18,7 +18,7 @@ import grpc
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
-from jpaged.client.failures import translated
+from jpaged.client.failures import translated, was_accepted
 from jpaged.client.routing.progress import Progress
 from jpaged.client.routing.tries import Tries
 from jpaged.client.wire import GenerateChunk
@@ -48,7 +48,7 @@ class Course:
         self._first: GenerateChunk | None = None
         self._usage = Usage()
         self._is_fresh = True
-        self._is_elsewhere = False
+        self._is_elsewhere = self._was_accepted = False
         self._num_to_skip = 0
         self.num_tries = 0
         self.call = self._begin()
@@ -90,12 +90,15 @@ class Course:
 
     def wait_s(self, error: grpc.RpcError) -> float:
         """How long to wait before it is begun again; where it is not, raises what its call failed with."""
-        has_begun = not self._is_held and self._first is not None
-        if has_begun and not self._can_go_on():
+        if was_accepted(error):  # it ran, and was not turned away
+            self._was_accepted = True
+            self._tries.answered()
+        has_told = not self._is_held and self._first is not None
+        if has_told and not self._can_go_on():
             self._tries.leave()
             raise translated(error) from error
         self._held.clear()
-        return self._tries.wait_s(error, has_begun=has_begun)
+        return self._tries.wait_s(error, has_begun=has_told or (self._was_accepted and self._tries.can_go_on))
 
     def _begin(self) -> Any:
         self._is_fresh = True

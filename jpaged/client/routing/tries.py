@@ -2,7 +2,7 @@
 
     a call            UNAVAILABLE, lost        full queue         INTERNAL, told         anything else
     nothing has come  elsewhere; MAX_ATTEMPTS  elsewhere, once    elsewhere, once        raises
-    a stream began    elsewhere; as `Resuming` waits as told to   elsewhere, once        raises
+    it was accepted   elsewhere; as `Resuming` waits as told to   elsewhere, once        raises
 
 "Elsewhere" is another server that is there: then nothing is waited for. A call is lost when its server goes while it
 runs: that is UNAVAILABLE, CANCELLED by nobody here, or a status that the transport has made up.
@@ -65,6 +65,11 @@ class Tries:
         self._backoff = _backoff()
 
     @property
+    def can_go_on(self) -> bool:
+        """Whether a stream that has begun may look for another server."""
+        return self._resuming is not None
+
+    @property
     def remaining_s(self) -> float | None:
         """The time that the next try may take: all share one timeout."""
         return self._attempts.remaining_s
@@ -91,7 +96,7 @@ class Tries:
         """How long to wait before another try, after one has failed; where there is none, raises what it failed with.
 
         Args:
-            has_begun: it is a stream, which can go on behind what has come of it.
+            has_begun: it is a stream that a server had accepted, and can go on behind what has come of it.
         """
         failure, retry_after_s = translated(error), 0.0
         endpoint = self._endpoint

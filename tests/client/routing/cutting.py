@@ -13,11 +13,12 @@ class Wire:
     Attributes:
         port: of this side of it.
         num_cuts: connections that were cut.
+        num_refused: those that nobody took while it was down.
     """
 
     def __init__(self, server_port: int, next_cut: Callable[[], int | None]) -> None:
         self.port = 0
-        self.num_cuts = 0
+        self.num_cuts = self.num_refused = 0
         self._server_port = server_port
         self._next_cut = next_cut
         self._is_down = False
@@ -30,6 +31,7 @@ class Wire:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carries one connection until either side ends, or it is cut after so many bytes of the server's."""
         if self._is_down:
+            self.num_refused += 1
             writer.transport.abort()
             return
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self._server_port)

@@ -14,11 +14,12 @@ from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
 from jpaged.client import AsyncClient, Client, GenerateChunk, Resuming
+from jpaged.client.channel import MAX_ATTEMPTS
 from jpaged.completions import completions_of
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, QueueFull, Unavailable
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
-from jpaged.types import RequestOutput, SamplingParams
+from jpaged.types import Prompt, RequestOutput, SamplingParams
 from tests.client.routing.cutting import Wire, wire
 from tests.server.harness import Harness, eventually, running
 
@@ -263,6 +264,24 @@ async def test_a_single_server_that_comes_again_goes_on(stream_of):
         harness.faults.release()
         cut.restart()
         assert folded([*chunks, *await rest], SHAPES["three"]) == folded(undisturbed, SHAPES["three"])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_request_that_was_accepted_waits_for_its_server_before_anything_has_come_of_it(whole):
+    sampling = SHAPES["three"]
+    async with server() as harness, wire(harness.port) as cut, AsyncClient(cut.target) as client:
+        harness.faults.gate.clear()
+        stream = client._begin(Prompt(text="hello"), sampling, None, None, whole=whole)
+        await stream._course.call.initial_metadata()
+        chunks = asyncio.ensure_future(all_of(stream))
+        cut.kill()
+        await eventually(lambda: harness.num_open_calls == 0)
+        harness.faults.release()
+        await eventually(lambda: cut.num_refused > MAX_ATTEMPTS)  # so often a call is tried that nobody has accepted
+        cut.restart()
+        async with AsyncClient(harness.target) as direct:
+            undisturbed = await all_of(direct.generate("hello", sampling))
+        assert folded(await chunks, sampling) == folded(undisturbed, sampling)
 
 
 @pytest.mark.parametrize("resuming", [None, Resuming(within_s=0.2)])
