@@ -82,8 +82,8 @@ def test_a_request_that_was_cut_goes_on_as_if_it_had_not_been(llm: LLM) -> None:
             if number % CUTS_OF == len(cuts) % CUTS_OF:
                 cuts[f"{name}/{number}"] = SHAPES[name], progress.generated()
     for cut, rest in run(llm, cuts).items():
-        name, _, number = cut.partition("/")
-        whole = [*sent[name][: int(number) + 1], *rest]
+        name, _, place = cut.partition("/")
+        whole = [*sent[name][: int(place) + 1], *rest]
         output, logprobs = without_logprobs(folded(whole, SHAPES[name]))
         expected, expected_logprobs = without_logprobs(folded(sent[name], SHAPES[name]))
         assert output == expected, cut
