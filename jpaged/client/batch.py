@@ -193,9 +193,7 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(
-                AsyncClient(
-                    name, timeout_s=options.timeout_s, api_key=options.api_key, tls=options.tls, resuming=None
-                )
+                AsyncClient(name, timeout_s=options.timeout_s, api_key=options.api_key, tls=options.tls, resuming=None)
             )
             for name in options.targets
         }
