@@ -31,7 +31,7 @@ _GROWTH_MIB = 64.0
 
 def main() -> int:
     """Run it and say what came of it."""
-    parser = argparse.ArgumentParser("python -m benchmarks.soak", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("python -m benchmarks.soak", description="An hour of mixed load in minutes.")
     parser.add_argument("--requests", type=int, default=3600, help="requests to make (default: 3600)")
     parser.add_argument("--kill-every", type=float, default=5.0, help="seconds between a start and a kill (default: 5)")
     parser.add_argument("--min-kills", type=int, default=3, help="go on until so many kills (default: 3)")
