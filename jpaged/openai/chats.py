@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jpaged.chat import ChatOptions, chat_options_of, check_message, reasoning_of
+from jpaged.chat import ChatOptions, chat_options_of, check_message, json_object, reasoning_of
 from jpaged.errors import InvalidArgument
-from jpaged.types import CompletionOutput
+from jpaged.types import MIN_MAX_CHAT_BYTES, CompletionOutput
 
 CHAT_FIELDS = frozenset(
     {
@@ -73,10 +73,35 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     content = given.get("content")
     if isinstance(content, list):
         given["content"] = "".join(_text_part(f"{where}.content", part) for part in content)
+    if isinstance(calls := given.get("tool_calls"), list):
+        given["tool_calls"] = [_plain_call(f"{where}.tool_calls[{j}]", j, call) for j, call in enumerate(calls)]
     if "role" not in given or ("content" not in given and not given.get("tool_calls")):
         raise InvalidArgument(where, "must have a role, and content or tool_calls")
     check_message(where, given)
     return given
+
+
+def _plain_call(where: str, place: int, call: Any) -> Any:
+    """A call without what OpenAI's client adds as it puts chunks together, and sends back: its place, arguments read.
+
+    Raises:
+        InvalidArgument: that is not as the rest of the call says.
+    """
+    if not isinstance(call, dict):
+        return call
+    if "index" in call and (type(call["index"]) is not int or call["index"] != place):
+        raise InvalidArgument(f"{where}.index", f"{str(call['index'])[:80]} is not {place}, its place in the list")
+    plain, function = {name: value for name, value in call.items() if name != "index"}, call.get("function")
+    if isinstance(function, dict) and "parsed_arguments" in function:
+        parsed = function["parsed_arguments"]
+        if parsed is not None and parsed != _arguments_in(where, function):
+            raise InvalidArgument(f"{where}.function.parsed_arguments", "is not what arguments say")
+        plain["function"] = {name: value for name, value in function.items() if name != "parsed_arguments"}
+    return plain
+
+
+def _arguments_in(where: str, function: Mapping[str, Any]) -> Any:
+    return json_object(f"{where}.function.arguments", str(function.get("arguments")), max_bytes=MIN_MAX_CHAT_BYTES)
 
 
 def _text_part(where: str, part: Any) -> str:

@@ -1,0 +1,121 @@
+"""Connections of the HTTP port that do nothing are few and end; those who work are served whatever others do."""
+
+import asyncio
+import contextlib
+import json
+
+import httpx2
+import pytest
+
+from jpaged.http import connections
+from tests.server.harness import Harness, eventually, running
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+async def opened(harness: Harness) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    assert harness.server.http_port is not None
+    return await asyncio.open_connection("127.0.0.1", harness.server.http_port)
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the other side ends the connection; fails after 60 s."""
+    found = b""
+    async with asyncio.timeout(60):
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(4096):
+                found += part
+    return found
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comp", HEAD, HEAD + b"content-length: 100\r\n\r\n{", HEAD + b"\r\n"], ids=range(5)
+)
+async def test_one_that_sends_nothing_more_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.2)
+    async with running(http_port=0, connection_idle_timeout=0.3) as harness:
+        reader, writer = await opened(harness)
+        writer.write(sent)
+        answer = await rest(reader)
+        assert not answer or answer.startswith(b"HTTP/1.1 400")  # the last is a request without a body
+        writer.close()
+        await eventually(lambda: harness.num_open_calls == 0)
+
+
+async def test_an_idle_one_is_closed_and_one_with_a_request_is_not() -> None:
+    async with running(http_port=0, connection_idle_timeout=0.2) as harness:
+        harness.faults.hold_after(3)
+        reader, writer = await opened(harness)
+        body = json.dumps({"prompt": "x", "max_tokens": 20, "stream": True, "ignore_eos": True}).encode()
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        idle, other = await opened(harness)
+        other.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await rest(idle)).startswith(b"HTTP/1.1 200")  # and it is closed then, in longer than the other waits
+        harness.faults.release()
+        assert b"data: [DONE]" in await rest(reader)
+        for one in (writer, other):
+            one.close()
+
+
+async def test_no_more_than_the_limit_and_those_who_are_there_are_served() -> None:
+    async with (
+        running(http_port=0, max_connections=3) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        assert (await client.get("/health")).status_code == 200
+        others = [await opened(harness) for _ in range(10)]
+        answers = [asyncio.create_task(rest(reader)) for reader, _ in others]
+        await eventually(lambda: sum(task.done() for task in answers) == 8)
+        refused = [task.result() for task in answers if task.done()]
+        assert all(one.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in one for one in refused)
+        assert (await client.get("/health")).status_code == 200
+        for _, writer in others:
+            writer.close()
+        await asyncio.gather(*answers)
+        await eventually(lambda: len(harness.server._http._server.server_state.connections) == 1)  # type: ignore[union-attr]
+        reader, writer = await opened(harness)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await rest(reader)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+    ids=["tls", "version", "http2"],
+)
+async def test_bytes_that_are_no_http_are_told_so(sent: bytes) -> None:
+    async with running(http_port=0) as harness:
+        reader, writer = await opened(harness)
+        writer.write(sent)
+        head, _, body = (await rest(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["param"] == "request"
+        writer.close()
+
+
+@pytest.mark.parametrize("part", [b"x: " + b"y" * 1000 + b"\r\n", b"x" * 1000])
+async def test_a_head_without_an_end_is_refused(part: bytes) -> None:
+    async with running(http_port=0) as harness:
+        reader, writer = await opened(harness)
+        writer.write(b"GET /" if part.startswith(b"xx") else b"GET / HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                writer.write(part)
+                await writer.drain()
+        assert (await rest(reader)).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+async def test_a_client_that_leaves_within_its_body_leaves_nothing() -> None:
+    async with running(http_port=0) as harness:
+        _, writer = await opened(harness)
+        writer.write(HEAD + b"content-length: 100\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+        state = harness.server._http._server.server_state  # type: ignore[union-attr]
+        await eventually(lambda: not state.connections and not state.tasks)
