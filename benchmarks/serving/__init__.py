@@ -1,5 +1,6 @@
 """What serving costs beside the engine: each module runs as `python -m benchmarks.serving.<name>`.
 
+faces.py                tokens a second over HTTP, over those over gRPC
 streams.py              tokens a second by `jpaged batch` and as gRPC streams, over those of `LLM.generate`
 inter_token_latency.py  gaps between a stream's tokens while long prompts arrive, with and without a bound
 """

@@ -152,3 +152,11 @@ def test_a_process_ends_with_its_owner():
     assert child.poll() is None
     del owner
     assert child.wait(60) == -signal.SIGKILL
+
+
+def test_a_developers_message_is_the_systems_where_a_template_knows_no_developers(process):
+    messages = [{"role": "developer", "content": "Be kind."}, *USER]
+    source = "{% for m in messages %}{{ m.role }},{% endfor %}"
+    assert made(process, source, messages) == "system,user,"
+    told_apart = f"{source}{{% if messages[0].role == 'developer' %}}!{{% endif %}}"
+    assert made(process, told_apart, messages) == "developer,user,!"

@@ -26,6 +26,8 @@ _OURS = frozenset(
 """Names that no caller sets: those of transformers' function that renders, and what it gives a template."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EFFORT = "reasoning_effort"
+_DEVELOPER = "developer"
+"""OpenAI's newer name of the role that gives instructions; templates print a role that they do not know as it is."""
 _SWITCHES = ("enable_thinking", "thinking")
 """The variables that have a model think or not: Qwen's and DeepSeek's."""
 
@@ -115,13 +117,19 @@ class ChatTemplate:
             raise InvalidArgument(f"{_KWARGS}.{name}", f"is no variable of the chat template; it has {known}")
         variables = {**self._variables, **kwargs}
         failure = None
-        for form in forms(messages):
+        for form in forms(self._in_known_roles(messages)):
             kind, text = self._outcome(form, variables, max_bytes, tools)
             if kind is not Kind.FAILED:
                 return _text_of(kind, text, max_bytes)
             failure = failure or InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
         assert failure is not None
         raise failure
+
+    def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The messages, a developer's as the system's where the template does not tell them apart."""
+        if _DEVELOPER in self.source:
+            return messages
+        return [{**one, "role": "system"} if one.get("role") == _DEVELOPER else one for one in messages]
 
     def _outcome(
         self,
