@@ -28,6 +28,7 @@ class Entry:
         act: what was done by name: "PinPrefix system".
         began_s: when it came, on the system's clock.
         error: the name of what a request of it ended with; "" of success.
+        is_closed: it has been answered.
     """
 
     face: str
@@ -43,12 +44,20 @@ class Entry:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     act: str = ""
+    is_closed: bool = False
     began_s: float = field(default_factory=time.time)
-    began_monotonic_s: float = field(default_factory=time.monotonic)
 
     def let_in(self, key: Key | None, tenant: str) -> None:
         """Note with which key, and whose call it is."""
         self.key, self.tenant = key, tenant
+
+    def began(self, began_s: float) -> None:
+        """Note that it came earlier than it was made."""
+        self.began_s = began_s
+
+    def close(self) -> None:
+        """Note that it has been answered: what goes on is not this call's."""
+        self.is_closed = True
 
     def note_request(self, request_id: str, model: str, adapter: str) -> None:
         """Note what was asked for; a call of several requests has the last one's id."""

@@ -94,6 +94,7 @@ class Gate:
         Args:
             status: what its face answered: a name of gRPC's, a number of HTTP's.
         """
+        entry.close()
         if self._audit is not None:
             self._audit.write(_line_of(entry, status))
 
@@ -133,7 +134,7 @@ def _line_of(entry: Entry, status: str | int) -> dict[str, Any]:
         "key": "" if entry.key is None else entry.key.id,
         "status": status,
         "error": entry.error,
-        "duration_s": round(time.monotonic() - entry.began_monotonic_s, 6),
+        "duration_s": round(max(0.0, time.time() - entry.began_s), 6),
         "request_id": entry.request_id,
         "model": entry.model,
         "adapter": entry.adapter,

@@ -16,7 +16,13 @@ from jpaged.server.status import refuse
 _CODES: dict[Any, str] = {code.value[0]: code.name for code in grpc.StatusCode} | {
     code: code.name for code in grpc.StatusCode
 }
-_OPEN_SERVICE = "/grpc.health.v1.Health/"
+_OPEN = (
+    "/grpc.health.v1.Health/",
+    "/inference.GRPCInferenceService/ServerLive",
+    "/inference.GRPCInferenceService/ServerReady",
+    "/vllm.grpc.engine.VllmEngine/HealthCheck",
+)
+"""How methods begin that tell of health alone, which probes ask without a key."""
 _FACES = {"/inference.": "oip", "/vllm.": "vllm"}
 """How calls of other people's services begin, and what the audit calls them."""
 
@@ -38,7 +44,7 @@ class Door:
         Args:
             handler: reads its requests off the call itself: a coroutine function, with one answer or a stream of them.
         """
-        if method.startswith(_OPEN_SERVICE):
+        if method.startswith(_OPEN):
             return handler
         inner = handler.stream_stream or handler.stream_unary
         face = next((face for begin, face in _FACES.items() if method.startswith(begin)), "grpc")

@@ -83,7 +83,7 @@ class Server:
         self.state = ServiceState(config)
         self._gate = Gate(config.access)
         self._observers = Observers(config.telemetry)
-        self._service = Service(self.state, [NotedRequests(), *self._observers.all], self._gate.quotas)
+        self._service = Service(self.state, [NotedRequests(self._gate), *self._observers.all], self._gate.quotas)
         self._config = config
         self._load = load
         self._on_progress = on_progress

@@ -1,5 +1,7 @@
 """The audit of a server: a line for each call on each face, and never what was asked or answered."""
 
+import asyncio
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2
+from jpaged.access.entry import Entry, enter
+from jpaged.access.keys import Key, Role
 from jpaged.client import AsyncClient
 from jpaged.errors import JpagedError
-from jpaged.types import SamplingParams
+from jpaged.service.service import Call
+from jpaged.types import Prompt, SamplingParams
 from tests.access.test_keys import FILE, OTHER, TOKEN
 from tests.server.harness import collect, eventually, failure_of, request, running
 
@@ -116,3 +121,29 @@ async def test_a_full_disk_keeps_nobody_from_an_answer(options):
         audit = harness.server._gate._audit
         assert audit is not None
         await eventually(lambda: audit.num_lost == 3)
+
+
+async def test_a_request_that_no_open_call_waits_for_is_a_line_of_its_own(options):
+    path = Path(options["audit_log"])
+    async with running(**options) as harness:
+        call = Call(
+            read=lambda: (Prompt(text=SECRET), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)),
+            size=len(SECRET),
+            request_id="line-1",
+            tenant="acme",
+        )
+        await harness.server._service.complete(call)
+        answered = Entry(face="http", method="POST /v1/batches", peer="", key=Key("acme-1", "acme", Role.INFERENCE))
+        harness.server._gate.close(answered, 200)
+
+        async def go_on() -> None:
+            enter(answered)
+            await harness.server._service.complete(dataclasses.replace(call, request_id="line-2"))
+
+        await asyncio.create_task(go_on())
+    first, batch, second = lines_of(path)
+    assert batch["completion_tokens"] == 0
+    for line, request_id, key in ((first, "line-1", ""), (second, "line-2", "acme-1")):
+        assert (line["face"], line["tenant"], line["key"], line["status"]) == ("background", "acme", key, "OK")
+        assert (line["request_id"], line["prompt_tokens"], line["completion_tokens"]) == (request_id, len(SECRET), 4)
+        assert SECRET not in str(line)

@@ -65,15 +65,20 @@ async def test_what_is_told_wants_a_key_and_any_does(locked):
         vllm, triton = vllm_engine.stub_of(locked), open_inference.stub_of(locked)
         return [
             vllm.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest(), metadata=metadata),
-            vllm.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), metadata=metadata),
             triton.ModelMetadata(inference_pb2.ModelMetadataRequest(name="fake"), metadata=metadata),
-            triton.ServerLive(inference_pb2.ServerLiveRequest(), metadata=metadata),
         ]
 
     for call in asking(()):
         assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
     for call in asking(OBSERVE):
         assert await code_of(call) is grpc.StatusCode.OK
+
+
+async def test_probes_of_health_want_no_key(locked):
+    vllm, triton = vllm_engine.stub_of(locked), open_inference.stub_of(locked)
+    assert (await vllm.HealthCheck(vllm_engine_pb2.HealthCheckRequest())).healthy
+    assert (await triton.ServerLive(inference_pb2.ServerLiveRequest())).live
+    assert (await triton.ServerReady(inference_pb2.ServerReadyRequest())).ready
 
 
 async def test_the_cache_of_all_is_forgotten_by_those_who_control_alone(locked):
