@@ -45,8 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
         return asyncio.run(_serve(config, None))
     try:
         config = config.for_multihost(multihost)
+        config.cluster_secret()  # what is wrong with it is told before anything is loaded
     except InvalidArgument as error:
-        raise InvalidArgument(flag_of(error.field), error.problem) from error
+        name = error.field if error.field.isupper() else flag_of(error.field)  # a variable of the environment, or not
+        raise InvalidArgument(name, error.problem) from error
     return asyncio.run(_serve(config, multihost)) if multihost.is_leader else follow(config, multihost)
 
 

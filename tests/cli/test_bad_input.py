@@ -55,6 +55,13 @@ SEVERAL = ["serve", "--num-processes", "2", "--process-id", "0", "--coordinator"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["serve", "--api-keys", "{}/none"], "--api-keys: {}/none cannot be read: No such file or directory"),
+        (["serve", "--api-keys", "{}/noise"], "--api-keys: {}/noise is not TOML"),
+        (["serve", "--tls-cert", "{}/none"], "--tls-key: is missing: tls_cert is {}/none, and needs it"),
+        (
+            [*SEVERAL, "127.0.0.1:0", "--cluster-secret-file", "{}/none"],
+            "--cluster-secret-file: {}/none cannot be read: No such file or directory",
+        ),
         ([*BATCH, "-i", "{}/folder"], "--input: {}/folder has no file whose name ends in .parquet"),
         ([*BATCH, "-i", "/dev/zero"], "--input: /dev/zero is not a file"),
         ([*BATCH, "-o", "{}/good"], "--output: {}/good is the input"),
