@@ -19,6 +19,7 @@ SERVER_VALUES = {
     "max_messages_per_second": 9,
     "http_port": 8000,
     "http_keep_alive": 9.0,
+    "http_cors_origins": ("https://example.org",),
     "batch_dir": "folder",
     "max_batch_file_size": 9.0,
     "max_batch_lines": 9,
