@@ -313,11 +313,27 @@ async def test_a_timeout_is_of_all_tries_together(stream_of):
 
 
 async def test_a_stream_that_loses_server_after_server_ends(stream_of):
-    async with server() as harness, wire(harness.port, lambda: 400) as cut:
-        sampling = replace(SAMPLED, max_tokens=120, seed=1)
+    executor = FakeExecutor(num_blocks=1024, max_model_len=1024)
+    async with server(executor=executor) as harness, wire(harness.port, lambda: 400) as cut:
+        sampling = replace(SAMPLED, max_tokens=1000, seed=1)  # far more than fits into three connections
         with pytest.raises(Unavailable):
             await all_of(stream_of(cut.target, resuming=Resuming(max_times=2))("hello", sampling))
         assert cut.num_cuts >= 3
+
+
+async def test_scores_are_asked_for_elsewhere_when_their_server_is_killed(two):
+    for one in two.servers.values():
+        one.faults.gate.clear()
+    async with AsyncClient(two.targets) as client:
+        asking = asyncio.ensure_future(client.score("a prompt", ["b", "c"]))
+        await eventually(lambda: any(len(one.serving.engine.in_flight) for one in two.servers.values()))
+        target = next(name for name, one in two.servers.items() if len(one.serving.engine.in_flight))
+        two.wires[target].kill()
+        for one in two.servers.values():
+            one.faults.release()
+        scores = await asking
+    async with AsyncClient(two.other(target).target) as client:
+        assert tuple(scores) == tuple(await client.score("a prompt", ["b", "c"]))
 
 
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
