@@ -41,7 +41,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot aot-gpu ray lm-eval callers vllm-bench accelerator bench bench-peers paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval callers vllm-bench accelerator bench bench-peers paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,6 +144,12 @@ $(AOT_NEWEST)/.installed: $(STAMP)
 	    $(INSTALL) --no-deps --upgrade --target $(AOT_NEWEST) libtpu; \
 	fi
 	@touch $@
+
+# Not of pip's: a browser is a package of the system.
+chromium: ## add Chromium, in which the page is tested (Debian and Ubuntu, as root)
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+	    echo "==> installing chromium"; \
+	    apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq --yes --no-install-recommends install chromium fonts-dejavu-core >/dev/null; }
 
 # In an environment of its own: jax would take CUDA's packages for a sign of GPUs.
 GPU_VENV := .venv-aot-gpu

@@ -167,7 +167,7 @@ class Browser:
             self.problems.append(details.get("exception", {}).get("description", details["text"]))
         elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
             self.problems.append(" ".join(str(one.get("value")) for one in told["args"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
+        elif method == "Log.entryAdded" and told["entry"]["level"] == "error":
             self.problems.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
 
 

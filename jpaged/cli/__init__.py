@@ -16,5 +16,6 @@ server_process.py  a server as a child process
 
 bench/             bench, a module a benchmark
 doctor/            doctor: what is here, and what would be used
+top/               top: the pool of a server, in a terminal
 help/              help and completion, and how help is laid out
 """

@@ -23,6 +23,7 @@ from jpaged.cli.help import command as help_command
 from jpaged.cli.help import completion
 from jpaged.cli.help.action import add_help
 from jpaged.cli.help.formatter import HelpFormatter
+from jpaged.cli.top import command as top
 from jpaged.config import shows_traces
 from jpaged.errors import InvalidArgument, JpagedError, sentence_of
 from jpaged.version import __version__
@@ -35,6 +36,7 @@ COMMANDS: dict[str, ModuleType] = {
     "bench": bench,
     "convert": convert,
     "plan": plan,
+    "top": top,
     "demo": demo,
     "doctor": doctor,
     "completion": completion,

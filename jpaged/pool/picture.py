@@ -74,7 +74,7 @@ class Happening:
         request: the number of whose it is; None where it is nobody's in particular.
         count: sequences of a fork, blocks of a move.
         blocks: those concerned, where they were and where they went in turns; the first of them where they are many.
-        why: what ended a request.
+        why: what ended a request; of one that is admitted, its id.
     """
 
     number: int

@@ -73,7 +73,8 @@ class Watch:
             self._note(kind, group)
         for group in schedule.admitted:
             self._known[group] = None
-            self._note("admission" if group.num_preemptions == 0 else "resumption", group)
+            kind = "admission" if group.num_preemptions == 0 else "resumption"
+            self._note(kind, group, why=group.request.request_id)
         self._note_forks()
         self._note_moves(schedule)
         self._note_ends()

@@ -121,9 +121,9 @@ export class Queue {
       const button = item.firstChild;
       button.className = `${one.status}${picked === one.number ? " on" : ""}`;
       const tokens = one.sequences.reduce((sum, [, count]) => sum + count - one.prompt, 0);
-      const several = one.sequences.length > 1 ? `${one.sequences.length} × ` : "";
+      const several = one.sequences.length > 1 ? `${one.sequences.length} x ` : "";
       const facts = one.status === "waiting" ? "waits" : `${several}${one.prompt}+${Math.max(0, tokens)}`;
-      const again = one.preemptions ? ` · preempted ${one.preemptions}×` : "";
+      const again = one.preemptions ? ` · preempted ${one.preemptions}x` : "";
       const shown = `${one.status === "swapped" ? "swapped · " : ""}${facts}${again}`;
       if (button.lastChild.textContent !== shown) button.lastChild.textContent = shown;
       const colour = css(colourOf(one.number, 2));
@@ -218,6 +218,7 @@ export class Log {
     for (const [number] of fresh) last = Math.max(last, number);
     this.seen.set(place, last);
     for (const [, kind, request, count, blocks, why] of fresh.slice(-MOST_LINES)) {
+      if (kind === "admission") this.names.set(`${place}/${request}`, `#${request} ${shortName({ id: why })}`);
       const [name, says] = SAYS[kind] ?? [kind, () => ""];
       const who = request === null ? "" : this.names.get(`${place}/${request}`) ?? `#${request}`;
       this.add(kind, name, says(who, count, blocks, why));

@@ -1,0 +1,91 @@
+"""The subcommand `top`: the pool of a running server, as its page draws it, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from jpaged import json_text
+from jpaged.errors import InvalidArgument
+
+HELP = "watch the pool of a running server"
+DESCRIPTION = """\
+Watch the pool of a server that runs with --http-port: blocks in the colours of requests, queues, what happens.
+
+    jpaged serve demo --http-port 8000
+    jpaged top http://127.0.0.1:8000
+
+q ends it; tab shows the next replica. Where the output is no terminal it is a line a second.
+"""
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_REDRAW_S = 0.12
+_LINE_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The address, the form."""
+    parser.add_argument(
+        "url", nargs="?", default=_DEFAULT_URL, metavar="URL", help=f"where its HTTP port is (default: {_DEFAULT_URL})"
+    )
+    parser.add_argument("--once", action="store_true", help="say how it is now, and end")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of each line")
+    parser.add_argument(
+        "--key-file", metavar="FILE", help="a file with the API key, for a server that wants one to look"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 when it is quit, or has said it once; a server that is not there, or ends, is an error."""
+    from jpaged.cli.top.figures import Rate, line, summary
+    from jpaged.cli.top.stream import frames, url_of
+
+    url, token = url_of(arguments.url), _token_of(arguments.key_file)
+    if sys.stdout.isatty() and not (arguments.once or arguments.json):
+        return _draw(url, token)
+    rate, said_s = Rate(), 0.0
+    for reader in frames(url, token):
+        rate.take(reader)
+        if not arguments.once and time.monotonic() - said_s < _LINE_S:
+            continue
+        said_s = time.monotonic()
+        told = json_text.dumps(summary(reader, rate)) if arguments.json else line(reader, rate)
+        print(told, flush=True)
+        if arguments.once:
+            break
+    return 0
+
+
+def _draw(url: str, token: str | None) -> int:
+    from rich.live import Live
+
+    from jpaged.cli.top.keys import pressed
+    from jpaged.cli.top.screen import Screen
+    from jpaged.cli.top.stream import frames
+
+    screen, drawn_s = Screen(url), 0.0
+    with pressed() as keys, Live(screen, screen=True, auto_refresh=False) as live:
+        for reader in frames(url, token):
+            screen.take(reader)
+            if time.monotonic() - drawn_s > _REDRAW_S:
+                live.refresh()
+                drawn_s = time.monotonic()
+            taken = keys.taken()
+            if "q" in taken or "\x1b" in taken:
+                break
+            if "\t" in taken:
+                screen.show_next()
+    return 0
+
+
+def _token_of(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("--key-file", f"{path} cannot be read: {error}") from error
+    if not token or not token.isprintable() or " " in token:
+        raise InvalidArgument("--key-file", f"{path} holds no key")
+    return token

@@ -1,0 +1,224 @@
+"""A pool in a terminal: every cell, or as many of them as there is room for, two above each other in a character.
+
+▀  its upper half is one cell, its lower half another; a cell stands for several blocks where there are too many
+"""
+
+from __future__ import annotations
+
+import colorsys
+import math
+from collections import deque
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.layout import Layout
+from rich.panel import Panel
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from jpaged.cli.top.figures import Rate, census
+from jpaged.pool import FrameReader, Kind, PoolView, unpack
+
+_MAX_NAMES = 1000
+_BARS = " ▁▂▃▄▅▆▇█"
+_QUIET = {
+    Kind.FREE: "#1e2533",
+    Kind.CACHED: "#43537a",
+    Kind.PINNED: "#d6a842",
+    Kind.ASIDE: "#15181f",
+    Kind.RESERVED: "#4a4036",
+}
+_NAMES = {
+    "admission": ("admitted", "green"),
+    "resumption": ("runs again", "blue"),
+    "fork": ("forked", "magenta"),
+    "copy_on_write": ("copied on write", "yellow"),
+    "prefix_copy": ("copied a prefix", "yellow"),
+    "swap_out": ("swapped out", "blue"),
+    "swap_in": ("swapped in", "blue"),
+    "eviction": ("kept in host memory", "bright_black"),
+    "prefix_in": ("brought back", "bright_black"),
+    "preemption_swap": ("preempted, to host memory", "red"),
+    "preemption_recompute": ("preempted, to run again", "red"),
+    "end": ("ended", "bright_black"),
+}
+
+
+class Screen:
+    """What is drawn of a server's pools; `take` comes before the first drawing.
+
+    Attributes:
+        place: of the replica that is shown.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.place = 0
+        self.rate = Rate()
+        self._url = url
+        self._reader: FrameReader | None = None
+        self._log: deque[Text] = deque(maxlen=60)
+        self._told: dict[int, int] = {}
+        self._names: dict[tuple[int, int], str] = {}
+
+    def take(self, reader: FrameReader) -> None:
+        """Take what a frame has brought."""
+        self._reader = reader
+        self.rate.take(reader)
+        for place, pool in enumerate(reader.pools):
+            last = self._told.get(place, 0)
+            for number, kind, request, count, blocks, why in pool.told["happenings"]:
+                if number > last:
+                    self._told[place] = number
+                    if kind == "admission":
+                        self._names[place, request] = _name(why)
+                    who = "" if request is None else f"#{request} {self._names.get((place, request), '')}"
+                    self._log.appendleft(_happening(kind, who, count, blocks, why))
+        for key in [*self._names][:-_MAX_NAMES]:
+            del self._names[key]
+
+    def show_next(self) -> None:
+        """Show the next replica."""
+        if self._reader is not None:
+            self.place = (self.place + 1) % len(self._reader.pools)
+
+    def __rich__(self) -> RenderableType:
+        if self._reader is None:
+            return Text("waiting for the first frame")
+        pool = self._reader.pools[min(self.place, len(self._reader.pools) - 1)]
+        several = (
+            f" · replica {self.place} of {len(self._reader.pools)} (tab: next)" if len(self._reader.pools) > 1 else ""
+        )
+        layout = Layout()
+        layout.split_column(Layout(name="head", size=3), Layout(name="cells", ratio=3), Layout(name="below", ratio=2))
+        layout["head"].update(Group(*self._head(pool)))
+        layout["cells"].update(
+            Panel(Cells(pool), title=f"{self._url}{several}", subtitle="q: quit", border_style="bright_black")
+        )
+        layout["below"].split_row(Layout(name="requests"), Layout(name="log"))
+        layout["requests"].update(Panel(_requests(pool), title=_queues(pool), border_style="bright_black"))
+        layout["log"].update(Panel(Group(*self._log), title="as it happens", border_style="bright_black"))
+        return layout
+
+    def _head(self, pool: PoolView) -> list[Text]:
+        counts, totals = census(pool), pool.told["totals"]
+        history = list(self.rate.history)[-40:]
+        most = max([10.0, *history])
+        spark = "".join(_BARS[min(8, math.ceil(8 * max(0.0, rate) / most))] for rate in history)
+        first = Text.assemble(
+            (f"{self.rate.now:6.0f}", "bold"), " tokens/s  ", (spark, "cyan"), "  ",
+            (f"{counts['held'] + counts['pinned']}", "bold"), " of ", (f"{pool.told['limit']}", "bold"),
+            f" blocks in use, {counts['cached']} cached, {counts['free']} free",
+        )  # fmt: skip
+        second = Text(
+            f"forks {totals['num_forks']} · copies on write {totals['num_copies_on_write']} · preemptions "
+            f"{totals['num_preemptions']} · blocks swapped out {totals['num_blocks_swapped_out']}, in "
+            f"{totals['num_blocks_swapped_in']}",
+            style="bright_black",
+        )
+        return [first, second]
+
+
+class Cells:
+    """The blocks of a pool, in the room that there is."""
+
+    def __init__(self, pool: PoolView) -> None:
+        self._cells = pool.cells[1:]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, options.height or console.height
+        kinds = unpack(self._cells)[0]
+        used = np.flatnonzero(kinds != Kind.ASIDE)
+        shown = self._cells[: int(used[-1]) + 1] if len(used) else self._cells
+        if not len(shown) or width < 1 or height < 1:
+            return
+        each = max(1, math.ceil(len(shown) / (width * height * 2)))
+        colours = [*map(_colour, summarised(shown, each).tolist())]
+        rows = [colours[start : start + width] for start in range(0, len(colours), width)]
+        for upper, lower in zip(rows[::2], [*rows[1::2], []], strict=False):
+            text = Text(no_wrap=True)
+            for column, colour in enumerate(upper):
+                text.append("▀", _style(colour, lower[column] if column < len(lower) else None))
+            yield text
+
+
+def summarised(cells: NDArray[np.uint32], each: int) -> NDArray[np.uint32]:
+    """One cell for so many: the one that most tables hold, or the first that is more than free."""
+    if each == 1:
+        return cells
+    padded = np.zeros(-(-len(cells) // each) * each, np.uint32)
+    padded[: len(cells)] = cells
+    rows = padded.reshape(-1, each)
+    kinds, counts, _ = unpack(rows)
+    weight = counts.astype(np.int64) * 8 + kinds
+    return rows[np.arange(len(rows)), weight.argmax(axis=1)]
+
+
+@lru_cache(maxsize=1 << 14)
+def _colour(cell: int) -> str:
+    kind, count, owner = cell & 7, (cell >> 3) & 255, cell >> 11
+    if kind != Kind.HELD:
+        return _QUIET[Kind(kind)]
+    strength = min(1.0, math.log2(max(1, count)) / 3)
+    hue = (owner * 137.508 + 205) % 360 / 360
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.42 + 0.36 * strength, 0.58 + 0.32 * strength)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+@lru_cache(maxsize=1 << 15)
+def _style(upper: str, lower: str | None) -> Style:
+    return Style(color=upper, bgcolor=lower)
+
+
+def _queues(pool: PoolView) -> str:
+    states = [one["status"] for one in pool.told["requests"]]
+    return f"{states.count('running')} running, {states.count('swapped')} swapped, {pool.told['num_waiting']} waiting"
+
+
+def _requests(pool: PoolView) -> Table:
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(no_wrap=True, ratio=1)
+    for _ in range(3):
+        table.add_column(justify="right", no_wrap=True)
+    order = {"running": 0, "finished": 0, "swapped": 1, "waiting": 2}
+    for one in sorted(pool.told["requests"], key=lambda one: (order[one["status"]], one["number"])):
+        number = one["number"]
+        tokens = sum(count - one["prompt"] for _, count in one["sequences"])
+        blocks = {
+            block_id
+            for (of, _, _, is_host), ids in pool.tables.items()
+            if of == number and not is_host
+            for block_id in ids
+            if block_id
+        }
+        style = (
+            _colour(int(Kind.HELD) | 2 << 3 | (number & 0x1FFFFF) << 11)
+            if one["status"] != "waiting"
+            else "bright_black"
+        )
+        name = Text.assemble(("■ ", style), f"#{number} {_name(one['id'])}")
+        several = f"{len(one['sequences'])} x " if len(one["sequences"]) > 1 else ""
+        again = f", preempted {one['preemptions']}x" if one["preemptions"] else ""
+        table.add_row(
+            name, f"{one['status']}{again}", f"{several}{one['prompt']}+{max(0, tokens)}", f"{len(blocks)} blocks"
+        )
+    return table
+
+
+def _name(request_id: str) -> str:
+    """The id that its caller gave a request, without what the service puts before it."""
+    return request_id.partition("/")[2] or request_id
+
+
+def _happening(kind: str, who: str, count: int, blocks: list[int], why: str) -> Text:
+    words, style = _NAMES.get(kind, (kind, ""))
+    if kind in ("copy_on_write", "prefix_copy"):
+        rest = f"{blocks[0]} → {blocks[1]}"
+    elif not who:
+        rest = f"{count} block{'' if count == 1 else 's'}"
+    else:
+        rest = f"{who}: {count} more share its blocks" if kind == "fork" else who
+        rest += f": {why}" if kind == "end" else ""
+    return Text.assemble((words, style), " ", rest, no_wrap=True, overflow="ellipsis")

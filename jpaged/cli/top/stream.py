@@ -1,0 +1,66 @@
+"""Follows `/page/events` of a server. The standard library's HTTP is enough for one stream."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException
+from urllib.parse import urlsplit
+
+from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.pool import FrameReader
+
+_TIMEOUT_S = 10.0
+"""A server says at least once a second that nothing is new."""
+
+
+def url_of(given: str) -> str:
+    """Return the address of a server: as it is given, or HOST:PORT with http:// before it.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    url = given if "://" in given else f"http://{given}"
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good or any(ord(letter) < 33 or ord(letter) > 126 for letter in url):
+        raise InvalidArgument("URL", f"{given!r} is neither http://HOST:PORT nor HOST:PORT")
+    return url.rstrip("/")
+
+
+def frames(url: str, token: str | None) -> Iterator[FrameReader]:
+    """Follow the pools of a server, which are yielded after each frame, and also when a second has brought none.
+
+    Raises:
+        Unavailable: the server is not there, has no such page, or the stream ends.
+    """
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    # No proxy is asked: what is watched is near.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    reader = FrameReader()
+    try:
+        with opener.open(urllib.request.Request(f"{url}/page/events", headers=headers), timeout=_TIMEOUT_S) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    reader.take(line.removeprefix(b"data: "))
+                    yield reader
+                elif line.startswith(b":") and reader.pools:
+                    yield reader
+    except urllib.error.HTTPError as error:
+        raise Unavailable(f"{url} answers {error.code}: {_message_of(error)}") from error
+    except (OSError, HTTPException) as error:
+        raise Unavailable(f"{url}: {error}") from error
+    raise Unavailable(f"{url}: the server has ended the stream")
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    try:
+        told = json.loads(error.read(65536))["error"]["message"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return error.reason
+    return str(told)
