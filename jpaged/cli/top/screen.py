@@ -39,7 +39,7 @@ _NAMES = {
     "prefix_copy": ("copied a prefix", "yellow"),
     "swap_out": ("swapped out", "blue"),
     "swap_in": ("swapped in", "blue"),
-    "eviction": ("kept in host memory", "bright_black"),
+    "eviction": ("evicted, to host memory", "bright_black"),
     "prefix_in": ("brought back", "bright_black"),
     "preemption_swap": ("preempted, to host memory", "red"),
     "preemption_recompute": ("preempted, to run again", "red"),

@@ -187,7 +187,7 @@ export class Grid {
   // All but the blocks of one request go dim, and lines go through its tables in their order.
   drawFollowed(context) {
     const { number, tables } = this.following;
-    context.fillStyle = isDark ? "rgb(11 14 21 / 0.6)" : "rgb(246 247 250 / 0.62)";
+    context.fillStyle = isDark ? "rgb(11 14 21 / 0.5)" : "rgb(246 247 250 / 0.55)";
     context.fillRect(0, 0, this.above.width, this.above.height);
     this.followed = new Set();
     for (const { ids, isHost } of tables) if (!isHost) for (const id of ids) if (id) this.followed.add(id);
