@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
@@ -33,7 +33,7 @@ def url_of(given: str) -> str:
     return url.rstrip("/")
 
 
-def frames(url: str, token: str | None) -> Iterator[FrameReader]:
+def frames(url: str, token: str | None) -> Generator[FrameReader, None, None]:
     """Follow the pools of a server, which are yielded after each frame, and also when a second has brought none.
 
     Raises:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ KEYS = '[[keys]]\nid = "one"\ntenant = "t"\ntoken = "a-token-that-looks"\nrole =
 
 
 @asynccontextmanager
-async def served(**options: object) -> AsyncIterator[Harness]:
+async def served(**options: Any) -> AsyncIterator[Harness]:
     executor = FakeExecutor(num_blocks=40, block_size=4, num_host_blocks=20)
     async with running(executor=executor, http_port=0, **options) as harness:
         yield harness
@@ -57,8 +58,7 @@ async def test_it_says_once_how_it_is(capsys: pytest.CaptureFixture[str]) -> Non
 async def test_lines_follow_until_the_server_ends(capsys: pytest.CaptureFixture[str]) -> None:
     async with served() as harness:
         following = asyncio.ensure_future(top(harness.http_url))
-        said: list[str] = []
-        await eventually(lambda: bool(said.append(capsys.readouterr().out) or "blocks in use" in "".join(said)))
+        await eventually(lambda: "blocks in use" in capsys.readouterr().out)
         harness.server.request_stop()
         assert await following == 1
         assert "has ended the stream" in capsys.readouterr().err

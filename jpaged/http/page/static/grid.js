@@ -187,7 +187,7 @@ export class Grid {
   // All but the blocks of one request go dim, and lines go through its tables in their order.
   drawFollowed(context) {
     const { number, tables } = this.following;
-    context.fillStyle = isDark ? "rgb(11 14 21 / 0.5)" : "rgb(246 247 250 / 0.55)";
+    context.fillStyle = isDark ? "rgb(11 14 21 / 0.38)" : "rgb(246 247 250 / 0.45)";
     context.fillRect(0, 0, this.above.width, this.above.height);
     this.followed = new Set();
     for (const { ids, isHost } of tables) if (!isHost) for (const id of ids) if (id) this.followed.add(id);
@@ -205,8 +205,8 @@ export class Grid {
       if (!held.length) return;
       const shift = lines.length > 1 ? ((line % 8) / 7 - 0.5) * Math.min(side * 0.5, 12) : 0;
       const hue = (hueOf(number) + (line % 8) * 9) % 360;
-      context.strokeStyle = `hsl(${hue} 95% ${isDark ? 82 : 30}% / ${lines.length > 4 ? 0.4 : 0.9})`;
-      context.lineWidth = Math.max(1, Math.min((lines.length > 4 ? 1.5 : 2.5) * this.scale, this.size * 0.1));
+      context.strokeStyle = `hsl(${hue} 95% ${isDark ? 82 : 30}% / ${lines.length > 2 ? 0.38 : 0.9})`;
+      context.lineWidth = Math.max(1, Math.min((lines.length > 2 ? 1.3 : 2.5) * this.scale, this.size * 0.1));
       context.setLineDash(group ? [this.size * 0.4, this.size * 0.25] : []);
       context.lineJoin = "round";
       context.beginPath();
