@@ -62,6 +62,7 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "face": record.caller.face,
         "peer": record.caller.peer,
         "key_id": record.caller.key_id,
+        "user": record.caller.user,
         "traceparent": record.headers.get("traceparent", ""),
         "operation": record.operation,
         "model": record.model,

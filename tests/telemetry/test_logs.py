@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 
 from jpaged.telemetry.logs import set_up_logs
@@ -53,6 +54,22 @@ async def test_a_request_is_a_line_of_json_without_its_text(log: Log) -> None:
     assert (done["prompt_tokens"], done["completion_tokens"]) == (8, messages[-1].usage.completion_tokens)
     assert {"queue_s", "prefill_s", "decode_s", "duration_s"} <= done.keys()
     assert (refused["status"], refused["reason"]) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
+    assert "secret" not in log.getvalue()
+
+
+async def test_a_request_over_http_tells_for_whom_it_is(log: Log) -> None:
+    set_up_logs("json", has_requests=True)
+    body = {"prompt": "a secret", "max_tokens": 2, "user": "ann"}
+    async with (
+        running(enable_log_requests=True, http_port=0) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        answer = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+        assert answer.status_code == 200
+        await client.post("/v1/completions", json=body | {"prompt": ["a secret", "a secret"]})
+    one, several = [line for line in lines_of(log) if line["logger"] == "jpaged.requests"]
+    assert (one["request_id"], one["user"], one["face"], one["operation"]) == ("mine", "ann", "http", "text_completion")
+    assert (several["user"], several["prompt_tokens"]) == ("ann", 16)
     assert "secret" not in log.getvalue()
 
 
