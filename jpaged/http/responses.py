@@ -39,8 +39,9 @@ def routes(service: Service) -> list[Route]:
 
         asked = await asked_of(service, request, read)
         if asked.job.streaming is not None:
-            return EventStream(_events(service, asked, echoed, texts), service.state.config.http.http_keep_alive)
-        return await while_there(request, _whole(service, asked, echoed, texts))
+            keep_alive_s = service.state.config.http.http_keep_alive
+            return EventStream(_events(service, asked, echoed, texts), keep_alive_s, asked.left_s())
+        return await while_there(request, _whole(service, asked, echoed, texts), asked.left_s())
 
     async def missing(request: Request) -> Response:
         raise NotFound("response_id: nothing is stored: a response is in the answer to its request alone")

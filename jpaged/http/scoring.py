@@ -37,7 +37,7 @@ def routes(service: Service) -> list[Route]:
                 caller=replace(caller_of(request), user=str(given.get("user") or "")),
                 until_s=None if remaining_s is None else time.monotonic() + remaining_s,
             )
-            found = await while_there(request, Answers(model, service.work).evaluate(server, job))
+            found = await while_there(request, Answers(model, service.work).evaluate(server, job), remaining_s)
             return await answer_of(service, found.body, found.size)
 
         return answer
