@@ -91,7 +91,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     "httpx2": {"bench"},
     "starlette": {"http"},
     "uvicorn": {"http"},
-    "opentelemetry": {"telemetry"},
+    "opentelemetry": {"telemetry", "client"},
     "smg_grpc_proto": {"server"},
     "llguidance": {"service"},
     "lm_eval": {"evaluation"},

@@ -8,15 +8,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
 
 from jpaged._proto.v1 import inference_pb2
+from jpaged.client import AsyncClient, Client
 from jpaged.errors import InvalidArgument
 from jpaged.service.records import parts_of
 from jpaged.telemetry.traces import exporter_to
 from jpaged.testing import FakeExecutor
-from jpaged.types import RequestTimes
+from jpaged.types import RequestTimes, SamplingParams
 from tests.server.harness import Harness, collect, eventually, failure_of, request, running
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -127,6 +130,35 @@ async def test_who_was_preempted_has_that_time_as_a_part() -> None:
     left = [one for one in collector.spans if one.name == "preempted"]
     assert left
     assert all(one.start_time_unix_nano <= one.end_time_unix_nano for one in left)
+
+
+async def test_a_call_of_our_client_belongs_to_the_trace_that_is_current_there() -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    async with collected() as (harness, collector), AsyncClient(harness.target) as client:
+        with provider.get_tracer("test").start_as_current_span("evaluation") as outer:
+            await client.complete("hello", SamplingParams(max_tokens=2))
+            await client.embed(["hello"])
+            await asyncio.to_thread(_complete, harness.target)
+    theirs = outer.get_span_context()
+    whole = [one for one in collector.spans if one.name.endswith(" fake")]
+    assert sorted(one.name for one in whole) == ["embeddings fake", "text_completion fake", "text_completion fake"]
+    assert {one.trace_id for one in whole} == {theirs.trace_id.to_bytes(16)}
+    assert {one.parent_span_id for one in whole} == {theirs.span_id.to_bytes(8)}
+
+
+def _complete(target: str) -> None:
+    with Client(target) as client:
+        client.complete("hello", SamplingParams(max_tokens=2))
+
+
+async def test_a_span_of_a_request_over_http_is_below_its_callers_too() -> None:
+    async with collected(http_port=0) as (harness, collector), httpx2.AsyncClient(base_url=harness.http_url) as client:
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 2}
+        answer = await client.post("/v1/completions", json=body, headers=dict(TRACE))
+    (span,) = [one for one in collector.spans if one.name == "text_completion fake"]
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert answer.headers["traceparent"] == f"00-{TRACE_ID}-{span.span_id.hex()}-01"
+    assert attributes_of(span)["jpaged.face"] == "http"
 
 
 def test_a_part_without_an_end_is_not_told() -> None:

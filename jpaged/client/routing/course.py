@@ -20,6 +20,7 @@ from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
 from jpaged.client.failures import translated, was_accepted
 from jpaged.client.routing.progress import Progress
+from jpaged.client.routing.traces import with_trace
 from jpaged.client.routing.tries import Tries
 from jpaged.client.wire import GenerateChunk
 from jpaged.errors import InternalError, JpagedError
@@ -39,7 +40,7 @@ class Course:
     ) -> None:
         self._request = request
         self._tries = tries
-        self._metadata = metadata
+        self._metadata = with_trace(metadata)
         sampling = request.sampling
         is_ranked = bool(sampling.beam_width) or sampling.best_of > max(1, sampling.n)
         self._is_held = request.whole or is_ranked

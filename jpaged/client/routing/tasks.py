@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S
 from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, asked_of, key_of
+from jpaged.client.routing.traces import with_trace
 from jpaged.client.routing.tries import Tries
 from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import Call
@@ -57,12 +58,12 @@ class AsyncServers:
         return answers[0]
 
     async def _run_on(self, endpoints: Endpoints, call: Call[_T]) -> _T:
-        tries = Tries(endpoints, key_of(call.request), self._timeout_s)
+        tries, metadata = Tries(endpoints, key_of(call.request), self._timeout_s), with_trace(self._metadata)
         while True:
             self._require_open()
             method = tries.enter().methods[call.method]
             try:
-                answer = await method(call.request, timeout=tries.remaining_s, metadata=self._metadata)
+                answer = await method(call.request, timeout=tries.remaining_s, metadata=metadata)
             except aio.AioRpcError as error:
                 wait_s = tries.wait_s(error)
             except asyncio.CancelledError as error:
