@@ -12,6 +12,8 @@
     │   └── QuotaExceeded                       RESOURCE_EXHAUSTED   the tenant has used up what it may have for now
     ├── LimitExceeded                           RESOURCE_EXHAUSTED   over a limit of gRPC's own: trying again is no use
     ├── Unavailable                             UNAVAILABLE          starting or draining
+    │   ├── EngineHung                          UNAVAILABLE          a step does not end: the server gives up
+    │   └── ProcessLost                         UNAVAILABLE          another process of the server is gone, or failed
     ├── DeadlineExceeded                        DEADLINE_EXCEEDED    the request's deadline passed
     ├── Cancelled                               CANCELLED            the caller went away
     ├── Unsupported                             UNIMPLEMENTED        this backend or build cannot, and why
@@ -29,14 +31,22 @@ from typing import ClassVar
 
 
 class JpagedError(Exception):
-    """Base of every error raised on purpose; `grpc_status` is the name of the status code that it becomes."""
+    """Base of every error raised on purpose.
+
+    Attributes:
+        grpc_status: the name of the status code that it becomes.
+        exit_code: how a server ends that it has ended; docs/health.md has all of them.
+    """
 
     grpc_status: ClassVar[str] = "UNKNOWN"
+    exit_code: ClassVar[int] = 1
 
-    def __init_subclass__(cls, *, grpc_status: str | None = None) -> None:
+    def __init_subclass__(cls, *, grpc_status: str | None = None, exit_code: int | None = None) -> None:
         super().__init_subclass__()
         if grpc_status is not None:
             cls.grpc_status = grpc_status
+        if exit_code is not None:
+            cls.exit_code = exit_code
 
 
 def reason_of(error: JpagedError) -> str:
@@ -112,6 +122,14 @@ class LimitExceeded(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
 
 class Unavailable(JpagedError, grpc_status="UNAVAILABLE"):
     """The server is starting, draining or gone: the same request can succeed elsewhere or later."""
+
+
+class EngineHung(Unavailable, exit_code=3):
+    """A step has not ended for too long, and the server ends: no fault of the request, which may succeed elsewhere."""
+
+
+class ProcessLost(Unavailable, exit_code=4):
+    """Another one of several processes is gone or has failed, and all end: the request may succeed elsewhere."""
 
 
 class DeadlineExceeded(JpagedError, grpc_status="DEADLINE_EXCEEDED"):

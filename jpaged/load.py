@@ -186,6 +186,8 @@ class EngineLoad(LoadTotals):
         running_adapters: names of the adapters that running requests have; waiting_adapters likewise.
         host_s: what the host spent deciding, packing and publishing steps.
         device_idle_s: from a step's results being seen ready to the next forward, while there were requests to run.
+        seconds_since_progress: in which no step has ended although there are requests; of several engines the most.
+        num_stalls: times that this was more than `stall_timeout`.
     """
 
     block_size: int = field(metadata={"is_alike": True})
@@ -202,6 +204,18 @@ class EngineLoad(LoadTotals):
     speculation: SpeculationLoad = field(default_factory=SpeculationLoad, metadata={"total": SpeculationLoad.total})
     host_s: float = counter(
         Metric("jpaged:host_seconds", "Seconds that the host spent deciding, packing and publishing steps.")
+    )
+    seconds_since_progress: float = field(
+        default=0.0,
+        metadata={
+            "total": max,
+            "gauge": Metric(
+                "jpaged:seconds_since_progress", "Seconds in which no step has ended although there are requests."
+            ),
+        },
+    )
+    num_stalls: int = counter(
+        Metric("jpaged:stalls", "Times that no step ended for --stall-timeout although there were requests.")
     )
     device_idle_s: float = counter(
         Metric("jpaged:device_idle_seconds", "Seconds that the device waited for its next step, while requests ran.")

@@ -24,7 +24,7 @@ from jpaged.service.loaded_model import LoadedModel
 
 NUM_TOKENS = 16
 _PACKAGE = Path(jpaged.__file__).parent
-_NOT_ON_THE_WAY = ("_proto/", "server/lifecycle.py")
+_NOT_ON_THE_WAY = ("_proto/", "server/lifecycle.py", "server/progress.py")
 """Generated code; and what looks five times a second whether the engine is well, with requests or without."""
 
 

@@ -10,11 +10,13 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from jpaged.cli.startup import Progress, StartupReport
+from jpaged.cli.options import flag_of
+from jpaged.cli.startup import PROBES, Progress, StartupReport
 from jpaged.config import EngineConfig, shows_traces
-from jpaged.errors import JpagedError, sentence_of
+from jpaged.errors import InvalidArgument, JpagedError, sentence_of
 from jpaged.launchers import MultiHost
 from jpaged.server.lifecycle import Server
+from jpaged.server.probes import Health, ProbeServer
 from jpaged.service.loaded_model import LoadedModel
 
 if TYPE_CHECKING:  # jax takes seconds to import, in which the port is already open
@@ -62,6 +64,9 @@ class Leading:
         except JpagedError as error:
             report.line(f"process 0 failed: {error}")
             code = 1
+        failure = self._server.state.failure
+        if self._leader is not None and failure is not None:
+            self._leader.tell(failure)  # also what it has not heard of: a step that hangs, say
         if self._leader is not None and code == 0 and not await asyncio.to_thread(self._leader.end):
             report.line("some processes did not end in time")
             code = 1
@@ -75,6 +80,7 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
     report = StartupReport(sys.stderr)
     ends: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     following: list[Follower] = []
+    probes = _open_probes(config, following)
 
     def pass_on(number: int, frame: object) -> None:
         del number, frame
@@ -96,10 +102,16 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
         except Exception as error:  # the top of a follower: process 0 must hear of whatever happened
             if not isinstance(error, JpagedError) and shows_traces():
                 _LOG.exception("process %d failed", multihost.process_id)
+            code = JpagedError.exit_code
             if following:
                 following[0].report(error)
-            ends.put((1, f"process {multihost.process_id} of {multihost.num_processes} failed: {sentence_of(error)}"))
+                code = following[0].exit_code
+            ends.put(
+                (code, f"process {multihost.process_id} of {multihost.num_processes} failed: {sentence_of(error)}")
+            )
 
+    if probes is not None:
+        report.line(f"{PROBES}{config.server.host}:{probes.port}")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     threading.Thread(target=work, name="jpaged-follow", daemon=True).start()
@@ -109,3 +121,18 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
     report.line(why)
     leave(code)
     return code
+
+
+def _open_probes(config: EngineConfig, following: list[Follower]) -> ProbeServer | None:
+    """Answers for the health of a follower, from its first moment: live, and ready once it follows."""
+
+    def health() -> Health:
+        is_ready = bool(following) and following[0].is_ready(config.timeouts.stall_timeout)
+        return Health(is_live=True, is_ready=is_ready)
+
+    if config.server.probe_port is None:
+        return None
+    try:
+        return ProbeServer(health, config.server.host, config.server.probe_port)
+    except InvalidArgument as error:
+        raise InvalidArgument(flag_of(error.field), error.problem) from error

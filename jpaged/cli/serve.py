@@ -7,14 +7,16 @@ import asyncio
 import gc
 import os
 import sys
+import threading
 
 from jpaged.cli.multihost import Leading, follow
 from jpaged.cli.options import add_config_flags, config_from, flag_of
-from jpaged.cli.startup import Progress, StartupReport
+from jpaged.cli.startup import PROBES, Progress, StartupReport
 from jpaged.config import EngineConfig
-from jpaged.errors import InvalidArgument
+from jpaged.errors import EngineHung, InvalidArgument
 from jpaged.launchers import MultiHost
 from jpaged.server.lifecycle import Server
+from jpaged.server.progress import show_stacks
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.telemetry.logs import set_up_logs
 
@@ -27,6 +29,8 @@ The port is open at once: until the model is loaded it answers UNAVAILABLE, and 
 Of several processes (--coordinator, --num-processes, --process-id, or what a launcher has put into the environment)
 process 0 opens the port, and the others follow it.
 """
+GIVE_UP_S = 15.0
+"""How long the end of a server may take whose step hangs."""
 LISTENING = "listening on "
 """Begins the line that tells the address, for programs that start a server on port 0."""
 
@@ -37,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves; returns 0 after a drain, 1 when the model could not be loaded or the engine died."""
+    """Serves; returns 0 after a drain, 1 when the model could not be loaded or the engine died, 3 when a step hung.
+
+    Of several processes 4 says that it was another one: docs/health.md has the table.
+    """
     config = config_from(arguments)
     set_up_logs(config.telemetry.log_format, has_requests=config.telemetry.enable_log_requests)
     multihost = config.multihost()
@@ -78,19 +85,28 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
         report.line(f"ready on {host}:{port}")
         gc.freeze()  # what is loaded stays: a look at all of it holds up a step for 0.2 s
 
+    def give_up() -> None:
+        """Shows what hangs, and ends the process also where that keeps it from its end."""
+        show_stacks()
+        end = threading.Timer(GIVE_UP_S, os._exit, (EngineHung.exit_code,))
+        end.daemon = True
+        end.start()
+
     try:
-        server = Server(config, load, on_progress=report.progress, on_serving=on_serving)
+        server = Server(config, load, on_progress=report.progress, on_serving=on_serving, on_hang=give_up)
         leading = None if multihost is None else Leading(config, multihost, server)
         port = await server.start()
     except InvalidArgument as error:
         raise InvalidArgument(flag_of(error.field), error.problem) from error
     server.stop_on_signals()
+    if server.probe_port is not None:
+        report.line(f"{PROBES}{host}:{server.probe_port}")
     report.line(f"{LISTENING}{host}:{port}, loading {config.model.model}")
     if leading is not None:
         return await leading.run(report)
     code = await server.run()
     report.line("stopped")
-    if server.is_load_abandoned:
-        # Its thread is deep in a compiler and cannot be told; a normal exit would wait for it.
+    if server.leaves_threads:
+        # They are deep in a compiler, or in a step that hangs, and cannot be told; a normal exit would wait for them.
         os._exit(code)
     return code

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+PROBES = "health on "
+"""Begins the line that tells the address of the port for probes."""
+
 Progress = Callable[[str, int, int], None]
 _INTERVAL_S = 1.0
 

@@ -4,6 +4,7 @@ engine_config.py   all of them together: loaded, resolved, explained; and the en
 groups.py          the sections of an engine
 serving.py         those of a server
 speculative.py     how tokens are proposed before they are drawn
+timeouts.py        how long requests, steps and silences may take
 option.py          what a field of a section is, and how it is checked
 """
 
@@ -47,6 +48,7 @@ from jpaged.config.option import (
 )
 from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions, TelemetryOptions
 from jpaged.config.speculative import SpeculativeOptions
+from jpaged.config.timeouts import TimeoutOptions
 
 __all__ = [
     "ENVIRONMENT",
@@ -70,6 +72,7 @@ __all__ = [
     "SpeculativeOptions",
     "StartupOptions",
     "TelemetryOptions",
+    "TimeoutOptions",
     "api_key_from_environment",
     "checked",
     "child_environment",

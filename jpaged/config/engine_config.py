@@ -30,6 +30,7 @@ from jpaged.config.groups import (
 from jpaged.config.option import checked, section_of
 from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions, TelemetryOptions
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
+from jpaged.config.timeouts import TimeoutOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost
 
@@ -50,7 +51,10 @@ _OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|HEADERS)(_|$)")
 MIN_SECRET_BYTES = 16
 """Whoever has seen two processes meet can try short ones."""
-PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout", "cluster_secret_file")
+PROCESS_OPTIONS = (
+    *("coordinator", "num_processes", "process_id", "join_timeout", "cluster_secret_file"),
+    *("heartbeat_interval", "heartbeat_timeout"),
+)
 """The options of one of several processes, which only `jpaged serve` can be."""
 
 
@@ -70,6 +74,9 @@ class EngineConfig:
     http: HttpOptions = section_of(HttpOptions, "The HTTP face: OpenAI's API, for clients that speak it.")
     access: AccessOptions = section_of(AccessOptions, "Who may ask, and for how much.")
     telemetry: TelemetryOptions = section_of(TelemetryOptions, "What is told of requests: traces and logs.")
+    timeouts: TimeoutOptions = section_of(
+        TimeoutOptions, "How long a request may take, and how long the engine may be silent."
+    )
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -115,6 +122,7 @@ class EngineConfig:
             )
         self.parallel.check()
         self.lora.check()
+        self.timeouts.check()
         self._check_draft()
 
     def _check_draft(self) -> None:
@@ -245,7 +253,7 @@ class EngineConfig:
 
 
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
-SERVER_SECTIONS = ("server", "http", "access", "telemetry")
+SERVER_SECTIONS = ("server", "http", "access", "telemetry", "timeouts")
 """Sections that an engine without a server has no use for."""
 
 

@@ -208,13 +208,32 @@ class ParallelOptions:
         "start; that of the environment (JPAGED_CLUSTER_SECRET) when left out, and else nobody is asked",
         path="file",
     )
+    heartbeat_interval: float = option(
+        1.0,
+        "each of several processes tells process 0 so often that it is there, and process 0 them",
+        low=0.05,
+        high=3600.0,
+        unit="s",
+    )
+    heartbeat_timeout: float = option(
+        10.0,
+        "a process from which nothing has come for so long is lost, and all of them end",
+        low=0.1,
+        high=86400.0,
+        unit="s",
+    )
 
     def check(self) -> None:
-        """Holds the three options of several processes to each other.
+        """Holds the options of several processes to each other.
 
         Raises:
             InvalidArgument: one is missing, malformed or beyond another.
         """
+        if self.heartbeat_timeout < 2 * self.heartbeat_interval:
+            raise InvalidArgument(
+                "heartbeat_timeout",
+                f"{self.heartbeat_timeout:g} s is below two heartbeats, one each {self.heartbeat_interval:g} s",
+            )
         if self.coordinator is None or self.num_processes is None or self.process_id is None:
             given = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
             missing = [name for name, value in given.items() if value is None]

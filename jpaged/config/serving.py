@@ -78,6 +78,13 @@ class ServerOptions:
         low=0,
         high=65535,
     )
+    probe_port: int | None = option(
+        None,
+        "port that answers grpc.health.v1 and nothing else, on the same host, without encryption or tokens; of several "
+        "processes each has one. 0 picks a free one, none when left out",
+        low=0,
+        high=65535,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from jpaged.types import FinishReason, LoadedAdapter, Request
 
 logger = logging.getLogger(__name__)
 
-_ABANDONED_JOIN_S = 1.0
+_JOIN_S, _ABANDONED_JOIN_S = 0.2, 1.0
 """How long to wait for the end of a loop that may hang in its executor."""
 
 
@@ -64,7 +64,9 @@ class LoopThread:
         """Ends the loop and what it has in flight; False when it hangs, and what it holds is left to it."""
         self.ask(self._stopping.set)
         if self._thread is not None:
-            self._thread.join(_ABANDONED_JOIN_S if self._is_abandoned else None)
+            while self._thread.is_alive() and not self._is_abandoned:  # somebody may say so meanwhile
+                self._thread.join(_JOIN_S)
+            self._thread.join(_ABANDONED_JOIN_S)
             if self._thread.is_alive():
                 return False
         self._end(Unavailable("the server is shutting down"))
@@ -265,7 +267,7 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """A snapshot of the last step's counts."""
-        return self._loop.stats.snapshot(self._executor.num_compiles_after_warm_up)
+        return self._loop.stats.snapshot(self._executor.num_compiles_after_warm_up, self._loop.pulse)
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
         """The load of each replica: here of the one that there is."""

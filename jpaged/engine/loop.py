@@ -8,13 +8,14 @@ steps in order of dispatch.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jpaged.config import CacheOptions, EngineConfig
+from jpaged.engine.deadlines.ends import Deadlines, is_over
+from jpaged.engine.deadlines.foresight import Foresight
 from jpaged.engine.dispatches import Dispatched, Fed, Started
 from jpaged.engine.executor import Executor, Geometry, StepInputs
 from jpaged.engine.garbage import collect_if_due
@@ -39,7 +40,7 @@ from jpaged.engine.soundness import Soundness
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.engine.speculation.drafts import Proposals
 from jpaged.engine.speculation.rounds.rounds import Rounds
-from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
+from jpaged.engine.stats import DEADLINE, DeviceIdle, Pulse, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.engine.turns import Turns
 from jpaged.engine.watching.watch import Watch
@@ -55,56 +56,6 @@ from jpaged.types import FinishReason, Request
 logger = logging.getLogger(__name__)
 
 
-_EARLY_SHARE, _EARLY_S = 0.02, 0.25
-"""A caller's own timer is ahead of ours: its timeout is rounded up on the wire, by a hundredth at most, and travels."""
-
-
-class Deadlines:
-    """When groups in flight have to end, the next one first.
-
-        heap   [ 3.0 | 4.5 | 7.2 | 9.9 ]     those that ended early stay in it until they are the half of it
-        open   { 4.5, 9.9 }
-
-    So what is kept is bounded by what is in flight, however far away the deadlines of those are that have ended.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int]] = []
-        self._open: dict[int, tuple[float, Group]] = {}
-
-    def add(self, group: Group) -> None:
-        """Watches a group; one without a deadline is left out."""
-        deadline_s = group.request.deadline_s
-        if deadline_s is not None:
-            self._open[group.arrival] = deadline_s, group
-            heapq.heappush(self._heap, (deadline_s, group.arrival))
-
-    def discard(self, group: Group) -> None:
-        self._open.pop(group.arrival, None)
-        if len(self._heap) > 2 * len(self._open):
-            self._heap = [(deadline_s, arrival) for arrival, (deadline_s, _) in self._open.items()]
-            heapq.heapify(self._heap)
-
-    def passed(self, now_s: float) -> Iterator[Group]:
-        """Groups whose deadline has passed; each must be discarded before the next is asked for."""
-        while self._heap and self._heap[0][0] <= now_s:
-            _, arrival = heapq.heappop(self._heap)
-            if arrival in self._open:
-                yield self._open[arrival][1]
-
-
-def is_over(request: Request, arrival_s: float, now_s: float) -> bool:
-    """A caller who leaves now does so for the deadline: it has passed, or is so near that the caller saw it pass.
-
-    gRPC cancels a call in one way for both causes. So one that is cancelled in the last fiftieth of its time, or the
-    last quarter of a second, but not in the first half of it, counts as past its deadline.
-    """
-    if request.deadline_s is None:
-        return False
-    total_s = request.deadline_s - arrival_s
-    return request.deadline_s - now_s <= min(total_s / 2, max(_EARLY_S, _EARLY_SHARE * total_s))
-
-
 Clock = Callable[[], float]
 
 
@@ -114,12 +65,16 @@ class InFlight:
     Attributes:
         max_num: how many there are at one time: requests that run, and the queue in front of them.
         failure: what the loop died of.
+
+    Args:
+        pulse: told when the first comes and the last leaves.
     """
 
-    def __init__(self, num_running: int, num_queued: int) -> None:
+    def __init__(self, num_running: int, num_queued: int, pulse: Pulse) -> None:
         self.max_num = num_running + num_queued
         self.failure: Exception | None = None
         self._num_queued = num_queued
+        self._pulse = pulse
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._is_closed = False
@@ -154,6 +109,8 @@ class InFlight:
                     f"(max_num_queued_reqs {self._num_queued})",
                     retry_after_s=retry_after_s(),
                 )
+            if not self._ids:
+                self._pulse.begin()
             self._ids.add(request_id)
             self._is_idle.clear()
             then()
@@ -162,6 +119,8 @@ class InFlight:
         """These ids are free; who waits for all to end waits for `note_idle`."""
         with self._lock:
             self._ids.difference_update(request_ids)
+            if not self._ids:
+                self._pulse.rest()
 
     def note_idle(self) -> None:
         """Notes that requests that ended have given back all that they held."""
@@ -186,6 +145,7 @@ class EngineLoop:
     Attributes:
         groups: what arrived and did not end, by request id.
         watch: takes pictures, and notes what happens from one to the next.
+        pulse: since when nothing has come of the work that there is.
     """
 
     def __init__(
@@ -205,14 +165,16 @@ class EngineLoop:
         self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, outgrown_len)
         options = config.speculation
         self.stats = StepStats(geometry, clock, 0 if options is None else options.num_speculative_tokens)
-        self.in_flight = InFlight(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs)
+        self.pulse = Pulse(clock, config.timeouts.stall_timeout)
+        self.in_flight = InFlight(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs, self.pulse)
         self.groups: dict[str, Group] = {}
         self._clock = clock
         self._executor = executor
         self._eos_token_ids = eos_token_ids
         self._overlap = config.scheduler.overlap
         self._output = OutputProcessor(tokenizer, eos_token_ids)
-        self._deadlines = Deadlines()
+        self._deadlines, self._waits = Deadlines(), Deadlines()
+        self._queue_timeout_s = config.timeouts.queue_timeout
         self._dispatched: Dispatched | None = None
         self._device_wait_s = self._last_end_s = 0.0
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
@@ -225,6 +187,9 @@ class EngineLoop:
         self._rounds = None if options is None or not geometry.num_speculative_tokens else Rounds.of(options, geometry)
         is_on_host = options is not None and self._rounds is None
         self._drafting = Drafting.of(options, executor.rates, geometry) if options and is_on_host else None
+        at_once = 1 + (0 if options is None else options.num_speculative_tokens)
+        sees_ahead = config.timeouts.refuse_late
+        self._foresight = Foresight(self.scheduler, self.memory, geometry, at_once) if sees_ahead else None
         self._num_arrivals = 0
         self.watch = Watch(geometry, self.memory, self.scheduler, clock)
 
@@ -234,7 +199,7 @@ class EngineLoop:
         start_s = self._clock()
         self._device_wait_s = 0.0
         self._look_at_device()
-        self._expire()
+        self._expire(start_s)
         self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
@@ -266,7 +231,9 @@ class EngineLoop:
             self._collect_earlier()
         has_run = schedule.num_rows > 0 or was_in_flight
         if has_run:
-            self.stats.count_host(self._clock() - start_s - self._device_wait_s)
+            now_s = self._clock()
+            self.pulse.beat(now_s)
+            self.stats.count_host(now_s - start_s - self._device_wait_s)
         self.stats.end_step(self.memory, self.scheduler)
         has_work = self.scheduler.queues.has_work
         if not has_work:  # nobody waits for the device
@@ -380,6 +347,10 @@ class EngineLoop:
         if self.scheduler.pace is not None and not schedule.decodes.num_rounds:
             self.scheduler.pace.steps.ended(now)
         self.scheduler.lookahead.ended(now)
+        if not schedule.decodes.num_rounds:
+            self.scheduler.least_times.observe(
+                schedule.num_tokens, schedule.num_steps, now - max(begin_s, self._last_end_s)
+            )
         self._output.told.take(told)
         num_accepted = self._intake.take(schedule, outputs, now)
         if self._drafting is not None:
@@ -388,12 +359,20 @@ class EngineLoop:
             self._rounds.observe(schedule, outputs.speculated, now - max(begin_s, self._last_end_s))
         self._last_end_s = now
 
-    def _expire(self) -> None:
-        """Ends requests whose deadline has passed."""
-        for group in self._deadlines.passed(self._clock()):
-            waited = self._clock() - group.arrival_s
-            self._output.fail(group, DeadlineExceeded(f"the deadline passed {waited:.3f} s after arrival"))
-            self._release(group)
+    def _expire(self, now_s: float) -> None:
+        """Ends requests whose deadline has passed, and those that have waited too long for their first step."""
+        if self._deadlines.next_s <= now_s:
+            for group in self._deadlines.passed(now_s):
+                waited = now_s - group.arrival_s
+                self._output.fail(group, DeadlineExceeded(f"the deadline passed {waited:.3f} s after arrival"))
+                self._release(group)
+        if self._waits.next_s <= now_s:
+            for group in self._waits.passed(now_s):
+                self._waits.discard(group)
+                if group.first_scheduled_s is None:
+                    problem = f"the request waited {now_s - group.arrival_s:.3f} s for its first step (queue_timeout)"
+                    self._output.fail(group, QueueFull(problem, retry_after_s=self.stats.seconds_per_request()))
+                    self._release(group)
 
     # --- what comes between two steps -------------------------------------------------------------------------------
 
@@ -409,10 +388,18 @@ class EngineLoop:
             problem = f"{needed}: {self.memory.limit} blocks, less what pinned prefixes hold"
             self._fail([group], RequestTooLong("sampling.max_tokens", problem))
             return
+        if request.deadline_s is not None and self._foresight is not None:
+            late = self._foresight.why_late(group, request.deadline_s, self._clock())
+            if late is not None:
+                self._fail([group], late)
+                return
         self.groups[request.request_id] = group
         self._output.open(group)
         self.scheduler.queues.add(group)
-        self._deadlines.add(group)
+        if request.deadline_s is not None:
+            self._deadlines.add(group, request.deadline_s)
+        if self._queue_timeout_s is not None:
+            self._waits.add(group, arrival_s + self._queue_timeout_s)
 
     def end_early(self, request_id: str, reason: FinishReason) -> None:
         """Ends a request between two tokens; nothing happens when it has ended."""
@@ -448,7 +435,10 @@ class EngineLoop:
         self.scheduler.rows.editing.forget(group)
         if self._drafting is not None:
             self._drafting.forget(group)
-        self._deadlines.discard(group)
+        if group.request.deadline_s is not None:
+            self._deadlines.discard(group)
+        if self._queue_timeout_s is not None:
+            self._waits.discard(group)
         del self.groups[group.request.request_id]
         self.in_flight.note_idle()
 

@@ -78,6 +78,56 @@ class DeviceIdle:
         return 0.0 if since_s is None else now_s - since_s
 
 
+class Pulse:
+    """Since when nothing has come of the work that there is: written by the engine's thread, read by any.
+
+        requests   ├── in flight ───────────────────────────┤
+        steps      │ end   end   end              (hangs)      now
+                                 └───── seconds_without ──────┘
+
+    Args:
+        stall_s: from so many seconds on it is a stall.
+    """
+
+    def __init__(self, clock: Callable[[], float], stall_s: float) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._num_stalls = 0
+        self._since_s: float | None = None  # None while there is no work
+
+    def begin(self) -> None:
+        """Notes that there is work from now on, where there was none."""
+        self._since_s = self._clock()
+
+    def beat(self, now_s: float) -> None:
+        """Notes that something has come of it."""
+        since_s = self._since_s
+        if since_s is not None:
+            self._num_stalls += now_s - since_s >= self._stall_s
+            self._since_s = now_s
+
+    def rest(self) -> None:
+        """Notes that there is no work any more."""
+        self.beat(self._clock())
+        self._since_s = None
+
+    @property
+    def seconds_without(self) -> float:
+        """Seconds since something has come of the work; 0 while there is none."""
+        since_s = self._since_s
+        return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
+
+    @property
+    def is_stalled(self) -> bool:
+        """There is work, and for too long nothing has come of it."""
+        return self.seconds_without >= self._stall_s
+
+    @property
+    def num_stalls(self) -> int:
+        """How often it stalled, the present time included."""
+        return self._num_stalls + self.is_stalled
+
+
 _RECENT_ENDS = 64
 ERROR, DEADLINE = "error", "deadline"
 """The ends of requests without a finish reason: they failed, or their time was over."""
@@ -229,8 +279,11 @@ class StepStats:
             now["speculation"] = self._drafts.snapshot()
         self._load = EngineLoad(**now)
 
-    def snapshot(self, num_compiles_after_warm_up: int) -> EngineLoad:
-        return replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)
+    def snapshot(self, num_compiles_after_warm_up: int, pulse: Pulse | None = None) -> EngineLoad:
+        load = replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)
+        if pulse is None:
+            return load
+        return replace(load, seconds_since_progress=pulse.seconds_without, num_stalls=pulse.num_stalls)
 
     def seconds_per_request(self) -> float:
         """The recent time between two ends, at least 0.1 s: how soon a place in the queue is likely to be free."""

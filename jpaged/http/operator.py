@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from jpaged.http.errors import JSON
 from jpaged.service.service import Service
-from jpaged.service.state import Stage
 from jpaged.telemetry.metrics import EngineCollector
 from jpaged.version import __version__
 
@@ -19,8 +18,16 @@ def routes(service: Service) -> list[Route]:
     state = service.state
 
     async def health(request: Request) -> Response:
-        """Answers 200 while requests are taken, and 503 otherwise, as vLLM does."""
-        return Response(status_code=200 if state.stage is Stage.SERVING else 503)
+        """Answers 200 while requests are taken and worked on, and 503 otherwise, as vLLM does."""
+        return Response(status_code=200 if state.is_ready else 503)
+
+    async def readyz(request: Request) -> Response:
+        """Says the same as `health`, and in which state the server is."""
+        return PlainTextResponse(f"{state.stage.value}\n", 200 if state.is_ready else 503)
+
+    async def livez(request: Request) -> Response:
+        """Answers 503 only where nothing but a restart helps."""
+        return PlainTextResponse(f"{state.stage.value}\n", 200 if state.is_live else 503)
 
     async def version(request: Request) -> Response:
         return JSON({"version": __version__})
@@ -33,6 +40,8 @@ def routes(service: Service) -> list[Route]:
 
     return [
         Route("/health", health, methods=["GET"]),
+        Route("/livez", livez, methods=["GET"]),
+        Route("/readyz", readyz, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),

@@ -9,6 +9,8 @@ evaluations.py  Score and Embed
 status.py       errors -> status codes with details
 replica.py      a loaded model without a port, for a host with a server of its own
 health.py       grpc.health.v1, whose watches end with the server
+progress.py     whether the engine gets on: stalls, hangs
+probes.py       a port for health alone, of any process
 lifecycle.py    health, signals: starting, serving, draining, exit code
 
 faces/          services that others have published, on the same port

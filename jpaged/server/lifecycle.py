@@ -1,11 +1,15 @@
 """A server's life: the port first, then the model, then requests; at the end a drain and an exit code.
 
     STARTING ──loaded──> SERVING ──SIGTERM, SIGINT──> DRAINING ──> exit 0
-       │                    └──engine died──> FAILED ────────────> exit 1
+       │                   │  ^ └──engine died──────> FAILED ────> exit 1
+       │                   v  │
+       │                 STALLED ──a step hangs─────> FAILED ────> exit 3
+       │                    └──a process is lost────> FAILED ────> exit 4
        └──could not load──> FAILED ──────────────────────────────> exit 1
 
-grpc.health.v1 answers SERVING in that one state and NOT_SERVING in the others, for "" and for each service. Requests
-outside of SERVING are answered with UNAVAILABLE; the port is open all the while.
+grpc.health.v1 answers SERVING in the state of that name and NOT_SERVING in the others, for "", for "readiness" and for
+each service; for "liveness" it answers NOT_SERVING in FAILED alone. Requests outside of SERVING and STALLED are
+answered with UNAVAILABLE; the port is open all the while. docs/health.md has what probes should ask.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from jpaged.server.door import Door
 from jpaged.server.faces.faces import Faces, descriptors
 from jpaged.server.health import HealthServicer
 from jpaged.server.port import make_server
+from jpaged.server.probes import LIVENESS, READINESS, Health, ProbeServer
+from jpaged.server.progress import EngineState, ProgressWatch, show_stacks
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.auditing import NotedRequests
 from jpaged.service.loaded_model import LoadedModel
@@ -65,11 +71,12 @@ class Server:
         load: builds the model; its engine is started, and in the end stopped, here. Called once, on a thread.
         on_progress: told what `load` reports, on that thread.
         on_serving: told the port once requests are taken.
+        on_hang: called when a step hangs, before anything else is done about it.
 
     Attributes:
         state: where it is in its life.
         control_port: the port for acts of control; None where they have none of their own.
-        is_load_abandoned: a stop came while `load` was running; its thread goes on, and would hold the process up.
+        leaves_threads: one that loads, or the engine's, was left behind and may hang: it would hold the process up.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class Server:
         *,
         on_progress: Progress = lambda what, done, total: None,
         on_serving: Callable[[int, LoadedModel], None] = lambda port, serving: None,
+        on_hang: Callable[[], None] = show_stacks,
     ) -> None:
         self.state = ServiceState(config)
         self._gate = Gate(config.access)
@@ -88,14 +96,17 @@ class Server:
         self._load = load
         self._on_progress = on_progress
         self._on_serving = on_serving
+        self._on_hang = on_hang
+        self._telling = asyncio.Lock()
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
-        self.is_load_abandoned = False
+        self.leaves_threads = False
         self._port = 0
         self._prefix: str | None = None
         self._metrics: ScrapeServer | None = None
         self._http: HttpPort | None = None
         self._control: aio.Server | None = None
         self.control_port: int | None = None
+        self._probes: ProbeServer | None = None
 
     @property
     def metrics_port(self) -> int | None:
@@ -106,6 +117,11 @@ class Server:
     def http_port(self) -> int | None:
         """The port of the HTTP face; None when nobody asked for it."""
         return None if self._http is None else self._http.port
+
+    @property
+    def probe_port(self) -> int | None:
+        """The port of health alone; None when nobody asked for it."""
+        return None if self._probes is None else self._probes.port
 
     async def start(self) -> int:
         """Opens the port, and starts loading the model; returns the port.
@@ -134,8 +150,11 @@ class Server:
             self._http = HttpPort(self._service, self._gate, options)
             await self._http.start()
         await self._open_control(max_bytes)
+        if options.server.probe_port is not None:
+            self._probes = ProbeServer(self._health_now, options.server.host, options.server.probe_port)
         await self._grpc.start()
         self._watching = asyncio.create_task(self._gate.watch())
+        self._looking = asyncio.create_task(self._look_at_engine())
         self._loading = asyncio.create_task(self._load_model())
         return self._port
 
@@ -174,9 +193,10 @@ class Server:
     def fail(self, error: JpagedError) -> None:
         """Ends the server for a reason from outside, also while the model loads: every open call gets the error.
 
-        The engine is not waited for, and neither is the thread that loads: see `is_load_abandoned`.
+        The engine is not waited for, and neither is the thread that loads: see `leaves_threads`.
         """
         self.state.note_failure(error)
+        self.leaves_threads = True
         if self.state.model is not None:
             self.state.model.engine.fail(error, hangs=True)
         self._stop.set()
@@ -187,12 +207,34 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
 
+    def _health_now(self) -> Health:
+        return Health(self.state.is_live, self.state.is_ready)
+
+    async def _look_at_engine(self) -> None:
+        """Sees stalls come and go, and ends the server when a step hangs."""
+        watch = ProgressWatch(self._config.timeouts)
+        while self.state.failure is None:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            if self.state.model is None:
+                continue
+            found, stage = watch.look(self.state.model.engine.load().seconds_since_progress), self.state.stage
+            if found is EngineState.HANGS:
+                self._on_hang()
+                self.fail(watch.why())
+            elif found is EngineState.STALLS and stage is Stage.SERVING:
+                _LOG.warning("no step has ended for %g s: the server is not ready", self._config.timeouts.stall_timeout)
+                await self._enter(Stage.STALLED)
+            elif found is EngineState.GOES_ON and stage is Stage.STALLED:
+                _LOG.warning("steps end again: the server is ready")
+                await self._enter(Stage.SERVING)
+
     async def _enter(self, stage: Stage) -> None:
         self.state.enter(stage)
-        is_serving = stage is Stage.SERVING
-        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *SERVICE_NAMES, *self._faces.names):
-            await self._health.set(name, status)
+        kinds = health_pb2.HealthCheckResponse
+        async with self._telling:  # who comes later tells what is so by then
+            for name in ("", READINESS, LIVENESS, *SERVICE_NAMES, *self._faces.names):
+                is_well = self.state.is_live if name == LIVENESS else self.state.is_ready
+                await self._health.set(name, kinds.SERVING if is_well else kinds.NOT_SERVING)
 
     async def _load_model(self) -> None:
         loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-load")
@@ -202,7 +244,7 @@ class Server:
         await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if not loading.done():
-            self.is_load_abandoned = True
+            self.leaves_threads = True
             loading.cancel()
             return
         error = loading.exception()
@@ -251,7 +293,8 @@ class Server:
             died = InternalError(f"the engine has died: {failure}")
             self._service.end_open_calls(failure if isinstance(failure, Unavailable) else died)
         await self._close()
-        return 0 if failure is None else 1
+        last = self.state.failure
+        return 0 if last is None else (last if isinstance(last, JpagedError) else JpagedError).exit_code
 
     async def _drain(self) -> None:
         """Waits until all requests have ended and been sent, up to the timeout or a second stop.
@@ -286,10 +329,13 @@ class Server:
         await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
         if self.state.model is not None:
             await asyncio.to_thread(self.state.model.engine.stop)
+        self._looking.cancel()  # not before: the engine may hang in its last step
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
         await asyncio.to_thread(self._gate.end, _FLUSH_TIMEOUT_S)
         await asyncio.to_thread(self._observers.stop)
+        if self._probes is not None:
+            await asyncio.to_thread(self._probes.stop)
 
 
 def _text_of(path: str | None) -> str | None:

@@ -31,7 +31,7 @@ from jpaged.service.scoring import (
     require_score_size,
     score_of,
 )
-from jpaged.service.service import Call, Service
+from jpaged.service.service import Call, Service, time_of
 from jpaged.types import Embedding, LoadedAdapter, Pooling, Prompt, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
@@ -129,7 +129,7 @@ class _Parts:
         """Run one of them to its end; raises what `Service.complete` does."""
         asker = self._asker
         sampling = dataclasses.replace(sampling, cache_salt=asker.cache_salt, priority=asker.priority)
-        remaining_s = asker.remaining_s
+        remaining_s = time_of(self._model, asker.remaining_s)
         if remaining_s is not None:
             remaining_s -= time.monotonic() - self._began_s
         call = Call(

@@ -406,7 +406,8 @@ class Service:
 
     async def _prepare(self, model: LoadedModel, generation: Generation, call: Call) -> Request | None:
         """Make the engine's request; None when the stream was ended meanwhile."""
-        deadline_s = None if call.remaining_s is None else model.engine.clock() + call.remaining_s
+        remaining_s = time_of(model, call.remaining_s)
+        deadline_s = None if remaining_s is None else model.engine.clock() + remaining_s
         adapter = model.adapters.named(call.adapter)
 
         def make() -> tuple[Request, ChatAnswers | None, AbstractContextManager[None]]:
@@ -459,3 +460,10 @@ def _cache_tenant(model: LoadedModel, tenant: str) -> str:
     """Return whose ids, names and prefixes a call speaks of; "" for everybody's where tenants are not kept apart."""
     tenant = access.owner(tenant)
     return tenant if model.config.server.isolate_tenants else ""
+
+
+def time_of(model: LoadedModel, asked_s: float | None) -> float | None:
+    """Return the seconds that a request gets whose caller asks for so many, or for none; None is no limit."""
+    limits = model.config.timeouts
+    wanted = limits.default_deadline if asked_s is None else asked_s
+    return min((seconds for seconds in (wanted, limits.max_deadline) if seconds is not None), default=None)

@@ -1,7 +1,9 @@
 """Where a service is in its life, and what it answers while it cannot serve.
 
-STARTING ──loaded──> SERVING ──drained──> DRAINING
-    └────────────────────┴─────failed───> FAILED
+STARTING ──loaded──> SERVING ──no step ends──> STALLED          is live    is ready
+    │                  │  └────steps end again────┘             all but FAILED   SERVING alone
+    │                  ├──drained──> DRAINING
+    └──────────────────┴───failed──> FAILED
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from jpaged.service.loaded_model import LoadedModel
 
 
 class Stage(enum.Enum):
-    """What a service does with requests: only one that is serving takes them."""
+    """What a service does with requests: one that is serving takes them, and so does one that is stalled."""
 
     STARTING = "starting"
     SERVING = "serving"
+    STALLED = "stalled"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -53,6 +56,16 @@ class ServiceState:
     def config(self) -> EngineConfig:
         """The options, resolved once the model is loaded."""
         return self._config if self.model is None else self.model.config
+
+    @property
+    def is_live(self) -> bool:
+        """The process is of use, or may become so: restarting it would gain nothing."""
+        return self.stage is not Stage.FAILED and self.failure is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Requests that come now are taken, and others are worked on."""
+        return self.stage is Stage.SERVING
 
     def serving(self) -> LoadedModel:
         """Return the loaded model, to run requests on.

@@ -16,10 +16,10 @@ def test_what_was_loaded_is_left_out_of_collections(monkeypatch, capsys):
     class Serving:
         """Stands in for a server that is told to end as soon as its model is loaded."""
 
-        metrics_port = http_port = control_port = None
-        is_load_abandoned = False
+        metrics_port = http_port = control_port = probe_port = None
+        leaves_threads = False
 
-        def __init__(self, config, load, *, on_progress, on_serving):
+        def __init__(self, config, load, *, on_progress, on_serving, on_hang):
             self.on_serving = on_serving
 
         async def start(self):

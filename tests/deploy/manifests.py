@@ -135,7 +135,7 @@ def command_of(container: Document) -> list[str]:
 
 
 def is_follower(pod: Pod) -> bool:
-    """Whether another process answers for this one: it opens no port."""
+    """Whether another process takes requests for this one: it opens the port of probes at most."""
     return pod.where.endswith(".workerTemplate")
 
 
@@ -150,8 +150,7 @@ def pod_problems(pod: Pod) -> list[str]:
         found += _server(pod, config).problems()
         if not is_follower(pod):
             found += _port_problems(pod, config)
-    if (is_follower(pod) or config is None) and any(name.endswith("Probe") for name in pod.container):
-        found.append("has a probe, and nothing that answers it")
+    found += _probe_problems(pod, config)
     return [f"{pod.where}: {problem}" for problem in found]
 
 
@@ -168,6 +167,20 @@ def _server(pod: Pod, config: EngineConfig) -> Server:
         memory_gib=float(memory.removesuffix("Gi")) if memory.endswith("Gi") else None,
         num_devices=None if "LeaderWorkerSet" in pod.where else _num_devices(pod),
     )
+
+
+def _probe_problems(pod: Pod, config: EngineConfig | None) -> Iterator[str]:
+    """What probes ask: of a follower on its port of probes; of liveness nothing that passes by itself."""
+    probes = {name: probe.get("grpc", {}) for name, probe in pod.container.items() if name.endswith("Probe")}
+    if probes and (config is None or (is_follower(pod) and config.server.probe_port is None)):
+        yield "has a probe, and nothing that answers it"
+        return
+    for name, asked in probes.items():
+        if is_follower(pod) and config is not None and asked.get("port") != config.server.probe_port:
+            yield f"{name} asks port {asked.get('port')}; a follower answers on {config.server.probe_port}"
+        service = "liveness" if name == "livenessProbe" else ""
+        if asked.get("service", "") != service:
+            yield f"{name} asks for {asked.get('service', '')!r}, not for {service!r}"
 
 
 def _security_problems(pod: Pod) -> Iterator[str]:

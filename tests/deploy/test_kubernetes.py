@@ -63,6 +63,7 @@ def test_the_kustomization_names_files_that_are_there():
 POD = "spec.template.spec"
 SERVER = f"{POD}.containers.0"
 GROUP = "spec.leaderWorkerTemplate"
+WORKER = "spec.leaderWorkerTemplate.workerTemplate.spec"
 LEADER = f"{GROUP}.leaderTemplate.spec"
 BATCH = "spec.replicatedJobs.1.template.spec"
 MISSING = object()
@@ -102,6 +103,8 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
         (f"{SERVER}.ports.0.name", "http", "ports are {'http': 50051, 'metrics': 9400}"),
         (f"{SERVER}.livenessProbe", MISSING, "livenessProbe asks port None"),
         (f"{SERVER}.readinessProbe.grpc.port", 9400, "readinessProbe asks port 9400"),
+        (f"{SERVER}.livenessProbe.grpc.service", MISSING, "livenessProbe asks for '', not for 'liveness'"),
+        (f"{SERVER}.readinessProbe.grpc.service", "liveness", "readinessProbe asks for 'liveness', not for ''"),
         (f"{SERVER}.volumeMounts.0.mountPath", "/cache", "writes to /var/cache/jpaged, which is not mounted"),
         (f"{SERVER}.volumeMounts.0.name", "gone", "mounts gone, which is no volume"),
         (f"{SERVER}.resources.limits", {"cpu": "1"}, "resources.limits lacks cpu or memory"),
@@ -117,8 +120,9 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
         (
             f"{GROUP}.workerTemplate",
             FILES["leaderworkerset-tpu.yaml"][0]["spec"]["leaderWorkerTemplate"]["leaderTemplate"],
-            "has a probe, and nothing that answers it",
+            "startupProbe asks port 50051; a follower answers on 50052",
         ),
+        (f"{WORKER}.containers.0.args", ["demo"], "has a probe, and nothing that answers it"),
     ],
     ("leaderworkerset-gpu", "LeaderWorkerSet"): [(f"{LEADER}.nodeSelectors", {}, "'nodeSelectors' was unexpected")],
     ("jobset-batch", "JobSet"): [

@@ -36,6 +36,7 @@ APART = {"enable_expert_parallel", "quantization", "max_logprobs", *field_names(
 APART |= {"tool_call_parser", "reasoning_parser", "speculative_config"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 PROCESS_VALUES["cluster_secret_file"] = "secret"
+PROCESS_VALUES |= {"heartbeat_interval": 2.0, "heartbeat_timeout": 9.0}
 
 Test = TypeVar("Test", bound=Callable[..., None])
 _flipped: set[str] = set()

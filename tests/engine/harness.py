@@ -46,6 +46,8 @@ class Harness:
     max_pinned_blocks: int | None = None
     max_inter_token_latency: float = 0.0
     num_scheduler_steps: int = 1
+    refuse_late: bool = True
+    queue_timeout: float | None = None
     num_speculative_tokens: int = 0  # of somebody who knows what comes, mostly
     nums_rounds: tuple[int, ...] = (16,)  # of each dispatch in turn, where the executor has a draft model
     max_num_steps: int = 20_000
@@ -64,6 +66,8 @@ class Harness:
             max_pinned_blocks=self.max_pinned_blocks,
             max_inter_token_latency=self.max_inter_token_latency,
             num_scheduler_steps=self.num_scheduler_steps,
+            refuse_late=self.refuse_late,
+            queue_timeout=self.queue_timeout,
             speculative_config=_speculative_config(
                 self.num_speculative_tokens, self.executor.geometry.num_speculative_tokens
             ),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.client import Client
+from jpaged.client.health import check_health
 from jpaged.errors import JpagedError, Unavailable
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import open_llm
@@ -93,7 +94,8 @@ def kill_one(group: Group, process: int) -> None:
     assert [type(end) for end in ends] == [Unavailable] * 3, group.log()
     codes = group.codes()
     assert codes[process] == -signal.SIGKILL
-    assert all(code != 0 for code in codes), (codes, group.log())
+    others = [code for i, code in enumerate(codes) if i != process]
+    assert others == [4] * len(others), (codes, group.log())
     if process != 0:
         assert f"process {process} of {len(codes)} is lost" in str(ends[0])
 
@@ -181,6 +183,26 @@ def test_a_signal_to_any_process_drains_all(model: str, programs: Path) -> None:
         group.signal(1, signal.SIGTERM)
         assert streams.join() == [300, 300]
         assert group.codes() == [0, 0], group.log()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_is_silent_is_missed_and_all_end(process: int, model: str, programs: Path) -> None:
+    """A stopped process keeps its connections open, as a host does that is gone without a word."""
+    words = (model, *SIZES, "--num-blocks", "80", "--heartbeat-timeout", "5", "--probe-port", "0")
+    with running(2, words, programs) as group:
+        streams = Streams(group.target, 2)
+        probes = [member.wait_for(r"^health on (.*)$").group(1) for member in group.members]
+        for target in probes:
+            for service in ("liveness", "readiness"):
+                assert check_health(target, service=service, timeout_s=WAIT_S) == "SERVING"
+        group.signal(process, signal.SIGSTOP)
+        other = group.members[1 - process]
+        assert other.wait() == 4, group.log()
+        assert other.find(rf"process {process}( of 2)? is lost: nothing has come from it for 5 s"), group.log()
+        group.signal(process, signal.SIGCONT)
+        assert group.members[process].wait() == 4, group.log()
+        assert [type(end) for end in streams.join()] == [Unavailable] * 2, group.log()
 
 
 @pytest.mark.long

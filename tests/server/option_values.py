@@ -41,4 +41,11 @@ SERVER_VALUES = {
     "tls_client_ca": "clients.pem",
     "control_port": 50052,
     "control_host": "::1",
+    "probe_port": 50052,
+    "default_deadline": 9.0,
+    "max_deadline": 9.0,
+    "queue_timeout": 9.0,
+    "refuse_late": False,
+    "stall_timeout": 9.0,
+    "step_timeout": 99.0,
 }

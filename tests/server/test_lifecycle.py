@@ -155,7 +155,7 @@ async def test_a_stop_while_the_model_loads_does_not_wait_for_it():
     await starting.server.start()
     starting.server.request_stop()
     assert await asyncio.wait_for(starting.server.run(), 60) == 0
-    assert starting.server.is_load_abandoned
+    assert starting.server.leaves_threads
     starting.failure = InvalidArgument("model", "loaded for nobody")
     starting.release.set()
 

@@ -65,6 +65,8 @@ NAMES = {
     "jpaged:steps_total",
     "jpaged:host_seconds_total",
     "jpaged:device_idle_seconds_total",
+    "jpaged:seconds_since_progress",
+    "jpaged:stalls_total",
     "jpaged:host_step_seconds",
 }
 
@@ -344,6 +346,31 @@ def test_the_device_is_not_idle_while_a_step_is_in_it(overlap, idle_s):
         engine.engine.submit(request, lambda event: clock.advance(0.5))
         engine.run()
         assert engine.samples()["jpaged:device_idle_seconds_total"] == pytest.approx(idle_s)
+
+
+def test_no_step_is_progress_and_for_long_a_stall_while_there_are_requests():
+    clock = VirtualClock()
+    with scraped(clock=clock) as engine:
+        clock.advance(1000.0)
+        assert told_progress(engine) == (0.0, 0.0)  # nobody waits
+        engine.submit("a", [1, 2, 3], max_tokens=3)
+        clock.advance(29.0)
+        assert told_progress(engine) == (29.0, 0.0)
+        clock.advance(2.0)
+        assert told_progress(engine) == (31.0, 1.0)
+        engine.engine.step()
+        assert told_progress(engine) == (0.0, 1.0)
+        clock.advance(40.0)
+        assert told_progress(engine) == (40.0, 2.0)
+        engine.run()
+        clock.advance(1000.0)
+        assert told_progress(engine) == (0.0, 2.0)
+
+
+def told_progress(engine):
+    """Seconds without a step, and stalls."""
+    samples = engine.samples()
+    return samples["jpaged:seconds_since_progress"], samples["jpaged:stalls_total"]
 
 
 def test_a_histograms_bounds_belong_to_their_bucket():

@@ -18,11 +18,13 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_SERVING: _ClassVar[ServerState]
     SERVER_STATE_DRAINING: _ClassVar[ServerState]
     SERVER_STATE_FAILED: _ClassVar[ServerState]
+    SERVER_STATE_STALLED: _ClassVar[ServerState]
 SERVER_STATE_UNSPECIFIED: ServerState
 SERVER_STATE_STARTING: ServerState
 SERVER_STATE_SERVING: ServerState
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_FAILED: ServerState
+SERVER_STATE_STALLED: ServerState
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

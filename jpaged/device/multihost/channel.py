@@ -55,6 +55,8 @@ class Kind(enum.IntEnum):
     """A sequence's tokens are to be counted."""
     TELL = 14
     """More than a sample is asked of hidden states."""
+    HEARTBEAT = 15
+    """The sender is there."""
     JOIN = 32
     """A process that knows a secret wants to say hello: a nonce."""
     CHALLENGE = 33

@@ -29,15 +29,16 @@ from jpaged import json_text
 from jpaged.config import EngineConfig
 from jpaged.device.multihost.arrivals import arriving
 from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, interface_for, joined, listen, values_of
+from jpaged.device.multihost.heartbeats import Heartbeats, HeartbeatTimes
 from jpaged.device.multihost.secret import prove
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, ProcessLost, Unavailable
 from jpaged.launchers import MultiHost
 from jpaged.version import __version__
 
 _LOG = logging.getLogger(__name__)
 
-HEARTBEAT_TIMEOUT_S = 100
-"""The limit of jax's own watch, for a host that is gone without a word: its connections stay open."""
+JAX_HEARTBEAT_TIMEOUT_S = 100
+"""The limit of jax's own watch; ours sees sooner that a host is gone, and says which."""
 END_GRACE_S = 10.0
 """How long an orderly end, with a status for every client, may take after a loss."""
 _DEVICES_TIMEOUT_S = 300
@@ -118,6 +119,8 @@ class Leader:
         self._lock = threading.Lock()
         self._has_failed = threading.Event()
         self._is_ending = False
+        self._heartbeats: Heartbeats | None = None
+        self._silent: set[int] = set()
         self._watchers = [
             threading.Thread(target=self._watch, args=(i, channel), name=f"jpaged-process-{i}", daemon=True)
             for i, channel in self._channels.items()
@@ -143,6 +146,16 @@ class Leader:
                 lost = _lost(process, self.num_processes, error)
                 self.fail(lost)
                 raise self.failure or lost from error
+
+    def listen_for_heartbeats(self, times: HeartbeatTimes) -> None:
+        """Misses from here on the processes from which nothing comes, and lets them hear of this one."""
+
+        def lose(process: int) -> None:
+            self._silent.add(process)
+            self._channels[process].close()  # before anything is told: who does not read would hold that up
+            self.fail(_lost(process, self.num_processes, times.silence))
+
+        self._heartbeats = Heartbeats(self._channels, times, lose)
 
     def take_digests(self, on_digest: Callable[[int, bytearray], None]) -> None:
         """Has the digests of the others told from here on, as (process, payload), on their threads."""
@@ -207,9 +220,14 @@ class Leader:
             try:
                 kind, payload = channel.receive()
             except EOFError as error:
-                self.fail(_lost(process, self.num_processes, error))
+                if process not in self._silent:
+                    self.fail(_lost(process, self.num_processes, error))
                 return
+            if self._heartbeats is not None:
+                self._heartbeats.heard(process)
             match kind:
+                case Kind.HEARTBEAT:
+                    """It is there."""
                 case Kind.DIGEST:
                     self._on_digest(process, payload)
                 case Kind.FACTS:
@@ -218,13 +236,13 @@ class Leader:
                     self._owner.drain()
                 case Kind.FAILED:
                     text = payload.decode(errors="replace")
-                    self.fail(Unavailable(f"process {process} of {self.num_processes} failed: {text}"))
+                    self.fail(ProcessLost(f"process {process} of {self.num_processes} failed: {text}"))
                 case _:
                     self.fail(InternalError(f"process {process} sent {kind.name}"))
 
     def _end_anyway(self) -> None:
         _LOG.error("all processes end: %s", self.failure)
-        leave(1)
+        leave(JpagedError.exit_code if self.failure is None else self.failure.exit_code)
 
 
 class Follower:
@@ -243,6 +261,9 @@ class Follower:
         self._settled: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         self._is_ending = False
         self._is_told = threading.Event()
+        self._has_failed = False
+        self._heartbeats: Heartbeats | None = None
+        self._busy_since_s: float | None = None
         threading.Thread(target=self._watch, name="jpaged-process-0", daemon=True).start()
 
     def send(self, kind: Kind, *parts: bytes) -> None:
@@ -266,18 +287,43 @@ class Follower:
         """Yields what process 0 says, in order; from here on its END is for the caller."""
         self._is_following = True
         while True:
-            yield self._messages.get()
+            self._busy_since_s = None
+            message = self._messages.get()
+            self._busy_since_s = time.monotonic()
+            yield message
+
+    def is_ready(self, stall_timeout_s: float) -> bool:
+        """It runs what process 0 says, and nothing of it has taken longer than that. Any thread may ask."""
+        since_s = self._busy_since_s
+        is_stalled = since_s is not None and time.monotonic() - since_s >= stall_timeout_s
+        return self._is_following and not self._is_ending and not self._is_told.is_set() and not is_stalled
+
+    def listen_for_heartbeats(self, times: HeartbeatTimes) -> None:
+        """Ends this process from here on when nothing comes from process 0, and lets it hear of this one."""
+
+        def end(process: int) -> None:
+            del process
+            self._is_told.set()
+            self._on_end(ProcessLost.exit_code, f"{self._name} ends: process 0 is lost: {times.silence}")
+
+        self._heartbeats = Heartbeats({0: self._channel}, times, end)
 
     def wish_to_stop(self) -> None:
         """Asks process 0 to drain and end all."""
         self.send(Kind.SHUTDOWN_REQUEST)
 
+    @property
+    def exit_code(self) -> int:
+        """How this process ends: it failed by itself, or because another one has."""
+        return InternalError.exit_code if self._has_failed else ProcessLost.exit_code
+
     def report(self, error: Exception) -> None:
         """Tells process 0 why this one ends; waits a moment for its word first, if a collective may have broken."""
-        if isinstance(error, JpagedError) and not isinstance(error, InternalError):
-            self.send(Kind.FAILED, str(error).encode())
-        elif not self._is_told.wait(_BLAME_S):
-            self.send(Kind.FAILED, f"{type(error).__name__}: {error}".encode())
+        is_clear = isinstance(error, JpagedError) and not isinstance(error, InternalError)
+        if is_clear or not self._is_told.wait(_BLAME_S):
+            self._has_failed = True
+            what = str(error) if is_clear else f"{type(error).__name__}: {error}"
+            self.send(Kind.FAILED, what.encode())
 
     def _watch(self) -> None:
         while True:
@@ -286,14 +332,18 @@ class Follower:
             except EOFError as error:
                 self._is_told.set()
                 if not self._is_ending:
-                    self._on_end(1, f"{self._name} ends: process 0 is lost: {error}")
+                    self._on_end(self.exit_code, f"{self._name} ends: process 0 is lost: {error}")
                 return
+            if self._heartbeats is not None:
+                self._heartbeats.heard(0)
             match kind:
+                case Kind.HEARTBEAT:
+                    """It is there."""
                 case Kind.SETTLED:
                     self._settled.put(payload)
                 case Kind.FAILED:
                     self._is_told.set()
-                    self._on_end(1, f"{self._name} ends: {payload.decode(errors='replace')}")
+                    self._on_end(self.exit_code, f"{self._name} ends: {payload.decode(errors='replace')}")
                 case Kind.END:
                     self._is_ending = True
                     self._messages.put((kind, payload))
@@ -335,6 +385,7 @@ def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None],
             raise _lost(process, multihost.num_processes, error) from error
         channel.set_timeout(None)
     leader = Leader(channels, owner, holder)
+    leader.listen_for_heartbeats(HeartbeatTimes.of(config.parallel))
     _join_devices(multihost, jax_port)
     return leader
 
@@ -366,6 +417,7 @@ def follow(
         channel.close()
         raise
     follower = Follower(channel, multihost, on_end)
+    follower.listen_for_heartbeats(HeartbeatTimes.of(config.parallel))
     _join_devices(multihost, int(welcome["port"]))
     return follower
 
@@ -427,7 +479,7 @@ def _join_devices(multihost: MultiHost, port: int) -> None:
         local_device_ids=None if multihost.local_device is None else [multihost.local_device],
         cluster_detection_method="deactivate",
         initialization_timeout=_DEVICES_TIMEOUT_S,
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        heartbeat_timeout_seconds=JAX_HEARTBEAT_TIMEOUT_S,
         coordinator_bind_address=joined(interface_for(host), port),
     )
 
@@ -439,5 +491,5 @@ def _tell_all(channels: Iterable[Channel], kind: Kind, what: object = "") -> Non
             channel.send(kind, str(what).encode())
 
 
-def _lost(process: int, num_processes: int, error: Exception) -> Unavailable:
-    return Unavailable(f"process {process} of {num_processes} is lost: {error}")
+def _lost(process: int, num_processes: int, error: object) -> ProcessLost:
+    return ProcessLost(f"process {process} of {num_processes} is lost: {error}")

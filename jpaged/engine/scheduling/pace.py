@@ -10,6 +10,7 @@ takes is what the device was timed at when it started, times what steps of that 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -166,6 +167,54 @@ class StepTimes:
         if not self._seen:
             return 1.0
         return self._seen[min(self._seen, key=lambda known: max(known, num_padded) / min(known, num_padded))].share
+
+
+_NUM_TOGETHER = 8
+_LEAST_SIZE = 8
+
+
+class LeastTimes:
+    """What steps took at the least, in seconds, by how many tokens they had.
+
+        dispatches     64  64  64  64  64  64  64  64 │ 512 512 ...      eight in turn of one size are taken together:
+        took            2   2   9   0   2   2   2   2 │                  one that is seen late makes the next look short
+
+    Steps of sizes that were not seen take no less than smaller ones, and smaller ones no less than their part of larger
+    ones. Before eight dispatches of one size have run nothing is known.
+
+    Args:
+        max_num_tokens: of a step.
+    """
+
+    def __init__(self, max_num_tokens: int) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._least_s: dict[int, float] = {}
+        self._size = self._num_dispatches = self._num_steps = 0
+        self._seconds = self._token_s = self._step_s = 0.0
+
+    def observe(self, num_tokens: int, num_steps: int, seconds: float) -> None:
+        """Takes what a dispatch of some steps took from the end of the one before, where that ran until then."""
+        size = max(_LEAST_SIZE, 1 << (num_tokens - 1).bit_length())
+        if size != self._size:
+            self._size, self._num_dispatches, self._num_steps, self._seconds = size, 0, 0, 0.0
+        self._num_dispatches += 1
+        self._num_steps += num_steps
+        self._seconds += seconds
+        if self._num_dispatches == _NUM_TOGETHER:
+            mean_s = self._seconds / self._num_steps
+            self._size = 0
+            if mean_s < self._least_s.get(size, math.inf):
+                self._least_s[size] = mean_s
+                self._token_s = min(one_s / one for one, one_s in self._least_s.items())
+                self._step_s = self._token_s * _LEAST_SIZE
+                if _LEAST_SIZE in self._least_s:
+                    self._step_s = self._least_s[_LEAST_SIZE]
+                if max(self._least_s) < self._max_num_tokens:
+                    self._token_s = min(self._token_s, max(self._least_s.values()) / self._max_num_tokens)
+
+    def seconds(self, num_tokens: int, num_steps: int) -> float:
+        """The least time of so many tokens of prompts, and then so many steps; 0 where nothing is known."""
+        return num_tokens * self._token_s + num_steps * self._step_s
 
 
 class Pace:

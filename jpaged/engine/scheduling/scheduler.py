@@ -20,7 +20,7 @@ from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.kv.outgrowing import Outgrowing
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.lookahead import Lookahead
-from jpaged.engine.scheduling.pace import Pace
+from jpaged.engine.scheduling.pace import LeastTimes, Pace
 from jpaged.engine.scheduling.policies import POLICIES
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.queues import Queues
@@ -38,6 +38,8 @@ class Scheduler:
     Attributes:
         max_num_seqs: rows of a step.
         pace: bounds what prompts add to the steps of streams, and is told of each step; None without a bound.
+        least_times: what steps take at the least; is told of each dispatch.
+        is_in_order: nobody is admitted before who waited longer.
         rows: those that decode, which every step takes as they are.
         lookahead: chooses how many steps of them go in one dispatch, and is told of each.
         drafts: enters what is proposed behind rows that decode.
@@ -67,6 +69,8 @@ class Scheduler:
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
         bound_s = options.max_inter_token_latency
         self.pace = Pace(bound_s, rates, geometry.buckets) if bound_s else None
+        self.is_in_order = options.policy == "fcfs"
+        self.least_times = LeastTimes(geometry.max_num_batched_tokens)
         self.queues = Queues(self._policy)
         self.lookahead = Lookahead(options.num_scheduler_steps, bound_s, rates, geometry)
         outgrowing = None if outgrown_len is None else Outgrowing(memory, outgrown_len)

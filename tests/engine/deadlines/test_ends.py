@@ -2,7 +2,9 @@
 
 import pytest
 
-from jpaged.engine.loop import is_over
+from jpaged.engine.deadlines.ends import is_over
+from jpaged.errors import DeadlineExceeded, QueueFull
+from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
 
@@ -99,3 +101,36 @@ def test_a_caller_near_its_deadline_leaves_for_it(left_s, total_s, is_late):
     request = Request("r", (1,), SamplingParams(), deadline_s=100.0)
     assert is_over(request, 100.0 - total_s, 100.0 - left_s) is is_late
     assert not is_over(Request("r", (1,), SamplingParams()), 0.0, 1e9)
+
+
+def test_who_waits_too_long_for_a_first_step_is_refused_with_a_time_to_come_back():
+    h = Harness(executor=FakeExecutor(max_num_seqs=1), queue_timeout=5.0)
+    h.submit("runs", [1], max_tokens=50)
+    h.submit("waits", [1], max_tokens=1)
+    h.step()
+    h.clock.advance(4.0)
+    h.step()
+    assert not h.ended("waits")
+    num_steps = h.executor.num_steps
+    h.clock.advance(1.5)
+    h.step()
+    error = h.last("waits").error
+    assert isinstance(error, QueueFull)
+    assert error.retry_after_s > 0
+    assert "waited 5.500 s for its first step (queue_timeout)" in str(error)
+    assert h.executor.num_steps <= num_steps + 1
+    h.run()
+    assert h.last("runs").error is None
+    assert h.engine._loop._waits._heap == []
+
+
+def test_a_deadline_ends_a_waiting_request_without_a_step_of_its_own():
+    h = Harness(executor=FakeExecutor(max_num_seqs=1))
+    h.submit("runs", [1], max_tokens=50)
+    h.submit("waits", [1], max_tokens=1, deadline_s=5.0)
+    h.step()
+    h.clock.advance(6.0)
+    h.step()
+    assert isinstance(h.last("waits").error, DeadlineExceeded)
+    assert h.engine.load().num_prompt_tokens == 1
+    h.run()

@@ -1,0 +1,125 @@
+"""The least time that a request will take, from what is in front of it and the quickest that steps were measured at.
+
+    running  [ 300 tokens of a prompt left ]
+    waiting  [ 1000 new | 200 new, 800 shared | ... ]  ──>  tokens that must run before the first one of ours
+    ours     [ 500 new ] then steps that it cannot do without
+
+Whatever may become less is left out: prompts whose own deadline comes first, blocks that somebody has or that several
+share, tokens that an end of sequence would spare. So nobody is refused who could have been served in time.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from jpaged.engine.executor import Geometry
+from jpaged.engine.kv.blocks import Key
+from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.sequence import Group
+from jpaged.errors import DeadlineExceeded
+from jpaged.types import Request
+
+_MAX_GROUPS = 256
+"""Waiting groups that are looked at: an arrival costs the engine's thread no more."""
+_MAX_BLOCKS = 4096
+"""Blocks of prompts that are compared."""
+_SHARE = 0.5
+"""How much of the least time counts: contexts may be shorter, and a machine less busy, than when it was measured."""
+
+
+class Foresight:
+    """Says of a request that arrives whether its deadline can still be met.
+
+    Args:
+        num_tokens_at_once: of a sequence in one step at most, those that are proposed included.
+    """
+
+    def __init__(self, scheduler: Scheduler, memory: KVMemory, geometry: Geometry, num_tokens_at_once: int) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._block_size = geometry.block_size
+        self._num_tokens_at_once = num_tokens_at_once
+
+    def why_late(self, group: Group, deadline_s: float, now_s: float) -> DeadlineExceeded | None:
+        """Return why a group that has just arrived cannot end in time; None where it may, or nothing was measured."""
+        times, left_s = self._scheduler.least_times, deadline_s - now_s
+        num_steps = _least_steps(group.request, self._num_tokens_at_once)
+        ahead = self._ahead(deadline_s)
+        most_tokens = sum(_num_left(one) for one in ahead) + len(group.request.prompt_token_ids)
+        if _SHARE * times.seconds(most_tokens, num_steps) <= left_s:  # also where nothing can be shared
+            return None
+        num_tokens = _LeastTokens(self._memory, self._block_size).of([*ahead, group], self._scheduler.queues.running)
+        least_s = _SHARE * times.seconds(num_tokens, num_steps)
+        if least_s <= left_s:
+            return None
+        what = f"{num_tokens} tokens of prompts and then {num_steps} steps take {least_s:.3f} s at the least"
+        return DeadlineExceeded(f"the request was not begun: {what}, and {left_s:.3f} s are left (refuse_late)")
+
+    def _ahead(self, deadline_s: float) -> list[Group]:
+        """Groups whose prompts are computed before that of one that arrives now, whatever happens."""
+        queues = self._scheduler.queues
+        found = [group for group in queues.running if _num_left(group) > 0]
+        if self._scheduler.is_in_order:
+            found += [group for group in islice(queues.waiting, _MAX_GROUPS) if not group.num_preemptions]
+        return [group for group in found if not _may_leave(group, deadline_s)]
+
+
+class _LeastTokens:
+    """Counts the tokens that have to run of several prompts, each block once, and none that is known already."""
+
+    def __init__(self, memory: KVMemory, block_size: int) -> None:
+        self._prefixes = memory.prefixes
+        self._block_size = block_size
+        self._counted: set[Key] = set()
+        self._num_left = _MAX_BLOCKS
+
+    def of(self, groups: list[Group], running: list[Group]) -> int:
+        """Return the sum over the groups, in their order, as far as blocks may be compared."""
+        total = 0
+        if self._prefixes is not None:
+            for group in running:
+                leader = group.live[0]
+                if leader.kv.num_registered_blocks * self._block_size <= leader.num_prompt_tokens - self._block_size:
+                    self._counted.update(self._keys(group))  # it has them, or is about to
+        for group in groups:
+            if self._num_left <= 0:
+                break
+            total += _num_left(group) if group in running else self._new_tokens(group)
+        return total
+
+    def _new_tokens(self, group: Group) -> int:
+        """Tokens of a waiting prompt in blocks that nobody has; one block may be known in part."""
+        if self._prefixes is None or group.live[0].kv.root is None:
+            return len(group.request.prompt_token_ids)
+        new = {key for key in self._keys(group) if key not in self._counted and not self._prefixes.has_prefix(key)}
+        self._counted.update(new)
+        return max(1, (len(new) - 1) * self._block_size)
+
+    def _keys(self, group: Group) -> list[Key]:
+        leader = group.live[0]
+        num_blocks = min(leader.num_prompt_tokens // self._block_size, max(0, self._num_left))
+        self._num_left -= num_blocks
+        return leader.kv.keys(leader.token_ids, num_blocks, self._block_size)
+
+
+def _num_left(group: Group) -> int:
+    """Tokens of a prompt that have not been dispatched."""
+    leader = group.live[0]
+    return max(0, leader.num_prompt_tokens - leader.num_computed_tokens)
+
+
+def _may_leave(group: Group, deadline_s: float) -> bool:
+    """A prompt may not be computed first: its own deadline is earlier, or a step takes only so many of its tokens."""
+    own_s = group.request.deadline_s
+    return (own_s is not None and own_s < deadline_s) or len(group.request.told_positions) > 0
+
+
+def _least_steps(request: Request, num_tokens_at_once: int) -> int:
+    """Steps after the one that ends the prompt without which a request cannot end."""
+    sampling = request.sampling
+    if request.grammar is not None or sampling.beam_width or sampling.stop:
+        return 0
+    never_ends = sampling.ignore_eos and not sampling.stop_token_ids
+    num_tokens = sampling.max_tokens if never_ends else sampling.min_tokens
+    return max(0, num_tokens - 1) // num_tokens_at_once
