@@ -43,6 +43,8 @@ class Foresight:
 
     def why_late(self, group: Group, deadline_s: float, now_s: float) -> DeadlineExceeded | None:
         """Return why a group that has just arrived cannot end in time; None where it may, or nothing was measured."""
+        if group.request.continued:  # what is left of it elsewhere may be nothing
+            return None
         times, left_s = self._scheduler.least_times, deadline_s - now_s
         num_steps = _least_steps(group.request, self._num_tokens_at_once)
         ahead = self._ahead(deadline_s)
@@ -110,9 +112,13 @@ def _num_left(group: Group) -> int:
 
 
 def _may_leave(group: Group, deadline_s: float) -> bool:
-    """A prompt may not be computed first: its own deadline is earlier, or a step takes only so many of its tokens."""
-    own_s = group.request.deadline_s
-    return (own_s is not None and own_s < deadline_s) or len(group.request.told_positions) > 0
+    """A prompt may not be computed first: its own deadline is earlier, or a step takes only so many of its tokens.
+
+    Nor, perhaps, that of a request which was begun elsewhere.
+    """
+    request = group.request
+    is_earlier = request.deadline_s is not None and request.deadline_s < deadline_s
+    return is_earlier or len(request.told_positions) > 0 or len(request.continued) > 0
 
 
 def _least_steps(request: Request, num_tokens_at_once: int) -> int:
