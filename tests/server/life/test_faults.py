@@ -11,6 +11,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import control_pb2
+from jpaged.engine.engine import Engine
 from jpaged.errors import ProcessLost
 from jpaged.server.probes import LIVENESS, READINESS
 from jpaged.service.state import Stage
@@ -47,9 +48,6 @@ async def happen(fault: str, harness: Harness) -> None:
     """Brings a fault about, while two requests wait inside of a step."""
     faults = harness.faults
     match fault:
-        case "fail_at_step":
-            faults.fail_at_step = harness.executor.num_steps
-            faults.release()
         case "stall":
             await eventually(lambda: harness.server.state.stage.name == "STALLED")
         case "hang" | "drain" | "cut" | "lost":
@@ -67,13 +65,16 @@ async def test_a_fault_ends_as_the_table_says(fault: str, monkeypatch: pytest.Mo
     own, others, state, is_ready, is_live, code = ROWS[fault]
     monkeypatch.setattr("jpaged.server.lifecycle.show_stacks", lambda: None)
     nan_token_ids = frozenset({ord("%")}) if fault == "nan_token_ids" else frozenset[int]()
-    executor = FakeExecutor(faults=Faults(nan_token_ids=nan_token_ids))
+    fail_at_step = 5 if fault == "fail_at_step" else None  # which is not reached before the fault happens
+    executor = FakeExecutor(faults=Faults(nan_token_ids=nan_token_ids, fail_at_step=fail_at_step))
     async with running(executor=executor, http_port=0, probe_port=0, **OPTIONS.get(fault, {})) as harness:
         probes = aio.insecure_channel(f"127.0.0.1:{harness.server.probe_port}")
         harness.faults.gate.clear()
         watched = watch_states(harness, monkeypatch)
         calls = [harness.inference.Generate(request(text, max_tokens=20)) for text in ("good", "50%")]
-        await eventually(lambda: harness.executor.num_steps > 0)
+        engine = harness.serving.engine
+        assert isinstance(engine, Engine)
+        await eventually(lambda: len(engine._in_flight) == 2 and harness.executor.num_steps > 0)
         await happen(fault, harness)
         if fault in ("stall", "drain"):
             await assert_health(harness, probes, state, YES[is_ready], YES[is_live])
