@@ -61,6 +61,9 @@ class BaseStream:
 
     def _wait_s(self, error: grpc.RpcError) -> float:
         """Returns how long to wait before the request goes on; where it does not, raises what its call ended with."""
+        if self._course.has_ended:
+            self._is_closed = True
+            return 0.0
         try:
             return self._course.wait_s(error)
         except BaseException:

@@ -33,6 +33,7 @@ class Course:
     Attributes:
         call: the gRPC call that runs it now.
         num_tries: how often it was begun.
+        has_ended: its last message has come; however its call ends does not matter any more.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Course:
         self._is_fresh = True
         self._is_elsewhere = self._was_accepted = False
         self._num_to_skip = 0
+        self.has_ended = False
         self.num_tries = 0
         self.call = self._begin()
 
@@ -67,6 +69,7 @@ class Course:
         chunk = wire.chunk_of(message)
         self._tries.answered()
         if chunk.is_last:
+            self.has_ended = True
             self._tries.leave()
         if self._is_fresh:
             self._check_seam(chunk)

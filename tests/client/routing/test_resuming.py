@@ -410,6 +410,13 @@ async def test_a_server_that_does_not_know_how_to_go_on_is_not_believed(stream_o
     assert [chunk.token_ids for chunk in chunks] == [(7, 8)]
 
 
+async def test_a_stream_whose_last_message_has_come_is_whole_however_its_call_ends(stream_of):
+    chunks, requests, failure = await answered(stream_of, ([part(7, is_last=True, seed=1)], GONE))
+    assert failure is None
+    assert [chunk.is_last for chunk in chunks] == [True]
+    assert len(requests) == 1
+
+
 async def test_a_stream_without_a_known_seed_does_not_go_on(stream_of):
     _, requests, failure = await answered(stream_of, ([part(7)], GONE))
     assert isinstance(failure, Unavailable)
