@@ -42,6 +42,7 @@ def test_few_rows_odd_halves_and_large_vocabularies_compile(rows: int, vocab: in
     assert temp_bytes <= 2**20
 
 
+@pytest.mark.long
 def test_searches_end_early() -> None:
     """A search may take 48 halvings: nothing lies between two tokens long before their bits are neighbours."""
     top_k, none = num_passes(4096, 50, None)

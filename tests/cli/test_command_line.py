@@ -23,6 +23,8 @@ OPTIONS = [(name, spec) for name, _, spec in iter_options() if name != "model"]
 VALUES: dict[str, Any] = {"int": 99, "float": 0.5, "str": "name"}
 VALUES |= {"lora": ("name=path",), "max_cpu_loras": 300}
 VALUES |= {"coordinator": "host:1234", "join_timeout": 2.5, "num_scheduler_steps": 9}
+VALUES |= {"step_timeout": 99.5, "heartbeat_timeout": 9.5}
+VALUES |= {"http_cors_origins": ("https://example.com",)}
 VALUES |= {"speculative_config": '{"method": "suffix"}'}
 TOGETHER = {"coordinator": "host:1234", "num_processes": "100", "process_id": "0"}
 """What goes with each of these, so that the three make sense."""

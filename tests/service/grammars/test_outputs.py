@@ -49,7 +49,7 @@ def test_values_become_text_that_keeps_their_order():
         ),
         ({"regex": "\ud800"}, "sampling.structured_outputs.regex", "is not UTF-8"),
         ({"choice": []}, "sampling.structured_outputs.choice", "list of 1 to"),
-        ({"choice": "ab"}, "sampling.structured_outputs.choice", "a text: must be a list"),
+        ({"choice": "ab"}, "sampling.structured_outputs.choice", "str: must be a list"),
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, "sampling.structured_outputs.choice", "4097 texts"),
         ({"choice": ["a", ""]}, "sampling.structured_outputs.choice[1]", "not empty"),
         ({"choice": ["a" * (MAX_GRAMMAR_BYTES // 2 + 1)] * 2}, "sampling.structured_outputs.choice", "bytes in all"),
