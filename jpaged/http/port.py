@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ _LAST_S = 2.0
 """How long the end waits for what answers clients that were let go."""
 _PROBES = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 3))
 """A client whose machine is gone is noticed after two minutes, where the system can be told so."""
+_TICK_S = 0.1
+_TICKS_OF_A_DAY = 864_000
 
 
 class HttpPort:
@@ -77,10 +80,24 @@ class HttpPort:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
+    """Leaves signals to whoever runs it, and ends at once when it is told to."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._has_ended = asyncio.Event()
 
     def end(self) -> None:
         self.should_exit = True
+        self._has_ended.set()
+
+    async def main_loop(self) -> None:
+        """Tick, as uvicorn does, until the end."""
+        for counter in itertools.count():
+            if await self.on_tick(counter % _TICKS_OF_A_DAY):
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._has_ended.wait()
 
     async def hurry(self) -> None:
         """Let go of clients that do not read, and of what answers them."""

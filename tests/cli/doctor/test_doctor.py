@@ -62,6 +62,7 @@ def test_the_embedded_model_is_looked_at_by_a_real_child(capsys):
     assert found["cpu"]["group"] == "devices"
 
 
+@pytest.mark.long
 def test_a_model_that_is_not_here_is_not_downloaded(capsys):
     assert main(["doctor", "nobody/such-model", "--json", "--port", "0", "--timeout", "600"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
@@ -69,6 +70,7 @@ def test_a_model_that_is_not_here_is_not_downloaded(capsys):
     assert "would be downloaded" in found["model"]["note"]
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_served_is_said_with_the_reason(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"]}')
     assert main(["doctor", str(tmp_path), "--json", "--port", "0", "--timeout", "600"]) == 1
@@ -118,6 +120,7 @@ def ask(program):
     return devices.ask({}, 60.0, (sys.executable, "-c", program))
 
 
+@pytest.mark.long
 def test_a_child_that_hangs_is_ended_and_what_it_said_before_counts():
     program = 'echo "$1"; exec sleep 1000000'  # a shell is there at once, also where Python takes its time
     answer = devices.ask({}, 5.0, ("sh", "-c", program, "sh", json.dumps({"devices": HERE})))

@@ -266,6 +266,7 @@ async def test_a_single_server_that_comes_again_goes_on(stream_of):
         assert folded([*chunks, *await rest], SHAPES["three"]) == folded(undisturbed, SHAPES["three"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whole", [False, True])
 async def test_a_request_that_was_accepted_waits_for_its_server_before_anything_has_come_of_it(whole):
     sampling = SHAPES["three"]

@@ -90,6 +90,7 @@ async def test_a_stream_that_is_closed_by_openais_client_ends_its_request() -> N
         await eventually(lambda: harness.num_blocks_used == 0)
 
 
+@pytest.mark.long
 async def test_one_who_does_not_read_holds_up_nobody_and_is_cut_off_at_the_end() -> None:
     executor = FakeExecutor(num_blocks=5000, max_model_len=2048)
     async with posting(executor=executor, max_messages_per_second=1_000_000) as (harness, client):
