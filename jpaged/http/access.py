@@ -1,9 +1,9 @@
 """Lets requests in at the HTTP port, whatever path they are for: those for health alone need no key.
 
-/health, /ping          never
-/metrics, /version      unless public_metrics
-/, and below /page/     to look at, unless public_page
-all else                needs a key, where there are keys
+/health, /ping, /livez, /readyz    never
+/metrics, /version                 unless public_metrics
+/, and below /page/                to look at, unless public_page
+all else                           needs a key, where there are keys
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jpaged.errors import JpagedError
 from jpaged.http.errors import response_of
 from jpaged.http.wire import App, Message, Receive, Scope, Send
 
-_HEALTH = frozenset({"/health", "/ping"})
+_HEALTH = frozenset({"/health", "/ping", "/livez", "/readyz"})
 _FACTS = frozenset({"/metrics", "/version"})
 _PAGE = "/page/"
 

@@ -1,4 +1,4 @@
-"""What is asked of the server and not of the model: health, version, metrics. These need no token."""
+"""What is asked of the server and not of the model: health, version, metrics."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def keys(tmp_path: Path) -> str:
 
 async def test_a_path_wants_a_key_unless_it_is_for_health(keys: str) -> None:
     async with running(http_port=0, api_keys=keys) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
-        for path in ("/health", "/ping"):
+        for path in ("/health", "/ping", "/livez", "/readyz"):
             assert (await client.get(path)).status_code == 200
         for path in ("/v1/models", "/metrics", "/version", "/nothing", "/health/"):
             refused = await client.get(path)
@@ -49,7 +49,9 @@ async def test_metrics_are_for_all_where_the_operator_says_so(keys: str) -> None
 
 def test_what_needs_no_key_is_only_looked_at() -> None:
     closed, opened = AccessOptions(public_page=False), AccessOptions(public_metrics=True)
-    assert all(is_open("GET", path, one) for path in ("/health", "/ping") for one in (closed, opened))
+    assert all(
+        is_open("GET", path, one) for path in ("/health", "/ping", "/livez", "/readyz") for one in (closed, opened)
+    )
     assert is_open("POST", "/ping", closed)
     for path in ("/", "/page/feed", "/metrics", "/version"):
         assert is_open("GET", path, opened)
