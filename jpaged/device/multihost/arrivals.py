@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jpaged.device.multihost.channel import Channel, joined, values_of
+from jpaged.device.multihost.channel import Channel, Kind, joined, values_of
 from jpaged.device.multihost.secret import require_proof
 from jpaged.errors import JpagedError
 
@@ -25,6 +25,8 @@ _GREETING_S = 10.0
 _MAX_GREETED = 64
 _MAX_GREETING_BYTES = 1 << 20
 _LOOK_S = 0.1
+_FAREWELL_S = 1.0
+"""How long processes that are about to say who they are may take for it where all are told why nothing comes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Arrivals:
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._greeted: dict[Channel, None] = {}  # in the order in which they came
         self._lock = threading.Lock()
+        self._was_greeted = threading.Condition(self._lock)
         self._has_ended = threading.Event()
         self._takes = True
         self._acceptor = threading.Thread(target=self._accept, name="jpaged-arrivals", daemon=True)
@@ -58,24 +61,38 @@ class Arrivals:
         """Wait for the next one; raises queue.Empty when none came in time."""
         return self._arrived.get(timeout=max(0.0, timeout_s))
 
-    def end(self) -> None:
-        """Take no more; those that nobody has taken are closed."""
+    def end(self, why: str = "") -> None:
+        """Take no more; those that nobody has taken are closed.
+
+        Args:
+            why: told to those among them that have said who they are, also to those that are just saying it.
+        """
         self._has_ended.set()
         self._acceptor.join()
         with self._lock:
+            if why:
+                self._was_greeted.wait_for(lambda: not self._greeted, _FAREWELL_S)
             self._takes = False
             for channel in self._greeted:
                 channel.close()
         with contextlib.suppress(queue.Empty):
             while True:
-                self._arrived.get_nowait().channel.close()
+                channel = self._arrived.get_nowait().channel
+                if why:
+                    with contextlib.suppress(OSError):
+                        channel.send(Kind.FAILED, why.encode())
+                channel.close()
 
     def _accept(self) -> None:
         self._listener.settimeout(_LOOK_S)
-        while not self._has_ended.is_set():
+        left = _MAX_GREETED  # of those that came before the end
+        while left:
+            left -= self._has_ended.is_set()
             try:
                 end, address = self._listener.accept()
             except TimeoutError:
+                if self._has_ended.is_set():
+                    return
                 continue
             except OSError as error:  # it was gone before it was there; or this process has no file left for it
                 _LOG.warning("nobody can be taken: %s", error)
@@ -97,7 +114,7 @@ class Arrivals:
             hello = values_of(require_proof(channel, self._secret))
             arrival = Arrival(channel, int(hello["process_id"]), dict(hello["facts"]))
         except (EOFError, OSError, LookupError, TypeError, ValueError, JpagedError) as error:
-            if not self._has_ended.is_set():
+            if self._takes:  # and so it was not closed from here
                 _LOG.warning("%s is none of our processes and was turned away: %s", channel.peer, error)
             channel.close()
         else:
@@ -110,13 +127,17 @@ class Arrivals:
         finally:
             with self._lock:
                 self._greeted.pop(channel, None)
+                self._was_greeted.notify_all()
 
 
 @contextlib.contextmanager
 def arriving(listener: socket.socket, secret: bytes | None) -> Iterator[Arrivals]:
-    """Greet whoever comes while the context is open."""
-    arrivals = Arrivals(listener, secret)
+    """Greet whoever comes while the context is open; an error of ours is told to those that are not taken yet."""
+    arrivals, why = Arrivals(listener, secret), ""
     try:
         yield arrivals
+    except JpagedError as error:
+        why = str(error)
+        raise
     finally:
-        arrivals.end()
+        arrivals.end(why)

@@ -437,8 +437,8 @@ def gather(
     """
     channels: dict[int, Channel] = {}
     until_s = time.monotonic() + timeout_s
-    try:
-        with arriving(listener, secret) as arrivals:
+    with arriving(listener, secret) as arrivals:
+        try:
             while len(channels) < multihost.num_processes - 1:
                 try:
                     arrival = arrivals.next(until_s - time.monotonic())
@@ -450,11 +450,11 @@ def gather(
                     ) from None
                 _admit(channels, arrival.channel, arrival.process)
                 require_same(facts, arrival.facts, arrival.process)
-    except JpagedError as error:
-        _tell_all(channels.values(), Kind.FAILED, error)
-        for channel in channels.values():
-            channel.close()
-        raise
+        except JpagedError as error:
+            _tell_all(channels.values(), Kind.FAILED, error)
+            for channel in channels.values():
+                channel.close()
+            raise
     return channels
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
-from jpaged.device.multihost import handshake
+from jpaged.device.multihost import arrivals, handshake
 from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, listen
 from jpaged.device.multihost.executor import DigestCheck, digest_of
 from jpaged.device.multihost.handshake import Leader, facts_of, follow, gather, require_same
@@ -191,13 +192,31 @@ def test_all_processes_come_in_any_order():
     [(1, {"x": "1"}, "process_id: 1 came twice"), (2, {"x": "2"}, "x: is 1 in process 0 and 2 in process 2")],
 )
 def test_processes_that_cannot_be_together_are_all_told(second, facts, message):
-    with listen("127.0.0.1", 0) as listener:
+    """In whichever order they have said who they are."""
+    with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
         others = [hello(listener.getsockname(), 1, {"x": "1"}), hello(listener.getsockname(), second, facts)]
+        for other in others:
+            stack.callback(other.close)
         with pytest.raises(InvalidArgument, match=message):
             gather(listener, {"x": "1"}, MULTIHOST, 10.0)
         assert [other.receive()[0] for other in others] == [Kind.FAILED] * 2
-    for other in others:
-        other.close()
+
+
+def test_a_process_that_comes_after_one_that_cannot_be_here_is_told_too(monkeypatch):
+    monkeypatch.setattr(arrivals, "_FAREWELL_S", 60.0)
+    facts = {"x": "1"}
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        late = connect(*listener.getsockname(), 10.0)
+        stack.callback(late.close)
+        different = hello(listener.getsockname(), 2, {"x": "2"})
+        stack.callback(different.close)
+        gathering = pool.submit(gather, listener, facts, MULTIHOST, 10.0)
+        assert different.receive()[0] is Kind.FAILED
+        late.send_json(Kind.HELLO, {"process_id": 1, "facts": facts})
+        kind, why = late.receive()
+        assert (kind, bytes(why)) == (Kind.FAILED, b"x: is 1 in process 0 and 2 in process 2; it has to be the same")
+        with pytest.raises(InvalidArgument, match="x: is 1 in process 0"):
+            gathering.result(10.0)
 
 
 def test_a_process_that_process_0_hangs_up_on_is_told_its_address():
