@@ -81,6 +81,7 @@ NUM_PARAMS = {
 }
 
 
+@pytest.mark.long
 def test_every_model_has_the_published_number_of_parameters() -> None:
     assert {name: model.num_params for name, model in KNOWN_MODELS.items()} == NUM_PARAMS
 

@@ -66,6 +66,7 @@ def test_regions_are_read_without_gathering_and_blocks_are_not():
         )
 
 
+@pytest.mark.long
 def test_policies_come_in_the_papers_order():
     # All requests at once: how fast they are done is the rate that the policy sustains.
     trace = sample(rate=1000.0, count=48)

@@ -158,6 +158,7 @@ def test_a_type_that_is_too_narrow_is_refused_and_nothing_is_left(to, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["once"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["there", "back"])
 @pytest.mark.thinned(2)
 def test_few_tensors_are_in_memory_at_any_time(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ def help_texts(*flags: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.long
 def test_every_help_text_is_the_same_without_docstrings():
     assert help_texts("-OO") == help_texts()
 

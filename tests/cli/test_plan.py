@@ -70,6 +70,7 @@ def test_without_libtpu_it_says_how_to_get_it(
     assert said.count("\n") == 1
 
 
+@pytest.mark.long
 def test_without_cuda_it_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "demo", "--topology", "h200"]) == 1
     said = capsys.readouterr().err
@@ -78,6 +79,7 @@ def test_without_cuda_it_says_what_to_install(capsys: pytest.CaptureFixture[str]
     assert said.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_child_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(process, "_GPU_ENVIRONMENT", {"JAX_PLATFORMS": "no such platform"})
     assert main(["plan", "demo", "--topology", "h200"]) == 1

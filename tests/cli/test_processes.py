@@ -29,6 +29,7 @@ def serve() -> Iterator[Process]:
         process.end(signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_server_pins_a_prefix_and_answers_prometheus(tmp_path):
     (tmp_path / "prefix.txt").write_text("once upon a time")
     process = Process(
@@ -63,6 +64,7 @@ def test_a_server_says_what_it_does_and_ends_on_a_signal(serve, number):
     assert not any("Traceback" in line for line in serve.lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -86,6 +88,7 @@ def test_an_engine_that_dies_ends_the_process():
     assert process.wait() == 1
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_one_line_and_exit_code_2(serve):
     port = serve.wait_for(r"^ready on .*:(\d+)$").group(1)
     second = Process((*FAKE, "--port", port))
@@ -131,6 +134,7 @@ def test_the_demo_streams_and_prints_one_table(fake_server, capsys):
     assert said.err == ""
 
 
+@pytest.mark.long
 def test_the_demo_says_why_its_server_did_not_start(fake_server, capsys):
     assert main(["demo", "broken"]) == 1
     assert "broken is not a folder" in capsys.readouterr().err
@@ -173,6 +177,7 @@ def test_the_demo_tells_its_servers_last_words_whatever_the_client_was_told(monk
     assert said[-2:] == ["line 1999", "the reason"]
 
 
+@pytest.mark.long
 def test_a_demo_whose_server_dies_fails(fake_server, capsys):
     assert main(["demo", "dies"]) == 1
     assert "a stream failed" in capsys.readouterr().err
@@ -186,6 +191,7 @@ sys.exit(main.main(["demo"]))
 """
 
 
+@pytest.mark.long
 def test_a_demo_that_is_told_to_end_takes_its_server_along():
     command = [sys.executable, "-c", DEMO, *FAKE]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

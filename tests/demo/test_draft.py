@@ -37,6 +37,7 @@ def test_no_prompt_that_measures_it_is_one_that_it_learnt_from():
     assert not {tuple(prompt) for prompt in learnt} & {tuple(prompt) for prompt in asked}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("temperature", "floor"), [(0.0, 0.8), (TEMPERATURE, 0.7)])
 @pytest.mark.thinned(2)
 def test_it_often_writes_what_the_demo_writes(temperature, floor):

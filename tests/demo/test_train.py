@@ -60,6 +60,7 @@ def test_a_few_steps_reduce_the_loss(config, tokenizer):
     assert mean_loss(config, after, rows) < 5.5
 
 
+@pytest.mark.long
 def test_the_gradient_is_that_of_plain_float32_operations(config, tokenizer, monkeypatch):
     rows = batch(tokenizer, 5, 0, (2, 384), Lesson(emphasis=2.0))
 
@@ -79,6 +80,7 @@ def test_the_gradient_is_that_of_plain_float32_operations(config, tokenizer, mon
         assert np.linalg.norm(error) < 0.05 * np.linalg.norm(expected)
 
 
+@pytest.mark.long
 def test_a_run_taken_up_again_ends_where_an_unbroken_one_does(config, tokenizer, tmp_path):
     unbroken = train(config, SETTINGS, tokenizer, 6)
     train(config, SETTINGS, tokenizer, 5, tmp_path, every=1)
@@ -147,6 +149,7 @@ def test_documents_lie_in_rows_whole_and_only_answers_are_learnt(tokenizer):
     assert rows.segments.max() >= 3
 
 
+@pytest.mark.long
 def test_attention_stays_inside_a_document(config, tokenizer):
     model = Model(config, jnp.dtype(jnp.float32))
     params = model.init_params(jax.random.key(0), "loop")

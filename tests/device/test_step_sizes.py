@@ -147,6 +147,7 @@ def test_what_the_sizes_are_made_of_is_told_where_one_was_left_out() -> None:
     assert attention(block_size=64, max_num_seqs=64, max_num_batched_tokens=512).reasons() == []
 
 
+@pytest.mark.long
 def test_blocks_are_128_where_a_device_has_little_of_a_block() -> None:
     """A block of 64 tokens of one key/value head in bfloat16 is 32 KiB."""
     assert on_device("llama-3.1-70b", "TPU v6 lite", 8, max_model_len=8192)[0] == 128

@@ -137,6 +137,7 @@ def test_the_kernel_is_right_and_free_of_races(name: str) -> None:
     suite.check(rows, shape)
 
 
+@pytest.mark.long
 def test_parts_are_merged_to_more_digits_than_the_result_has() -> None:
     """bfloat16 has 8 bits: what its parts round off would show in every other result. All keys weigh the same here."""
     shape = Shape(dtype="bfloat16", num_tokens=24, num_rows=4)

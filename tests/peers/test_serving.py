@@ -63,6 +63,7 @@ def test_without_the_other_server_nothing_is_started(tmp_path):
     assert row == {"missing": "could not be installed: no network"}
 
 
+@pytest.mark.long
 def test_a_server_that_ends_is_told_with_its_last_error(tmp_path):
     server = running("jpaged", SHAPE, Home(tmp_path), CORE)
     with pytest.raises(PeerFailed, match=r"the server of jpaged ended with 1: .* there is no folder .*models/S"):

@@ -77,6 +77,7 @@ async def test_sequences_that_have_ended_are_counted_and_not_run_again():
         assert details_of(error)["BadRequest"].field_violations[0].field == "generated_token_ids"
 
 
+@pytest.mark.long
 async def test_a_chat_goes_on_in_the_middle_of_a_thought_or_a_call():
     executor = scripted(TEXT)(num_blocks=4096, max_model_len=1024)
     async with running(executor=executor, answer_format=FORMAT, max_messages_per_second=1_000_000) as harness:

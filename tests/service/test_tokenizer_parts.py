@@ -185,6 +185,7 @@ logging.getLogger("transformers").warning("a warning that counts")
 """
 
 
+@pytest.mark.long
 def test_that_torch_is_not_there_is_not_said_and_other_warnings_are(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, in_config(tokenizer_class="LlamaTokenizer"))
     said = {}

@@ -65,11 +65,13 @@ def test_a_sweep_of_rates_over_a_server_that_is_started_for_it(fake_server, tmp_
     assert compare(whole, whole).differences == ()
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_start_tells_why(fake_server, capsys):
     assert main([*SERVE, "--model", "broken"]) == 1
     assert "broken is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_server_that_dies_under_the_load_is_told(fake_server, capsys):
     assert main([*SERVE, "--model", "dies", "--num-warmups", "0"]) == 1
     told = capsys.readouterr().err

@@ -82,6 +82,7 @@ def test_cold_and_warm_starts_are_timed(commands, tmp_path: Path, capsys):
     assert "cold (1)" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_start_tells_why(commands, capsys):
     assert main(["bench", "startup", "--model", "broken", "--num-iters-cold", "1"]) == 1
     assert "broken is not a folder" in capsys.readouterr().err

@@ -49,6 +49,7 @@ def answered(monkeypatch):
     return answers
 
 
+@pytest.mark.long
 def test_the_embedded_model_is_looked_at_by_a_real_child(capsys):
     assert main(["doctor", "--json", "--port", "0", "--timeout", "600"]) == 0
     said = json.loads(capsys.readouterr().out)

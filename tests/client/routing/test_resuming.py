@@ -142,6 +142,7 @@ async def test_a_chat_is_cut_within_a_thought_and_a_call():
         assert output.finish_reason == "tool_calls"
 
 
+@pytest.mark.long
 async def test_a_reader_that_is_slow_misses_nothing():
     rng, sampling = random.Random(5), SHAPES["three"]
     async with server() as harness, wire(harness.port, cuts(rng)) as cut:

@@ -94,6 +94,7 @@ def test_saved_programs_are_all_there_and_say_what_they_are_for(tmp_path: Path) 
         deployment(64 * MIB, save=folder)
 
 
+@pytest.mark.long
 def test_a_server_starts_with_what_a_plan_saved_and_compiles_nothing(tmp_path: Path) -> None:
     found = deployment(64 * MIB, save=tmp_path / "programs")
     startup = StartupOptions(wait_for_all_programs=True, compiled=str(tmp_path / "programs"))

@@ -228,6 +228,7 @@ def test_every_copy_of_a_model_has_its_draft() -> None:
         assert num_accepted > 0
 
 
+@pytest.mark.long
 def test_a_draft_model_that_the_first_proposals_come_from_has_seen_what_plain_steps_ran() -> None:
     """Proposals are as good behind plain steps as if there had been none."""
     config = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3}

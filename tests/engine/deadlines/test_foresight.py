@@ -191,6 +191,7 @@ def life(arrivals, base_s, token_s, overlap, *, refuse_late):
     return refused, {name for name in names if h.last(name).error is None}
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(ARRIVALS, st.floats(0.0, 0.5), st.floats(0.0, 0.02), st.booleans())
 def test_none_is_refused_that_would_have_ended_in_time(arrivals, base_s, token_s, overlap):

@@ -175,6 +175,7 @@ def test_parts_follow_from_the_rows_that_are_there_and_not_from_the_bucket() -> 
     assert len(items_of(decodes([300] * 64, 64, 512), cut, 64)) == 64
 
 
+@pytest.mark.long
 def test_a_long_context_has_more_parts_than_a_short_one() -> None:
     cut = choose_cut(SPEC, BFLOAT16, 32, (64, 64, 512))
     items = items_of(decodes([8192, 256, 1000], 64, 512), cut, 3)

@@ -202,6 +202,7 @@ async def test_requests_that_are_running_when_the_server_drains_are_answered(har
     assert "".join(strings(one, "text_output")[0] for one in (first, *rest)) == text("hello", 30)
 
 
+@pytest.mark.long
 async def test_a_reader_that_is_slow_loses_nothing():
     executor = FakeExecutor(num_blocks=1024, block_size=16, max_model_len=4096)
     async with running(executor=executor) as harness, client_of(harness) as client:
