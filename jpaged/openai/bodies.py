@@ -25,6 +25,8 @@ MAX_USER_CHARS = 512
 _MAX_ID_DIGITS = 10
 """Digits of 2**32 - 1, above which no message has a token id."""
 _MAX_SHOWN = 80
+_MAX_PATH = 200
+"""Characters that errors have of where a value lies: each value has a path, and its names are the caller's."""
 
 # Fields that change nothing at these values; any other value asks for something that does not exist here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("auto", "default"), "metadata": ({},)}
@@ -126,7 +128,7 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
     """
     for name in value:
         _check_text(where, name)
-    waiting: list[tuple[str, Any, int]] = [(f"{prefix}{name}", item, 1) for name, item in value.items()]
+    waiting: list[tuple[str, Any, int]] = [(f"{prefix}{name}"[:_MAX_PATH], item, 1) for name, item in value.items()]
     while waiting:
         path, item, depth = waiting.pop()
         if isinstance(item, dict | list):
@@ -136,7 +138,8 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
             for name, one in inside:
                 if isinstance(item, dict):
                     _check_text(path, name)
-                waiting.append((f"{path}.{name}" if isinstance(item, dict) else path, one, depth + 1))
+                inner = f"{path}.{name}"[:_MAX_PATH] if isinstance(item, dict) else path
+                waiting.append((inner, one, depth + 1))
         elif isinstance(item, str):
             _check_text(path, item)
         elif isinstance(item, int | float) and not abs(item) < 2**64:

@@ -1,6 +1,7 @@
 """Whatever a body holds, it is answered, or refused with a status of 400 to 499 or 501: never as a fault of ours."""
 
 import asyncio
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -53,6 +54,19 @@ def bodies(path: str) -> Iterator[dict[str, Any]]:
     for name, value in INSIDE:
         if own or name not in ("messages", "tools"):
             yield {**plain, name: value}
+
+
+def test_a_long_name_is_not_held_for_each_value_below_it() -> None:
+    body = {"a" * 100_000: {str(i): i for i in range(1000)}}  # whole paths would be 100 MB
+    tracemalloc.start()
+    try:
+        check_values("body", body)
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(InvalidArgument) as caught:
+        check_values("body", {"a" * 100_000: {"b": 2**70}})
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
