@@ -160,10 +160,13 @@ def _keys_of(table: Mapping[str, Any]) -> Keys:
     if not isinstance(listed, list) or not listed:
         raise InvalidArgument("keys", "there is none: write [[keys]] with id, tenant and token")
     digests = [_key_of(f"keys[{i}]", one) for i, one in enumerate(listed)]
-    for what, values in (("id", [key.id for _, key in digests]), ("token", [digest for digest, _ in digests])):
-        twice = [i for i, value in enumerate(values) if value in values[:i]]
-        if twice:
-            raise InvalidArgument(f"keys[{twice[0]}].{what}", "is that of another key too")
+    columns: dict[str, list[Any]] = {"id": [key.id for _, key in digests], "token": [digest for digest, _ in digests]}
+    for what, values in columns.items():
+        seen = set[str | bytes]()
+        for i, value in enumerate(values):
+            if value in seen:
+                raise InvalidArgument(f"keys[{i}].{what}", "is that of another key too")
+            seen.add(value)
     for name in tenants:
         _require_tenant("tenants", name)
     return Keys(
