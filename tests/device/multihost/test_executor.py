@@ -206,9 +206,10 @@ def test_a_process_that_comes_after_one_that_cannot_be_here_is_told_too(monkeypa
     monkeypatch.setattr(arrivals, "_FAREWELL_S", 60.0)
     facts = {"x": "1"}
     with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
-        late = connect(*listener.getsockname(), 10.0)
+        address: tuple[str, int] = listener.getsockname()
+        late = connect(*address, 10.0)
         stack.callback(late.close)
-        different = hello(listener.getsockname(), 2, {"x": "2"})
+        different = hello(address, 2, {"x": "2"})
         stack.callback(different.close)
         gathering = pool.submit(gather, listener, facts, MULTIHOST, 10.0)
         assert different.receive()[0] is Kind.FAILED
