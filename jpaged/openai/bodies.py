@@ -255,7 +255,7 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
                 f"stream_options.{name[:_MAX_SHOWN]}", f"is not known; {', '.join(sorted(known))} are"
             )
         if value is not None and not isinstance(value, bool):
-            raise InvalidArgument(f"stream_options.{name}", f"{_shown(value)} is not true or false")
+            raise InvalidArgument(f"stream_options.{name}", f"{shown(value)} is not true or false")
     return Streaming(**{name: bool(value) for name, value in options.items()})
 
 
@@ -276,7 +276,7 @@ def _prompts(given: Any) -> tuple[Prompt, ...]:
 
 def _prompt_of_ids(where: str, given: Any) -> Prompt:
     if not isinstance(given, list) or not given or set(map(type, given)) != {int}:
-        raise InvalidArgument(where, f"{_shown(given)} is neither a text nor a list of token ids")
+        raise InvalidArgument(where, f"{shown(given)} is neither a text nor a list of token ids")
     return Prompt(token_ids=tuple(given))
 
 
@@ -285,7 +285,7 @@ def _check_names(body: Mapping[str, Any], own: set[str], neutral: Mapping[str, t
         if name in neutral:
             if value not in neutral[name] or isinstance(value, bool) != isinstance(neutral[name][0], bool):
                 why = f": {_HINTS[name]}" if name in _HINTS else ""
-                raise InvalidArgument(name, f"{_shown(value)} is not supported: only {neutral[name][0]!r} is{why}")
+                raise InvalidArgument(name, f"{shown(value)} is not supported: only {neutral[name][0]!r} is{why}")
         elif name not in own and name not in _SAMPLING:
             hint = f": {_HINTS[name]}" if name in _HINTS else ""
             raise InvalidArgument(name[:_MAX_SHOWN], f"is not supported{hint}")
@@ -295,7 +295,7 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str,
     values = {name: value for name, value in body.items() if name in _SAMPLING}
     for name in _LISTS & values.keys():
         if not isinstance(values[name], list | (str if name in _TEXTS else list)):
-            raise InvalidArgument(name, f"{_shown(values[name])} is not a list")
+            raise InvalidArgument(name, f"{shown(values[name])} is not a list")
     for name in _FLAGS & values.keys():
         flag_in(values, name)
     if "logit_bias" in values:
@@ -313,10 +313,10 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str,
 def _biases(given: Any) -> dict[int, Any] | None:
     """Token ids -> what is added; JSON has them as texts."""
     if not isinstance(given, dict):
-        raise InvalidArgument("logit_bias", f"{_shown(given)} is not an object of token ids and numbers")
+        raise InvalidArgument("logit_bias", f"{shown(given)} is not an object of token ids and numbers")
     for name in given:
         if not (name.isascii() and name.isdigit() and len(name) <= _MAX_ID_DIGITS):
-            raise InvalidArgument("logit_bias", f"{_shown(name)} is not a token id")
+            raise InvalidArgument("logit_bias", f"{shown(name)} is not a token id")
     biases = {int(name): bias for name, bias in given.items()}
     if len(biases) < len(given):
         raise InvalidArgument("logit_bias", "names a token twice")
@@ -327,7 +327,7 @@ def name_in(body: Mapping[str, Any], field: str) -> str | None:
     """Return the name that a field has, None where it is left out; raises InvalidArgument for what is no string."""
     name = body.get(field)
     if name is not None and not isinstance(name, str):
-        raise InvalidArgument(field, f"{_shown(name)} is not a string")
+        raise InvalidArgument(field, f"{shown(name)} is not a string")
     return name
 
 
@@ -335,16 +335,17 @@ def flag_in(body: Mapping[str, Any], field: str) -> bool:
     """Return whether a field is true, False where it is left out; raises InvalidArgument for what is neither."""
     value = body.get(field, False)
     if not isinstance(value, bool):
-        raise InvalidArgument(field, f"{_shown(value)} is not true or false")
+        raise InvalidArgument(field, f"{shown(value)} is not true or false")
     return value
 
 
 def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:
     value = body.get(name)
     if value is not None and type(value) is not int:
-        raise InvalidArgument(name, f"{_shown(value)} is not an integer")
+        raise InvalidArgument(name, f"{shown(value)} is not an integer")
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as errors show it: the beginning of what is long."""
     return repr(value)[:_MAX_SHOWN]

@@ -22,7 +22,7 @@ from typing import Any
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument, JpagedError
-from jpaged.openai.bodies import Job, chat_job, check_values, completion_job, loaded
+from jpaged.openai.bodies import Job, chat_job, check_values, completion_job, loaded, shown
 from jpaged.openai.choices import Heading, TokenText, answer_of
 from jpaged.openai.scoring import ScoringJob, embed_job, score_job
 from jpaged.types import RequestOutput
@@ -114,16 +114,18 @@ def line_of(number: int, value: Mapping[str, Any]) -> Line | BadLine:
 
 def _check_line(where: str, value: Mapping[str, Any]) -> None:
     for name in value.keys() - _LINE_FIELDS:
-        raise InvalidArgument(f"{where}: {name}", f"unknown field; the fields are {', '.join(sorted(_LINE_FIELDS))}")
+        raise InvalidArgument(
+            f"{where}: {name[:80]}", f"unknown field; the fields are {', '.join(sorted(_LINE_FIELDS))}"
+        )
     for name in sorted(_LINE_FIELDS - value.keys()):
         raise InvalidArgument(f"{where}: {name}", "is missing")
     check_values(where, value, f"{where}: ")
     if not isinstance(value["custom_id"], str) or not value["custom_id"]:
-        raise InvalidArgument(f"{where}: custom_id", f"{value['custom_id']!r} is not a string with characters")
+        raise InvalidArgument(f"{where}: custom_id", f"{shown(value['custom_id'])} is not a string with characters")
     if value["method"] != "POST":
-        raise InvalidArgument(f"{where}: method", f"{value['method']!r} is not POST")
+        raise InvalidArgument(f"{where}: method", f"{shown(value['method'])} is not POST")
     if value["url"] not in URLS:
-        raise InvalidArgument(f"{where}: url", f"{value['url']!r} is none of {', '.join(URLS)}")
+        raise InvalidArgument(f"{where}: url", f"{shown(value['url'])} is none of {', '.join(URLS)}")
     if not isinstance(value["body"], dict):
         raise InvalidArgument(f"{where}: body", "is not a JSON object")
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.openai.bodies import name_in, without_nulls
+from jpaged.openai.bodies import name_in, shown, without_nulls
 from jpaged.types import Pooling, SamplingParams, Score, TokenLogprob
 
 _T = TypeVar("_T")
@@ -115,10 +115,10 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
     inputs = _texts("input", [given] if is_one else given)
     dimensions = body.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise InvalidArgument("dimensions", f"{dimensions!r} is not an integer of 1 or more")
+        raise InvalidArgument("dimensions", f"{shown(dimensions)} is not an integer of 1 or more")
     normalize = body.get("normalize", False)
     if not isinstance(normalize, bool):
-        raise InvalidArgument("normalize", f"{normalize!r} is not true or false")
+        raise InvalidArgument("normalize", f"{shown(normalize)} is not true or false")
     encoding = _choice(body, "encoding_format", ENCODINGS)
     return EmbedJob(inputs, how, _choice(body, "pooling", POOLINGS), encoding, dimensions, normalize)
 
@@ -143,7 +143,7 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
 def _how(body: Mapping[str, Any], own: set[str]) -> How:
     """What a body says besides its own fields; refuses what is neither."""
     for name in body.keys() - own - {one.name for one in fields(How)}:
-        raise InvalidArgument(f"{name}", f"is not supported beside {', '.join(sorted(own))}")
+        raise InvalidArgument(name[:80], f"is not supported beside {', '.join(sorted(own))}")
     values = {name: body[name] for name in ("cache_salt", "priority") if name in body}
     try:
         SamplingParams(**values)
@@ -157,7 +157,7 @@ def _choice(body: Mapping[str, Any], name: str, choices: tuple[_T, ...]) -> _T:
     for choice in choices:
         if choice == value:
             return choice
-    raise InvalidArgument(f"{name}", f"{value!r} is none of {', '.join(map(str, choices))}")
+    raise InvalidArgument(name, f"{shown(value)} is none of {', '.join(map(str, choices))}")
 
 
 def _texts(field: str, values: Any) -> tuple[Text, ...]:

@@ -78,6 +78,16 @@ def test_a_file_of_one_line_that_has_an_id_is_a_failed_line(changes, message):
     assert str(bad.error).startswith(message)
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize("changes", [{"method": LONG}, {"url": [LONG]}, {LONG: 1}, {"custom_id": [LONG]}])
+def test_an_error_of_a_line_shows_the_beginning_of_what_is_long(changes):
+    (_, bad) = parse_lines([text_of(custom_id="b"), text_of(**changes)])
+    assert isinstance(bad, BadLine)
+    assert "xxxx" in str(bad.error) and len(str(bad.error)) < 300
+
+
 DEEP = "[" * 200_000 + "]" * 200_000
 
 

@@ -17,7 +17,7 @@ from jpaged.completions import Evaluated
 from jpaged.errors import InternalError, InvalidArgument, NotFound
 from jpaged.openai.answers import MAX_PARTS_OF_CALL, Answers, seed_of
 from jpaged.openai.lines import Line, scoring_job_of
-from jpaged.openai.scoring import EmbedJob, How, ScoreJob, SimilarityJob
+from jpaged.openai.scoring import EmbedJob, How, ScoreJob, SimilarityJob, embed_job
 from jpaged.server.servicer import InferenceServicer
 from jpaged.types import Pooling, RequestOutput, SamplingParams, Score, TokenLogprob, Usage
 from tests.client.test_batch import ignore, results, write_input
@@ -154,6 +154,13 @@ def test_what_cannot_be_honoured_is_named(url, body, message):
     with pytest.raises(InvalidArgument) as raised:
         scoring_job_of(Line(1, "a", url, body))
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["dimensions", "normalize", "pooling", "encoding_format", "x" * 100_000])
+def test_an_error_shows_the_beginning_of_what_is_long(name):
+    with pytest.raises(InvalidArgument) as raised:
+        embed_job({"input": "a", name: ["x" * 100_000]})
+    assert raised.value.field == name[:80] and len(str(raised.value)) < 300
 
 
 async def test_embeddings_are_numbers_or_base64_of_float32():
