@@ -13,6 +13,8 @@ import pytest
 
 from jpaged.errors import InvalidArgument
 from jpaged.http.batching.pacing import PRIORITY
+from jpaged.http.batching.store import StorageError, Store
+from jpaged.http.batching.values import Batch
 from tests.server.harness import Harness, eventually, running
 
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -374,3 +376,29 @@ async def test_lines_leave_rows_to_callers_and_rank_behind_them(tmp_path: Path) 
         harness.faults.release()
         assert (await mine).choices[0].finish_reason in ("stop", "length")
         assert (await ended(client, batch.id)).request_counts.completed == 40
+
+
+def test_a_batch_that_cannot_be_kept_is_not_run(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 20)
+    batch = Batch(
+        id="batch_a",
+        owner="",
+        tenant="",
+        endpoint="/v1/completions",
+        input_id="file-a",
+        output_id="file-b",
+        error_id="file-c",
+        completion_window="24h",
+        created_at=1,
+        expires_at=2,
+    )
+    store.path("", "file-a")  # makes the owner's folders
+    (folder,) = tmp_path.glob("*/batches")
+    folder.rmdir()
+    with pytest.raises(StorageError, match="a batch cannot be written"):
+        store.add_batch(batch)
+    assert store.live() == [] and store.batches("") == []
+    folder.mkdir()
+    store.add_batch(batch)
+    assert store.live() == [batch]
+    store.close()

@@ -169,7 +169,12 @@ class Store:
             self._num_bytes += num_bytes
 
     def add_batch(self, batch: Batch) -> None:
-        """Keep a new batch; raises QueueFull where too many have not ended."""
+        """Keep a new batch, which is known once it is on disk.
+
+        Raises:
+            QueueFull: too many have not ended.
+            StorageError: the disk cannot be written.
+        """
         with self._guard:
             every = [one for owned in self._owners.values() for one in owned.batches.values()]
             if sum(one.is_live for one in every) >= MAX_LIVE_BATCHES:
@@ -178,8 +183,9 @@ class Store:
             for old in ended[: max(0, len(every) + 1 - MAX_BATCHES)]:
                 self._owned(old.owner).batches.pop(old.id)
                 (self._owned(old.owner).folder / "batches" / f"{old.id}.json").unlink(missing_ok=True)
-            self._owned(batch.owner).batches[batch.id] = batch
         self.save(batch)
+        with self._guard:
+            self._owned(batch.owner).batches[batch.id] = batch
 
     def save(self, batch: Batch) -> None:
         """Keep a batch as it is now, on disk; of several that save one batch, the last call is the last to write."""
