@@ -68,7 +68,7 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
 def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     _check_names(where, item, {"type", "role", "content"})
     role = item.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{where}.role", f"{str(role)[:_MAX_SHOWN]!r} is none of {', '.join(_ROLES)}")
     return {"role": _ROLES[role], "content": _text(f"{where}.content", item.get("content"))}
 
@@ -77,8 +77,10 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> str:
     _check_names(where, item, {"type", "summary", "content"})
     if item.get("summary"):
         raise InvalidArgument(f"{where}.summary", "is not supported: reasoning is in content, as it was told")
-    texts = []
-    for j, part in enumerate(item.get("content") or ()):
+    texts, content = [], item.get("content") or []
+    if not isinstance(content, list):
+        raise InvalidArgument(f"{where}.content", "must be a list of parts of type reasoning_text")
+    for j, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "reasoning_text" or not isinstance(part.get("text"), str):
             raise InvalidArgument(f"{where}.content[{j}]", "must be a part of type reasoning_text")
         texts.append(part["text"])
@@ -112,7 +114,8 @@ def _text(where: str, given: Any) -> str:
     texts = []
     for j, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str) or part.get("annotations"):
+        is_text = isinstance(kind, str) and kind in _TEXT_PARTS
+        if not is_text or not isinstance(part.get("text"), str) or part.get("annotations"):
             shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "what is no object"
             raise InvalidArgument(f"{where}[{j}]", f"{shown} is no plain part of text: only text is supported")
         for name in part.keys() - _PART_FIELDS:

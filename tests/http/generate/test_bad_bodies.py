@@ -11,6 +11,7 @@ import pytest
 
 from jpaged.errors import InvalidArgument
 from jpaged.openai.bodies import chat_job, check_values, completion_job
+from jpaged.openai.responses.items import messages_of
 from jpaged.types import SamplingParams
 from tests.server.harness import running
 
@@ -54,6 +55,26 @@ def bodies(path: str) -> Iterator[dict[str, Any]]:
     for name, value in INSIDE:
         if own or name not in ("messages", "tools"):
             yield {**plain, name: value}
+
+
+ITEMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"role": "user", "content": "x"}, ("type", "role", "content")),
+    ({"type": "reasoning", "content": []}, ("summary", "content")),
+    ({"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}, ("call_id", "name", "arguments")),
+    ({"type": "function_call_output", "call_id": "a", "output": "x"}, ("call_id", "output")),
+]
+
+
+def test_no_item_of_an_input_is_a_fault_of_ours() -> None:
+    parts = [{"type": "input_text", "text": "x"} | {name: value} for name in ("type", "text") for value in VALUES]
+    items = [item | {name: value} for item, names in ITEMS for name in names for value in VALUES]
+    refused = []
+    for item in [*items, *({"role": "user", "content": [part]} for part in parts)]:
+        try:
+            messages_of([item], None)
+        except InvalidArgument as error:
+            refused.append(error.field)
+    assert len(refused) > 200 and all(name.startswith("input[0]") for name in refused)
 
 
 def test_a_long_name_is_not_held_for_each_value_below_it() -> None:
