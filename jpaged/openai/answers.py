@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated
 from jpaged.errors import NotFound
-from jpaged.openai.bodies import Job
+from jpaged.openai.bodies import Job, shown
 from jpaged.openai.lines import (
     EMBEDDINGS_URL,
     SCORE_URL,
@@ -210,7 +210,7 @@ class Answers:
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
-            raise NotFound(f"body.model: {name!r} is not served; {self._model.name!r} is")
+            raise NotFound(f"body.model: {shown(name)} is not served; {self._model.name!r} is")
 
 
 def size_of(body: Mapping[str, Any]) -> int:

@@ -207,6 +207,9 @@ async def test_pairs_have_the_cosine_of_their_vectors_and_each_text_is_embedded_
 async def test_another_model_and_a_short_answer_are_errors():
     with pytest.raises(NotFound, match=r"body\.model: 'other' is not served; 'fake' is"):
         await answered(EMBEDDINGS, {"input": "x", "model": "other"})
+    with pytest.raises(NotFound) as raised:
+        await answered(EMBEDDINGS, {"input": "x", "model": "o" * 100_000})
+    assert len(str(raised.value)) < 300
 
     class Short(FakeServer):
         async def embed(self, inputs: Sequence[str | Sequence[int]], **more: Any) -> Evaluated[tuple[float, ...]]:

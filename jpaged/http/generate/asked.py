@@ -19,7 +19,7 @@ from jpaged.http.requests import (
     request_id_of,
     tenant_of,
 )
-from jpaged.openai.bodies import Job, renamed
+from jpaged.openai.bodies import Job, renamed, shown
 from jpaged.openai.choices import Heading
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.records import Caller, RequestRecord
@@ -118,7 +118,7 @@ def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:
     if job.model in (None, model.model.name):
         return model.adapters.named(job.adapter or "")
     if job.model not in {one.name for one in model.adapters.loaded()}:
-        raise NotFound(f"model: {job.model!r} is not served; {model.model.name!r} is")
+        raise NotFound(f"model: {shown(job.model)} is not served; {model.model.name!r} is")
     if job.adapter not in (None, job.model):
         raise InvalidArgument("adapter", f"{job.adapter!r} is not {job.model!r}, the adapter that model names")
     return model.adapters.named(job.model or "")
