@@ -143,6 +143,7 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.thinned(5)
 def test_rounds_of_a_draft_model_lower_with_both_attention_kernels(name: str) -> None:

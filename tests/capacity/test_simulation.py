@@ -79,6 +79,7 @@ def test_policies_come_in_the_papers_order():
 POLICIES = ("paged", "reserve-oracle", "reserve-pow2", "reserve-max")
 
 
+@pytest.mark.long
 def test_paged_memory_wastes_the_ends_of_last_blocks_alone():
     trace = sample()
     shares = {block_size: serve(trace, block_size=block_size).slot_share for block_size in (1, 16, 64)}

@@ -63,6 +63,7 @@ def test_a_low_temperature_keeps_the_subject(sampler):
     assert len(kept(cool)) >= 19, set(SUBJECTS) - kept(cool)
 
 
+@pytest.mark.long
 def test_stories_end_and_are_sentences_with_closed_quotes(stories):
     sound = [text for text in stories.values() if text.endswith((".", "!", "?", '"')) and text.count('"') % 2 == 0]
     assert len(sound) >= 19

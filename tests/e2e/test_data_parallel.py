@@ -108,6 +108,7 @@ def test_the_host_s_memory_is_that_of_all_copies(tmp_path: Path, monkeypatch: py
     assert two.num_host_blocks == one.num_host_blocks // 2 > 0
 
 
+@pytest.mark.long
 def test_the_queue_s_limit_is_that_of_all_copies(tmp_path: Path) -> None:
     folder = write_model("llama3_tied", tmp_path)
     with open_llm(folder, data_parallel_size=2, max_num_queued_reqs=3) as llm:

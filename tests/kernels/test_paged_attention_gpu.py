@@ -300,6 +300,7 @@ def test_one_row_of_one_head_fills_the_chip() -> None:
     assert 240 <= parts <= 264
 
 
+@pytest.mark.long
 def test_only_rows_that_are_longer_than_the_rest_are_cut() -> None:
     assert _parts([1000] * 60, 64) == [1] * 60
     parts = _parts([1000] * 59 + [32_768], 64)

@@ -28,6 +28,7 @@ class TestXla(PagedAttentionConformance):
         self.check(RAGGED["mixed"], real_shape(name))
 
 
+@pytest.mark.long
 class TestXlaInGroups(PagedAttentionConformance):
     """As accelerators run it, in groups so small that the cases need several, the last of them not full."""
 

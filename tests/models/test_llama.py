@@ -46,6 +46,7 @@ def rope_of(model: Model, positions: np.ndarray, rope_lens: np.ndarray) -> tuple
 @pytest.mark.parametrize(
     "name", ["llama_gqa_bias", "qwen3_tied", "mistral_yarn", "llama_dynamic_long", "opt", "opt_post_norm"]
 )
+@pytest.mark.thinned(3)
 def test_scan_and_loop_are_the_same_function(name: str, tmp_path: Path) -> None:
     case = tiny_case(name)
     left = dense.logits(model_of(case), params_of(case, tmp_path, "loop"), TOKENS, 12, layer_mode="loop")

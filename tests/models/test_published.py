@@ -255,6 +255,7 @@ def as_transformers(config: Fields) -> Any:
     return AutoConfig.for_model(**copy.deepcopy(given))  # which writes into the sections that it is given
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     from transformers import GenerationConfig

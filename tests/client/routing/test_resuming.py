@@ -109,6 +109,7 @@ def server(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.thinned(2)
 async def test_a_stream_that_is_cut_again_and_again_is_as_if_it_had_not_been(stream_of, shape):
     rng, sampling = random.Random(shape), SHAPES[shape]
     async with server() as harness, wire(harness.port, cuts(rng)) as cut:

@@ -164,6 +164,7 @@ def want(other: JaxExecutor) -> list[list[int]]:
     return one_by_one(driver, begin(driver))
 
 
+@pytest.mark.long
 @pytest.mark.thinned(2)
 def test_tokens_are_those_of_single_steps_over_several_dispatches(executor: JaxExecutor, want: list[list[int]]) -> None:
     """Also where forwards and decodes of the same rows go on behind one dispatch, and another behind those."""

@@ -12,6 +12,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 BASE = {"max_model_len": 64, "num_blocks": 40}
 
 
+@pytest.mark.long
 def test_parsers_say_what_of_an_answer_is_text() -> None:
     turn, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "f"}}
     with open_llm("demo", **BASE) as llm:

@@ -144,6 +144,7 @@ def check(method: str, way: str, seeds: range) -> None:
         assert llm.load().num_preemptions > 0 or "num_blocks" not in WAYS[way]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "way"), [("suffix", "as it comes"), ("ngram", "few blocks")])
 @pytest.mark.thinned(2)
 def test_some_requests_of_every_mix_have_the_same_tokens(method: str, way: str) -> None:

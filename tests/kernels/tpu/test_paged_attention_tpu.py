@@ -100,6 +100,7 @@ def test_chunks_with_a_window_and_a_cap(suite: Interpreted) -> None:
     suite.check(RAGGED["chunk_continues"], shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("suite", "kv_dtype", "head_dim"), [(Late(), "int8", 32), (Early(), "float8_e4m3fn", 128)], ids=["late", "early"]
 )
@@ -109,6 +110,7 @@ def test_decodes_of_8_bits(suite: Interpreted, kv_dtype: str, head_dim: int) -> 
     suite.check(RAGGED["decodes"], Shape(head_dim=head_dim, kv_dtype=kv_dtype, dtype="bfloat16", num_tokens=8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("suite", "num_kv_heads", "kv_dtype"), [(Late(), 5, "float8_e4m3fn"), (Early(), 3, None)], ids=["late", "early"]
 )
