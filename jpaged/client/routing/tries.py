@@ -112,7 +112,7 @@ class Tries:
         is_again = has_begun and isinstance(failure, AlreadyExists) and self._lost_s is not None
         self._num_faults += is_fault
         if (has_begun and self._resuming is None) or not (
-            is_lost or is_again or isinstance(failure, TryLater) or self._num_faults == 1
+            is_lost or is_again or isinstance(failure, TryLater) or (is_fault and self._num_faults == 1)
         ):
             raise failure from error
         if has_begun:
