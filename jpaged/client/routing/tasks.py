@@ -18,7 +18,7 @@ from jpaged.client.routing.traces import with_trace
 from jpaged.client.routing.tries import Tries
 from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import Call
-from jpaged.errors import Cancelled, DeadlineExceeded, NotFound
+from jpaged.errors import Cancelled, DeadlineExceeded, NotFound, Unavailable
 
 _T = TypeVar("_T")
 
@@ -46,6 +46,7 @@ class AsyncServers:
         if call.scope == "one" or len(self.endpoints) == 1:
             return await self._run_on(self.endpoints, call)
         answers, strangers = list[_T](), list[NotFound]()
+        absent: Unavailable | None = None
         for endpoint in self.endpoints.each():
             try:
                 answers.append(await self._run_on(endpoint, call))
@@ -53,8 +54,12 @@ class AsyncServers:
                 strangers.append(error)
                 if call.scope == "each":
                     raise
+            except Unavailable as error:  # another one may know it
+                absent = error
+                if call.scope == "each":
+                    raise
         if not answers:
-            raise strangers[0]
+            raise absent or strangers[0]
         return answers[0]
 
     async def _run_on(self, endpoints: Endpoints, call: Call[_T]) -> _T:

@@ -51,6 +51,7 @@ class Servers:
         if call.scope == "one" or len(self.endpoints) == 1:
             return self._run_on(self.endpoints, call)
         answers, strangers = list[_T](), list[NotFound]()
+        absent: Unavailable | None = None
         for endpoint in self.endpoints.each():
             try:
                 answers.append(self._run_on(endpoint, call))
@@ -58,8 +59,12 @@ class Servers:
                 strangers.append(error)
                 if call.scope == "each":
                     raise
+            except Unavailable as error:  # another one may know it
+                absent = error
+                if call.scope == "each":
+                    raise
         if not answers:
-            raise strangers[0]
+            raise absent or strangers[0]
         return answers[0]
 
     def _run_on(self, endpoints: Endpoints, call: Call[_T]) -> _T:

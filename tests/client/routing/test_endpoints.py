@@ -228,6 +228,24 @@ async def test_several_servers_are_one_client(kind):
         await client.close()
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_a_request_is_aborted_where_it_runs_though_another_server_is_not_there(kind):
+    async with running(executor=FakeExecutor(num_blocks=256)) as harness:
+        async with running() as gone:
+            nowhere = gone.target
+        made = (AsyncClient if kind == "async" else Client)([nowhere, harness.target])
+        client: Any = made if isinstance(made, AsyncClient) else Threaded(made)
+        harness.faults.hold_after(2)
+        output = asyncio.ensure_future(client.complete("x", GREEDY, request_id="r"))
+        await eventually(lambda: harness.num_open_calls == 1)
+        await client.abort("r")
+        with pytest.raises(Unavailable):  # the one that is not there may have it
+            await client.abort("nobody")
+        harness.faults.release()
+        assert (await output).outputs[0].finish_reason == "abort"
+        await client.close()
+
+
 async def test_a_server_that_is_not_there_costs_nothing_but_a_look():
     async with running() as harness:
         async with running() as gone:
