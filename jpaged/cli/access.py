@@ -57,4 +57,6 @@ def credentials_from(arguments: argparse.Namespace) -> Credentials:
         raise InvalidArgument("--api-key-file", f"cannot be read: {problem}") from None
     if not key:
         raise InvalidArgument("--api-key-file", f"{path} is empty")
+    if " " in key or not key.isprintable():
+        raise InvalidArgument("--api-key-file", f"{path} holds no key: a key is one word")
     return Credentials(key, tls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,22 @@ class Tls:
         """
         ca, key, cert = (_read(name, getattr(self, name)) for name in ("ca", "key", "cert"))
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def context(self) -> ssl.SSLContext:
+        """Read the files for a client of Python's.
+
+        Raises:
+            InvalidArgument: one cannot be read, or is no certificate or key.
+        """
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                context.load_cert_chain(
+                    self.cert, self.key, password=""
+                )  # an encrypted key is refused, not asked about
+        except (OSError, ValueError) as error:
+            raise InvalidArgument("tls", f"the files cannot be used: {error}") from None
+        return context
 
 
 def open_channel(library: Any, target: str, tls: Tls | None) -> Any:

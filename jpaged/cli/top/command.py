@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from jpaged import json_text
-from jpaged.errors import InvalidArgument
+from jpaged.cli.access import add_credential_flags, credentials_from
+
+if TYPE_CHECKING:
+    from jpaged.pool import FrameReader
 
 HELP = "watch the pool of a running server"
 DESCRIPTION = """\
@@ -31,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--once", action="store_true", help="say how it is now, and end")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of each line")
-    parser.add_argument(
-        "--key-file", metavar="FILE", help="a file with the API key, for a server that wants one to look"
-    )
+    add_credential_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,11 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     from jpaged.cli.top.figures import Rate, line, summary
     from jpaged.cli.top.stream import frames, url_of
 
-    url, token = url_of(arguments.url), _token_of(arguments.key_file)
+    shown = credentials_from(arguments)
+    url = url_of(arguments.url, is_tls=shown.tls is not None)
+    following = frames(url, shown.api_key, None if shown.tls is None else shown.tls.context())
     if sys.stdout.isatty() and not (arguments.once or arguments.json):
-        return _draw(url, token)
+        return _draw(url, following)
     rate, said_s = Rate(), 0.0
-    for reader in frames(url, token):
+    for reader in following:
         rate.take(reader)
         if not arguments.once and time.monotonic() - said_s < _LINE_S:
             continue
@@ -57,16 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _draw(url: str, token: str | None) -> int:
+def _draw(url: str, following: Iterable[FrameReader]) -> int:
     from rich.live import Live
 
     from jpaged.cli.top.keys import pressed
     from jpaged.cli.top.screen import Screen
-    from jpaged.cli.top.stream import frames
 
     screen, drawn_s = Screen(url), 0.0
     with pressed() as keys, Live(screen, screen=True, auto_refresh=False) as live:
-        for reader in frames(url, token):
+        for reader in following:
             screen.take(reader)
             if time.monotonic() - drawn_s > _REDRAW_S:
                 live.refresh()
@@ -77,15 +80,3 @@ def _draw(url: str, token: str | None) -> int:
             if "\t" in taken:
                 screen.show_next()
     return 0
-
-
-def _token_of(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument("--key-file", f"{path} cannot be read: {error}") from error
-    if not token or not token.isprintable() or " " in token:
-        raise InvalidArgument("--key-file", f"{path} holds no key")
-    return token

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Generator
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
-from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.errors import InvalidArgument, Unavailable, sentence_of
 from jpaged.pool import FrameReader
 
 _TIMEOUT_S = 10.0
 """A server says at least once a second that nothing is new."""
 
 
-def url_of(given: str) -> str:
-    """Return the address of a server: as it is given, or HOST:PORT with http:// before it.
+def url_of(given: str, *, is_tls: bool = False) -> str:
+    """Return the address of a server: as it is given, or HOST:PORT with http:// or https:// before it.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: it is none, or is one in clear where TLS was asked for.
     """
-    url = given if "://" in given else f"http://{given}"
+    url = given if "://" in given else f"{'https' if is_tls else 'http'}://{given}"
     try:
         parts = urlsplit(url)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -30,18 +31,25 @@ def url_of(given: str) -> str:
         is_good = False
     if not is_good or any(ord(letter) < 33 or ord(letter) > 126 for letter in url):
         raise InvalidArgument("URL", f"{given!r} is neither http://HOST:PORT nor HOST:PORT")
+    if is_tls and parts.scheme != "https":
+        raise InvalidArgument("URL", f"{given!r} is not https://, and flags of TLS are given")
     return url.rstrip("/")
 
 
-def frames(url: str, token: str | None) -> Generator[FrameReader, None, None]:
+def frames(url: str, token: str, context: ssl.SSLContext | None = None) -> Generator[FrameReader, None, None]:
     """Follow the pools of a server, which are yielded after each frame, and also when a second has brought none.
+
+    Args:
+        token: the key that is brought; "" brings none.
+        context: of TLS; None believes whom the system believes.
 
     Raises:
         Unavailable: the server is not there, has no such page, or the stream ends.
     """
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     # No proxy is asked: what is watched is near.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    tls = urllib.request.HTTPSHandler(context=context)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), tls)
     reader = FrameReader()
     try:
         with opener.open(urllib.request.Request(f"{url}/page/events", headers=headers), timeout=_TIMEOUT_S) as answer:
@@ -54,7 +62,8 @@ def frames(url: str, token: str | None) -> Generator[FrameReader, None, None]:
     except urllib.error.HTTPError as error:
         raise Unavailable(f"{url} answers {error.code}: {_message_of(error)}") from error
     except (OSError, HTTPException) as error:
-        raise Unavailable(f"{url}: {error}") from error
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise Unavailable(f"{url}: {sentence_of(reason) if isinstance(reason, OSError) else reason}") from error
     raise Unavailable(f"{url}: the server has ended the stream")
 
 

@@ -64,23 +64,33 @@ async def test_lines_follow_until_the_server_ends(capsys: pytest.CaptureFixture[
         assert "has ended the stream" in capsys.readouterr().err
 
 
-async def test_a_key_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_key_comes_from_a_file_or_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JPAGED_API_KEY", raising=False)
     keys, key = tmp_path / "keys.toml", tmp_path / "key"
     keys.write_text(KEYS)
     key.write_text("a-token-that-looks\n")
     async with served(api_keys=str(keys), public_page=False) as harness:
         assert await top(harness.http_url, "--once") == 1
         assert "401" in capsys.readouterr().err
-        assert await top(harness.http_url, "--once", "--key-file", str(key)) == 0
+        assert await top(harness.http_url, "--once", "--api-key-file", str(key)) == 0
+        monkeypatch.setenv("JPAGED_API_KEY", "a-token-that-looks")
+        assert await top(harness.http_url, "--once") == 0
 
 
 async def test_what_is_no_server_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words_file = tmp_path / "words"
+    words_file.write_text("no key and no certificate")
     for words, code, said in (
         (["ftp://x"], 2, "neither http://HOST:PORT nor HOST:PORT"),
         (["http://x:99999"], 2, "neither"),
         (["http://x y"], 2, "neither"),
-        (["127.0.0.1:1", "--once"], 1, "127.0.0.1:1"),
-        (["127.0.0.1:1", "--key-file", str(tmp_path / "none")], 2, "cannot be read"),
+        (["127.0.0.1:1", "--once"], 1, "http://127.0.0.1:1: Connection refused"),
+        (["http://127.0.0.1:1", "--tls"], 2, "is not https://, and flags of TLS are given"),
+        (["127.0.0.1:1", "--tls-ca", str(words_file)], 2, "tls: the files cannot be used"),
+        (["127.0.0.1:1", "--api-key-file", str(words_file)], 2, "holds no key"),
+        (["127.0.0.1:1", "--api-key-file", str(tmp_path / "none")], 2, "cannot be read"),
     ):
         assert await top(*words) == code
         assert said in capsys.readouterr().err
@@ -98,14 +108,14 @@ def test_an_answer_that_is_no_stream_is_told() -> None:
     with HTTPServer(("127.0.0.1", 0), Other) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         with pytest.raises(Unavailable, match="answers 404"):
-            next(iter(frames(f"http://127.0.0.1:{server.server_port}", None)))
+            next(iter(frames(f"http://127.0.0.1:{server.server_port}", "")))
     with pytest.raises(InvalidArgument):
         url_of("http://")
 
 
 async def test_a_screen_has_the_cells_the_queues_and_what_happened() -> None:
     async with served() as harness:
-        screen, following = Screen(harness.http_url), frames(harness.http_url, None)
+        screen, following = Screen(harness.http_url), frames(harness.http_url, "")
         screen.take(await asyncio.to_thread(next, following))
         [_ async for _ in harness.inference.Generate(request("x" * 9, request_id="mine", n=3, temperature=1.0))]
         console, drawn = Console(width=100, height=30, color_system=None, force_terminal=True), ""

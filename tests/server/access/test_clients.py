@@ -107,3 +107,16 @@ def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
     with pytest.raises(InvalidArgument, match="api_key: has characters that are not printable ASCII") as refusal:
         Client("localhost:1", api_key=key)
     assert key not in str(refusal.value)
+
+
+async def test_top_shows_key_and_certificate_to_the_http_port(files, monkeypatch, capsys):
+    monkeypatch.setenv("JPAGED_API_KEY", TOKEN)
+    options = {**files.believe(CA), "api_keys": str(files.folder / "keys.toml"), "public_page": False}
+    with client_files(CA.issue_cert("client@example.org"), CA) as (ca, cert, key):
+        async with running(http_port=0, **options) as harness:
+            address = harness.http_url.removeprefix("http://")
+            shown = "--tls-cert", cert, "--tls-key", key
+            assert await asyncio.to_thread(main, ["top", address, "--once", "--tls-ca", ca, *shown]) == 0
+            assert "blocks in use" in capsys.readouterr().out
+            assert await asyncio.to_thread(main, ["top", address, "--once", "--tls", *shown]) == 1
+            assert "certificate" in capsys.readouterr().err
