@@ -75,8 +75,12 @@ class Child:
 
 @asynccontextmanager
 async def pair(folder: Path, flags: tuple[str, ...]) -> AsyncIterator[tuple[Child, Child]]:
-    """The server that lives and the one that is killed, both ready; none is left behind."""
-    children = Child(folder / "steady.log", flags), Child(folder / "mortal.log", flags)
+    """The server that lives and the one that is killed, both ready; none is left behind.
+
+    The one that lives has made all its programs before: what that takes is not memory that grows with requests.
+    """
+    steady = Child(folder / "steady.log", ("--wait-for-all-programs", *flags))
+    children = steady, Child(folder / "mortal.log", flags)
     try:
         for child in children:
             await child.start()
