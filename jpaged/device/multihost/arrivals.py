@@ -113,7 +113,7 @@ class Arrivals:
         try:
             hello = values_of(require_proof(channel, self._secret))
             arrival = Arrival(channel, int(hello["process_id"]), dict(hello["facts"]))
-        except (EOFError, OSError, LookupError, TypeError, ValueError, JpagedError) as error:
+        except (EOFError, OSError, LookupError, TypeError, ValueError, OverflowError, JpagedError) as error:
             if self._takes:  # and so it was not closed from here
                 _LOG.warning("%s is none of our processes and was turned away: %s", channel.peer, error)
             channel.close()

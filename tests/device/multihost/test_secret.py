@@ -123,6 +123,7 @@ def test_one_that_only_listens_where_process_0_should_be_learns_nothing_and_is_f
 
 
 NESTED = b"[" * 100_000
+BEYOND = b'{"process_id": 1e999, "facts": {}}'
 STRANGERS: dict[str, Callable[[socket.socket], None]] = {
     "says nothing": lambda end: None,
     "speaks HTTP": lambda end: end.sendall(b"GET / HTTP/1.1\r\n\r\n"),
@@ -133,6 +134,7 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
     "sends what is nested": lambda end: end.sendall(struct.pack("<IB", len(NESTED), Kind.HELLO) + NESTED),
     "sends no JSON": lambda end: end.sendall(struct.pack("<IB", 1, Kind.HELLO) + b"x"),
     "sends another message": lambda end: end.sendall(struct.pack("<IB", 0, Kind.END)),
+    "has a number beyond all": lambda end: end.sendall(struct.pack("<IB", len(BEYOND), Kind.HELLO) + BEYOND),
     "sends other JSON": lambda end: end.sendall(struct.pack("<IB", 2, Kind.HELLO) + b"{}"),
 }
 
