@@ -49,8 +49,14 @@ class RequestLog:
         """Write its line; whether it is shown is the logger's to say."""
         if _REQUESTS.isEnabledFor(logging.INFO):
             fields = fields_of(record)
-            text = " ".join(f"{name}={value}" for name, value in fields.items())
+            text = " ".join(f"{name}={_in_a_line(value)}" for name, value in fields.items())
             _REQUESTS.info("request %s", text, extra={_FIELDS: fields | {"message": "request"}})
+
+
+def _in_a_line(value: Any) -> Any:
+    """Return a value as it is, but in quotes where it could be taken for more than one, or for another line."""
+    is_plain = not isinstance(value, str) or (value.isprintable() and not set(value) & {" ", '"'})
+    return value if is_plain else json_text.dumps(value)
 
 
 def fields_of(record: RequestRecord) -> dict[str, Any]:
@@ -76,6 +82,7 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "duration_s": round(record.ended_s - record.began_s, 6),
     }
     if times is not None:
-        found |= {f"{name}_s": round(end_s - begin_s, 6) for name, begin_s, end_s in parts_of(times)[:3]}
+        parts = [part for part in parts_of(times) if part[0] != "preempted"]
+        found |= {f"{name}_s": round(end_s - begin_s, 6) for name, begin_s, end_s in parts}
         found["preemptions"] = len(times.preempted_s) // 2
     return {name: value for name, value in found.items() if value != ""}

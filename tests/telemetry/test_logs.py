@@ -80,6 +80,19 @@ async def test_requests_are_no_lines_unless_they_are_asked_for(log: Log) -> None
     assert log.getvalue() == ""
 
 
+async def test_what_a_caller_says_is_one_value_of_one_line(log: Log) -> None:
+    set_up_logs("text", has_requests=True)
+    body = {"prompt": "x", "max_tokens": 2, "user": 'ann status=OK\n"2026"'}
+    async with (
+        running(enable_log_requests=True, http_port=0) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    (line,) = [line for line in log.getvalue().splitlines() if "jpaged.requests" in line]
+    assert r' user="ann status=OK\n\"2026\"" ' in line
+    assert "face=http" in line
+
+
 def test_an_error_is_one_line_of_json_with_its_trace(log: Log) -> None:
     set_up_logs("json", has_requests=False)
     try:
