@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from jpaged.errors import QueueFull
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.names import require_salt
+from jpaged.service.names import require_salt, told_name
 from jpaged.service.records import NOBODY, Caller, RequestRecord
 from jpaged.service.scoring import (
     EMBED_SAMPLING,
@@ -56,7 +56,12 @@ class Asker:
 
     def begins(self, operation: str) -> RequestRecord:
         """Return the record of a call that begins."""
-        return RequestRecord(operation=operation, tenant=self.tenant, caller=self.caller, adapter=self.adapter)
+        return RequestRecord(
+            operation=operation,
+            tenant=self.tenant,
+            caller=self.caller,
+            adapter=self.adapter and told_name(self.adapter),
+        )
 
 
 async def score(

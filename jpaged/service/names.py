@@ -21,6 +21,11 @@ def require_name(field: str, name: str) -> None:
         raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")
 
 
+def told_name(name: str) -> str:
+    """Return what logs and the audit are told of a name that was not looked up yet; "" where nothing can have it."""
+    return name if is_name(name) else ""
+
+
 def require_salt(salt: str) -> None:
     """Refuse a cache salt that is too long."""
     if len(salt) > MAX_CACHE_SALT_CHARS:

@@ -37,7 +37,7 @@ from jpaged.errors import (
 from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.continuing import move_grammars
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.names import require_name, require_salt
+from jpaged.service.names import require_name, require_salt, told_name
 from jpaged.service.records import NOBODY, Caller, Records, RequestObserver, RequestRecord
 from jpaged.service.state import ServiceState
 from jpaged.service.streams import Bridge, OutputStream
@@ -91,7 +91,9 @@ class Call:
         """Return the record of a call that begins."""
         operation = "chat" if self.size is None else "text_completion"
         adapter = self.adapter if isinstance(self.adapter, str) else self.adapter.name
-        return RequestRecord(operation=operation, tenant=self.tenant, caller=self.caller, adapter=adapter)
+        return RequestRecord(
+            operation=operation, tenant=self.tenant, caller=self.caller, adapter=adapter and told_name(adapter)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -305,10 +307,11 @@ class Service:
         require_name("name", name)
         require_salt(cache_salt)
         loaded = model.adapters.named(adapter)
+        cache_tenant = _cache_tenant(model, tenant)  # here: the current call is not one of a thread
 
         def pin() -> Future[int]:
             token_ids = model.input_processor.prefix(prefix)
-            return model.engine.pin_prefix(name, token_ids, cache_salt, _cache_tenant(model, tenant), loaded)
+            return model.engine.pin_prefix(name, token_ids, cache_salt, cache_tenant, loaded)
 
         return await detached(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
 

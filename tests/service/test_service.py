@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from jpaged.access.entry import Entry, enter
+from jpaged.access.keys import Key, Role
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from jpaged.service.service import Call, Service
@@ -133,3 +135,19 @@ async def test_what_fails_after_its_caller_went_away_is_no_complaint_of_the_loop
         await workers.read(fail)  # behind the other, whose end the loop has seen by now
     gc.collect()
     assert complaints == []
+
+
+@pytest.mark.parametrize("length", [4, 3000])
+async def test_a_prefix_is_pinned_for_the_tenant_of_the_key_however_long_it_is(length):
+    model = make_serving(FakeExecutor(num_blocks=4096, max_model_len=4096), EngineConfig.load({}))
+    model.engine.start()
+    service = Service(ServiceState(model.config, model))
+
+    async def act() -> None:
+        key = Key("acme-1", "acme", Role.CONTROL)
+        enter(Entry(face="grpc", method="PinPrefix", peer="", key=key, tenant="acme"))
+        await service.pin_prefix("system", Prompt(text="x" * length))
+        service.unpin_prefix("system")
+
+    await asyncio.create_task(act())
+    model.engine.stop()

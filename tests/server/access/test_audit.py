@@ -147,3 +147,15 @@ async def test_a_request_that_no_open_call_waits_for_is_a_line_of_its_own(option
         assert (line["face"], line["tenant"], line["key"], line["status"]) == ("background", "acme", key, "OK")
         assert (line["request_id"], line["prompt_tokens"], line["completion_tokens"]) == (request_id, len(SECRET), 4)
         assert SECRET not in str(line)
+
+
+async def test_a_name_that_nothing_can_have_is_in_no_line(options):
+    del options["api_keys"]
+    async with running(**options) as harness, AsyncClient(harness.target) as client:
+        for name in (SECRET + "\n", SECRET * 1000):
+            with pytest.raises(JpagedError):
+                await client.complete("hello", adapter=name)
+            with pytest.raises(JpagedError):
+                await client.embed(["hello"], adapter=name)
+    lines = lines_of(Path(options["audit_log"]))
+    assert [(line["status"], line["adapter"]) for line in lines] == [("UNIMPLEMENTED", "")] * 4
