@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import threading
 import zipfile
 from typing import Any
 
@@ -12,7 +13,8 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
-from jpaged.server.faces.vllm_engine.request import room_behind, sampling_of
+from jpaged.server.faces.vllm_engine import responses
+from jpaged.server.faces.vllm_engine.request import sampling_of
 from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
 from jpaged.structured import Kind
 from jpaged.testing import FakeExecutor, expected_tokens
@@ -144,13 +146,38 @@ async def test_a_prompt_is_cut_where_that_is_asked_for(harness, limit, num_promp
     assert (end.prompt_tokens, end.completion_tokens) == (num_prompt, 128 - num_prompt)
 
 
-def test_what_is_left_behind_a_prompt_fits_into_the_pool_too():
-    geometry = FakeExecutor(num_blocks=16, block_size=4, max_num_seqs=8, max_model_len=128).geometry
-    assert room_behind(8, 1, geometry) == 16 * 4 - 8
-    for num_rows in (2, 5):
-        room = room_behind(8, num_rows, geometry)
-        assert geometry.num_blocks_alone(8, room, num_rows) <= 16 < geometry.num_blocks_alone(8, room + 1, num_rows)
-    assert room_behind(200, 1, geometry) == 1
+@pytest.mark.parametrize("n", [1, 2, 5])
+async def test_what_is_left_behind_a_prompt_fits_into_the_pool_too(n):
+    executor = FakeExecutor(num_blocks=16, block_size=4, max_num_seqs=8, max_model_len=128)
+    geometry, message = executor.geometry, request("x" * 8, stream=False, n=n)
+    message.sampling_params.ClearField("max_tokens")
+    async with running(executor=executor) as harness:
+        found = ends(await collect(stub_of(harness).Generate(message)))
+    (room,) = {end.completion_tokens for end in found}
+    assert geometry.num_blocks_alone(8, room, n) <= 16 < geometry.num_blocks_alone(8, room + 1, n)
+
+
+async def test_a_prompt_beside_which_nothing_fits_is_refused(harness):
+    message = request("x" * 128)
+    message.sampling_params.ClearField("max_tokens")
+    error = await failure_of(stub_of(harness).Generate(message))
+    assert details_of(error)["BadRequest"].field_violations[0].field == "sampling_params.max_tokens"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_many_log_probabilities_are_told_on_a_thread(stream, monkeypatch):
+    threads = set[str]()
+    told = responses._input_logprobs
+
+    def noted(*given: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return told(*given)
+
+    monkeypatch.setattr(responses, "_input_logprobs", noted)
+    executor = FakeExecutor(num_blocks=2048, max_model_len=1024)
+    async with running(executor=executor, max_num_batched_tokens=1024) as harness:
+        await collect(stub_of(harness).Generate(request("x" * 900, stream=stream, prompt_logprobs=5, max_tokens=2)))
+    assert all(name.startswith("jpaged-text") for name in threads) and threads
 
 
 def test_zeros_and_what_is_unset_mean_what_the_published_messages_say():

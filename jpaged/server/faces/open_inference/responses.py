@@ -130,8 +130,3 @@ def failure_of(ask_id: str, model: str, message: str) -> inference_pb2.ModelStre
     answer = inference_pb2.ModelInferResponse(model_name=model, model_version=VERSION, id=ask_id)
     answer.parameters[FINAL].bool_param = True
     return inference_pb2.ModelStreamInferResponse(error_message=message, infer_response=answer)
-
-
-def size_of(event: OutputEvent) -> int:
-    """How much work its response is: tokens, and those whose log-probabilities it tells."""
-    return len(event.token_ids) + sum(1 + len(one.top) + len(one.asked) for one in event.logprobs)

@@ -17,15 +17,15 @@ import grpc
 
 from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
 from jpaged.errors import InvalidArgument, NotFound, Unavailable, Unsupported
-from jpaged.server.faces.completing import completed
+from jpaged.server.faces.completing import completed, size_of, whole_size
 from jpaged.server.faces.naming import naming
 from jpaged.server.faces.open_inference.model import VERSION, config_of, metadata_of, require_version
 from jpaged.server.faces.open_inference.request import Ask, ask_of
-from jpaged.server.faces.open_inference.responses import FINAL, Responses, TokenText, failure_of, size_of
+from jpaged.server.faces.open_inference.responses import FINAL, Responses, TokenText, failure_of
 from jpaged.server.faces.open_inference.stream import InferStream
 from jpaged.server.port import MessagesInHand
 from jpaged.server.servicer import caller_of, tenant_of
-from jpaged.server.status import CallContext, answering, error_for, refuse
+from jpaged.server.status import CallContext, answering, error_for, refuse, status_of
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.records import Caller
 from jpaged.service.service import Call, Service
@@ -138,8 +138,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             with naming(ask.name_of):
                 call = _call(ask, _asker(context), context.time_remaining(), model=request.model_name)
                 output = await completed(self._service, call)
-            size = sum(len(one.token_ids) for one in output.outputs)
-            return await self._service.work(lambda: responses.whole(output), size)
+            return await self._service.work(lambda: responses.whole(output), whole_size(output))
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[inference_pb2.ModelInferRequest], context: CallContext
@@ -165,7 +164,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
                 except Exception as error:
                     if ends_with_status:
                         raise
-                    yield failure_of(request_id, model, str(error_for(error)))
+                    yield failure_of(request_id, model, status_of(error_for(error)).message)
 
             stream = InferStream(request_iterator, answer)
             self._streams.add(stream)
@@ -200,14 +199,14 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             call = _call(ask, asker, remaining_s, model=request.model_name)
             if not ask.is_streamed:
                 output = await completed(self._service, call)
-                size = sum(len(one.token_ids) for one in output.outputs)
-                whole = await self._service.work(lambda: responses.whole(output), size)
+                whole = await self._service.work(lambda: responses.whole(output), whole_size(output))
                 whole.parameters[FINAL].bool_param = True
                 yield whole
                 return
             async with self._service.generate(call) as generation:
                 async for event in generation:
-                    yield await self._service.work(functools.partial(responses.next, event), size_of(event))
+                    size = size_of(event.token_ids, event.logprobs)
+                    yield await self._service.work(functools.partial(responses.next, event), size)
 
     def _serving(self, request: inference_pb2.ModelInferRequest) -> LoadedModel:
         model = self._service.state.serving()

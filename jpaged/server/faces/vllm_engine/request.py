@@ -10,15 +10,14 @@ first token on, which is what `grammar_from_first_token` asks for.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from jpaged.engine.executor import Geometry
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.server.faces.naming import SAMPLING
-from jpaged.service.loaded_model import LoadedModel
 from jpaged.structured import StructuredOutputs
 from jpaged.types import Prompt, SamplingParams
 
@@ -88,20 +87,12 @@ def size_of(request: vllm_engine_pb2.GenerateRequest) -> int:
     return len(request.text) + len(request.tokenized.input_ids)
 
 
-def read(request: vllm_engine_pb2.GenerateRequest, model: LoadedModel) -> tuple[Prompt, SamplingParams]:
+def read(request: vllm_engine_pb2.GenerateRequest) -> tuple[Prompt, SamplingParams]:
     """Prompt and parameters; raises InvalidArgument for what cannot be."""
-    given = request.sampling_params
-    prompt = _prompt_of(request)
+    given, prompt = request.sampling_params, _prompt_of(request)
     if given.HasField("max_tokens"):
         return prompt, sampling_of(given, given.max_tokens)
-    if prompt.token_ids is None:
-        prompt = Prompt(token_ids=model.input_processor.tokenize(prompt))
-    num_tokens = len(prompt.token_ids or ())
-    if given.HasField("truncate_prompt_tokens"):
-        num_tokens = _num_kept(num_tokens, given, model.engine.geometry)
-    geometry = model.engine.geometry
-    num_rows = min(given.n or 1, geometry.max_num_seqs)  # more are refused
-    return prompt, sampling_of(given, room_behind(num_tokens, num_rows, geometry))
+    return dataclasses.replace(prompt, fills_length=True), sampling_of(given, max(1, given.min_tokens))
 
 
 def sampling_of(given: vllm_engine_pb2.SamplingParams, max_tokens: int) -> SamplingParams:
@@ -112,24 +103,6 @@ def sampling_of(given: vllm_engine_pb2.SamplingParams, max_tokens: int) -> Sampl
     values["logit_bias"] = given.logit_bias or None
     values["structured_outputs"] = _constraint_of(given)
     return SamplingParams(**values, max_tokens=max_tokens, detokenize=bool(given.stop))
-
-
-def room_behind(num_prompt_tokens: int, num_rows: int, geometry: Geometry) -> int:
-    """As many tokens as fit behind a prompt into the model's length, and into the whole pool; at least 1."""
-    low, high = 1, max(1, geometry.max_model_len - num_prompt_tokens)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if geometry.num_blocks_alone(num_prompt_tokens, middle, num_rows) <= geometry.num_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _num_kept(num_tokens: int, given: vllm_engine_pb2.SamplingParams, geometry: Geometry) -> int:
-    """What is left of a prompt that is cut: to a number, or to what leaves one place behind it."""
-    limit = given.truncate_prompt_tokens
-    return min(num_tokens, geometry.max_model_len - 1 if limit < 0 else limit)
 
 
 def _prompt_of(request: vllm_engine_pb2.GenerateRequest) -> Prompt:

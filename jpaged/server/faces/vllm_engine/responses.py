@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from smg_grpc_proto.generated import vllm_engine_pb2
 
+from jpaged.server.faces.completing import size_of
 from jpaged.types import OutputEvent, PositionLogprobs, RequestOutput, TokenLogprob, Usage
 
 
@@ -38,6 +39,20 @@ class Chunks:
         self._num_prompt_logprobs = num_prompt_logprobs
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._sequences: dict[int, _Sequence] = {}
+
+    def size_of(self, event: OutputEvent) -> int:
+        """How much work its messages are."""
+        sequence = self._sequences.get(event.index, _Sequence())
+        size = size_of(event.token_ids, event.logprobs)
+        if event.finish is not None:
+            size += len(sequence.token_ids)
+        if self._num_prompt_logprobs is not None and not sequence.has_begun:
+            size += size_of((), [*self._prompt_logprobs, *event.prompt_logprobs])
+        return size
+
+    def all_of(self, event: OutputEvent) -> list[vllm_engine_pb2.GenerateResponse]:
+        """The messages of an event."""
+        return [*self.of(event)]
 
     def of(self, event: OutputEvent) -> Iterator[vllm_engine_pb2.GenerateResponse]:
         """The messages of an event: nothing is said before a sequence has a token, or has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncGenerator
 from typing import NoReturn
@@ -13,7 +14,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 
 from jpaged.access import entry as access
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unsupported
-from jpaged.server.faces.completing import completed
+from jpaged.server.faces.completing import completed, whole_size
 from jpaged.server.faces.naming import naming
 from jpaged.server.faces.vllm_engine.facts import Loads, model_info_of, server_info_of
 from jpaged.server.faces.vllm_engine.request import name_of, read, refuse_unsupported, size_of
@@ -159,7 +160,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         model = self._receive()
         refuse_unsupported(request, len(model.engine.replica_loads()))
         call = Call(
-            read=lambda: read(request, model),
+            read=lambda: read(request),
             size=size_of(request),
             request_id=request.request_id or None,
             tenant=tenant_of(context),
@@ -170,13 +171,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         told = request.sampling_params.prompt_logprobs if request.sampling_params.HasField("prompt_logprobs") else None
         if not request.stream:
             output = await completed(self._service, call)
-            for message in ends_of(output, told):
+            for message in await self._service.work(lambda: [*ends_of(output, told)], whole_size(output)):
                 yield message
             return
         async with self._service.generate(call) as generation:
             chunks = Chunks(generation.prompt_token_ids, told)
             async for event in generation:
-                for message in chunks.of(event):
+                for message in await self._service.work(functools.partial(chunks.all_of, event), chunks.size_of(event)):
                     yield message
 
     def _receive(self) -> LoadedModel:
