@@ -104,6 +104,15 @@ async def test_a_request_that_cannot_be_is_told_in_a_message_and_the_others_go_o
     assert "".join(strings(one, "text_output")[0] for one in found["good"]) == text("hello")
 
 
+async def test_a_message_of_an_error_is_as_short_as_a_status(harness):
+    stub: Any = inference_pb2_grpc.GRPCInferenceServiceStub(harness.channel)
+    request = inference_pb2.ModelInferRequest(model_name="fake")
+    request.parameters["x" * 100_000].int64_param = 1
+    (response,) = [one async for one in stub.ModelStreamInfer(iter([request]))]
+    assert response.error_message.startswith("parameters.xxx")
+    assert len(response.error_message) < 2000
+
+
 async def test_a_message_of_an_error_says_whose_it_is(harness):
     stub: Any = inference_pb2_grpc.GRPCInferenceServiceStub(harness.channel)
     call = stub.ModelStreamInfer(iter([inference_pb2.ModelInferRequest(id="mine", model_name="other")]))

@@ -267,6 +267,7 @@ ONE_ID = typed("input_ids", "INT64", int64_contents=[1])
         (request(parameters=parameters(max_tokens=1000)), "parameters.max_tokens", "over max_model_len (128)"),
         (request(parameters=parameters(timeout=-1)), "parameters.timeout", "-1 is not a number of microseconds"),
         (request(parameters=parameters(ignore_eos="maybe")), "parameters.ignore_eos", "'maybe' is not true or false"),
+        (request(parameters=parameters(lora_name=False)), "parameters.lora_name", "False is not a text"),
         (request(parameters=parameters(logit_bias="[3]")), "parameters.logit_bias", "[3] is not a JSON object"),
         (request(parameters=parameters(stop_token_ids="3")), "parameters.stop_token_ids", "3 is not a list"),
         (request(parameters=parameters(**{f"p{i}": 1 for i in range(65)})), "parameters", "65 are given; at most 64"),
