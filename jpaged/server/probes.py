@@ -1,7 +1,7 @@
 """A port that answers grpc.health.v1 and nothing else: in every process, whatever the other ports ask for.
 
-    ""  readiness  and the names of the services     requests are taken and worked on
-    liveness                                         the process is of use, or may become so
+    ""  readiness     requests are taken and worked on
+    liveness          the process is of use, or may become so
 
 It has threads of its own, and asks for the state when it is asked: nothing here is told of changes.
 """
