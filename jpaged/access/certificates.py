@@ -17,6 +17,18 @@ from jpaged.errors import InvalidArgument, sentence_of
 _LOG = logging.getLogger(__name__)
 
 
+class _Context(ssl.SSLContext):
+    """What a port of Python's listens with."""
+
+    def resume_nothing(self) -> None:
+        """Have every handshake begin anew.
+
+        Who goes on with a session shows no certificate again, whose authority may have been taken away meanwhile.
+        """
+        self.num_tickets = 0
+        self.options |= ssl.OP_NO_TICKET
+
+
 @dataclass(frozen=True, slots=True)
 class Certificates:
     """What the files say at one time.
@@ -82,7 +94,7 @@ def read_certificates(options: AccessOptions) -> Certificates:
         raise InvalidArgument("tls_cert", "is missing")
     chain_pem, key_pem = _read("tls_cert", chain), _read("tls_key", key)
     client_ca_pem = None if client_ca is None else _read("tls_client_ca", client_ca)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = _Context(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
@@ -95,6 +107,7 @@ def read_certificates(options: AccessOptions) -> Certificates:
         except (OSError, ValueError) as error:
             raise InvalidArgument("tls_client_ca", f"{client_ca} has no certificate: {error}") from None
         context.verify_mode = ssl.CERT_REQUIRED
+        context.resume_nothing()
     return Certificates(chain_pem, key_pem, client_ca_pem, context)
 
 

@@ -1,6 +1,7 @@
 """TLS on every port: who is believed, who has to show a certificate, and files that change while the server runs."""
 
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,38 @@ async def test_new_authorities_of_clients_take_the_place_of_the_old_ones(files):
             with client_files(client, CA) as (_, chain, key):
                 async with https(harness.http_url, CA, (chain, key)) as http:
                     assert await status_of(http) == answered
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_session_of_a_client_whose_authority_is_gone_lets_it_in_no_more(
+    files: Files, version: ssl.TLSVersion
+) -> None:
+    now = CertificateFiles(EngineConfig.load(files.believe(CA)).access)
+    listening, shown = now.context(), ssl.create_default_context()
+    CA.configure_trust(shown)
+    shown.minimum_version = shown.maximum_version = version
+    with client_files(CA.issue_cert("client@example.org"), CA) as (_, chain, key):
+        shown.load_cert_chain(chain, key)
+    session = meet(listening, shown)
+    assert meet(listening, shown, session) is not None
+    files.believe(OTHER)
+    now.look_again()
+    for brought in (session, None):
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
+            meet(listening, shown, brought)
+
+
+def meet(server: ssl.SSLContext, client: ssl.SSLContext, session: ssl.SSLSession | None = None) -> Any:
+    """Shake hands, and read what comes with it; returns the client's session."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    mine = client.wrap_bio(back, there, server_hostname="localhost", session=session)
+    theirs = server.wrap_bio(there, back, server_side=True)
+    for end in (mine, theirs, mine, theirs):
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    theirs.write(b"x")
+    assert mine.read(1) == b"x"
+    return mine.session
 
 
 def test_files_that_do_not_go_together_change_nothing(files: Files, caplog: pytest.LogCaptureFixture) -> None:
