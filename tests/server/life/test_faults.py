@@ -23,7 +23,7 @@ TABLE = Path(__file__).parents[3] / "docs/health.md"
 SHORT_S, NEVER_S = 0.1, 1e6
 OPTIONS: dict[str, dict[str, Any]] = {
     "stall": {"stall_timeout": SHORT_S, "step_timeout": NEVER_S},
-    "hang": {"stall_timeout": SHORT_S, "step_timeout": 2 * SHORT_S},
+    "hang": {"stall_timeout": SHORT_S, "step_timeout": 10 * SHORT_S},  # time for both requests to arrive
     "cut": {"shutdown_timeout": 0.0},
 }
 YES = {"yes": True, "no": False}
