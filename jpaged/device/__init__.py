@@ -8,6 +8,7 @@ adapters.py      adapter slots beside the weights
 kv_scales.py     scales of keys and values in 8 bits
 transfers.py     moves of whole blocks
 host_pool.py     blocks in host memory
+identity.py      what the bytes of a block depend on
 host_memory.py   host memory that this process may still have
 calibration.py   what the device does in a second, timed at the start
 cascade_costs.py what reading a shared prefix once costs

@@ -29,7 +29,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.device.calibration import measure_rates
-from jpaged.device.host_pool import HostPool
+from jpaged.device.host_pool import HostPool, WholeHostBlocks
+from jpaged.device.identity import kv_identity
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import params_for
 from jpaged.device.mesh import (
@@ -90,6 +91,7 @@ class JaxExecutor:
 
     Attributes:
         step: what runs: the model, its kernels and how it multiplies.
+        host_blocks: the blocks of host memory; None where this process has none, or parts of them.
     """
 
     def __init__(
@@ -128,6 +130,8 @@ class JaxExecutor:
         )
         self._told = ToldArrays()
         self._drafter = drafter_of(step, geometry, draft_params, self._runner, self._programs)
+        identity = functools.partial(kv_identity, step, params)
+        self.host_blocks = WholeHostBlocks(self._host, identity) if self._host.is_whole else None
         self._is_shut_down = False
 
     @classmethod
@@ -403,6 +407,7 @@ class JaxExecutor:
     def shutdown(self) -> None:
         """Frees parameters, pool and programs; steps that were not collected are lost. Idempotent."""
         self._is_shut_down = True
+        self.host_blocks = None  # which would keep the parameters
         self._pool.release()
         self._host.release()
         self._runner.release()

@@ -9,8 +9,10 @@ only where blocks land, so the system gives it as it is used.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +84,16 @@ class HostPool:
         contents[len(block_ids) :] = 0
         return self._parts.to_devices(contents, (num_padded, *self._block_shape))
 
+    @property
+    def is_whole(self) -> bool:
+        """Blocks are here, each with all of its parts."""
+        return self.num_blocks > 0 and self._blocks.shape[1:] == self._block_shape
+
+    @property
+    def blocks(self) -> NDArray:
+        """`[blocks + 1, *block]`, what this process has of each."""
+        return self._blocks
+
     def release(self) -> None:
         """Frees the memory. Idempotent."""
         self.on_the_way.clear()
@@ -94,6 +106,49 @@ class HostPool:
         except jax.errors.JaxRuntimeError as error:
             raise InternalError(f"blocks {transfer.block_ids[:8]} did not reach host memory: {error}") from error
         self._blocks[transfer.block_ids] = contents[: len(transfer.block_ids)]
+
+
+class WholeHostBlocks:
+    """Implements `engine.executor.HostBlocks` over a pool whose blocks are here with all of their parts.
+
+    Args:
+        identity: tells what the bytes depend on; asked once, when somebody asks.
+    """
+
+    def __init__(self, pool: HostPool, identity: Callable[[], bytes]) -> None:
+        self._pool = pool
+        self._blocks = pool.blocks
+        self._make_identity: Callable[[], bytes] | None = identity
+        self._identity = b""
+        self._lock = threading.Lock()
+
+    @property
+    def bytes_per_block(self) -> int:
+        """All layers of a block of one KV group."""
+        return self._blocks.itemsize * math.prod(self._blocks.shape[1:])
+
+    def view(self, block_id: int) -> memoryview:
+        """The bytes of a block.
+
+        Raises:
+            InternalError: the id names no block.
+        """
+        if not 1 <= block_id < len(self._blocks):
+            raise InternalError(f"host block {block_id} is none from 1 to {len(self._blocks) - 1}")
+        return self._blocks[block_id].reshape(-1).view(np.uint8).data
+
+    def have_landed(self, block_ids: Sequence[int]) -> bool:
+        """Whether nothing is on its way to these blocks."""
+        self._pool.land_ready()
+        wanted = set(block_ids)
+        return all(wanted.isdisjoint(transfer.block_ids) for transfer in self._pool.on_the_way)
+
+    def kv_identity(self) -> bytes:
+        """What the bytes depend on; whoever asks first waits until every weight is read."""
+        with self._lock:
+            if self._make_identity is not None:
+                self._identity, self._make_identity = self._make_identity(), None
+            return self._identity
 
 
 def num_host_blocks(swap_space_gib: float, layout: KVLayout, num_pools: int = 1) -> int:

@@ -296,7 +296,7 @@ class Group:
         self.is_by_name = sampling.is_by_name
         self.may_jump = not (sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None)
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
-        whose = request.cache_tenant, request.adapter_number
+        whose = request.cache_tenant, request.adapter_digest
         root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
         continued = {one.generated.index: one for one in request.continued}
         for i in range(num_sequences):

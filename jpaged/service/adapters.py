@@ -4,8 +4,8 @@
     find("sql")            what a request runs with; it keeps it, whatever becomes of the name
     unload("sql")          nobody finds it any more
 
-Which of them the device has is the engine's to say. What is loaded again under a name is another adapter: its number is
-new, so nothing that was cached of the former is found.
+Which of them the device has is the engine's to say. What is loaded again under a name is another adapter, with a number
+of its own; what was cached of the former is found only where both have the same matrices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Fakes for tests of one's own: an executor to compute by hand, a byte tokenizer, a clock to turn.
 
 fake_executor.py   an executor without a model
+fake_host.py       host memory as bytes
 fake_model.py      the next token of a context
 fake_edits.py      tokens that edits change, and counts that are checked
 fake_feed.py       several steps in one dispatch, which may wait for masks

@@ -18,6 +18,7 @@ adapter made is a mistake as well.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from jpaged.errors import InternalError
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.fake_feed import FakeFeed
+from jpaged.testing.fake_host import FakeHostBlocks
 from jpaged.testing.fake_model import NAN, Script, Seen, sampled
 from jpaged.testing.fake_rounds import FakeDraft, FakeRounds
 from jpaged.testing.fake_rows import adapter_slot, run_of
@@ -64,6 +66,11 @@ class FakeAdapter:
 
     weight: int
     num_bytes: int = 1
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of its weight."""
+        return hashlib.sha256(str(self.weight).encode()).digest()
 
 
 @dataclass(slots=True)
@@ -120,6 +127,7 @@ class FakeExecutor:
         windows: of its KV groups.
         max_loras: its adapter slots.
         num_compiles_after_warm_up: it compiles nothing.
+        host_blocks: the tokens in host memory, as bytes.
         sampled: the token that a row samples.
         last_tokens, have_ended: see `fake_feed.RunsSteps`.
     """
@@ -167,6 +175,8 @@ class FakeExecutor:
         # Of each slot the token, and the digest of the tokens up to it.
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
+        identity = repr((type(self).__name__, self.windows, block_size)).encode()
+        self.host_blocks = FakeHostBlocks(self._host, block_size, identity) if num_host_blocks else None
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
         self.have_ended = np.zeros(max_num_seqs, np.bool_)

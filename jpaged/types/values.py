@@ -105,6 +105,11 @@ class Adapter(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that no other adapter has: what keys that it made are known by, in other processes too."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedAdapter:
@@ -174,6 +179,11 @@ class Request:
     def adapter_number(self) -> int:
         """The number of its adapter's load; 0 is none."""
         return 0 if self.adapter is None else self.adapter.number
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """The digest of its adapter's matrices; empty for none."""
+        return b"" if self.adapter is None else self.adapter.matrices.digest
 
 
 @dataclass(frozen=True, slots=True)

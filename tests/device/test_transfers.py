@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -18,13 +18,14 @@ from jpaged.config import EngineConfig
 from jpaged.device import host_pool
 from jpaged.device.calibration import NO_RATE, measure_rates
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
+from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, WholeHostBlocks, num_host_blocks
 from jpaged.device.mesh import build_mesh, replicated
 from jpaged.device.programs.compile import ProgramSpec, told
 from jpaged.device.transfers import content_bytes, lower_move, move_sizes
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
+from jpaged.models.layers import Params
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 from tests.device.programs.hlo import pool_sized_operations
@@ -366,3 +367,76 @@ def test_the_options_of_config_resolve_to_a_geometry() -> None:
     assert executor.geometry.num_blocks == 1
     assert executor.geometry.num_host_blocks == 2**30 // executor.geometry.bytes_per_block
     executor.shutdown()
+
+
+def test_host_blocks_are_bytes_that_can_be_read_and_written(executor: JaxExecutor) -> None:
+    """What is swapped out is read as bytes, and bytes that were written are swapped in as they are."""
+    before, host = fill(executor, 21), executor.host_blocks
+    assert host is not None
+    executor.move_blocks(BlockMoves(Move.SWAP_OUT, [5, 9], [1, 2]))
+    executor._mover.wait()
+    assert host.have_landed([1, 2])
+    for block_id, home in ((5, 1), (9, 2)):
+        assert bytes(host.view(home)) == before[block_id].tobytes()
+        assert len(host.view(home)) == host.bytes_per_block
+    written = np.random.default_rng(3).integers(0, 255, host.bytes_per_block, np.uint8)
+    host.view(7)[:] = written.data
+    executor.move_blocks(BlockMoves(Move.SWAP_IN, [7], [11]))
+    assert contents(executor)[11].tobytes() == written.tobytes()
+    for wrong in (0, -1, NUM_HOST_BLOCKS + 1):
+        with pytest.raises(InternalError, match=f"host block {wrong} is none from 1 to {NUM_HOST_BLOCKS}"):
+            host.view(wrong)
+
+
+class Slow:
+    """A transfer that does not arrive."""
+
+    def is_ready(self) -> bool:
+        return False
+
+
+def test_a_block_has_landed_when_nothing_is_on_its_way_to_it() -> None:
+    """Transfers that have not arrived are not waited for, and those to other blocks do not count."""
+    layout = KVLayout(num_layers=1, num_blocks=4, block_size=8, num_kv_heads=1, head_dim=8, dtype=np.dtype("float32"))
+    pool = HostPool(layout, 4, replicated(build_mesh(jax.devices()[:1])))
+    host = WholeHostBlocks(pool, lambda: b"")
+    contents_2 = jax.numpy.ones((2, *layout.block_shape), "float32")
+    slow: Any = Slow()
+
+    pool.receive(contents_2, [1, 2])
+    pool.on_the_way[0] = dataclasses.replace(pool.on_the_way[0], contents=slow)
+    assert not host.have_landed([2, 3])
+    assert host.have_landed([3, 4])
+    pool.on_the_way[0] = dataclasses.replace(pool.on_the_way[0], contents=contents_2)
+    pool.land_all()
+    assert host.have_landed([1, 2])
+    assert bytes(host.view(2)) == np.asarray(contents_2[1]).tobytes()
+
+
+def _identity(params: Params | None = None, dtype: str = "float32", **cache: Any) -> bytes:
+    options = dataclasses.replace(
+        tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, num_blocks=8, **cache)
+    )
+    executor = JaxExecutor.create(tiny_model.model(dtype), params or tiny_model.params("loop", dtype), options)
+    try:
+        assert executor.host_blocks is not None
+        return executor.host_blocks.kv_identity()
+    finally:
+        executor.shutdown()
+
+
+def test_an_identity_is_of_all_that_the_bytes_of_a_block_depend_on() -> None:
+    """The same again, whatever the cache does; another with one weight, type, block or pool of other numbers."""
+    leaves, tree = jax.tree.flatten(tiny_model.params("loop", "float32"))
+    leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].add(1e-3)
+    size = tiny_model.OPTIONS.cache.block_size
+    assert size is not None
+    same = _identity()
+    assert _identity(enable_prefix_caching=False) == same
+    others = [
+        _identity(jax.tree.unflatten(tree, leaves)),
+        _identity(dtype="bfloat16"),
+        _identity(block_size=2 * size),
+        _identity(kv_cache_dtype="int8"),
+    ]
+    assert len({same, *others}) == 5

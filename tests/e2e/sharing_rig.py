@@ -89,6 +89,7 @@ class Share:
             executor.geometry, num_blocks=num_blocks, num_host_blocks=num_host_blocks, cascade=cascade
         )
         self.rates: DeviceRates = executor.rates
+        self.host_blocks = executor.host_blocks
 
     @property
     def num_compiles_after_warm_up(self) -> int:

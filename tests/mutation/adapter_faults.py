@@ -10,15 +10,15 @@ ADAPTER_FAULTS = (
     Fault(
         "adapters share cached prefixes",
         "sequence.py",
-        "whose = request.cache_tenant, request.adapter_number",
-        "whose = request.cache_tenant, 0",
+        "whose = request.cache_tenant, request.adapter_digest",
+        'whose = request.cache_tenant, b""',
         ADAPTERS,
     ),
     Fault(
         "replicas are chosen by prefixes of other adapters",
         "data_parallel/routing.py",
-        "request.cache_tenant, request.adapter_number)",
-        "request.cache_tenant, 0)",
+        "request.cache_tenant, request.adapter_digest)",
+        'request.cache_tenant, b"")',
         ADAPTERS,
     ),
     Fault(

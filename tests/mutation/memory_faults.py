@@ -88,14 +88,14 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "a key stays known in host memory when its block is given away",
-        "kv/prefixes.py",
+        "kv/tiers/host.py",
         "            del self._blocks[key]\n",
         "            pass\n",
         LIVES,
     ),
     Fault(
         "a block in host memory is not held while it is brought back",
-        "kv/prefixes.py",
+        "kv/tiers/host.py",
         "            self.pool.acquire(source)  # while they are read: allocating may evict others to host memory\n"
         "        destinations = pool.allocate(len(sources))\n",
         "            pass\n"
@@ -248,7 +248,7 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "a prefix is taken to host memory twice",
-        "kv/prefixes.py",
+        "kv/tiers/host.py",
         "if key in self._blocks or not self.pool.can_allocate(1):",
         "if not self.pool.can_allocate(1):",
         LIVES,

@@ -90,7 +90,7 @@ class Bed:
             copy = Path(folder)
             for name in ("jpaged", self.tests):
                 shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-            for name in ("tests/conftest.py", "pyproject.toml"):
+            for name in ("tests/conftest.py", "tests/choosing.py", "pyproject.toml"):
                 shutil.copy(ROOT / name, copy / name)
             (copy / self.sources / fault.path).write_text(self.faulty(fault))
             words = ["-q", "-x", "-m", "not long and not deep", "-p", "no:cacheprovider", *self.words(fault)]

@@ -24,6 +24,7 @@ from jpaged.engine.executor import (
     Detail,
     DeviceRates,
     Geometry,
+    HostBlocks,
     MaskFeed,
     Move,
     Progress,
@@ -95,6 +96,11 @@ class SimulatedExecutor:
         num_tokens, seconds = forward_s[-1]
         num_pairs = num_tokens * self.geometry.max_model_len  # as many as one step may have
         return DeviceRates(swap, swap, forward_s, (step_s(num_tokens, num_pairs) - seconds) / num_pairs)
+
+    @property
+    def host_blocks(self) -> HostBlocks | None:
+        """None: simulated blocks have no bytes."""
+        return None
 
     def warm_up(self, progress: Progress) -> None:
         progress("programs", 1, 1)

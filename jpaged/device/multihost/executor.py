@@ -32,6 +32,7 @@ from jpaged.engine.executor import (
     Detail,
     DeviceRates,
     Geometry,
+    HostBlocks,
     MaskFeed,
     Move,
     Progress,
@@ -177,6 +178,11 @@ class MultiHostExecutor:
     @property
     def rates(self) -> DeviceRates:
         return self._executor.rates
+
+    @property
+    def host_blocks(self) -> HostBlocks | None:
+        """None: each process has its part of a block."""
+        return None
 
     @property
     def num_compiles_after_warm_up(self) -> int:

@@ -106,7 +106,7 @@ class Router:
         source = self._sources[0]
         num_cacheable = 0 if source is None else source.num_cacheable_blocks(len(token_ids))
         num_blocks = min(num_cacheable, (len(token_ids) - 1) // size, MAX_ROUTED_BLOCKS)
-        keys, parent = [], root_key(request.sampling.cache_salt, request.cache_tenant, request.adapter_number)
+        keys, parent = [], root_key(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
         for i in range(num_blocks):
             parent = block_key(parent, token_ids[i * size : (i + 1) * size])
             keys.append(parent)

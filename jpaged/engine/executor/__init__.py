@@ -61,6 +61,7 @@ from jpaged.engine.executor.verbs import (
     Executor,
     Handle,
     Hidden,
+    HostBlocks,
     Progress,
 )
 
@@ -85,6 +86,7 @@ __all__ = [
     "Geometry",
     "Handle",
     "Hidden",
+    "HostBlocks",
     "MaskFeed",
     "Move",
     "Progress",

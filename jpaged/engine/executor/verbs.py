@@ -22,6 +22,35 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the executor starts."""
 
 
+class HostBlocks(Protocol):
+    """The blocks of host memory as bytes: what goes to disk and to other servers, and comes from there."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """The size of a block of one KV group, all its layers."""
+        ...
+
+    def view(self, block_id: int) -> memoryview:
+        """The bytes of a block `[bytes_per_block]`, to read or to write.
+
+        Any thread may, while the caller holds the block in the pool of the host: so nothing is moved to it, and what is
+        moved from it was written before. It is good until `shutdown`, and its memory stays readable after.
+        """
+        ...
+
+    def have_landed(self, block_ids: Sequence[int]) -> bool:
+        """Whether all that was swapped out to these blocks is there; never waits. The engine's thread alone asks."""
+        ...
+
+    def kv_identity(self) -> bytes:
+        """32 bytes that two executors share if the bytes of a block mean the same to both.
+
+        It reads every weight the first time, at about a second a gigabyte: not on the engine's thread, and not before
+        somebody needs it. Any other may ask.
+        """
+        ...
+
+
 class Executor(Protocol[Hidden, Handle]):
     """A device, or many, or a fake: holds the weights and the pool, runs steps in the order of their dispatch.
 
@@ -35,6 +64,11 @@ class Executor(Protocol[Hidden, Handle]):
     @property
     def rates(self) -> DeviceRates:
         """The device's rates, known once `warm_up` has returned."""
+        ...
+
+    @property
+    def host_blocks(self) -> HostBlocks | None:
+        """The blocks of host memory; None where there are none, or no process has a block whole."""
         ...
 
     @property

@@ -5,6 +5,7 @@ paged.py         paged memory: blocks on demand, shared, copied when written
 needs.py         how many blocks groups need
 blocks.py        which blocks are free, who holds the others, what has to be moved
 prefixes.py      which blocks hold which prefix, here and in host memory
+tiers/           where prefixes go that the device's pool gives up
 prefix_cache.py  key -> block, and the longest prefix that can be used
 outgrowing.py   sequences that outgrow their keys, and begin again
 aside.py         blocks that nobody may have

@@ -32,15 +32,16 @@ from jpaged.errors import InternalError
 Key = bytes
 
 
-def root_key(salt: str, tenant: str = "", adapter_number: int = 0) -> Key:
+def root_key(salt: str, tenant: str = "", adapter_digest: bytes = b"") -> Key:
     """The parent of a sequence's first block; no two triples of salt, tenant and adapter have the same.
 
+    It means the same in every process: keys are what blocks are known by on disk and between servers.
+
     Args:
-        adapter_number: of the load (`LoadedAdapter.number`); 0 is none.
+        adapter_digest: `Adapter.digest`, 32 bytes; empty is none.
     """
-    if adapter_number:
-        whose = b"jpaged/prefix/3\0" + adapter_number.to_bytes(8, "big")
-        return hashlib.sha256(whose + root_key(salt, tenant)).digest()
+    if adapter_digest:
+        return hashlib.sha256(b"jpaged/prefix/3\0" + adapter_digest + root_key(salt, tenant)).digest()
     if not tenant:
         return hashlib.sha256(b"jpaged/prefix/1\0" + salt.encode()).digest()
     named = tenant.encode()

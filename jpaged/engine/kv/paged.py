@@ -17,8 +17,9 @@ from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import BlockPool, MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.needs import Needs
-from jpaged.engine.kv.prefixes import HostTier, Prefixes
+from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.kv.swapping import Swapping
+from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks

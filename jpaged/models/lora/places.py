@@ -9,9 +9,10 @@ values, or gates and ups. An adapter is to each tensor what it was trained to be
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -77,9 +78,19 @@ class HostAdapter:
 
     Attributes:
         matrices: of each place a, and b of each part; with an axis of layers first where those are stacked.
+        digest: a hash of every place and its matrices, 32 bytes; made when it is read, on the thread of who reads.
     """
 
     matrices: Mapping[LeafPath, tuple[np.ndarray, tuple[np.ndarray, ...]]]
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = hashlib.sha256()
+        for path, (a, b) in sorted(self.matrices.items(), key=lambda item: str(item[0])):
+            for array in (a, *b):
+                found.update(repr((path, array.shape, array.dtype.name)).encode())
+                found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        object.__setattr__(self, "digest", found.digest())
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,64 @@
+"""What the bytes of a block of keys and values depend on, as one digest.
+
+    model, type of its numbers ── layout of a block ── which kernels computed it ── every weight
+
+Two servers of one digest may hand blocks to each other, and a server finds those that it left on disk. What is computed
+by other kernels, or with another version of the compiler, differs in the last bits: then it is another digest, so that
+tokens do not depend on where a prefix comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.device.mesh import first_device
+from jpaged.device.step.forward import Step
+from jpaged.kernels.lora import AdaptedMatrix
+from jpaged.models.layers import Params
+
+_NUM_THREADS = 4
+
+
+def kv_identity(step: Step, params: Params) -> bytes:
+    """The digest, 32 bytes.
+
+    Args:
+        params: as programs take them; adapters that lie beside them do not count, for keys name theirs.
+    """
+    device = first_device(step.mesh)
+    layout = dataclasses.replace(step.layout, num_blocks=1)
+    kernels = (step.backend, step.linear_backend, step.layer_mode, dict(step.mesh.shape), step.kv_groups)
+    found = hashlib.sha256(b"jpaged/kv/1\0")
+    found.update(repr((step.model.config, np.dtype(step.model.dtype).name, layout, kernels)).encode())
+    found.update(repr((device.platform, device.device_kind, jax.__version__)).encode())
+    with ThreadPoolExecutor(_NUM_THREADS, "jpaged-identity") as threads:
+        for digest in threads.map(_digest, _leaves(params)):
+            found.update(digest)
+    return found.digest()
+
+
+def _leaves(params: Params) -> Iterator[tuple[str, Any]]:
+    bare = jax.tree.map(
+        lambda leaf: leaf.base if isinstance(leaf, AdaptedMatrix) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix),
+    )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(bare)[0]:
+        yield jax.tree_util.keystr(path), leaf
+
+
+def _digest(named: tuple[str, Any]) -> bytes:
+    """A hash of the parts of a leaf on this process's devices; hashing gives the interpreter's lock away."""
+    name, leaf = named
+    found = hashlib.sha256(repr((name, leaf.shape, np.dtype(leaf.dtype).name)).encode())
+    parts = {str(shard.index): shard.data for shard in leaf.addressable_shards}
+    for index in sorted(parts):
+        found.update(np.ascontiguousarray(np.asarray(parts[index])).reshape(-1).view(np.uint8).data)
+    return found.digest()
