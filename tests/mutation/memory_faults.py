@@ -158,7 +158,7 @@ MEMORY_FAULTS = (
         "kv/blocks.py",
         "self._keys = parent._keys[:num_full]",
         "self._keys = list(parent._keys)",
-        ("test_lives.py",),
+        ("kv/test_prefixes.py",),
     ),
     Fault(
         "a duplicate cannot be pinned",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.engine.kv.blocks import block_key, root_key
+from jpaged.engine.kv.blocks import KVHandle, block_key, root_key
 from jpaged.engine.kv.prefix_cache import PrefixCache
 from jpaged.engine.reach import Reach
 from jpaged.testing import FakeExecutor, expected_tokens
@@ -311,3 +311,15 @@ def test_a_reset_of_no_cache_forgets_nothing():
     forgotten = h.engine.reset_prefix_cache()
     h.step()
     assert forgotten.result(timeout=0) == 0
+
+
+def test_a_fork_takes_no_keys_of_tokens_that_are_its_parents_own():
+    """The parent was preempted and ran before: it knows keys of what it generated, and the child generates others."""
+    shared, of_parent, of_child = [1, 2], [3, 4, 5, 6], [3, 9, 5, 6]
+    parent = KVHandle(4, root_key(""))
+    assert len(parent.keys([*shared, *of_parent], 3, 2)) == 3
+    child = parent.twin()
+    child.share(parent, 1)
+    own = KVHandle(4, root_key("")).keys([*shared, *of_child], 3, 2)
+    assert child.keys([*shared, *of_child], 3, 2) == own
+    assert child.keys([*shared, *of_child], 3, 2)[0] == parent.keys([*shared, *of_parent], 3, 2)[0]
