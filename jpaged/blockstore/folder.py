@@ -1,0 +1,164 @@
+"""The folder that blocks are kept in: one server's at a time, and never larger than it may be.
+
+    <dir>/LOCK                      held while a server has the folder; the kernel lets go of it with the process
+    <dir>/<identity, 64 hex>/       blocks of one model, dtype, layout and kernels
+        000000.blocks ...           files of slots
+
+Files of other identities stay until the room is needed; then the one that was used longest ago goes first. What has
+another name is nobody's business here: it is neither counted nor touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from jpaged.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+_IDENTITY = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"\d{6}\.blocks")
+_GIB = 1 << 30
+_LOCK_WAIT_S, _LOCK_PAUSE_S = 10.0, 0.05
+"""A server that was killed has its lock until the kernel has cleared its memory away."""
+
+
+class StoreFolder:
+    """A folder that is this process's alone until `close`.
+
+    Args:
+        path: made where it is not there.
+        max_bytes: of all files of blocks in it.
+        lock_wait_s: how long another process may still have it.
+
+    Raises:
+        InvalidArgument: it cannot be made or written, another process has it, or the disk has too little room.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, *, lock_wait_s: float = _LOCK_WAIT_S) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise InvalidArgument("kv_disk_dir", f"{path} cannot be written: {error.strerror}") from None
+        try:
+            self._take_lock(lock_wait_s)
+            self._check_room()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def of_identity(self, identity: bytes) -> Path:
+        """The folder of an identity, which is there.
+
+        Raises:
+            InvalidArgument: it cannot be made.
+        """
+        path = self.path / identity.hex()
+        try:
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                logger.warning("%s is no folder: it is removed", path)
+                path.unlink()
+            path.mkdir(mode=0o700, exist_ok=True)
+            os.utime(path)
+        except OSError as error:
+            raise InvalidArgument("kv_disk_dir", f"{path} cannot be written: {error.strerror}") from None
+        return path
+
+    def make_room(self, num_bytes: int, mine: Path) -> bool:
+        """Whether so many bytes more are within the limit; files of other identities go as far as need be."""
+        total, others = 0, []
+        for path, size in self._files():
+            total += size
+            if path.parent != mine:
+                others.append((_used_s(path.parent), path, size))
+        for _, path, size in sorted(others):
+            if total + num_bytes <= self.max_bytes:
+                break
+            if discard(path, "its room is needed, and its model is not served"):
+                total -= size
+        return total + num_bytes <= self.max_bytes
+
+    def close(self) -> None:
+        """Leaves the folder to others."""
+        os.close(self._lock)
+
+    def _take_lock(self, wait_s: float) -> None:
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+                    problem = f"{self.path} is used by another server (process {holder or 'unknown'})"
+                    raise InvalidArgument("kv_disk_dir", f"{problem}: each needs a folder of its own") from None
+                time.sleep(_LOCK_PAUSE_S)
+            except OSError as error:
+                raise InvalidArgument("kv_disk_dir", f"{self.path} cannot be locked: {error.strerror}") from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _check_room(self) -> None:
+        held = sum(size for _, size in self._files())
+        disk = os.statvfs(self.path)
+        room = disk.f_bavail * disk.f_frsize + held
+        if room < self.max_bytes:
+            raise InvalidArgument(
+                "kv_disk_space",
+                f"{self.max_bytes / _GIB:.3g} GiB; {self.path} has room for {room / _GIB:.3g} GiB",
+            )
+
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        """Every file of blocks, of whatever identity, and the room that it takes."""
+        for folder in _entries(self.path, _IDENTITY):
+            for path in _entries(folder, _FILE):
+                try:
+                    yield path, path.lstat().st_size
+                except OSError:
+                    continue
+
+
+def block_files(folder: Path) -> list[Path]:
+    """The files of blocks in the folder of an identity, in order of their numbers."""
+    return sorted(_entries(folder, _FILE))
+
+
+def file_name(number: int) -> str:
+    """What a file is called."""
+    return f"{number:06d}.blocks"
+
+
+def discard(path: Path, reason: str) -> bool:
+    """Removes a file of blocks, and says why; False where it cannot be removed."""
+    try:
+        path.unlink()
+    except OSError as error:
+        logger.warning("blocks on disk: %s is of no use (%s) and cannot be removed: %s", path, reason, error.strerror)
+        return False
+    logger.warning("blocks on disk: %s is removed: %s", path, reason)
+    return True
+
+
+def _entries(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    try:
+        with os.scandir(folder) as found:
+            return [Path(entry.path) for entry in found if name.fullmatch(entry.name)]
+    except OSError:
+        return []
+
+
+def _used_s(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0

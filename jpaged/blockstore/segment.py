@@ -1,0 +1,229 @@
+"""One file of slots of one size, with a table of their headers, which is mapped into memory.
+
+    0       magic, identity, bytes of a block, number of slots, CRC
+    4096    128 bytes a slot: when it was used last | length of the key, key, hash, CRC
+    ...     the slots, from a multiple of 4096 on
+
+A slot's header is cleared before its contents are written, and is written behind them, so that whoever is killed
+between leaves an empty slot. The hash is of identity, key and contents, and is checked with every read: what a lost
+page, an early header or another file's bytes leave behind is no block.
+
+The space is asked for when a file is made, so that no page of the mapping is ever without room on the disk. Contents
+are read and written by their place and not through the mapping: where a disk fails, that is an error and no signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_MAGIC = b"jpaged/blocks/1\0"
+_FILE = struct.Struct("<16s32sQQ")
+_CRC = struct.Struct("<I")
+_USED = struct.Struct("<Q")
+_NAMED = struct.Struct("<B64s32s")
+_HEADER_BYTES, _PAGE_BYTES = 128, 4096
+MAX_KEY_BYTES = 64
+
+
+class Damaged(Exception):
+    """A file is none of these, or of other blocks; says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is in a slot.
+
+    Attributes:
+        digest: the hash of identity, key and contents, 32 bytes.
+        used: a number that rises with every use.
+    """
+
+    key: bytes
+    digest: bytes
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What all files of one folder are like.
+
+    Attributes:
+        identity: 32 bytes: what the bytes of its blocks depend on.
+    """
+
+    identity: bytes
+    bytes_per_block: int
+    num_slots: int
+
+    @property
+    def slots_begin(self) -> int:
+        """Where in a file the first slot is."""
+        return _PAGE_BYTES + _whole_pages(self.num_slots * _HEADER_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of a file."""
+        return self.slots_begin + self.num_slots * self.bytes_per_block
+
+    def digest(self, key: bytes, contents: memoryview) -> bytes:
+        """The hash of a block; it is made without the interpreter's lock."""
+        found = hashlib.sha256(self.identity + bytes([len(key)]) + key)
+        found.update(contents)
+        return found.digest()
+
+    def file_header(self) -> bytes:
+        """What a file begins with."""
+        packed = _FILE.pack(_MAGIC, self.identity, self.bytes_per_block, self.num_slots)
+        return packed + _CRC.pack(zlib.crc32(packed))
+
+    @classmethod
+    def of_file(cls, header: bytes) -> Form:
+        """The form that a file's header tells.
+
+        Raises:
+            Damaged: it tells none.
+        """
+        packed, crc = header[: _FILE.size], header[_FILE.size : _FILE.size + _CRC.size]
+        if len(header) < _FILE.size + _CRC.size or _CRC.unpack(crc)[0] != zlib.crc32(packed):
+            raise Damaged("its header is not whole")
+        magic, *rest = _FILE.unpack(packed)
+        if magic != _MAGIC:
+            raise Damaged(f"it begins with {magic!r}, not with {_MAGIC!r}")
+        return cls(*rest)
+
+
+class Segment:
+    """An open file. Slots are numbered from 0; who reads and writes which, and when, is the store's to say.
+
+    Every verb may raise OSError: the disk failed, or somebody made the file shorter.
+    """
+
+    def __init__(self, path: Path, form: Form, descriptor: int) -> None:
+        self.path = path
+        self.form = form
+        self._descriptor = descriptor
+        self._table = mmap.mmap(descriptor, form.slots_begin)
+
+    @classmethod
+    def create(cls, path: Path, form: Form) -> Self:
+        """Makes a file whose slots are empty and have their room on the disk.
+
+        Raises:
+            OSError: there is no room, or the file is there; nothing is left of it.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, form.num_bytes)
+            os.pwrite(descriptor, form.file_header(), 0)
+            return cls(path, form, descriptor)
+        except (OSError, ValueError):
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, identity: bytes, bytes_per_block: int) -> Self:
+        """Opens a file that another life has left.
+
+        Raises:
+            Damaged: it is not whole, or has other blocks.
+            OSError: it cannot be opened, or there is no room for what is missing of it.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            form = Form.of_file(os.pread(descriptor, _PAGE_BYTES, 0))
+            if (form.identity, form.bytes_per_block) != (identity, bytes_per_block) or not form.num_slots:
+                raise Damaged(f"it has blocks of {form.bytes_per_block} bytes of {form.identity.hex()[:16]}")
+            size = os.fstat(descriptor).st_size
+            if size != form.num_bytes:
+                raise Damaged(f"it is of {size} bytes, not of {form.num_bytes}")
+            os.posix_fallocate(descriptor, 0, form.num_bytes)  # a copy may have holes
+            return cls(path, form, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def headers(self) -> Iterator[tuple[int, Header | None]]:
+        """Every slot, and what is in it; None where nothing is."""
+        for slot in range(self.form.num_slots):
+            begin = _header_begin(slot)
+            yield slot, _header_of(self._table[begin : begin + _HEADER_BYTES])
+
+    def publish(self, slot: int, header: Header) -> None:
+        """Says what is in a slot, whose contents are written."""
+        named = _NAMED.pack(len(header.key), header.key, header.digest)
+        packed = _USED.pack(header.used) + named + _CRC.pack(zlib.crc32(named))
+        self._write_header(slot, packed.ljust(_HEADER_BYTES, b"\0"))
+
+    def touch(self, slot: int, used: int) -> None:
+        """Notes when a slot was used."""
+        self._write_header(slot, _USED.pack(used))
+
+    def clear(self, slot: int) -> None:
+        """Says that nothing is in a slot."""
+        self._write_header(slot, bytes(_HEADER_BYTES))
+
+    def clear_all(self) -> None:
+        """Says that nothing is in any slot."""
+        self._check_size()
+        self._table[_PAGE_BYTES:] = bytes(self.form.slots_begin - _PAGE_BYTES)
+
+    def write(self, slot: int, contents: memoryview) -> None:
+        """Writes the contents of a slot, without the interpreter's lock."""
+        begin, done = self._slot_begin(slot), 0
+        while done < len(contents):
+            done += os.pwrite(self._descriptor, contents[done:], begin + done)
+
+    def read(self, slot: int, into: memoryview) -> None:
+        """Reads the contents of a slot, without the interpreter's lock."""
+        begin, done = self._slot_begin(slot), 0
+        while done < len(into):
+            num_bytes = os.preadv(self._descriptor, [into[done:]], begin + done)
+            if not num_bytes:
+                raise OSError(f"{self.path} was made shorter")
+            done += num_bytes
+
+    def close(self) -> None:
+        """Closes the file, which stays."""
+        self._table.close()
+        os.close(self._descriptor)
+
+    def _slot_begin(self, slot: int) -> int:
+        return self.form.slots_begin + slot * self.form.bytes_per_block
+
+    def _write_header(self, slot: int, packed: bytes) -> None:
+        self._check_size()
+        begin = _header_begin(slot)
+        self._table[begin : begin + len(packed)] = packed
+
+    def _check_size(self) -> None:
+        """To touch a page of the mapping that the file no longer has would end the process."""
+        if os.fstat(self._descriptor).st_size < self.form.slots_begin:
+            raise OSError(f"{self.path} was made shorter")
+
+
+def _header_begin(slot: int) -> int:
+    return _PAGE_BYTES + slot * _HEADER_BYTES
+
+
+def _header_of(packed: bytes) -> Header | None:
+    named_end = _USED.size + _NAMED.size
+    named, crc = packed[_USED.size : named_end], packed[named_end : named_end + _CRC.size]
+    length, key, digest = _NAMED.unpack(named)
+    if not 0 < length <= MAX_KEY_BYTES or _CRC.unpack(crc)[0] != zlib.crc32(named):
+        return None
+    return Header(key[:length], digest, _USED.unpack_from(packed)[0])
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
