@@ -2,5 +2,6 @@
 
 folder.py    the folder: whose it is, how much is in it, what is old there
 segment.py   one file of slots, and the table of their headers
+slots.py     which slot has which key
 store.py     key -> block, written and read by any thread
 """

@@ -207,7 +207,7 @@ class Segment:
         self._table[begin : begin + len(packed)] = packed
 
     def _check_size(self) -> None:
-        """To touch a page of the mapping that the file no longer has would end the process."""
+        """Raises OSError where the file no longer has the mapping's pages: to touch one would end the process."""
         if os.fstat(self._descriptor).st_size < self.form.slots_begin:
             raise OSError(f"{self.path} was made shorter")
 

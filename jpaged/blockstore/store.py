@@ -1,9 +1,5 @@
 """Key -> block on disk: written and read by any thread, bounded, and there again in the next life.
 
-    index    least recently used ...... newest      a read moves a key to the end; whoever needs a slot takes the first
-    coming   keys that are being written            what is forgotten meanwhile is not entered
-    free     slots in which nothing is, and that nobody reads
-
 A disk that fails turns the store off: it finds nothing any more, and says so once.
 """
 
@@ -13,14 +9,14 @@ import errno
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jpaged.blockstore.folder import StoreFolder, block_files, discard, file_name
 from jpaged.blockstore.segment import Damaged, Form, Header, Segment
-from jpaged.errors import InternalError, InvalidArgument
+from jpaged.blockstore.slots import Slot, Slots
+from jpaged.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +44,6 @@ class StoreCounts:
     num_dropped: int = 0
     num_evicted: int = 0
     num_failures: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """A slot; it is known, coming, free, or nobody's until the last has read it."""
-
-    segment: Segment
-    number: int
-    digest: bytes = b""
-    num_readers: int = 0
-    is_known: bool = False
 
 
 @dataclass(slots=True)
@@ -133,28 +118,25 @@ class BlockStore:
         except InvalidArgument:
             self._folder.close()
             raise
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._growing = threading.Lock()
-        self._index: OrderedDict[bytes, _Slot] = OrderedDict()
-        self._coming: dict[bytes, _Slot] = {}
-        self._free: list[_Slot] = []
-        self._num_slots = self._num_loose = self._clock = 0
+        self._slots = Slots()
         self._num_users = 1
         self._is_on = True
         self._counts = StoreCounts()
         begin_s = time.monotonic()
         self._segments.open_all()
-        self._find_all()
-        if self._index:
-            seconds = time.monotonic() - begin_s
-            logger.info("blocks on disk: %d found in %s in %.3f s", len(self._index), self._segments.path, seconds)
+        self._clock = self._find_all()
+        if self._slots.known:
+            seconds, num_found = time.monotonic() - begin_s, len(self._slots.known)
+            logger.info("blocks on disk: %d found in %s in %.3f s", num_found, self._segments.path, seconds)
 
     def __contains__(self, key: bytes) -> bool:
         """What the next moment holds, nobody knows; it takes no lock."""
-        return key in self._index
+        return self._is_on and key in self._slots.known
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._slots.known) if self._is_on else 0
 
     @property
     def is_on(self) -> bool:
@@ -165,7 +147,7 @@ class BlockStore:
     def counts(self) -> StoreCounts:
         """A snapshot."""
         with self._lock:
-            return replace(self._counts, num_blocks=len(self._index))
+            return replace(self._counts, num_blocks=len(self))
 
     def write(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Keeps a block, in place of the one used longest ago where there is no room.
@@ -177,18 +159,17 @@ class BlockStore:
         Returns:
             whether it is kept from now on; not where it is already, was forgotten meanwhile, or the disk failed.
         """
-        if key in self._index or not self._is_on:
-            return False
         begin_s = time.monotonic()
         try:
             slot = self._slot_for(key)
             if slot is None:
                 return False
             slot.segment.write(slot.number, contents)
-            slot.digest = slot.segment.form.digest(key, contents)
-            return self._enter(key, slot, is_wanted, time.monotonic() - begin_s)
+            digest = slot.segment.form.digest(key, contents)
+            with self._lock:
+                return self._enter(key, slot, digest, is_wanted(), time.monotonic() - begin_s)
         except OSError as error:
-            self._fail(error)
+            self._turn_off(error)
             return False
 
     def read(self, key: bytes, into: memoryview) -> bool:
@@ -199,41 +180,33 @@ class BlockStore:
         """
         begin_s = time.monotonic()
         with self._lock:
-            slot = self._index.get(key)
-            if slot is None:
-                return False
-            slot.num_readers += 1
-        is_sound, failure = False, None
+            slot = self._slots.begin_read(key) if self._is_on else None
+        if slot is None:
+            return False
         try:
             slot.segment.read(slot.number, into)
             is_sound = slot.segment.form.digest(key, into) == slot.digest
+            return self._was_read(key, slot, is_sound, time.monotonic() - begin_s)
         except OSError as error:
-            failure = error
-        with self._lock:
-            slot.num_readers -= 1
-            if not slot.is_known and not slot.num_readers and self._is_on:
-                self._loose_is_free(slot)
-        if failure is not None:
-            self._fail(failure)
+            self._turn_off(error)
             return False
-        return self._was_read(key, slot, is_sound, time.monotonic() - begin_s)
+        finally:
+            with self._lock:
+                self._slots.end_read(slot)
 
     def forget(self, key: bytes) -> None:
         """Sees to it that a key is not found, and what is being written under it is not entered."""
         with self._lock:
-            self._num_loose += self._coming.pop(key, None) is not None
             self._remove(key)
 
     def reset(self) -> int:
         """Forgets every key; the number of those that were found."""
         with self._lock:
-            num_known = len(self._index)
-            self._num_loose += len(self._coming)
-            self._coming.clear()
-            for key in list(self._index):
-                self._remove(key, is_cleared=False)
+            if not self._is_on:
+                return 0
+            num_known = self._slots.remove_all()
             try:
-                for segment in self._segments.opened if self._is_on else ():
+                for segment in self._segments.opened:
                     segment.clear_all()
             except OSError as error:
                 self._turn_off(error)
@@ -252,7 +225,6 @@ class BlockStore:
             if self._num_users:
                 return
             self._is_on = False
-            self._index.clear()
             for segment in self._segments.opened:
                 segment.close()
             self._folder.close()
@@ -260,41 +232,36 @@ class BlockStore:
     def check(self) -> None:
         """Raises InternalError when slots are lost; counts alone, at once."""
         with self._lock:
-            found = len(self._index), len(self._coming), len(self._free), self._num_loose
-            if self._is_on and sum(found) != self._num_slots:
-                raise InternalError(f"{found} slots known, coming, free and loose are not {self._num_slots}")
+            if self._is_on:
+                self._slots.check()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _find_all(self) -> None:
-        """Reads the tables of all files: what is in which slot. Of two with one key the newer stays."""
-        found: list[tuple[Header, _Slot]] = []
+    def _find_all(self) -> int:
+        """Reads the tables of all files: what is in which slot; the highest number of a use.
+
+        Of two slots with one key the newer stays.
+        """
+        found: list[tuple[Header, Slot]] = []
         for segment in self._segments.opened:
             for number, header in segment.headers():
-                slot = _Slot(segment, number)
-                self._num_slots += 1
                 if header is None:
-                    self._free.append(slot)
+                    self._slots.add(Slot(segment, number))
                 else:
-                    slot.digest = header.digest
-                    found.append((header, slot))
+                    found.append((header, Slot(segment, number, header.digest)))
         found.sort(key=lambda one: one[0].used)
         for header, slot in found:
-            self._clock = max(self._clock, header.used)
-            if header.key in self._index:
-                self._remove(header.key)
-            slot.is_known = True
-            self._index[header.key] = slot
+            self._remove(header.key)
+            self._slots.add(slot, header.key)
+        return found[-1][0].used if found else 0
 
-    def _slot_for(self, key: bytes) -> _Slot | None:
+    def _slot_for(self, key: bytes) -> Slot | None:
         """A slot to write a key's contents into; None where it is known, or every slot is in use."""
         while True:
             with self._lock:
-                if not self._is_on or key in self._index or key in self._coming:
+                if not self._is_on or self._slots.is_taken(key):
                     return None
-                if self._free:
-                    slot = self._free.pop()
-                    self._coming[key] = slot
+                if (slot := self._slots.claim(key)) is not None:
                     return slot
             if not self._grow() and not self._evict():
                 return None
@@ -302,64 +269,51 @@ class BlockStore:
     def _grow(self) -> bool:
         """Makes one file more, unless somebody else just has; False where there can be none."""
         with self._growing:
-            if self._free:
+            if self._slots.free:
                 return True
             segment = self._segments.grow()
             if segment is None:
                 return False
-            slots = [_Slot(segment, number) for number in reversed(range(segment.form.num_slots))]
             with self._lock:
-                self._num_slots += len(slots)
-                self._free += slots
+                for number in reversed(range(segment.form.num_slots)):
+                    self._slots.add(Slot(segment, number))
             return True
 
     def _evict(self) -> bool:
-        """Frees a slot of the keys that are worth least; False where each is being read."""
+        """Frees the slot of the key that may go first; False where each is being read."""
         with self._lock:
-            if self._free:
+            if self._slots.free:
                 return True
-            key = next(self._victims(), None)
+            key = next(self._slots.victims(), None)
             if key is None:
                 return False
             self._remove(key)
             self._counts = replace(self._counts, num_evicted=self._counts.num_evicted + 1)
             return True
 
-    def _victims(self) -> Iterator[bytes]:
-        """Keys in the order in which they may go: here the one used longest ago first."""
-        return (key for key, slot in self._index.items() if not slot.num_readers)
-
-    def _enter(self, key: bytes, slot: _Slot, is_wanted: Callable[[], bool], seconds: float) -> bool:
+    def _enter(self, key: bytes, slot: Slot, digest: bytes, is_wanted: bool, seconds: float) -> bool:
         """Makes a written block known, unless it was forgotten meanwhile."""
-        with self._lock:
-            if not self._is_on:
-                return False
-            if self._coming.get(key) is not slot:
-                self._loose_is_free(slot)
-                return False
-            if not is_wanted():
-                self._free.append(self._coming.pop(key))
-                return False
-            self._clock += 1
-            slot.segment.publish(slot.number, Header(key, slot.digest, self._clock))
-            del self._coming[key]
-            slot.is_known = True
-            self._index[key] = slot
-            counts = self._counts
-            self._counts = replace(
-                counts,
-                num_written=counts.num_written + 1,
-                written_bytes=counts.written_bytes + self.bytes_per_block,
-                write_s=counts.write_s + seconds,
-            )
-            return True
+        if not self._is_on or not self._slots.came(key, slot, digest if is_wanted else None):
+            return False
+        self._clock += 1
+        slot.segment.publish(slot.number, Header(key, digest, self._clock))
+        counts = self._counts
+        self._counts = replace(
+            counts,
+            num_written=counts.num_written + 1,
+            written_bytes=counts.written_bytes + self.bytes_per_block,
+            write_s=counts.write_s + seconds,
+        )
+        return True
 
-    def _was_read(self, key: bytes, slot: _Slot, is_sound: bool, seconds: float) -> bool:
+    def _was_read(self, key: bytes, slot: Slot, is_sound: bool, seconds: float) -> bool:
         """Counts a read; what is sound becomes the newest, what is not is gone."""
         with self._lock:
-            is_still = self._index.get(key) is slot
+            is_still = self._is_on and self._slots.known.get(key) is slot
             if is_still and is_sound:
-                self._touch(key, slot)
+                self._clock += 1
+                self._slots.known.move_to_end(key)
+                slot.segment.touch(slot.number, self._clock)
             elif is_still:
                 logger.warning("blocks on disk: a block of %s is damaged, and dropped", slot.segment.path)
                 self._counts = replace(self._counts, num_dropped=self._counts.num_dropped + 1)
@@ -373,43 +327,21 @@ class BlockStore:
             )
             return is_sound
 
-    def _touch(self, key: bytes, slot: _Slot) -> None:
-        self._clock += 1
-        self._index.move_to_end(key)
+    def _remove(self, key: bytes) -> None:
+        """Makes a key unknown, if it is known or coming, here and for the next life."""
+        slot = self._slots.remove(key)
         try:
-            slot.segment.touch(slot.number, self._clock)
-        except OSError as error:
-            self._turn_off(error)
-
-    def _remove(self, key: bytes, *, is_cleared: bool = True) -> None:
-        """Makes a key unknown, if it is known; its slot is free when nobody reads it any more."""
-        slot = self._index.pop(key, None)
-        if slot is None:
-            return
-        slot.is_known = False
-        self._num_loose += 1
-        if not slot.num_readers:
-            self._loose_is_free(slot)
-        try:
-            if is_cleared:
+            if slot is not None and self._is_on:
                 slot.segment.clear(slot.number)
         except OSError as error:
             self._turn_off(error)
 
-    def _loose_is_free(self, slot: _Slot) -> None:
-        self._num_loose -= 1
-        self._free.append(slot)
-
-    def _fail(self, error: OSError) -> None:
-        with self._lock:
-            self._turn_off(error)
-
     def _turn_off(self, error: OSError) -> None:
-        if self._is_on:
-            logger.error("blocks on disk are off from now on: %s: %s", self._segments.path, error)
-        self._is_on = False
-        self._index.clear()
-        self._counts = replace(self._counts, num_failures=self._counts.num_failures + 1)
+        with self._lock:
+            if self._is_on:
+                logger.error("blocks on disk are off from now on: %s: %s", self._segments.path, error)
+            self._is_on = False
+            self._counts = replace(self._counts, num_failures=self._counts.num_failures + 1)
 
 
 def _form(identity: bytes, bytes_per_block: int, max_bytes: int) -> Form:

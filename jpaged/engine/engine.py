@@ -118,6 +118,11 @@ class LoopThread:
             except queue.Empty:
                 """Nobody came."""
 
+    def await_tiers(self) -> None:
+        """Waits a moment where nothing runs and blocks are on their way between tiers of memory."""
+        if self._loop.awaits_tiers and not self._loop.scheduler.queues.has_work:
+            self._await_arrivals()
+
     def _give_up(self, error: Exception) -> None:
         if self._loop.in_flight.failure is None and not self._stopping.is_set():
             raise error
@@ -310,7 +315,10 @@ class Engine:
 
     def step(self) -> bool:
         """One iteration; False when there was nothing to do and nothing waits."""
-        return self._thread.step()
+        did_something = self._thread.step()
+        if did_something:
+            self._thread.await_tiers()
+        return did_something
 
     def check(self) -> None:
         """Raises InternalError when a block is lost, shared by mistake, or free and in use."""

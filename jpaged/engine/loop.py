@@ -17,7 +17,7 @@ from jpaged.config import CacheOptions, EngineConfig
 from jpaged.engine.deadlines.ends import Deadlines, is_over
 from jpaged.engine.deadlines.foresight import Foresight
 from jpaged.engine.dispatches import Dispatched, Fed, Started
-from jpaged.engine.executor import Executor, Geometry, StepInputs
+from jpaged.engine.executor import Executor, StepInputs
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.intake import Intake
@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 
 Clock = Callable[[], float]
+_TIERS_S = 0.001
+"""Seconds between two looks at what is on its way between tiers, where nothing runs."""
 
 
 class InFlight:
@@ -161,7 +163,7 @@ class EngineLoop:
         make_masks: MakeMasks | None = None,
     ) -> None:
         geometry = executor.geometry
-        self.memory = _make_memory(geometry, config.cache, max_cached_tokens)
+        self.memory = _make_memory(executor, config.cache, max_cached_tokens)
         self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, outgrown_len)
         options = config.speculation
         self.stats = StepStats(geometry, clock, 0 if options is None else options.num_speculative_tokens)
@@ -200,6 +202,8 @@ class EngineLoop:
         self._device_wait_s = 0.0
         self._look_at_device()
         self._expire(start_s)
+        if self.memory.host is not None:
+            self.memory.host.advance()
         self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
@@ -239,12 +243,19 @@ class EngineLoop:
         if not has_work:  # nobody waits for the device
             self._newest = None
             self._idle.end(start_s)
-        return has_run or has_work
+        return has_run or has_work or self.awaits_tiers
 
     @property
     def spare_s(self) -> float:
         """Seconds until the next step need be decided, while the device runs several; 0 and less is now."""
-        return self.scheduler.lookahead.spare_s(self._clock()) if self.scheduler.queues.has_work else 0.0
+        if self.scheduler.queues.has_work:
+            return self.scheduler.lookahead.spare_s(self._clock())
+        return _TIERS_S if self.awaits_tiers else 0.0
+
+    @property
+    def awaits_tiers(self) -> bool:
+        """Blocks are on their way between tiers of memory, which steps have to see arrive."""
+        return self.memory.host is not None and self.memory.host.has_errands
 
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())
@@ -456,7 +467,13 @@ class EngineLoop:
             self._output.close(group)
 
 
-def _make_memory(geometry: Geometry, options: CacheOptions, max_cached_tokens: int | None) -> KVMemory:
+def _make_memory(executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None) -> KVMemory:
+    geometry = executor.geometry
     if options.kv_policy != "paged":
         return ReservedMemory(geometry, options.kv_policy)
-    return PagedMemory(geometry, caches_prefixes=options.enable_prefix_caching, max_cached_tokens=max_cached_tokens)
+    return PagedMemory(
+        geometry,
+        caches_prefixes=options.enable_prefix_caching,
+        max_cached_tokens=max_cached_tokens,
+        host_blocks=executor.host_blocks,
+    )

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "load": set(),
     "pool": {"json_text"},
     "errors": set(),
+    "blockstore": {"errors"},  # files and bytes
     "structured": {"errors", "json_text"},
     "chat": {"errors"},
     "types": {"errors", "structured", "chat"},
@@ -47,7 +48,7 @@ MAY_IMPORT = {
     "models": VALUES | {"kernels"},
     "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.product"},
     "device": VALUES | {"kernels", "models", "engine.executor", "engine.cascade_costs", "checkpoints.names"},
-    "engine": VALUES,
+    "engine": VALUES | {"blockstore"},
     "_proto": set(),
     "openai": VALUES,
     "client": VALUES | {"_proto", "openai"},
@@ -60,7 +61,7 @@ MAY_IMPORT = {
     "demo": set(),
     "bench": VALUES | {"client", "capacity.cost"},
     "capacity": VALUES | {"models", "checkpoints", "device", "engine", "testing"},
-    "assemble": VALUES | {"kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
+    "assemble": VALUES | {"blockstore", "kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
     "llm": VALUES | {"engine", "service", "assemble", "client", "openai"},
     "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
     "cli": VALUES

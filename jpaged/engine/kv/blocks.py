@@ -403,6 +403,8 @@ class MemoryOps:
 
     counts: MemoryCounts = field(default_factory=MemoryCounts)
     _moves: list[tuple[Move, int, int]] = field(default_factory=list)
+    num_taken: int = 0
+    """How often `take` was called: what was added when it was less is on its way."""
 
     def add(self, move: Move, source: int, destination: int) -> None:
         self._moves.append((move, source, destination))
@@ -411,6 +413,7 @@ class MemoryOps:
     def take(self) -> MemoryOps:
         """The moves so far, which are not among these any more."""
         taken, self._moves = MemoryOps(self.counts, self._moves), []
+        self.num_taken += 1
         return taken
 
     def batches(self) -> Iterator[BlockMoves]:

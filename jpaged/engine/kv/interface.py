@@ -11,6 +11,7 @@ from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.kv.swapping import Swapping
+from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
@@ -34,10 +35,15 @@ class MemoryUse:
 
 
 class KVMemory(Protocol):
-    """Blocks for sequences: who gets them, who shares them, where they are."""
+    """Blocks for sequences: who gets them, who shares them, where they are.
+
+    Attributes:
+        host: prefixes in host memory; None where there is none.
+    """
 
     num_blocks: int
     counts: MemoryCounts
+    host: HostTier | None
 
     @property
     def limit(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jpaged.engine.executor import I32, Geometry, Move
+from jpaged.engine.executor import I32, Geometry, HostBlocks, Move
 from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import BlockPool, MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
@@ -30,15 +30,23 @@ class PagedMemory:
 
     Args:
         caches_prefixes: there are `prefixes`, up to max_cached_tokens.
+        host_blocks: the bytes of host memory; None where the device alone has to do with them.
+
     """
 
     prefixes: Prefixes | None
+    host: HostTier | None
     swapping: Swapping | None
     windows: Windows | None
     aside: Aside
 
     def __init__(
-        self, geometry: Geometry, *, caches_prefixes: bool = True, max_cached_tokens: int | None = None
+        self,
+        geometry: Geometry,
+        *,
+        caches_prefixes: bool = True,
+        max_cached_tokens: int | None = None,
+        host_blocks: HostBlocks | None = None,
     ) -> None:
         self.num_blocks = geometry.num_blocks
         self.block_size = geometry.block_size
@@ -46,7 +54,8 @@ class PagedMemory:
         self._reaches = geometry.reaches
         self._ops = MemoryOps()
         self.counts = self._ops.counts
-        self._host = HostTier(geometry.num_host_blocks, self.block_size, self._ops)
+        self._host = HostTier(geometry.num_host_blocks, self.block_size, self._ops, blocks=host_blocks)
+        self.host = self._host if geometry.num_host_blocks else None
         self.prefixes = self.swapping = self.windows = None
         if caches_prefixes:
             self.prefixes = Prefixes(
@@ -183,6 +192,6 @@ class PagedMemory:
         pinned = () if self.prefixes is None else self.prefixes.pinned_tables()
         tables = (table for sequence in sequences for table in sequence.kv.tables)
         self._pool.check([*tables, *pinned, self.aside.table])
-        self._host.pool.check(table for sequence in sequences for table in sequence.kv.host_tables)
+        self._host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:
             self.prefixes.check()
