@@ -14,4 +14,5 @@ __main__.py      that child
 estimate.py      what a deployment serves, and its price
 report.py        a plan in words and as JSON
 simulator/       traces through the real engine in simulated time
+fleet/           days on many replicas, the same way
 """

@@ -111,9 +111,9 @@ class StepLoad:
 
     def seen_by(self, windows: Sequence[int | None]) -> StepLoad:
         """The mean of what layers with these windows have of it; without any they see everything."""
-        seen = [(self.within(window), count / len(windows)) for window, count in Counter(windows).items()]
-        if not seen:
+        if not any(windows):
             return self
+        seen = [(self.within(window), count / len(windows)) for window, count in Counter(windows).items()]
         return dataclasses.replace(
             self,
             num_kv_tokens=sum(load.num_kv_tokens * share for load, share in seen),

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan of every topology; 0 if one fits, else 1."""
     config_from(arguments)  # says what is wrong in the words of the command line
-    prices = _prices(arguments.price)
+    prices = prices_from(arguments.price)
 
     from jpaged.capacity.compiled import Question  # imports jax
     from jpaged.capacity.named_model import find_config
@@ -159,8 +159,12 @@ def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float 
     return arguments.tokens_per_second
 
 
-def _prices(text: str | None) -> dict[str, float]:
-    """`2.7` is for every chip, under the empty name."""
+def prices_from(text: str | None) -> dict[str, float]:
+    """The prices of `--price`; `2.7` is for every chip, under the empty name.
+
+    Raises:
+        InvalidArgument: one is no number from 0 on.
+    """
     prices = {}
     for word in text.split(",") if text else ():
         name, _, value = word.rpartition("=")

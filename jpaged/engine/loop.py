@@ -204,7 +204,7 @@ class EngineLoop:
         self._expire(start_s)
         if self.memory.host is not None:
             self.memory.host.advance()
-        self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
+        self.scheduler.lookahead.has_programs(self._executor.geometry)
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
         if self.watch.is_on:

@@ -11,6 +11,7 @@ compare.py     bench compare
 probe.py       bench probe
 kernels.py     bench kernels
 simulate.py    bench simulate
+fleet.py       bench fleet
 flags.py       flags that several have
 report.py      tables on the terminal
 """

@@ -25,6 +25,7 @@ startup     how long a server takes until it answers
 compare     two results side by side
 probe       bandwidth and FLOPs of this machine
 simulate    serves a trace in simulated time, on any accelerator, with the real scheduler
+fleet       serves a day on a thousand replicas in simulated time, with routers, failures and prices
 kernels     times the attention kernels of this device
 """
 
@@ -36,6 +37,7 @@ BENCHMARKS: Mapping[str, str] = {
     "compare": "compare two results",
     "probe": "measure bandwidth and FLOPs of this machine",
     "simulate": "serve a trace in simulated time",
+    "fleet": "serve a day on many replicas in simulated time",
     "kernels": "time the attention kernels",
 }
 """The help text of each; its module has DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.engine.executor import BucketTable, DeviceRates, Geometry
+from jpaged.engine.executor import DeviceRates, Geometry
 
 NO_NEWCOMERS = -1
 """A number of steps that is left to time, where rows may end, and to what there can be, where none does."""
@@ -54,18 +54,19 @@ class Lookahead:
         self._chosen = num_steps
         longest_s = _LONGEST_S, _LONGEST_WITHOUT_ROOM_S
         self._longest_s, self._longest_without_room_s = (min(s, bound_s or s) for s in longest_s)
-        self._most = min(num_steps if num_steps > 0 else geometry.max_num_steps, geometry.max_num_steps)
+        self.has_programs(geometry)
         self._forward_s = rates.forward_s
-        self._buckets = geometry.buckets
         self._seen_s: dict[int, deque[float]] = {}
         self._under_way: deque[_UnderWay] = deque()
         self._last_end_s = 0.0
         self._forced_share = 0.0
         self._jumping_share = _JUMPING_SHARE_OF_FED if geometry.has_fed_steps else _JUMPING_SHARE
 
-    def has_programs(self, buckets: BucketTable) -> None:
-        """Notes which sizes there are by now."""
-        self._buckets = buckets
+    def has_programs(self, geometry: Geometry) -> None:
+        """Notes which sizes there are by now, and of how many steps."""
+        chosen, most = self._chosen, geometry.max_num_steps
+        self._most = min(chosen, most) if chosen > 0 else most
+        self._buckets = geometry.buckets
 
     def num_steps(
         self,

@@ -378,7 +378,14 @@ def test_an_engine_waits_no_longer_for_arrivals_than_it_has_to_spare():
 
 
 def test_a_size_without_a_program_goes_step_by_step():
-    one = lookahead(8, 0.001)
-    one.has_programs(dataclasses.replace(FakeExecutor().geometry.buckets, decodes=(2,)))
+    one, geometry = lookahead(8, 0.001), SeveralStepsExecutor().geometry
+    one.has_programs(dataclasses.replace(geometry, buckets=dataclasses.replace(geometry.buckets, decodes=(2,))))
     assert one.num_steps(2, 99) == 8
     assert one.num_steps(3, 99) == 1
+
+
+def test_an_executor_may_have_fewer_steps_for_a_while():
+    one, geometry = lookahead(8, 0.001), SeveralStepsExecutor().geometry
+    for most in (3, 1, 16):
+        one.has_programs(dataclasses.replace(geometry, max_num_steps=most))
+        assert one.num_steps(2, 99) == min(8, most)

@@ -1,0 +1,166 @@
+"""The conversations of a day: when they begin, whose they are, how long they are.
+
+    rate(t)   = mean * (1 + swing * cos(2 pi (t - peak) / day))            less at night, most in the afternoon
+    tenants   Zipf: the share of the k-th is as 1 / k^skew; every prompt of a tenant begins with its system prompt
+    bursts    in each 96th of a day a tenant has its share times a Gamma of mean 1; arrivals within are Poisson
+    turns     geometric; a turn's prompt is all that was said before, and what is said now
+    thinking  exponential, from the end of an answer to the next turn
+
+A day of simulated time may be shorter than 86,400 s (`seconds`): the curve and the bursts are drawn out over that, and
+nothing else is: answers and thinking take as long as they do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.errors import InvalidArgument
+
+QUARTERS = 96
+"""Parts of a day in which a tenant's share stays as it is: quarters of an hour."""
+_MAX_SESSIONS = 5_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens, lognormal and at least 1: the mean before they are rounded, and the spread of the logarithm."""
+
+    mean: float
+    sigma: float
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """So many of them."""
+        drawn = generator.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, count)
+        return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """What a day is drawn from.
+
+    Attributes:
+        seconds: of simulated time that the day takes.
+        rate_per_s: turns a second, the mean over the day.
+        swing: how far the rate goes above and below its mean, as a share of it.
+        peak: when it is highest, as a share of the day.
+        num_tenants, skew: of Zipf's law.
+        burst_shape: of the Gamma; the smaller, the burstier. A tenant's share varies by 1 / sqrt(shape).
+        system: tokens of tenants' system prompts.
+        said, answered: tokens of what a user says, and of the answer.
+        mean_turns: of a conversation.
+        mean_thinking_s: between an answer and the next turn.
+        min_thinking_s: at least so long.
+        max_model_len: a conversation ends before it would be longer, in tokens.
+    """
+
+    seconds: float
+    rate_per_s: float
+    max_model_len: int
+    swing: float = 0.6
+    peak: float = 15 / 24
+    num_tenants: int = 200
+    skew: float = 1.0
+    burst_shape: float = 4.0
+    system: Lengths = Lengths(900.0, 0.6)
+    said: Lengths = Lengths(140.0, 1.0)
+    answered: Lengths = Lengths(180.0, 0.8)
+    mean_turns: float = 3.0
+    mean_thinking_s: float = 8.0
+    min_thinking_s: float = 1.0
+
+    def rate_at(self, t_s: float) -> float:
+        """Turns a second that the curve has at a time, bursts aside."""
+        return self.rate_per_s * (1 + self.swing * math.cos(2 * math.pi * (t_s / self.seconds - self.peak)))
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One conversation.
+
+    Attributes:
+        number: from 0, by when they begin.
+        system_tokens: of its tenant.
+        said, answered: tokens of each turn.
+        thinking_s: before each turn but the first, from the end of the answer before.
+    """
+
+    number: int
+    begin_s: float
+    tenant: int
+    system_tokens: int
+    said: tuple[int, ...]
+    answered: tuple[int, ...]
+    thinking_s: tuple[float, ...]
+
+    def prompt_tokens(self, turn: int) -> int:
+        """Tokens of a turn's prompt: the system's, what was said and answered, and what is said now."""
+        return self.system_tokens + sum(self.said[: turn + 1]) + sum(self.answered[:turn])
+
+
+def draw_sessions(day: Day, seed: int) -> list[Session]:
+    """All conversations that begin within a day, by when they begin.
+
+    Raises:
+        InvalidArgument: too many for one computer's memory, or no tenant's system prompt leaves room for a turn.
+    """
+    generator = np.random.default_rng(seed)
+    expected = day.rate_per_s * day.seconds / day.mean_turns
+    if expected > _MAX_SESSIONS:
+        raise InvalidArgument("rate", f"{expected:.3g} conversations in a day are above the limit of {_MAX_SESSIONS}")
+    system = np.minimum(day.system.draw(day.num_tenants, generator), day.max_model_len // 2)
+    begins_s, tenants = _begins(day, generator)
+    num_turns = generator.geometric(1 / day.mean_turns, len(begins_s))
+    total = int(num_turns.sum())
+    said, answered = day.said.draw(total, generator), day.answered.draw(total, generator)
+    thinking_s = np.maximum(day.min_thinking_s, generator.exponential(day.mean_thinking_s, total))
+    ends = np.cumsum(num_turns)
+    return list(_fitting(day, begins_s, tenants, system, (ends - num_turns, ends), (said, answered, thinking_s)))
+
+
+def _begins(day: Day, generator: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """When conversations begin, in order, and whose they are."""
+    width_s = day.seconds / QUARTERS
+    shares_n = 1 / np.arange(1, day.num_tenants + 1) ** day.skew
+    shares_n /= shares_n.sum()
+    middles_q = (np.arange(QUARTERS) + 0.5) * width_s
+    rates_q = np.array([day.rate_at(float(t_s)) for t_s in middles_q]) / day.mean_turns
+    bursts_nq = generator.gamma(day.burst_shape, 1 / day.burst_shape, (day.num_tenants, QUARTERS))
+    counts_nq = generator.poisson(shares_n[:, None] * bursts_nq * rates_q * width_s)
+    tenants, quarters = (np.repeat(places.ravel(), counts_nq.ravel()) for places in np.indices(counts_nq.shape))
+    begins_s = (quarters + generator.random(len(quarters))) * width_s
+    order = np.argsort(begins_s, kind="stable")
+    return begins_s[order], tenants[order]
+
+
+def _fitting(
+    day: Day,
+    begins_s: NDArray[np.float64],
+    tenants: NDArray[np.int64],
+    system: NDArray[np.int64],
+    places: tuple[NDArray[np.int64], NDArray[np.int64]],
+    turns: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]],
+) -> Iterator[Session]:
+    """Each conversation, without the turns that would be too long; a first turn is cut to what fits."""
+    said, answered, thinking_s = turns
+    for number, (begin_s, tenant, first, last) in enumerate(zip(begins_s, tenants, *places, strict=True)):
+        system_tokens = int(system[tenant])
+        room = day.max_model_len - system_tokens
+        mine, theirs = said[first:last].tolist(), answered[first:last].tolist()
+        mine[0] = min(mine[0], room - 1)
+        theirs[0] = min(theirs[0], room - mine[0])
+        lens = np.cumsum(np.add(mine, theirs))
+        count = max(1, int(np.searchsorted(lens, room, side="right")))
+        yield Session(
+            number,
+            float(begin_s),
+            int(tenant),
+            system_tokens,
+            tuple(mine[:count]),
+            tuple(theirs[:count]),
+            tuple(thinking_s[first + 1 : first + count].tolist()),
+        )

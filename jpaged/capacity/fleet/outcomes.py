@@ -1,0 +1,197 @@
+"""What a day came to: latencies, goodput under goals, hits, money, and what failures took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.capacity.fleet.attempts import Totals
+from jpaged.capacity.fleet.day import QUARTERS, Day
+from jpaged.capacity.fleet.routing import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """A turn is good that meets both.
+
+    Attributes:
+        ttft_s: from arrival to the first token.
+        itl_s: the mean time between two tokens of the answer.
+    """
+
+    ttft_s: float
+    itl_s: float
+
+
+class TurnEnd(NamedTuple):
+    """How one turn went, as its client saw it.
+
+    Attributes:
+        num_cached: tokens of the prompt that the first replica had.
+        num_cut: replicas that went while it ran.
+        num_again: tokens that were computed a second time for that.
+        away_s: from each of those moments to the next token, together.
+    """
+
+    arrival_s: float
+    first_token_s: float
+    end_s: float
+    prompt_tokens: int
+    num_tokens: int
+    num_cached: int
+    num_cut: int
+    num_again: int
+    away_s: float
+    tenant: int
+
+
+class Moment(NamedTuple):
+    """The fleet in a window that begins then."""
+
+    at_s: float
+    num_ready: int
+    num_starting: int
+    num_waiting: int
+    num_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A whole day.
+
+    Attributes:
+        ends: every turn that began.
+        lives: what the replicas of each place have counted.
+        elapsed_s: simulated, until the last turn had ended.
+        usd: of all places while they were paid for; None without prices.
+        num_skipped: turns whose time would have come when the day was over.
+        wall_s, cpu_s: what the simulation took.
+    """
+
+    day: Day
+    rule: Rule
+    ends: tuple[TurnEnd, ...]
+    moments: tuple[Moment, ...]
+    lives: tuple[Totals, ...]
+    elapsed_s: float
+    replica_hours: float
+    usd: float | None
+    num_failures: int
+    num_drains: int
+    num_skipped: int
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def totals(self) -> Totals:
+        """What all replicas have counted."""
+        total = Totals()
+        for one in self.lives:
+            total = total.plus(one)
+        return total
+
+
+def ttft_s(ends: Sequence[TurnEnd]) -> NDArray[np.float64]:
+    """Seconds to the first token of each turn."""
+    return np.array([end.first_token_s - end.arrival_s for end in ends])
+
+
+def itl_s(ends: Sequence[TurnEnd]) -> NDArray[np.float64]:
+    """The mean seconds between two tokens of each turn; 0 where there is one token."""
+    return np.array([(end.end_s - end.first_token_s) / max(1, end.num_tokens - 1) for end in ends])
+
+
+def are_good(ends: Sequence[TurnEnd], goals: Goals) -> NDArray[np.bool_]:
+    """Which turns meet both goals."""
+    good: NDArray[np.bool_] = (ttft_s(ends) <= goals.ttft_s) & (itl_s(ends) <= goals.itl_s)
+    return good
+
+
+def summary(outcome: Outcome, goals: Goals) -> dict[str, Any]:
+    """The numbers of a day; names carry their units. What the simulation itself took is apart, as it varies."""
+    ends, totals = outcome.ends, outcome.totals
+    good = are_good(ends, goals)
+    num_tokens, num_good_tokens = (
+        sum(end.num_tokens for end in ends),
+        sum(end.num_tokens for end, is_good in zip(ends, good, strict=True) if is_good),
+    )
+    busy_s = np.array([one.busy_s for one in outcome.lives])
+    found: dict[str, Any] = {
+        "router": outcome.rule,
+        "num_turns": len(ends),
+        "num_turns_beyond_the_day": outcome.num_skipped,
+        "elapsed_s": outcome.elapsed_s,
+        "requests_per_s": len(ends) / outcome.elapsed_s,
+        "output_tokens_per_s": num_tokens / outcome.elapsed_s,
+        "good_percent": 100 * float(good.mean()) if ends else 0.0,
+        "goodput_requests_per_s": int(good.sum()) / outcome.elapsed_s,
+        **_spread("ttft", ttft_s(ends)),
+        **_spread("itl", itl_s(ends)),
+        "prefix_hit_percent": 100 * totals.num_prefix_hit_tokens / max(1, totals.num_prefix_query_tokens),
+        "preemptions": totals.num_preemptions,
+        "busy_percent": 100 * float(busy_s.sum()) / max(1e-9, 3600 * outcome.replica_hours),
+        "busiest_over_mean": float(busy_s.max() / busy_s.mean()) if busy_s.any() else 0.0,
+        "replica_hours": outcome.replica_hours,
+        "usd": outcome.usd,
+        "usd_per_million_tokens": _per_million(outcome.usd, num_tokens),
+        "usd_per_million_good_tokens": _per_million(outcome.usd, num_good_tokens),
+        "num_steps": totals.num_steps,
+        "num_output_tokens": num_tokens,
+    }
+    return found | {"interruptions": interruptions(outcome, good)}
+
+
+def interruptions(outcome: Outcome, good: NDArray[np.bool_]) -> dict[str, Any]:
+    """What failures and drains took: whose answers were cut off, what was computed again, how long they stood still."""
+    cut = np.array([end.num_cut > 0 for end in outcome.ends], np.bool_)
+    away_s = np.array([end.away_s for end in outcome.ends if end.num_cut])
+    return {
+        "num_failures": outcome.num_failures,
+        "num_drains": outcome.num_drains,
+        "num_turns_cut": int(cut.sum()),
+        "tokens_computed_again": sum(end.num_again for end in outcome.ends),
+        "mean_standstill_s": float(away_s.mean()) if away_s.size else 0.0,
+        "max_standstill_s": float(away_s.max()) if away_s.size else 0.0,
+        "good_of_cut_percent": 100 * float(good[cut].mean()) if cut.any() else None,
+        "good_of_others_percent": 100 * float(good[~cut].mean()) if (~cut).any() else None,
+    }
+
+
+def curve(outcome: Outcome, goals: Goals) -> dict[str, list[float]]:
+    """The day in quarters of its hours: rates of turns by when they arrived, and means of what the fleet was."""
+    width_s = outcome.day.seconds / QUARTERS
+    count = max(QUARTERS, int(outcome.elapsed_s / width_s) + 1)
+    quarters = np.array([int(end.arrival_s / width_s) for end in outcome.ends], np.int64)
+    good = are_good(outcome.ends, goals)
+    moments = np.array(outcome.moments, np.float64).reshape(-1, len(Moment._fields))
+    places = (moments[:, 0] / width_s).astype(np.int64)
+    weights = np.maximum(1, np.bincount(places, minlength=count))
+
+    def mean(column: int) -> list[float]:
+        return (np.bincount(places, moments[:, column], count) / weights).tolist()
+
+    arrived = np.bincount(quarters, minlength=count)
+    return {
+        "hour": [24 * quarter / QUARTERS for quarter in range(count)],
+        "arrived_per_s": (arrived / width_s).tolist(),
+        "good_per_s": (np.bincount(quarters[good], minlength=count) / width_s).tolist(),
+        "ready": mean(1),
+        "starting": mean(2),
+        "waiting": mean(3),
+        "in_flight": mean(4),
+    }
+
+
+def _spread(name: str, values_s: NDArray[np.float64]) -> dict[str, float]:
+    if not values_s.size:
+        return {}
+    percentiles = {f"{name}_p{p}_ms": 1e3 * float(np.percentile(values_s, p)) for p in (50, 90, 99)}
+    return {f"{name}_mean_ms": 1e3 * float(values_s.mean()), **percentiles}
+
+
+def _per_million(usd: float | None, num_tokens: int) -> float | None:
+    return None if usd is None or not num_tokens else usd / num_tokens * 1e6

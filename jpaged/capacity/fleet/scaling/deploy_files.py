@@ -1,0 +1,141 @@
+"""Reads what deploy/ says of autoscaling: the rules of the autoscaler, how its metric is made, how pods end.
+
+kubernetes/horizontalpodautoscaler.yaml      how many, by which metric, how fast
+kubernetes/prometheus-adapter-config.yaml    the mean over how long
+prometheus/kubernetes.yaml                   read how often
+kubernetes/deployment.yaml                   how long a pod has that is to end
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from jpaged.capacity.fleet.scaling.autoscaler import Autoscaling, Direction, Policy
+from jpaged.errors import InvalidArgument
+
+_METRICS: dict[str, Literal["num_waiting", "num_running"]] = {
+    "vllm_num_requests_waiting": "num_waiting",
+    "vllm_num_requests_running": "num_running",
+}
+_DURATION = re.compile(r"(\d+)(ms|s|m|h)")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m?)")
+_DEFAULT_UP = (Policy("Percent", 100, 15.0), Policy("Pods", 4, 15.0))
+_DEFAULT_DOWN = (Policy("Percent", 100, 15.0),)
+
+
+def read_autoscaling(folder: Path) -> Autoscaling:
+    """What a folder like deploy/ says.
+
+    Raises:
+        InvalidArgument: a file is missing or no YAML, or says what is not simulated; names file and field.
+    """
+    scaler = _document(folder / "kubernetes" / "horizontalpodautoscaler.yaml", "HorizontalPodAutoscaler")
+    where = "horizontalpodautoscaler.yaml: spec"
+    spec = _get(scaler, "spec", dict, where)
+    metric, target = _metric(spec, where)
+    behavior = spec.get("behavior", {})
+    pod = _get(
+        _get(_get(_document(folder / "kubernetes" / "deployment.yaml", "Deployment"), "spec", dict, "deployment.yaml"),
+             "template", dict, "deployment.yaml: spec"),
+        "spec", dict, "deployment.yaml: spec.template",
+    )  # fmt: skip
+    found = Autoscaling(
+        min_replicas=spec.get("minReplicas", 1),
+        max_replicas=_get(spec, "maxReplicas", int, where),
+        metric=metric,
+        target=target,
+        up=_direction(behavior.get("scaleUp", {}), f"{where}.behavior.scaleUp", 0.0, _DEFAULT_UP),
+        down=_direction(behavior.get("scaleDown", {}), f"{where}.behavior.scaleDown", 300.0, _DEFAULT_DOWN),
+        scrape_s=_scrape_s(folder / "prometheus" / "kubernetes.yaml"),
+        mean_s=_mean_s(folder / "kubernetes" / "prometheus-adapter-config.yaml"),
+        drain_s=float(pod.get("terminationGracePeriodSeconds", 30)),
+    )
+    if not 1 <= found.min_replicas <= found.max_replicas:
+        raise InvalidArgument(
+            f"{where}.minReplicas", f"{found.min_replicas} is not from 1 to maxReplicas ({found.max_replicas})"
+        )
+    return found
+
+
+def _metric(spec: dict[str, Any], where: str) -> tuple[Literal["num_waiting", "num_running"], float]:
+    metrics = _get(spec, "metrics", list, where)
+    if len(metrics) != 1 or metrics[0].get("type") != "Pods":
+        raise InvalidArgument(f"{where}.metrics", "is not one metric of type Pods, which alone is simulated")
+    pods = _get(metrics[0], "pods", dict, f"{where}.metrics[0]")
+    name = pods.get("metric", {}).get("name")
+    if name not in _METRICS:
+        raise InvalidArgument(f"{where}.metrics[0].pods.metric.name", f"{name!r} is not one of {', '.join(_METRICS)}")
+    target = pods.get("target", {})
+    match = _QUANTITY.fullmatch(str(target.get("averageValue", "")))
+    if target.get("type") != "AverageValue" or match is None or not float(match[1]):
+        raise InvalidArgument(f"{where}.metrics[0].pods.target", f"{target} is no AverageValue above 0")
+    return _METRICS[name], float(match[1]) / (1000 if match[2] else 1)
+
+
+def _direction(rules: dict[str, Any], where: str, window_s: float, policies: tuple[Policy, ...]) -> Direction:
+    select = rules.get("selectPolicy", "Max")
+    if select not in ("Max", "Min", "Disabled"):
+        raise InvalidArgument(f"{where}.selectPolicy", f"{select!r} is not Max, Min or Disabled")
+    given = tuple(_policy(rule, f"{where}.policies") for rule in rules.get("policies", ()))
+    return Direction(
+        float(rules.get("stabilizationWindowSeconds", window_s)),
+        given or policies,
+        takes_most=select == "Max",
+        is_disabled=select == "Disabled",
+    )
+
+
+def _policy(rule: dict[str, Any], where: str) -> Policy:
+    kind, value = rule.get("type"), _get(rule, "value", int, where)
+    if kind not in ("Pods", "Percent") or value < 1:
+        raise InvalidArgument(where, f"{rule} is not at least 1 of type Pods or Percent")
+    return Policy(kind, value, float(_get(rule, "periodSeconds", int, where)))
+
+
+def _scrape_s(path: Path) -> float:
+    documents = _documents(path)
+    text = str(documents[0].get("global", {}).get("scrape_interval", "1m")) if documents else ""
+    return _seconds(text, f"{path.name}: global.scrape_interval")
+
+
+def _mean_s(path: Path) -> float:
+    """Seconds of the query's range: `avg_over_time(...[1m])`."""
+    rules = _get(_document(path, "ConfigMap"), "data", dict, path.name).get("config.yaml", "")
+    match = re.search(r"avg_over_time\(.*\[(\w+)\]\)", str(rules))
+    if match is None:
+        raise InvalidArgument(f"{path.name}: metricsQuery", "is no avg_over_time over a range, as in [1m]")
+    return _seconds(match[1], f"{path.name}: metricsQuery")
+
+
+def _seconds(text: str, where: str) -> float:
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise InvalidArgument(where, f"{text!r} is no duration, as in 10s")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def _document(path: Path, kind: str) -> dict[str, Any]:
+    found = [document for document in _documents(path) if document.get("kind") == kind]
+    if len(found) != 1:
+        raise InvalidArgument(path.name, f"has {len(found)} documents of kind {kind}, and not one")
+    return found[0]
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    yaml = importlib.import_module("yaml")  # comes with transformers
+    try:
+        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidArgument("--autoscale", f"{path} cannot be read: {error}") from error
+    return [document for document in documents if isinstance(document, dict)]
+
+
+def _get(values: dict[str, Any], name: str, kind: type, where: str) -> Any:
+    value = values.get(name)
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{where}.{name}", f"{value!r} is not of type {kind.__name__}")
+    return value

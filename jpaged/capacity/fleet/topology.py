@@ -1,0 +1,101 @@
+"""The kinds of replicas of a fleet: a model on the devices of a plan, with their price and how long a start takes.
+
+pool        what memory_utilization leaves of the data sheet's memory, less the weights (`deploy`)
+step        on TPUs as a plan has it, on GPUs the roofline with the overheads of the paper's system
+cold start  what a server of the small model takes (`docs/performance.md`), and the weights at a stated rate
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jpaged.capacity.fleet.pods import PoolKind
+from jpaged.capacity.fleet.worker import Pool
+from jpaged.capacity.simulator.deployment import deploy
+from jpaged.capacity.simulator.models import MODELS
+from jpaged.config import EngineConfig
+from jpaged.errors import InvalidArgument
+from jpaged.hardware import HARDWARE, Hardware
+
+START_S = 3.0
+"""From the start of `jpaged serve demo` until it takes requests, nothing compiled before: `benchmarks/startup.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How every replica serves.
+
+    Attributes:
+        load_bytes_per_s: at which a starting replica reads its weights.
+    """
+
+    model: str
+    max_model_len: int = 8192
+    block_size: int = 64
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    load_bytes_per_s: float = 2e9
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The options of each engine; the queue is the router's concern, so that it has no end here."""
+        return EngineConfig().replace(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_queued_reqs=1_000_000,
+            overlap=False,
+            max_inter_token_latency=0.0,
+            num_scheduler_steps=-1,
+            **dict(self.options),
+        )
+
+
+def kind_of(
+    name: str, serving: Serving, prices: Mapping[str, float], cold_start_s: float | None
+) -> tuple[Pool, PoolKind]:
+    """What replicas on a topology are: `v6e:1x1`, `h100`, `h100:2`.
+
+    Args:
+        prices: USD for an hour of a chip, as `price_of` reads them.
+        cold_start_s: None is START_S and the time to read the weights.
+
+    Raises:
+        InvalidArgument: the topology is not known, or the model does not fit.
+    """
+    from jpaged.capacity.estimate import price_of  # imports jax
+
+    hardware, num_devices, num_chips, family = _devices(name)
+    model = MODELS[serving.model]
+    config = model.config
+    if serving.max_model_len > config.max_model_len:
+        raise InvalidArgument(
+            "max_model_len", f"{serving.max_model_len} is over {config.max_model_len}, which {model.name} has"
+        )
+    model = dataclasses.replace(
+        model, config=dataclasses.replace(config, max_position_embeddings=serving.max_model_len)
+    )
+    deployment = deploy(model, hardware, num_devices=num_devices, block_size=serving.block_size)
+    if cold_start_s is None:
+        cold_start_s = START_S + model.shape.weight_bytes / serving.load_bytes_per_s
+    price = price_of(prices, name, family)
+    kind = PoolKind(
+        name,
+        deployment.num_blocks * serving.block_size,
+        num_chips,
+        cold_start_s,
+        None if price is None else price * num_chips,
+    )
+    return Pool(deployment, serving.engine), kind
+
+
+def _devices(name: str) -> tuple[Hardware, int, int, str]:
+    """The hardware of a topology, its devices, its chips, and what prices are named by."""
+    if (found := HARDWARE.get(name)) is not None:  # those that no compiler is here for
+        return found, 1, 1, name
+    from jpaged.capacity.target import find_target  # imports jax
+
+    target = find_target(name)
+    return target.hardware, target.num_devices, target.num_chips, target.family

@@ -1,0 +1,213 @@
+"""Some of the replicas, brought forward a window of simulated time at a time, in this process or in one of its own.
+
+    coordinator  ──Window──>  worker 0: replicas 0, 2, 4 ...       each does what it is told, whatever the others do
+                 ──Window──>  worker 1: replicas 1, 3, 5 ...
+                 <─Report───
+
+A worker decides nothing, so that how many there are changes nothing. A replica without work costs nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from jpaged.capacity.fleet.attempts import Attempt, Change, Ended, PoolLoad, Totals
+from jpaged.capacity.fleet.replica import Replica
+from jpaged.capacity.simulator.deployment import Deployment
+from jpaged.config import EngineConfig
+from jpaged.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What happens in a stretch of time.
+
+    Attributes:
+        begin_s: when the changes are made; every replica has been brought so far.
+        attempts: by place, each place's by arrival.
+    """
+
+    begin_s: float
+    until_s: float
+    changes: tuple[Change, ...] = ()
+    attempts: dict[int, list[Attempt]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of it.
+
+    Attributes:
+        loads: of the replicas that had work in it.
+        lives: what replicas had counted that were ended.
+    """
+
+    ended: tuple[Ended, ...]
+    loads: dict[int, PoolLoad]
+    lives: dict[int, Totals]
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """What a worker has at the end: what its replicas have counted, and the seconds of its processor."""
+
+    lives: dict[int, Totals]
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What replicas of one kind are: where they run, and with which options."""
+
+    deployment: Deployment
+    options: EngineConfig
+
+
+class Replicas:
+    """A worker's replicas.
+
+    Args:
+        checks: look for lost blocks behind every window.
+    """
+
+    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
+        self._pools = pools
+        self._checks = checks
+        self._replicas: dict[int, Replica] = {}
+        self._busy = dict[int, Replica]()
+        self._begin_cpu_s = time.process_time()
+
+    def run(self, window: Window) -> Report:
+        """Brings all replicas to the end of a window."""
+        ended, lives = list[Ended](), dict[int, Totals]()
+        for change in window.changes:
+            if change.kind == "begin":
+                if change.place in self._replicas:
+                    raise InternalError(f"replica {change.place} is to begin and is there")
+                pool = self._pools[change.pool]
+                self._replicas[change.place] = Replica(change.place, pool.deployment, pool.options, window.begin_s)
+            else:
+                replica = self._replicas.pop(change.place)
+                self._busy.pop(change.place, None)
+                replica.kill(window.begin_s)
+                ended += replica.take_ended()
+                lives[change.place] = replica.totals
+        for place, attempts in window.attempts.items():
+            replica = self._busy[place] = self._replicas[place]
+            replica.give(attempts)
+        loads = {}
+        for place, replica in list(self._busy.items()):
+            replica.advance(window.until_s)
+            if self._checks:
+                replica.check()
+            ended += replica.take_ended()
+            loads[place] = replica.load
+            if replica.is_idle:
+                del self._busy[place]
+        return Report(tuple(ended), loads, lives)
+
+    def close(self) -> Closing:
+        """What there is at the end."""
+        lives = {place: replica.totals for place, replica in self._replicas.items()}
+        return Closing(lives, time.process_time() - self._begin_cpu_s)
+
+
+class Worker(Protocol):
+    """Replicas that are here or elsewhere."""
+
+    def send(self, window: Window) -> None:
+        """Begins a window."""
+
+    def receive(self) -> Report:
+        """Waits for what came of it."""
+
+    def close(self) -> Closing:
+        """Ends all."""
+
+
+class LocalWorker:
+    """Replicas in this process."""
+
+    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
+        self._replicas = Replicas(pools, checks=checks)
+        self._report = Report((), {}, {})
+
+    def send(self, window: Window) -> None:
+        self._report = self._replicas.run(window)
+
+    def receive(self) -> Report:
+        return self._report
+
+    def close(self) -> Closing:
+        return self._replicas.close()
+
+
+class ProcessWorker:
+    """Replicas in a process of their own, which ends with this one."""
+
+    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")  # a thread of a library that was forked would not go on
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, pools, checks), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, window: Window) -> None:
+        self._connection.send(window)
+
+    def receive(self) -> Report:
+        """Waits for what came of a window.
+
+        Raises:
+            InternalError: the process has ended.
+        """
+        report = self._answer()
+        if not isinstance(report, Report):
+            raise InternalError(f"a worker answered a window with {type(report).__name__}")
+        return report
+
+    def close(self) -> Closing:
+        self._connection.send(None)
+        closing = self._answer()
+        self._process.join()
+        self._connection.close()
+        if not isinstance(closing, Closing):
+            raise InternalError(f"a worker answered its end with {type(closing).__name__}")
+        return closing
+
+    def _answer(self) -> object:
+        try:
+            answer = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise InternalError(f"a worker process has ended with exit code {self._process.exitcode}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def make_workers(num_processes: int, pools: Sequence[Pool], *, checks: bool = False) -> list[Worker]:
+    """Workers in processes of their own, or for one process a worker in this one."""
+    if num_processes == 1:
+        return [LocalWorker(pools, checks=checks)]
+    return [ProcessWorker(pools, checks=checks) for _ in range(num_processes)]
+
+
+def _serve(connection: Connection, pools: Sequence[Pool], checks: bool) -> None:
+    """The life of a worker's process: ends with its coordinator's end of the pipe."""
+    replicas = Replicas(pools, checks=checks)
+    gc.freeze()
+    try:
+        while (window := connection.recv()) is not None:
+            connection.send(replicas.run(window))
+        connection.send(replicas.close())
+    except (EOFError, KeyboardInterrupt, BrokenPipeError):
+        """Whoever asked is gone."""
+    except Exception as error:  # told to whoever asked, who raises it
+        connection.send(error)
