@@ -1,6 +1,6 @@
 """The simulator's executor for many replicas: decodes several steps in one dispatch where that changes nothing.
 
-    single steps   | s | s | s | s | arrival | s ...          what happens at an arrival, or when a row ends, is the same
+    single steps   | s | s | s | s | arrival | s ...       what happens at an arrival, or when a row ends, is the same
     one dispatch   | s   s   s   s | arrival | s ...
 
 The engine decides a number of steps at once as it does for any device (`Lookahead`), with what it may have at most set
@@ -43,7 +43,7 @@ class BulkExecutor(SimulatedExecutor):
         self._num_rows = self._num_kv_tokens = 0
 
     def look(self, until_s: float) -> None:
-        """Lets the next dispatch have the steps that surely end before a time: of the newest arrival, or of a window."""
+        """Lets the next dispatch have the steps that surely end before a time: the next arrival's, or a window's."""
         self.geometry = self._geometries[self._num_sure_steps(until_s - self._clock()) - 1]
 
     def forward(self, inputs: StepInputs) -> NDArray[np.int32]:

@@ -4,10 +4,11 @@
                            ^    what it has sent and seen end, a window old    │
                            └────────────────────────────────────────────────────┘
 
-Time goes in windows. At the beginning of one the coordinator takes in all that has ended by then, lets replicas come and
-go, and sends each request that arrives within it to a replica; then every worker brings its replicas to its end. Nothing
-that happens in a window acts on another replica before the next: the window is the delay with which routers see load, and
-why workers need not wait for each other (conservative synchronisation). All that is drawn is drawn here, from the seed.
+Time goes in windows. At the beginning of one the coordinator takes in all that has ended by then, lets replicas come
+and go, and sends each request that arrives within it to a replica; then every worker brings its replicas to its end.
+Nothing that happens in a window acts on another replica before the next: the window is the delay with which routers see
+load, and why workers need not wait for each other (conservative synchronisation). All that is drawn is drawn here, from
+the seed.
 """
 
 from __future__ import annotations
@@ -296,7 +297,8 @@ class Fleet:
             turn.num_cut,
             turn.num_again,
             turn.away_s,
-            session.tenant,
+            session.number,
+            turn.number,
         )
         self._ends.append(end)
         later = turn.number + 1

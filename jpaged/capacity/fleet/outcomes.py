@@ -46,7 +46,8 @@ class TurnEnd(NamedTuple):
     num_cut: int
     num_again: int
     away_s: float
-    tenant: int
+    session: int
+    turn: int
 
 
 class Moment(NamedTuple):
@@ -164,15 +165,18 @@ def interruptions(outcome: Outcome, good: NDArray[np.bool_]) -> dict[str, Any]:
 def curve(outcome: Outcome, goals: Goals) -> dict[str, list[float]]:
     """The day in quarters of its hours: rates of turns by when they arrived, and means of what the fleet was."""
     width_s = outcome.day.seconds / QUARTERS
-    count = max(QUARTERS, int(outcome.elapsed_s / width_s) + 1)
+    count = max(QUARTERS, int(outcome.moments[-1].at_s / width_s) + 1)
     quarters = np.array([int(end.arrival_s / width_s) for end in outcome.ends], np.int64)
     good = are_good(outcome.ends, goals)
     moments = np.array(outcome.moments, np.float64).reshape(-1, len(Moment._fields))
     places = (moments[:, 0] / width_s).astype(np.int64)
-    weights = np.maximum(1, np.bincount(places, minlength=count))
+    weights = np.bincount(places, minlength=count)
+    last = np.maximum(0, np.searchsorted(places, np.arange(count), side="right") - 1)
 
     def mean(column: int) -> list[float]:
-        return (np.bincount(places, moments[:, column], count) / weights).tolist()
+        sums = np.bincount(places, moments[:, column], count)
+        # A quarter in which no window begins is as the window that it is in.
+        return np.where(weights > 0, sums / np.maximum(1, weights), moments[last, column]).tolist()
 
     arrived = np.bincount(quarters, minlength=count)
     return {

@@ -48,6 +48,8 @@ def _draw_replicas(ax: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     for number, run in enumerate(runs):
         curve = run["curve"]
         ax.plot(curve["hour"], curve["ready"], color=f"C{number}", lw=1, label=f"{_name(run)}: ready")
+        if not any(curve["starting"]):
+            continue
         both = [ready + starting for ready, starting in zip(curve["ready"], curve["starting"], strict=True)]
         ax.plot(curve["hour"], both, color=f"C{number}", lw=1, ls=":", label="and starting")
     _finish(ax, "replicas")

@@ -28,12 +28,14 @@ class PoolKind:
 
     Attributes:
         name: of the topology.
+        family: what prices are named by, besides.
         capacity: tokens that the KV pool holds.
         cold_start_s: from the start of a pod until it takes requests.
         usd_per_hour: of all its chips; None without a price.
     """
 
     name: str
+    family: str
     capacity: int
     num_chips: int
     cold_start_s: float

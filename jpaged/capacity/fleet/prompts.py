@@ -16,7 +16,9 @@ import numpy as np
 from jpaged.capacity.fleet.attempts import Attempt
 
 NUM_IDS = 256
-"""Token ids are below it: Python has each of them once, so that a prompt is a list of pointers."""
+"""Token ids are below it, but for the first of a text: Python has each once, so that a prompt is a list of pointers."""
+NUM_FIRST_IDS = 3000
+"""First tokens are below it: a cache that finds parts of blocks would find one in 256 else."""
 _STEP, _MIX, _LATER_MIX = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _SYSTEM, _SAID, _ANSWERED = 1, 2, 3
 
@@ -48,4 +50,6 @@ def _text(kind: int, number: int, part: int, count: int) -> list[int]:
         state = (state ^ (state >> np.uint64(30))) * _MIX
         state = (state ^ (state >> np.uint64(27))) * _LATER_MIX
         ids: list[int] = (1 + (state >> np.uint64(40)) % np.uint64(NUM_IDS - 1)).tolist()
+        if count:
+            ids[0] = int(1 + mixed % np.uint64(NUM_FIRST_IDS - 1))
     return ids

@@ -83,6 +83,7 @@ def kind_of(
     price = price_of(prices, name, family)
     kind = PoolKind(
         name,
+        family,
         deployment.num_blocks * serving.block_size,
         num_chips,
         cold_start_s,

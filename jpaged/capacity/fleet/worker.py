@@ -159,7 +159,15 @@ class ProcessWorker:
         theirs.close()
 
     def send(self, window: Window) -> None:
-        self._connection.send(window)
+        """Begins a window.
+
+        Raises:
+            InternalError: the process has ended.
+        """
+        try:
+            self._connection.send(window)
+        except OSError:
+            raise self._gone() from None
 
     def receive(self) -> Report:
         """Waits for what came of a window.
@@ -184,12 +192,15 @@ class ProcessWorker:
     def _answer(self) -> object:
         try:
             answer = self._connection.recv()
-        except EOFError:
-            self._process.join()
-            raise InternalError(f"a worker process has ended with exit code {self._process.exitcode}") from None
+        except (EOFError, OSError):
+            raise self._gone() from None
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _gone(self) -> InternalError:
+        self._process.join()
+        return InternalError(f"a worker process has ended with exit code {self._process.exitcode}")
 
 
 def make_workers(num_processes: int, pools: Sequence[Pool], *, checks: bool = False) -> list[Worker]:

@@ -38,8 +38,8 @@ drains, the autoscaler of deploy/, and what it costs.
     jpaged bench fleet --topology v6e:1x1=600 --topology h100=400 --price v6e=2.7,h100=3
     jpaged bench fleet --replicas 8 --day 3600 --rate 12 --autoscale deploy
 
-A day is a curve with bursts, tenants with system prompts, and conversations whose turns bring what was said before. Steps
-take what a plan says; all else is what the engine does. docs/fleet.md says what is simulated, and how near to it
+A day is a curve with bursts, tenants with system prompts, and conversations whose turns bring what was said before.
+Steps take what a plan says; all else is what the engine does. docs/fleet.md says what is simulated, and how near to it
 processes come.
 """
 
@@ -96,7 +96,7 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--window", type=float, default=0.25, metavar="S", help="how old a router's knowledge may be (default: 0.25)"
     )
-    group.add_argument("--max-model-len", type=int, default=8192, metavar="N", help="(default: 8192)")
+    group.add_argument("--max-model-len", type=int, default=8192, metavar="TOKENS", help="(default: 8192)")
     group.add_argument("--max-num-seqs", type=int, default=128, metavar="N", help="rows of a step (default: 128)")
     group.add_argument(
         "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)"
@@ -218,7 +218,19 @@ def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[
         pools.append(pool)
         kinds.append(kind)
         places += [number] * count
+    _check_prices(prices, kinds)
     return pools, kinds, places
+
+
+def _check_prices(prices: Mapping[str, float], kinds: Sequence[PoolKind]) -> None:
+    """Refuses prices of what is not there, and those of some topologies alone."""
+    names = {name for kind in kinds for name in (kind.name, kind.family, "")}
+    if unused := sorted(prices.keys() - names):
+        shown = ", ".join(kind.name for kind in kinds)
+        raise InvalidArgument("--price", f"{unused[0]} is of none of the topologies ({shown})")
+    without = [kind.name for kind in kinds if kind.usd_per_hour is None]
+    if prices and without:
+        raise InvalidArgument("--price", f"{without[0]} has none, and others have one")
 
 
 def _topologies(arguments: argparse.Namespace) -> dict[str, int]:

@@ -140,9 +140,9 @@ class Autoscaler:
     def _stabilised(self, now_s: float, wanted: int, current: int) -> int:
         up, down = wanted, wanted
         for at_s, number in self._wanted:
-            if at_s >= now_s - self._options.up.window_s:
+            if at_s > now_s - self._options.up.window_s:
                 up = min(up, number)
-            if at_s >= now_s - self._options.down.window_s:
+            if at_s > now_s - self._options.down.window_s:
                 down = max(down, number)
         return min(max(current, up), down)
 
