@@ -13,6 +13,7 @@ Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
+EvictionPolicyName = Literal["lru", "lfu", "2q", "worth"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "openai"]
 """How a model writes tool calls: `jpaged.service.chat.parsers.formats` has what each is."""
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "openai_gptoss"]
@@ -119,6 +120,12 @@ class CacheOptions:
         "paged",
         "paged gives blocks as tokens come; reserve-* keep contiguous room for a sequence's whole life: baselines",
         choices=get_args(KVPolicy),
+    )
+    eviction_policy: EvictionPolicyName = option(
+        "lru",
+        "which cached block goes first when blocks run out, on the device and in host memory: the least recently (lru) or "
+        "least frequently (lfu) used, what was seen once (2q), or what would save the least time (worth)",
+        choices=get_args(EvictionPolicyName),
     )
 
 

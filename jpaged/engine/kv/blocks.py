@@ -1,7 +1,7 @@
 """Physical blocks: which are free, and how many tables hold each of the others.
 
     free list   oldest ...... newest        allocate takes from the left, release appends on the right, a table's last
-                                            block first: the list is in order of last use
+                                            block first: the list is in order of last use, or in a policy's (`eviction/`)
     ref counts  block -> number of block tables that hold it; 0 exactly for the blocks of the free list
     content     a block of the free list may still hold a cached prefix; it is told to the cache when it is reissued
 
@@ -18,7 +18,6 @@ Knows nothing of requests or devices. Block 0 is the null block: it is never all
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -27,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
+from jpaged.engine.kv.eviction.free_list import FreeList
+from jpaged.engine.kv.eviction.lru import LeastRecentlyUsed
 from jpaged.errors import InternalError
 
 Key = bytes
@@ -191,6 +192,7 @@ class BlockPool:
     """Hands blocks out and takes them back. The only writer of reference counts and of the free list.
 
     Args:
+        free: a free list that has all blocks; None is a plain one.
         on_reissue: called with a block of the free list just before it is given to somebody else.
         on_release: called with the blocks that a release has freed.
     """
@@ -200,6 +202,7 @@ class BlockPool:
         *,
         num_blocks: int,
         block_size: int,
+        free: FreeList | None = None,
         on_reissue: Callable[[int], None] = lambda block_id: None,
         on_release: Callable[[list[int]], None] = lambda block_ids: None,
     ) -> None:
@@ -207,7 +210,7 @@ class BlockPool:
         self.block_size = block_size
         self._on_reissue = on_reissue
         self._on_release = on_release
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self._free: FreeList = LeastRecentlyUsed.fromkeys(range(1, num_blocks + 1)) if free is None else free
         self._ref_counts = [0] * (num_blocks + 1)
 
     @property
@@ -232,7 +235,7 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes the blocks that were free the longest; each then has one reference.
+        """Takes the blocks that go first, which were free the longest; each then has one reference.
 
         Raises:
             InternalError: there are too few; the caller asks `can_allocate` first.

@@ -1,0 +1,58 @@
+"""Least frequently used: the block that fewest requests have seen goes first, of these the least recently used.
+
+    seen once   [ 9 4 7 ]        seen twice   [ 8 ]        seen 31 times   [ 1 2 ]
+
+What is seen again counts as long as it is kept. Leaves go before what they follow: whoever sees a child sees its parent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from jpaged.engine.kv.eviction.policy import Entry
+
+
+class LeastFrequentlyUsed:
+    """Implements `jpaged.engine.kv.eviction.policy.EvictionPolicy`: O(1), and O(log n) in different counts."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._counts: dict[int, int] = {}
+        self._free: dict[int, OrderedDict[int, None]] = {}  # times seen -> places, the oldest first
+        self._heap: list[int] = []  # the counts that have a list, each once
+
+    def enter(self, place: int, entry: Entry) -> None:
+        self._entries[place] = entry
+        self._counts[place] = entry.times_seen
+
+    def found(self, places: Sequence[int]) -> None:
+        for place in places:
+            queue = self._free.get(self._counts[place])
+            is_free = queue is not None and place in queue
+            if is_free:
+                self.taken(place)
+            self._counts[place] += 1
+            if is_free:
+                self.freed(place)
+
+    def freed(self, place: int) -> None:
+        count = self._counts[place]
+        queue = self._free.get(count)
+        if queue is None:
+            queue = self._free[count] = OrderedDict()
+            heapq.heappush(self._heap, count)
+        queue[place] = None
+
+    def taken(self, place: int) -> None:
+        del self._free[self._counts[place]][place]
+
+    def victim(self) -> int:
+        while not (queue := self._free[self._heap[0]]):
+            del self._free[heapq.heappop(self._heap)]
+        return queue.popitem(last=False)[0]
+
+    def left(self, place: int, *, is_evicted: bool) -> Entry:
+        return dataclasses.replace(self._entries.pop(place), times_seen=self._counts.pop(place))

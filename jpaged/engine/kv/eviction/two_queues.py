@@ -1,0 +1,64 @@
+"""Two queues: what was seen once passes through a short one, and only what is seen again stays (2Q, S3-FIFO).
+
+    once      oldest ...... newest     at most a tenth of the places, while there is a choice
+    again     oldest ...... newest     seen twice or more, here or by its key within the last evictions (ghosts)
+
+A flood of prompts that nobody sends again goes through the first and leaves the second alone. Johnson and Shasha, "2Q",
+VLDB 1994; Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from jpaged.engine.kv.eviction.policy import Entry, Key
+
+_SHARE_OF_ONCE = 0.1
+
+
+class TwoQueues:
+    """Implements `jpaged.engine.kv.eviction.policy.EvictionPolicy`, in O(1).
+
+    Args:
+        num_places: of the tier; as many keys of evicted blocks are remembered.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self._num_ghosts = num_places
+        self._max_once = max(1, int(_SHARE_OF_ONCE * num_places))
+        self._entries: dict[int, Entry] = {}
+        self._counts: dict[int, int] = {}
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._ghosts: OrderedDict[Key, int] = OrderedDict()
+
+    def enter(self, place: int, entry: Entry) -> None:
+        self._entries[place] = entry
+        self._counts[place] = max(entry.times_seen, 1 + self._ghosts.pop(entry.key, 0))
+
+    def found(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._counts[place] += 1
+            if place in self._once:  # its place is among those that were seen again, should nobody take it
+                del self._once[place]
+                self._again[place] = None
+
+    def freed(self, place: int) -> None:
+        (self._again if self._counts[place] > 1 else self._once)[place] = None
+
+    def taken(self, place: int) -> None:
+        del (self._again if place in self._again else self._once)[place]
+
+    def victim(self) -> int:
+        queue = self._once if self._once and (len(self._once) > self._max_once or not self._again) else self._again
+        return queue.popitem(last=False)[0]
+
+    def left(self, place: int, *, is_evicted: bool) -> Entry:
+        entry, count = self._entries.pop(place), self._counts.pop(place)
+        if is_evicted:
+            self._ghosts[entry.key] = count
+            if len(self._ghosts) > self._num_ghosts:
+                self._ghosts.popitem(last=False)
+        return dataclasses.replace(entry, times_seen=count)

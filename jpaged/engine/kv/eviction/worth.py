@@ -1,0 +1,231 @@
+"""What a block is worth: the rate at which the places of blocks like it save seconds.
+
+    worth = rate(class, age) * seconds to have it again
+
+    class    how often it was seen, whether several conversations begin with it, and how much of what its owner leaves is
+             needed again; what is learnt of each is in `reuse.py`
+    seconds  to compute it, which grows with its place in the prompt; or to bring it back from the tier below, where that
+             keeps it (`costs.py`)
+
+Free blocks lie in lots of those that are worth about the same (`lots.py`). Lots are ranked anew once in a while; until then
+blocks are taken from the one that is worth least, the oldest first, and from the next when it is empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.engine.kv.eviction.costs import BlockCosts
+from jpaged.engine.kv.eviction.lots import Lot, Lots
+from jpaged.engine.kv.eviction.policy import Entry, Key
+from jpaged.engine.kv.eviction.reuse import NUM_AGES, Reuse
+
+_SPANS_PER_POOL = 8
+_AGE_UNITS_PER_POOL = 32
+_RANKS_PER_POOL = 64
+_LESSONS_PER_POOL = 2
+_SEEN = (2, 4)
+"""Times seen from which a block is of the next class; seen once is the first."""
+_SHARES = (0.15, 0.5)
+"""Shares of an owner's blocks that were needed again, from which a block is of the next class."""
+_FEW_BLOCKS = 32
+"""Owners of whose blocks fewer ended are of the middle class."""
+_MAX_OWNERS = 1024
+_FADE = 0.8
+_COST_STEP = 1.5
+_NUM_COSTS = 8
+_BELOW = _NUM_COSTS
+"""The cost level of what the tier below keeps, behind those of what is computed again."""
+NUM_CLASSES = 2 * (len(_SEEN) + 1) * (len(_SHARES) + 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """What is known of a block, kept or evicted.
+
+    Attributes:
+        seen: requests that computed or found it.
+        is_shared: a request went on from it otherwise than the one before.
+        kind: its class when it was freed last.
+        freed_at: when that was, in blocks freed since the start; None before, and once it was found.
+    """
+
+    entry: Entry
+    seen: int
+    is_shared: bool = False
+    kind: int = 0
+    freed_at: int | None = None
+
+
+class Worth:
+    """Implements `jpaged.engine.kv.eviction.policy.EvictionPolicy`.
+
+    A decision is O(1), but for each 64th of the places, when all lots are ranked; of evicted blocks as many are remembered
+    as there are places.
+
+    Args:
+        num_places: of the tier.
+        is_below: whether the tier below keeps a key; None where there is none.
+    """
+
+    def __init__(self, num_places: int, costs: BlockCosts, is_below: Callable[[Key], bool] | None = None) -> None:
+        self._num_places = num_places
+        self._costs = costs
+        self._is_below = is_below
+        self._blocks: dict[int, _Block] = {}
+        self._places: dict[Key, int] = {}
+        self._num_followers: dict[Key, int] = {}  # blocks of the tier whose parent has the key
+        self._gone: OrderedDict[Key, _Block] = OrderedDict()
+        self._owners: OrderedDict[Key, list[float]] = OrderedDict()  # [needed again, not]
+        self._lots = Lots(max(1, num_places // _SPANS_PER_POOL))
+        self._ranking: list[Lot] = []  # the one that is worth least is the last
+        self._num_until_ranked = 0
+        self._now = 0
+        self._learns_at = num_places
+        unit = max(1.0, num_places / _AGE_UNITS_PER_POOL)
+        self._reuse = Reuse(NUM_CLASSES, unit, prior_blocks=max(4.0, unit))
+
+    def enter(self, place: int, entry: Entry) -> None:
+        block = _Block(entry, entry.times_seen)
+        gone = self._gone.pop(entry.key, None)
+        if gone is not None:
+            self._was_needed(gone)
+            block.seen, block.is_shared = max(block.seen, gone.seen + 1), gone.is_shared
+        self._blocks[place] = block
+        self._places[entry.key] = place
+        if entry.parent is not None:
+            self._num_followers[entry.parent] = self._num_followers.get(entry.parent, 0) + 1
+
+    def found(self, places: Sequence[int]) -> None:
+        # What follows the last of them is not what the request goes on with.
+        is_shared = bool(places) and self._blocks[places[-1]].entry.key in self._num_followers
+        for place in places:
+            block = self._blocks[place]
+            block.seen += 1
+            block.is_shared |= is_shared
+            if block.freed_at is not None:
+                self._was_needed(block)
+                block.freed_at = None
+
+    def freed(self, place: int) -> None:
+        block = self._blocks[place]
+        block.kind, block.freed_at = self._kind(block), self._now
+        self._lots.add(place, block.kind, self._cost_level(block.entry), self._now)
+        self._now += 1
+
+    def taken(self, place: int) -> None:
+        self._lots.remove(place)
+
+    def victim(self) -> int:
+        if self._num_until_ranked <= 0:
+            self._rank()
+        place = self._oldest_of_least()
+        if place is None:
+            self._rank()
+            place = self._oldest_of_least()
+        if place is None:  # all are followed by blocks that somebody holds
+            place = next(iter(next(lot for lot in self._lots if lot).passed))
+        self._num_until_ranked -= 1
+        self._lots.remove(place)
+        return place
+
+    def left(self, place: int, *, is_evicted: bool) -> Entry:
+        block = self._blocks.pop(place)
+        entry = block.entry
+        del self._places[entry.key]
+        if entry.parent is not None:
+            self._leave_parent(entry.parent)
+        if is_evicted and block.freed_at is not None:
+            self._gone[entry.key] = block
+            if len(self._gone) > self._num_places:
+                self._was_not_needed(self._gone.popitem(last=False)[1])
+        return dataclasses.replace(entry, times_seen=block.seen)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _leave_parent(self, parent: Key) -> None:
+        num_followers = self._num_followers.pop(parent) - 1
+        if num_followers:
+            self._num_followers[parent] = num_followers
+            return
+        place = self._places.get(parent)
+        if place is not None and (lot := self._lots.lot_of(place)) is not None:
+            lot.ripen(place)
+
+    def _was_needed(self, block: _Block) -> None:
+        assert block.freed_at is not None
+        self._reuse.found(block.kind, self._reuse.age(self._now - block.freed_at))
+        self._count(block.entry.owner, 0)
+
+    def _was_not_needed(self, block: _Block) -> None:
+        assert block.freed_at is not None
+        self._reuse.ended(block.kind, self._reuse.age(self._now - block.freed_at))
+        self._count(block.entry.owner, 1)
+
+    def _count(self, owner: Key, which: int) -> None:
+        counts = self._owners.get(owner)
+        if counts is None:
+            counts = self._owners[owner] = [0.0, 0.0]
+            if len(self._owners) > _MAX_OWNERS:
+                self._owners.popitem(last=False)
+        else:
+            self._owners.move_to_end(owner)
+        counts[which] += 1
+
+    def _kind(self, block: _Block) -> int:
+        needed, not_needed = self._owners.get(block.entry.owner, (0.0, 0.0))
+        num_ended = needed + not_needed
+        share = _SHARES[0] if num_ended < _FEW_BLOCKS else needed / num_ended
+        of_owner = (share >= _SHARES[0]) + (share >= _SHARES[1])
+        of_seen = (block.seen >= _SEEN[0]) + (block.seen >= _SEEN[1])
+        return (of_seen * 2 + block.is_shared) * (len(_SHARES) + 1) + of_owner
+
+    def _cost_level(self, entry: Entry) -> int:
+        if self._is_below is not None and self._is_below(entry.key):
+            return _BELOW
+        ratio = self._costs.recompute_s(entry.index) / self._costs.first_s
+        return min(_NUM_COSTS - 1, int(math.log(ratio, _COST_STEP)))
+
+    def _seconds(self, level: int) -> float:
+        """What a block of a cost level costs to have again."""
+        seconds = self._costs.first_s * _COST_STEP ** (level + 0.5)
+        return seconds if level != _BELOW else min(self._costs.fetch_s, self._costs.first_s)
+
+    def _oldest_of_least(self) -> int | None:
+        """The oldest block that nobody follows, of the lot that is worth least and has one; None where no lot has."""
+        while self._ranking:
+            lot = self._ranking[-1]
+            while (place := lot.oldest()) is not None:
+                if self._blocks[place].entry.key not in self._num_followers:
+                    return place
+                lot.pass_over(place)
+            self._ranking.pop()
+        return None
+
+    def _rank(self) -> None:
+        """Puts lots in order of what their blocks are worth, and learns first where it is time."""
+        self._lots.settle(self._now)
+        ages = {lot: self._reuse.age(max(0, self._now - self._lots.begin_of(lot))) for lot in self._lots}
+        if self._now >= self._learns_at:
+            self._learn(ages)
+        rates, seconds = self._reuse.rates, [self._seconds(level) for level in range(_NUM_COSTS + 1)]
+        worths = [
+            (rates[lot.kind][age] * seconds[lot.cost], lot.span, lot.kind, lot.cost, lot) for lot, age in ages.items()
+        ]
+        self._ranking = [lot for *_, lot in sorted(worths, key=lambda worth: worth[:4], reverse=True)]
+        self._num_until_ranked = max(8, self._num_places // _RANKS_PER_POOL)
+
+    def _learn(self, ages: dict[Lot, int]) -> None:
+        alive_ca = np.zeros((NUM_CLASSES, NUM_AGES))
+        for lot, age in ages.items():
+            alive_ca[lot.kind, age] += len(lot)
+        self._reuse.learn(alive_ca)
+        for counts in self._owners.values():
+            counts[:] = [_FADE * count for count in counts]
+        self._learns_at = self._now + max(1, self._num_places // _LESSONS_PER_POOL)
