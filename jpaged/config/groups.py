@@ -123,8 +123,8 @@ class CacheOptions:
     )
     eviction_policy: EvictionPolicyName = option(
         "lru",
-        "which cached block goes first when blocks run out, on the device and in host memory: the least recently (lru) or "
-        "least frequently (lfu) used, what was seen once (2q), or what would save the least time (worth)",
+        "which cached block goes first when blocks run out, on the device and in host memory: the least recently (lru) "
+        "or least frequently (lfu) used, what was seen once (2q), or what would save the least time (worth)",
         choices=get_args(EvictionPolicyName),
     )
 

@@ -22,6 +22,7 @@ from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.intake import Intake
 from jpaged.engine.kv.contiguous import ReservedMemory
+from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.processor import OutputProcessor
@@ -476,4 +477,5 @@ def _make_memory(executor: Executor[Any, Any], options: CacheOptions, max_cached
         caches_prefixes=options.enable_prefix_caching,
         max_cached_tokens=max_cached_tokens,
         host_blocks=executor.host_blocks,
+        eviction=Eviction.of(options.eviction_policy, executor.rates, geometry.block_size, geometry.bytes_per_block),
     )

@@ -40,6 +40,7 @@ class Harness:
     batching: str = "continuous"
     preemption_mode: str = "recompute"
     kv_policy: str = "paged"
+    eviction_policy: str = "lru"
     enable_prefix_caching: bool = True
     max_cached_tokens: int | None = None
     outgrown_len: int | None = None
@@ -62,6 +63,7 @@ class Harness:
             batching=self.batching,
             preemption_mode=self.preemption_mode,
             kv_policy=self.kv_policy,
+            eviction_policy=self.eviction_policy,
             enable_prefix_caching=self.enable_prefix_caching,
             max_pinned_blocks=self.max_pinned_blocks,
             max_inter_token_latency=self.max_inter_token_latency,

@@ -1,7 +1,7 @@
 """Physical blocks: which are free, and how many tables hold each of the others.
 
     free list   oldest ...... newest        allocate takes from the left, release appends on the right, a table's last
-                                            block first: the list is in order of last use, or in a policy's (`eviction/`)
+                                            block first: the list is in order of last use, or a policy's (`eviction/`)
     ref counts  block -> number of block tables that hold it; 0 exactly for the blocks of the free list
     content     a block of the free list may still hold a cached prefix; it is told to the cache when it is reissued
 
@@ -242,10 +242,12 @@ class BlockPool:
         """
         if num_blocks > len(self._free):
             raise InternalError(f"{num_blocks} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
-        for block_id in block_ids:
+        block_ids = []
+        for _ in range(num_blocks):
+            block_id, _ = self._free.popitem(last=False)
             self._on_reissue(block_id)
             self._ref_counts[block_id] = 1
+            block_ids.append(block_id)
         return block_ids
 
     def allocate_last(self, num_blocks: int) -> list[int]:

@@ -15,6 +15,7 @@ import numpy as np
 from jpaged.engine.executor import I32, Geometry, HostBlocks, Move
 from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import BlockPool, MemoryOps
+from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.needs import Needs
 from jpaged.engine.kv.prefixes import Prefixes
@@ -31,7 +32,7 @@ class PagedMemory:
     Args:
         caches_prefixes: there are `prefixes`, up to max_cached_tokens.
         host_blocks: the bytes of host memory; None where the device alone has to do with them.
-
+        eviction: which prefixes are given up first; None is the least recently used.
     """
 
     prefixes: Prefixes | None
@@ -47,6 +48,7 @@ class PagedMemory:
         caches_prefixes: bool = True,
         max_cached_tokens: int | None = None,
         host_blocks: HostBlocks | None = None,
+        eviction: Eviction | None = None,
     ) -> None:
         self.num_blocks = geometry.num_blocks
         self.block_size = geometry.block_size
@@ -54,12 +56,20 @@ class PagedMemory:
         self._reaches = geometry.reaches
         self._ops = MemoryOps()
         self.counts = self._ops.counts
-        self._host = HostTier(geometry.num_host_blocks, self.block_size, self._ops, blocks=host_blocks)
-        self.host = self._host if geometry.num_host_blocks else None
+        num_host_blocks = geometry.num_host_blocks
+        in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks)
+        self._host = HostTier(num_host_blocks, self.block_size, self._ops, blocks=host_blocks, ranked=in_host)
+        self.host = self._host if num_host_blocks else None
         self.prefixes = self.swapping = self.windows = None
         if caches_prefixes:
+            is_below = self._host.__contains__ if num_host_blocks else None
             self.prefixes = Prefixes(
-                self.num_blocks, self._reaches, self._host, self._ops, max_tokens=max_cached_tokens
+                self.num_blocks,
+                self._reaches,
+                self._host,
+                self._ops,
+                max_tokens=max_cached_tokens,
+                ranked=None if eviction is None else eviction.free_list(self.num_blocks, is_below),
             )
             self._pool = self.prefixes.pool
         else:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from jpaged.engine.kv.blocks import Key, key_in_group
+from jpaged.engine.kv.eviction.free_list import RankedFreeList
+from jpaged.engine.kv.eviction.policy import Entry
 from jpaged.engine.reach import Reach
 from jpaged.engine.sequence import Sequence as TokenSequence
 
@@ -53,9 +55,11 @@ class PrefixCache:
     Args:
         reaches: of each KV group.
         num_blocks: of the pool.
+        ranked: its free list, which is told what blocks hold; None is one that has not to know.
     """
 
-    def __init__(self, reaches: Sequence[Reach], num_blocks: int) -> None:
+    def __init__(self, reaches: Sequence[Reach], num_blocks: int, ranked: RankedFreeList | None = None) -> None:
+        self._ranked = ranked
         self.marks = bytearray(num_blocks + 1)
         self._reaches = reaches
         self._block_size = reaches[0].block_size
@@ -93,26 +97,47 @@ class PrefixCache:
         rest = token_ids[start : min(start + self._block_size, len(token_ids) - 1)]
         return PrefixMatch(num_blocks, block_ids, *self._partial(parent, rest))
 
-    def insert(self, block_id: int, parent: Key, key: Key, token_ids: Sequence[int]) -> None:
-        """Makes a full, written block of the first KV group known.
+    def insert(self, block_id: int, parent: Key, key: Key, token_ids: Sequence[int]) -> bool:
+        """Makes a full, written block of the first KV group known; whether it was entered.
 
         The first block of a key stays; a duplicate is not entered.
         """
-        if self._enter(block_id, key):
+        is_new = self._enter(block_id, key)
+        if is_new:
             self._parents[block_id] = parent
             self._tokens[block_id] = tuple(token_ids)
             self._children.setdefault(parent, {})[block_id] = None
+        return is_new
 
     def insert_of(self, sequence: TokenSequence, index: int, block_id: int, key: Key, group: int = 0) -> None:
         """Makes the full block at an index of a sequence known, in one of the KV groups."""
+        parent = sequence.kv.parent(index)
         if group:
-            self._enter(block_id, key_in_group(key, group))
-            return
-        tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
-        self.insert(block_id, sequence.kv.parent(index), key, tokens)
+            is_new = self._enter(block_id, key_in_group(key, group))
+        else:
+            tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
+            is_new = self.insert(block_id, parent, key, tokens)
+        if is_new and self._ranked is not None:
+            # Of a window nobody needs what is in front of it.
+            is_needed = index > 0 and self._reaches[group].num_seen is None
+            above = key_in_group(parent, group) if is_needed else None
+            self._ranked.enter(block_id, Entry(key_in_group(key, group), above, index, sequence.kv.root or b""))
 
     def forget(self, block_id: int) -> Key | None:
-        """Drops what is known of a block; its key, if it had one."""
+        """Drops what is known of a block, which nobody may find any more; its key, if it had one."""
+        key = self._drop(block_id)
+        if key is not None and self._ranked is not None:
+            self._ranked.forget(block_id)
+        return key
+
+    def evict(self, block_id: int) -> tuple[Key, Entry | None] | None:
+        """Drops what is known of a block that is given to somebody else: its key, and what its ranking knows of it."""
+        key = self._drop(block_id)
+        if key is None:
+            return None
+        return key, None if self._ranked is None else self._ranked.evicted(block_id)
+
+    def _drop(self, block_id: int) -> Key | None:
         key = self._keys.pop(block_id, None)
         if key is None:
             return None

@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from jpaged.engine.executor import BEYOND_TOKENS, Move
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, KVHandle, MemoryOps, key_in_group
+from jpaged.engine.kv.eviction.free_list import RankedFreeList
 from jpaged.engine.kv.prefix_cache import PrefixCache, PrefixMatch, keys_seen, num_usable
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.reach import Reach
@@ -38,21 +39,34 @@ class Prefixes:
         host: where evicted ones go.
         max_tokens: positions from here on are never cached, nor is anything of a longer prompt: with position
             embeddings that depend on the prompt's length, equal tokens have unequal keys there. None is no limit.
+        ranked: in which order they are evicted; None is as they were used, the least recently first.
     """
 
     def __init__(
-        self, num_blocks: int, reaches: Sequence[Reach], host: HostTier, ops: MemoryOps, *, max_tokens: int | None
+        self,
+        num_blocks: int,
+        reaches: Sequence[Reach],
+        host: HostTier,
+        ops: MemoryOps,
+        *,
+        max_tokens: int | None,
+        ranked: RankedFreeList | None = None,
     ) -> None:
         self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
         self.num_cached = 0
         self._reaches = reaches
         self._block_size = host.pool.block_size
         self.pool = BlockPool(
-            num_blocks=num_blocks, block_size=self._block_size, on_reissue=self._evict, on_release=self._freed
+            num_blocks=num_blocks,
+            block_size=self._block_size,
+            free=ranked,
+            on_reissue=self._evict,
+            on_release=self._freed,
         )
+        self._ranked = ranked
         self._host = host
         self._ops = ops
-        self._cache = PrefixCache(reaches, num_blocks)
+        self._cache = PrefixCache(reaches, num_blocks, ranked)
         self.marks = self._cache.marks
         self._pinned: dict[Hashable, BlockTable] = {}
 
@@ -197,6 +211,8 @@ class Prefixes:
         num_cached = sum(self.pool.is_free(block_id) for block_id in self._cache.block_ids())
         if num_cached != self.num_cached:
             raise InternalError(f"{num_cached} free blocks are cached, {self.num_cached} were counted")
+        if self._ranked is not None:
+            self._ranked.check(set(self._cache.block_ids()), self.pool.is_free)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -205,10 +221,11 @@ class Prefixes:
 
     def _evict(self, block_id: int) -> None:
         """Gives up what a free block holds, which is about to be reissued: it moves to host memory."""
-        key = self._cache.forget(block_id)
-        if key is not None:
+        evicted = self._cache.evict(block_id)
+        if evicted is not None:
             self.num_cached -= 1
-            self._host.keep(key, block_id)
+            key, entry = evicted
+            self._host.keep(key, block_id, entry)
 
     def _num_cacheable(self, sequence: TokenSequence) -> int:
         """Blocks of a sequence that may be cached."""
@@ -238,6 +255,8 @@ class Prefixes:
         found = {key: block_id for key in wanted if (block_id := self._cache.find(key)) is not None}
         for block_id in found.values():
             self.num_cached -= self.pool.acquire(block_id)
+        if self._ranked is not None:
+            self._ranked.found([*found.values()])
         away = [key for key in wanted if key not in found]
         brought = dict(zip(away, self._host.bring_back(away, self.pool), strict=True))
         for kv_group, (reach, table) in enumerate(zip(self._reaches, kv.tables, strict=True)):

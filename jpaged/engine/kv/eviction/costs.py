@@ -1,6 +1,6 @@
 """What it costs to have a block again: its tokens run once more, or it is brought back from a tier below.
 
-    recompute(i) = B * seconds a token of a large step + pair_s * B * (i * B + B / 2)      attention grows with the place
+    recompute(i) = B * seconds a token of a large step + pair_s * B * (i * B + B / 2)    attention grows with the place
     fetch        = bytes of a block / the rate at which they come back
 
 As the device was timed when it started (`DeviceRates`).

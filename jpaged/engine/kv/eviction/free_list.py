@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from jpaged.engine.kv.eviction.policy import Entry, EvictionPolicy
@@ -107,11 +107,21 @@ class RankedFreeList:
         self._known.remove(place)
         self._policy.left(place, is_evicted=False)
 
-    def check(self, is_free_and_known: set[int], known: set[int]) -> None:
-        """Raises InternalError where it has not been told of what is known, or lists a place twice."""
+    def check(self, known: set[int], is_free: Callable[[int], bool]) -> None:
+        """Holds it to what a tier knows.
+
+        Args:
+            known: places that hold prefixes.
+
+        Raises:
+            InternalError: it was told otherwise, or lists a place twice.
+        """
         if known != self._known:
-            raise InternalError(f"blocks {sorted(known ^ self._known)[:8]} are known to the cache or its policy alone")
-        if is_free_and_known != self._ranked:
-            raise InternalError(f"blocks {sorted(is_free_and_known ^ self._ranked)[:8]} are ranked, or known, alone")
+            raise InternalError(
+                f"blocks {sorted(known ^ self._known)[:8]} hold prefixes for the tier or its policy alone"
+            )
+        ranked = {place for place in known if is_free(place)}
+        if ranked != self._ranked:
+            raise InternalError(f"blocks {sorted(ranked ^ self._ranked)[:8]} are free for the tier or its policy alone")
         if twice := self._ranked & self._blank.keys():
-            raise InternalError(f"blocks {sorted(twice)[:8]} are free as blank ones and as cached ones")
+            raise InternalError(f"blocks {sorted(twice)[:8]} are free twice: as ones that hold something, and nothing")

@@ -2,7 +2,7 @@
 
     seen once   [ 9 4 7 ]        seen twice   [ 8 ]        seen 31 times   [ 1 2 ]
 
-What is seen again counts as long as it is kept. Leaves go before what they follow: whoever sees a child sees its parent.
+What is seen again counts as long as it is kept. Leaves go before what they follow: whoever sees those sees these.
 """
 
 from __future__ import annotations

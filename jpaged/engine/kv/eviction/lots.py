@@ -4,8 +4,9 @@
     class 0    [ 9 4 ]    [ 7 ]      [ 3 5 6 ]
     class 7    [ 1 ]      .          [ 2 8 ]
 
-All of a lot are worth about the same, so that it is lots that are ranked. Spans grow with age: eight of one length, eight of
-twice that, and so on. A block that others follow is passed over until they have gone, for nobody could use them without it.
+All of a lot are worth about the same, so that it is lots that are ranked. Spans grow with age: sixteen of one length,
+eight of twice that, eight of four times, and so on. A block that others follow is passed over until they have gone, for
+nobody could use them without it.
 """
 
 from __future__ import annotations

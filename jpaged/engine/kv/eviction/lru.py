@@ -1,6 +1,6 @@
 """Least recently used: the order of the free list itself, which nobody has to be told of.
 
-    oldest ...... newest      a table's last block is freed first: of one chain leaves go before what they follow
+oldest ...... newest      a table's last block is freed first: of one chain leaves go before what they follow
 """
 
 from __future__ import annotations

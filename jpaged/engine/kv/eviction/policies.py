@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jpaged.config import EvictionPolicyName
@@ -45,8 +45,7 @@ class Eviction:
             return TwoQueues(num_places)
         return Worth(num_places, self.costs, is_below)
 
-    def free_list(self, places: Iterable[int], is_below: Callable[[Key], bool] | None = None) -> RankedFreeList | None:
-        """A free list that has all these places; None where it is the plain one, which nobody has to tell anything."""
-        ids = list(places)
-        policy = self.policy(len(ids), is_below)
-        return None if policy is None else RankedFreeList(policy, ids)
+    def free_list(self, num_blocks: int, is_below: Callable[[Key], bool] | None = None) -> RankedFreeList | None:
+        """The free list of blocks 1 to num_blocks; None where it is the plain one, which is told nothing."""
+        policy = self.policy(num_blocks, is_below)
+        return None if policy is None else RankedFreeList(policy, range(1, num_blocks + 1))

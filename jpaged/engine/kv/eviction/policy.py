@@ -4,7 +4,7 @@
     found   a request found what these places hold     taken   somebody holds it again
     victim  which of the free ones is given up         left    what it held is gone
 
-A tier is the device's pool, host memory or a disk; a place is a number of its own. Places that hold nothing are none of a
+A tier is the device's pool, host memory or a disk; a place is a number of its own. Places that hold nothing are no
 policy's: they are given away first (`free_list.py`).
 """
 

@@ -4,10 +4,11 @@
     p(c, b)    of the blocks of class c that reached age b, the share that was found within it
     rate(c, a) max over how long they are kept of      found until then / places * time until then
 
-The last is the index by which Gittins ranks what pays out once, and may be given up at any time: blocks that are found at
-any age alike, and those that are found after a while alone, are compared by what a place brings in a unit of time. Ages
-count what was freed meanwhile, so that an idle server forgets nothing. Evicted blocks are remembered by their keys for a
-while (`worth.py`), else only what is kept could be found to be worth it (Beckmann et al., "LHD", NSDI 2018).
+The last is the index by which Gittins ranks what pays out once, and may be given up at any time: blocks that are found
+at any age alike, and those that are found after a while alone, are compared by what a place brings in a unit of time.
+Ages count what was freed meanwhile, so that an idle server forgets nothing. Evicted blocks are remembered by their keys
+for a while (`worth.py`), else only what is kept could prove to be worth it. Beckmann et al., "LHD", NSDI 2018, ranks by
+hits for each place and time as well.
 """
 
 from __future__ import annotations

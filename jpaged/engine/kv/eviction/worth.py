@@ -2,13 +2,13 @@
 
     worth = rate(class, age) * seconds to have it again
 
-    class    how often it was seen, whether several conversations begin with it, and how much of what its owner leaves is
-             needed again; what is learnt of each is in `reuse.py`
-    seconds  to compute it, which grows with its place in the prompt; or to bring it back from the tier below, where that
-             keeps it (`costs.py`)
+    class    how often it was seen, whether several conversations begin with it, and how much of what its owner leaves
+             is needed again; what is learnt of each is in `reuse.py`
+    seconds  to compute it, which grows with its place in the prompt; or to bring it back from the tier below, where
+             that keeps it (`costs.py`)
 
-Free blocks lie in lots of those that are worth about the same (`lots.py`). Lots are ranked anew once in a while; until then
-blocks are taken from the one that is worth least, the oldest first, and from the next when it is empty.
+Free blocks lie in lots of those that are worth about the same (`lots.py`). Lots are ranked anew once in a while; until
+then blocks are taken from the one that is worth least, the oldest first, and from the next when it is empty.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class _Block:
 class Worth:
     """Implements `jpaged.engine.kv.eviction.policy.EvictionPolicy`.
 
-    A decision is O(1), but for each 64th of the places, when all lots are ranked; of evicted blocks as many are remembered
-    as there are places.
+    A decision is O(1), but that for each 64th of the places all lots are ranked; of evicted blocks as many are
+    remembered as there are places.
 
     Args:
         num_places: of the tier.

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.engine.executor import HostBlocks, Move
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, MemoryOps
+from jpaged.engine.kv.eviction.free_list import RankedFreeList
+from jpaged.engine.kv.eviction.policy import Entry
 from jpaged.errors import InternalError
 
 
@@ -26,10 +28,20 @@ class HostTier:
 
     Args:
         blocks: their bytes; None where nobody but the device has to do with them.
+        ranked: in which order they are given up here; None is as they were used, the least recently first.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, ops: MemoryOps, *, blocks: HostBlocks | None = None) -> None:
-        self.pool = BlockPool(num_blocks=num_blocks, block_size=block_size, on_reissue=self._evict)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        ops: MemoryOps,
+        *,
+        blocks: HostBlocks | None = None,
+        ranked: RankedFreeList | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks=num_blocks, block_size=block_size, free=ranked, on_reissue=self._evict)
+        self._ranked = ranked
         self._bytes = blocks
         self._held: dict[BlockTable, None] = {}
         self._errands: deque[tuple[int, BlockTable, Callable[[], None]]] = deque()
@@ -41,13 +53,19 @@ class HostTier:
     def __contains__(self, key: Key) -> bool:
         return key in self._blocks
 
-    def keep(self, key: Key, block_id: int) -> None:
-        """Takes what a device block holds, while there is room; the block is about to be written."""
+    def keep(self, key: Key, block_id: int, entry: Entry | None = None) -> None:
+        """Takes what a device block holds, while there is room; the block is about to be written.
+
+        Args:
+            entry: what is known of it, where blocks are ranked.
+        """
         if key in self._blocks or not self.pool.can_allocate(1):
             return
         (home,) = self.pool.allocate(1)
         self._blocks[key], self._keys[home] = home, key
         self.marks[home] = 1
+        if self._ranked is not None and entry is not None:
+            self._ranked.enter(home, entry)
         self._ops.add(Move.SWAP_OUT, block_id, home)
         self._hand_back(home)
 
@@ -57,6 +75,8 @@ class HostTier:
         for source in sources:
             self.pool.acquire(source)  # while they are read: allocating may evict others to host memory
         destinations = pool.allocate(len(sources))
+        if self._ranked is not None:
+            self._ranked.found(sources)
         for source, destination in zip(sources, destinations, strict=True):
             self._ops.add(Move.SWAP_IN, source, destination)
             self._hand_back(source)
@@ -68,6 +88,8 @@ class HostTier:
             home = self._blocks.pop(key)
             del self._keys[home]
             self.marks[home] = 0
+            if self._ranked is not None:
+                self._ranked.forget(home)
 
     # --- who reads and writes besides the device --------------------------------------------------------------------
 
@@ -99,8 +121,11 @@ class HostTier:
         del self._held[table]
         self.pool.release(table)
 
-    def take_in(self, key: Key, block_id: int) -> bool:
+    def take_in(self, key: Key, block_id: int, entry: Entry | None = None) -> bool:
         """Makes a reserved block known, which holds what a key names; False where another does already.
+
+        Args:
+            entry: what eviction is to know of it; None where nothing but the key is known.
 
         Raises:
             InternalError: it is nobody's, or known under another key.
@@ -111,6 +136,8 @@ class HostTier:
             return False
         self._blocks[key], self._keys[block_id] = block_id, key
         self.marks[block_id] = 1
+        if self._ranked is not None:
+            self._ranked.enter(block_id, entry or Entry(key, None, 0, b""))
         return True
 
     def copy_out(self, block_id: int, home: int) -> None:
@@ -153,6 +180,8 @@ class HostTier:
             tables: of swapped groups.
         """
         self.pool.check([*tables, *self._held])
+        if self._ranked is not None:
+            self._ranked.check(set(self._keys), self.pool.is_free)
         known = {key: block_id for block_id, key in self._keys.items()}
         if known != self._blocks or [*self._keys] != [b for b in self._keys if self.marks[b]]:
             raise InternalError(f"{len(known)} host blocks are known by keys, {len(self._blocks)} keys have blocks")
@@ -167,6 +196,9 @@ class HostTier:
     def reset(self) -> int:
         """Drops everything that is kept; the number of blocks."""
         num_kept = len(self._blocks)
+        if self._ranked is not None:
+            for home in self._keys:
+                self._ranked.forget(home)
         self._blocks.clear()
         self._keys.clear()
         self.marks = bytearray(len(self.marks))
@@ -180,6 +212,8 @@ class HostTier:
         if key is not None:
             del self._blocks[key]
             self.marks[home] = 0
+            if self._ranked is not None:
+                self._ranked.evicted(home)
 
 
 def _table_of(block_ids: list[int]) -> BlockTable:
