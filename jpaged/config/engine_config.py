@@ -120,6 +120,7 @@ class EngineConfig:
                 "saved programs run on the first tensor_parallel_size devices alone; data_parallel_size is "
                 f"{self.parallel.data_parallel_size}, the limit with them is 1",
             )
+        self.cache.check()
         self.parallel.check()
         self.lora.check()
         self.timeouts.check()

@@ -13,7 +13,7 @@ Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
-EvictionPolicyName = Literal["lru", "lfu", "2q", "worth"]
+EvictionPolicyName = Literal["auto", "lru", "lfu", "2q", "worth"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "openai"]
 """How a model writes tool calls: `jpaged.service.chat.parsers.formats` has what each is."""
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "openai_gptoss"]
@@ -122,11 +122,29 @@ class CacheOptions:
         choices=get_args(KVPolicy),
     )
     eviction_policy: EvictionPolicyName = option(
-        "lru",
+        "auto",
         "which cached block goes first when blocks run out, on the device and in host memory: the least recently (lru) "
-        "or least frequently (lfu) used, what was seen once (2q), or what would save the least time (worth)",
+        "or least frequently (lfu) used, what was seen once (2q), or what saves the least time (worth); auto is lru",
         choices=get_args(EvictionPolicyName),
     )
+
+    def check(self) -> None:
+        """Holds the policy of eviction to what there is to evict.
+
+        Raises:
+            InvalidArgument: nothing is cached by the other options.
+        """
+        if self.eviction_policy == "auto":
+            return
+        problem = f"{self.eviction_policy} has nothing to choose from: no prefix is cached with"
+        if self.kv_policy != "paged":
+            raise InvalidArgument(
+                "eviction_policy", f"{problem} kv_policy {self.kv_policy}; auto is the choice with it"
+            )
+        if not self.enable_prefix_caching:
+            raise InvalidArgument(
+                "eviction_policy", f"{problem} enable_prefix_caching False; auto is the choice with it"
+            )
 
 
 @dataclass(frozen=True, slots=True)

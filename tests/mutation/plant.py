@@ -10,6 +10,7 @@ import sys
 
 from tests.mutation.adapter_faults import ADAPTER_FAULTS
 from tests.mutation.draft_faults import DRAFT_FAULTS
+from tests.mutation.eviction_faults import EVICTION_FAULTS
 from tests.mutation.feed_faults import FEED_FAULTS
 from tests.mutation.gpu_faults import GPU_FAULTS
 from tests.mutation.memory_faults import MEMORY_FAULTS
@@ -26,7 +27,7 @@ BEDS = {
         tests="tests/engine",
         left_out=("device", "models", "kernels"),
         words=lambda fault: [f"tests/engine/{name}" for name in fault.tests],
-        faults=(*MEMORY_FAULTS, *POLICY_FAULTS, *DRAFT_FAULTS, *FEED_FAULTS, *ADAPTER_FAULTS),
+        faults=(*MEMORY_FAULTS, *EVICTION_FAULTS, *POLICY_FAULTS, *DRAFT_FAULTS, *FEED_FAULTS, *ADAPTER_FAULTS),
     ),
     "gpu": Bed(
         sources=f"{_ATTENTION}/gpu",

@@ -120,10 +120,10 @@ class Lots:
         now_span, old, self._lots = now // self._span, self._lots, {}
         for lot in sorted((lot for lot in old.values() if lot), key=lambda lot: lot.span):
             coarse = max(0, (now_span - lot.span).bit_length() - _FINE_SPANS_BITS)
-            key = lot.kind, lot.cost, lot.span >> coarse << coarse
-            older = self._lots.get(key)
-            if older is None:
-                self._lots[key] = lot
+            lot.span = lot.span >> coarse << coarse
+            key = lot.kind, lot.cost, lot.span
+            older = self._lots.setdefault(key, lot)
+            if older is lot:
                 continue
             older.take_in(lot)
             for place in (*lot.places, *lot.passed):

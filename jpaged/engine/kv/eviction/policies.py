@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jpaged.config import EvictionPolicyName
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.kv.eviction.costs import BlockCosts
 from jpaged.engine.kv.eviction.free_list import RankedFreeList
@@ -13,6 +12,17 @@ from jpaged.engine.kv.eviction.lfu import LeastFrequentlyUsed
 from jpaged.engine.kv.eviction.policy import EvictionPolicy, Key
 from jpaged.engine.kv.eviction.two_queues import TwoQueues
 from jpaged.engine.kv.eviction.worth import Worth
+
+IsBelow = Callable[[Key], bool]
+"""Whether the tier below keeps a key."""
+
+MAKERS: dict[str, Callable[[int, BlockCosts, IsBelow | None], EvictionPolicy]] = {
+    "lfu": lambda num_places, costs, is_below: LeastFrequentlyUsed(),
+    "2q": lambda num_places, costs, is_below: TwoQueues(num_places),
+    "worth": Worth,
+}
+"""Who ranks the places of a tier, so many, by each name; "lru" is the order of a free list itself."""
+_AUTO = "lru"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +34,23 @@ class Eviction:
         costs: of having a block again.
     """
 
-    name: EvictionPolicyName
+    name: str
     costs: BlockCosts
 
     @classmethod
-    def of(cls, name: EvictionPolicyName, rates: DeviceRates, block_size: int, bytes_per_block: int) -> Eviction:
-        return cls(name, BlockCosts.of(rates, block_size, bytes_per_block))
+    def of(cls, name: str, rates: DeviceRates, block_size: int, bytes_per_block: int) -> Eviction:
+        """The policy that an option names, with costs of a device as it was timed."""
+        return cls(_AUTO if name == "auto" else name, BlockCosts.of(rates, block_size, bytes_per_block))
 
-    def policy(self, num_places: int, is_below: Callable[[Key], bool] | None = None) -> EvictionPolicy | None:
-        """A policy for a tier of so many places; None where the free list's own order is meant, least recently used.
+    def policy(self, num_places: int, is_below: IsBelow | None = None) -> EvictionPolicy | None:
+        """Who ranks the places of a tier, a pool of blocks or files; None where they go as they were used.
 
         Args:
-            is_below: whether the tier below keeps a key; None where there is none.
+            is_below: None where no tier is below.
         """
-        if self.name == "lru":
-            return None
-        if self.name == "lfu":
-            return LeastFrequentlyUsed()
-        if self.name == "2q":
-            return TwoQueues(num_places)
-        return Worth(num_places, self.costs, is_below)
+        return None if self.name == "lru" else MAKERS[self.name](num_places, self.costs, is_below)
 
-    def free_list(self, num_blocks: int, is_below: Callable[[Key], bool] | None = None) -> RankedFreeList | None:
+    def free_list(self, num_blocks: int, is_below: IsBelow | None = None) -> RankedFreeList | None:
         """The free list of blocks 1 to num_blocks; None where it is the plain one, which is told nothing."""
         policy = self.policy(num_blocks, is_below)
         return None if policy is None else RankedFreeList(policy, range(1, num_blocks + 1))

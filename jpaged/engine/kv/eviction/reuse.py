@@ -13,6 +13,8 @@ hits for each place and time as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +24,6 @@ NUM_AGES = 24
 _STEPS_PER_OCTAVE = 2
 _FADE = 0.95
 """What counts so far is worth less each time that the rates are made anew."""
-_PRIOR = 0.06
-"""The share of a class that is taken to be found at any age, before anything is known."""
 
 
 class Reuse:
@@ -33,14 +33,16 @@ class Reuse:
         rates: [C][A] blocks found for each place and unit of age that they are kept on, from that age on.
 
     Args:
-        num_classes: of blocks, C.
+        priors: of each class, the share that is taken to be found at any age, before anything is known.
         unit: blocks freed, which the first age takes; each two ages last twice as long.
         prior_blocks: as many of each class count as seen before the first.
     """
 
-    def __init__(self, num_classes: int, unit: float, prior_blocks: float) -> None:
+    def __init__(self, priors: Sequence[float], unit: float, prior_blocks: float) -> None:
+        num_classes = len(priors)
         self._unit = unit
         self._prior_blocks = prior_blocks
+        self._prior_found_c1: F64 = prior_blocks * np.array(priors)[:, None]
         self._found_ca: F64 = np.zeros((num_classes, NUM_AGES))
         self._ended_ca: F64 = np.zeros((num_classes, NUM_AGES))
         edges = 2.0 ** (np.arange(NUM_AGES + 1) / _STEPS_PER_OCTAVE) - 1
@@ -69,7 +71,7 @@ class Reuse:
         ends_ca = self._found_ca + self._ended_ca + alive_ca
         later_ca = np.cumsum(ends_ca[:, ::-1], axis=1)[:, ::-1] - ends_ca
         at_risk_ca = later_ca + self._found_ca + 0.5 * (self._ended_ca + alive_ca)
-        p_ca = (self._found_ca + _PRIOR * self._prior_blocks) / (at_risk_ca + self._prior_blocks)
+        p_ca = (self._found_ca + self._prior_found_c1) / (at_risk_ca + self._prior_blocks)
         rates_ca = np.zeros_like(p_ca)
         for age in range(NUM_AGES):
             missed = np.cumprod(1 - p_ca[:, age:], axis=1)

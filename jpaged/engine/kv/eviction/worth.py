@@ -42,7 +42,10 @@ _COST_STEP = 1.5
 _NUM_COSTS = 8
 _BELOW = _NUM_COSTS
 """The cost level of what the tier below keeps, behind those of what is computed again."""
-NUM_CLASSES = 2 * (len(_SEEN) + 1) * (len(_SHARES) + 1)
+_FIRST_GUESS = 0.05
+"""The share of blocks seen once that is found at any age, until more is known; of the next class twice that."""
+PRIORS = tuple(_FIRST_GUESS * 2**seen for seen in range(len(_SEEN) + 1) for _ in range(2 * (len(_SHARES) + 1)))
+"""Of each class; they are numbered by times seen, then by whether a block is shared, then by owner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +92,7 @@ class Worth:
         self._now = 0
         self._learns_at = num_places
         unit = max(1.0, num_places / _AGE_UNITS_PER_POOL)
-        self._reuse = Reuse(NUM_CLASSES, unit, prior_blocks=max(4.0, unit))
+        self._reuse = Reuse(PRIORS, unit, prior_blocks=max(4.0, unit))
 
     def enter(self, place: int, entry: Entry) -> None:
         block = _Block(entry, entry.times_seen)
@@ -222,7 +225,7 @@ class Worth:
         self._num_until_ranked = max(8, self._num_places // _RANKS_PER_POOL)
 
     def _learn(self, ages: dict[Lot, int]) -> None:
-        alive_ca = np.zeros((NUM_CLASSES, NUM_AGES))
+        alive_ca = np.zeros((len(PRIORS), NUM_AGES))
         for lot, age in ages.items():
             alive_ca[lot.kind, age] += len(lot)
         self._reuse.learn(alive_ca)

@@ -1,0 +1,125 @@
+"""Compares policies of eviction on traces, in simulated time, with hindsight and a bound.
+
+python -m benchmarks.eviction [--seconds 900] [--seeds 3] [--blocks 3000 6000 12000] [--save]
+python -m benchmarks.eviction chat mixed --policies lru worth     some of it
+python -m benchmarks.eviction --host-blocks 6000                  with a host tier below the pool, ordered alike
+python -m benchmarks.eviction --figures-only                      table and picture again, from what was saved
+
+Runs that have ended are kept in --kept and not run again; --afresh forgets them. Seconds are those before time is made
+six times as fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.eviction import decisions
+from benchmarks.eviction.hindsight import bound
+from benchmarks.eviction.plots import draw
+from benchmarks.eviction.rows import BOUND, Row, decision_table, gains, table
+from benchmarks.eviction.serving import DEVICE, HINDSIGHT, MODEL, costs_of_device, serve
+from benchmarks.eviction.traces import BLOCK_SIZE, TRACES, Coming, make_trace
+from benchmarks.record import RESULTS, put_on_page, save
+from jpaged import json_text
+
+POLICIES = ("lru", "lfu", "2q", "worth", HINDSIGHT, BOUND)
+POOLS_OF_DECISIONS = (1_000, 10_000, 100_000)
+
+
+def main() -> None:
+    """Runs what was asked for, and prints and saves it."""
+    arguments = _arguments()
+    if arguments.figures_only:
+        _show(json.loads((RESULTS / "eviction.json").read_text()))
+        return
+    kept = Path(arguments.kept)
+    if arguments.afresh:
+        kept.unlink(missing_ok=True)
+    rows = list(_all_rows(arguments, kept))
+    timed = [asdict(decisions.measure(policy, n)) for policy in POLICIES[:4] for n in POOLS_OF_DECISIONS]
+    record = {"rows": rows, "decisions": timed}
+    print(table(rows), decision_table(timed), sep="\n\n")
+    for row in gains(rows, "worth"):
+        print(f"{row['trace']:<8} {row['num_blocks']:>6}  worth - lru {row['points']:+.1f} points, {row['least']:+.1f}")
+    if arguments.save:
+        about = {"model": MODEL, "device": DEVICE, "block_size": BLOCK_SIZE, "seconds": arguments.seconds}
+        save("eviction", "python -m benchmarks.eviction --save", {**about, **record})
+        _show(record)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction", description="Compare policies of eviction.")
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"of {', '.join(TRACES)} (default: all)")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--seconds", type=float, default=900.0, help="of each trace (default: 900)")
+    parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[3000, 6000, 12000], help="of the pool")
+    parser.add_argument("--host-blocks", type=int, default=0, help="of host memory (default: 0)")
+    parser.add_argument("--kept", default="build/eviction.jsonl", help="runs that have ended (default: %(default)s)")
+    parser.add_argument("--afresh", action="store_true", help="run everything again")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/eviction.json and the page")
+    parser.add_argument("--figures-only", action="store_true", help="from benchmarks/results/eviction.json")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.traces if name not in TRACES]:
+        parser.error(f"no such trace: {', '.join(unknown)}; there are {', '.join(TRACES)}")
+    if arguments.seeds < 1 or arguments.seconds <= 0 or min(arguments.blocks) < 512 or arguments.host_blocks < 0:
+        parser.error("--seeds of at least 1, --seconds above 0, --blocks of at least 512, --host-blocks of at least 0")
+    return arguments
+
+
+def _all_rows(arguments: argparse.Namespace, kept: Path) -> Iterator[Row]:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    done = {_key(row): row for row in map(json.loads, lines)}
+    for trace in arguments.traces or TRACES:
+        for seed in range(arguments.seeds):
+            requests: list[Coming] = []
+            for num_blocks in arguments.blocks:
+                for policy in arguments.policies:
+                    about = {"trace": trace, "seed": seed, "num_blocks": num_blocks, "policy": policy}
+                    about |= {"seconds": arguments.seconds, "num_host_blocks": arguments.host_blocks}
+                    row = done.get(_key(about))
+                    if row is None:
+                        requests = requests or make_trace(trace, arguments.seconds, seed)
+                        row = about | _measure(requests, policy, num_blocks, arguments.host_blocks)
+                        with kept.open("a") as file:
+                            file.write(json_text.dumps(row) + "\n")
+                        print(json_text.dumps(row), flush=True)
+                    yield row
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("trace", "seed", "num_blocks", "policy", "seconds", "num_host_blocks"))
+
+
+def _measure(trace: list[Coming], policy: str, num_blocks: int, num_host_blocks: int) -> Row:
+    begin = time.perf_counter()
+    if policy == BOUND:
+        costs = costs_of_device()
+        num_places = num_blocks + num_host_blocks
+        prefill_s = sum(costs.recompute_s(i) for request in trace for i in range(request.num_matchable_blocks))
+        num_tokens = sum(len(request.prompt_token_ids) for request in trace)
+        saved_s = bound(trace, num_places, costs.recompute_s)
+        hits = BLOCK_SIZE * bound(trace, num_places, lambda index: 1.0)
+        return {"saved_s": saved_s, "saved_share": saved_s / prefill_s, "hit_rate": hits / num_tokens}
+    served = serve(trace, policy, num_blocks, num_host_blocks)
+    return asdict(served) | {
+        "saved_share": served.saved_s / served.prefill_s,
+        "hit_rate": served.num_hit_tokens / served.num_prompt_tokens,
+        "run_s": time.perf_counter() - begin,
+    }
+
+
+def _show(record: Row) -> None:
+    """Puts the tables on the page, and draws the picture."""
+    draw(record["rows"], RESULTS / "eviction.png")
+    put_on_page({"eviction": table(record["rows"]), "eviction decisions": decision_table(record["decisions"])})
+
+
+if __name__ == "__main__":
+    main()

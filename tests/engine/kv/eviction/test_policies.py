@@ -1,0 +1,150 @@
+"""Every policy chooses what a slow model of it chooses, whatever happens to a tier."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.engine.kv.eviction.costs import BlockCosts
+from jpaged.engine.kv.eviction.free_list import RankedFreeList
+from jpaged.engine.kv.eviction.policies import MAKERS, Eviction
+from jpaged.engine.kv.eviction.policy import Entry
+from tests.engine.kv.eviction.slow import SlowLfu, SlowTwoQueues, SlowWorth
+
+COSTS = BlockCosts(first_s=1.0, further_s=0.4, fetch_s=0.3)
+OWNERS = (b"a", b"b", b"c")
+REQUEST = st.tuples(st.just("request"), st.integers(0, 8), st.integers(1, 6), st.integers(0, 3))
+ACTS = st.lists(
+    st.one_of(
+        REQUEST,
+        REQUEST,
+        st.tuples(st.just("release"), st.integers(0, 3)),
+        st.tuples(st.just("release"), st.integers(0, 3)),
+        st.tuples(st.just("forget"), st.integers(0, 30)),
+        st.tuples(st.just("look"), st.integers(0, 30)),
+    ),
+    max_size=150,
+)
+
+
+def is_below(key):
+    """A tier below has every fifth block."""
+    return sum(key) % 5 == 0
+
+
+def slow_model(name, num_places):
+    return {
+        "lfu": SlowLfu,
+        "2q": lambda: SlowTwoQueues(num_places),
+        "worth": lambda: SlowWorth(num_places, COSTS, is_below),
+    }[name]()
+
+
+class Pair:
+    """A policy, and its slow model beside it, which are told the same and have to choose the same."""
+
+    def __init__(self, policy, slow):
+        self.policy, self.slow, self.num_chosen = policy, slow, 0
+
+    def __getattr__(self, verb):
+        def both(*words, **options):
+            fast, slow = (getattr(one, verb)(*words, **options) for one in (self.policy, self.slow))
+            assert fast == slow
+            return fast
+
+        return both
+
+    def victim(self):
+        place, allowed = self.policy.victim(), self.slow.victims()
+        assert place in allowed
+        self.slow.taken(place)
+        self.num_chosen += 1
+        return place
+
+
+class Tier:
+    """A tier of a few places, and requests that come, hold chains of blocks, and go."""
+
+    def __init__(self, name, num_places):
+        self.pair = Pair(Eviction(name, COSTS).policy(num_places, is_below), slow_model(name, num_places))
+        self.num_places = num_places
+        self.free = RankedFreeList(self.pair, range(num_places))
+        self.places, self.keys = {}, {}
+        self.holders = [0] * num_places
+        self.held = []
+
+    def request(self, family, length, branch):
+        """The chain of a family, which after two blocks is one of several."""
+        names = [f"{family}.{place}.{branch if place > 1 else ''}".encode() for place in range(length)]
+        known = []
+        for name in names:
+            if name not in self.places:
+                break
+            known.append(self.places[name])
+        if len(self.free) < length:
+            return
+        for place in known:
+            if not self.holders[place]:
+                del self.free[place]
+            self.holders[place] += 1
+        self.free.found(known)
+        chain = known
+        for i in range(len(known), length):
+            place, _ = self.free.popitem(last=False)
+            if place in self.keys:
+                assert self.free.evicted(place).key == self.keys[place]
+                del self.places[self.keys.pop(place)]
+            self.holders[place] = 1
+            chain.append(place)
+            if names[i] not in self.places:
+                self.places[names[i]], self.keys[place] = place, names[i]
+                self.free.enter(place, Entry(names[i], names[i - 1] if i else None, i, OWNERS[family % 3]))
+        self.held.append(chain)
+
+    def release(self, which):
+        if self.held:
+            for place in reversed(self.held.pop(which % len(self.held))):
+                self.holders[place] -= 1
+                if not self.holders[place]:
+                    self.free[place] = None
+
+    def forget(self, which):
+        place = which % self.num_places
+        if place in self.keys:
+            del self.places[self.keys.pop(place)]
+            self.free.forget(place)
+
+    def look(self, which):
+        """Somebody holds a block for a moment, and is no request."""
+        place = which % self.num_places
+        if not self.holders[place]:
+            del self.free[place]
+            self.free[place] = None
+
+    def live(self, acts):
+        for verb, *words in acts:
+            getattr(self, verb)(*words)
+            self.free.check(set(self.keys), lambda place: not self.holders[place])
+            assert len(self.free) == self.holders.count(0)
+            assert sorted(self.free) == [place for place, count in enumerate(self.holders) if not count]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(num_places=st.integers(4, 30), acts=ACTS)
+@settings(max_examples=120)
+def test_a_policy_chooses_as_its_slow_model(name, num_places, acts):
+    Tier(name, num_places).live(acts)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("num_places", [6, 24, 130])
+def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_places):
+    draw, tier = random.Random(num_places), Tier(name, num_places)
+    for _ in range(1500):
+        family = min(draw.randrange(num_places), draw.randrange(num_places))
+        acts = [("request", family, draw.randint(1, 6), draw.randrange(4)), ("release", draw.randrange(4))]
+        tier.live([draw.choice([*acts, *acts, ("look", draw.randrange(num_places))])])
+        if draw.random() < 0.02:
+            tier.live([("forget", draw.randrange(num_places))])
+    assert tier.pair.num_chosen > 200

@@ -1,0 +1,125 @@
+"""Faults of eviction: what goes first, and what a policy is told."""
+
+from __future__ import annotations
+
+from tests.mutation.planting import Fault
+
+POLICIES = ("kv/eviction/test_policies.py",)
+MEMORY = ("kv/eviction/test_memory.py",)
+REUSE = ("kv/eviction/test_reuse.py",)
+
+EVICTION_FAULTS = (
+    Fault(
+        "blocks that hold nothing go when no others are left",
+        "kv/eviction/free_list.py",
+        "        if self._blank:\n            return",
+        "        if self._blank and not self._ranked:\n            return",
+        MEMORY,
+    ),
+    Fault(
+        "a place that may not be found stays ranked",
+        "kv/eviction/free_list.py",
+        "        if place in self._ranked:\n            self._ranked.remove(place)\n            self._policy.taken(place)\n"
+        "            self._blank[place] = None\n",
+        "",
+        POLICIES,
+    ),
+    Fault(
+        "a block goes before those that follow it",
+        "kv/eviction/worth.py",
+        "                if self._blocks[place].entry.key not in self._num_followers:\n",
+        "                if place in self._blocks:\n",
+        POLICIES,
+    ),
+    Fault(
+        "a block that was passed over is never looked at again",
+        "kv/eviction/lots.py",
+        "            heapq.heappush(self.ripe, (self.passed[place], place))",
+        "            pass",
+        POLICIES,
+    ),
+    Fault(
+        "old lots lose blocks when they are put together",
+        "kv/eviction/lots.py",
+        "        self.passed.update(younger.passed)\n",
+        "",
+        POLICIES,
+    ),
+    Fault(
+        "an evicted block that is needed again teaches nothing",
+        "kv/eviction/worth.py",
+        "            self._was_needed(gone)\n",
+        "",
+        POLICIES,
+    ),
+    Fault(
+        "evicted blocks are remembered for ever",
+        "kv/eviction/worth.py",
+        "            if len(self._gone) > self._num_places:\n",
+        "            if not self._gone:\n",
+        POLICIES,
+    ),
+    Fault(
+        "a block that host memory keeps is as dear as any",
+        "kv/eviction/worth.py",
+        "        return seconds if level != _BELOW else min(self._costs.fetch_s, self._costs.first_s)",
+        "        return seconds",
+        MEMORY,
+    ),
+    Fault(
+        "all owners are alike",
+        "kv/eviction/worth.py",
+        "        of_owner = (share >= _SHARES[0]) + (share >= _SHARES[1])",
+        "        of_owner = 1",
+        POLICIES,
+    ),
+    Fault(
+        "attention costs nothing",
+        "kv/eviction/costs.py",
+        "        return self.first_s + index * self.further_s",
+        "        return self.first_s",
+        REUSE,
+    ),
+    Fault(
+        "blocks that are still kept do not count",
+        "kv/eviction/reuse.py",
+        "        ends_ca = self._found_ca + self._ended_ca + alive_ca\n",
+        "        ends_ca = self._found_ca + self._ended_ca\n",
+        REUSE,
+    ),
+    Fault(
+        "of equals the one that was used last goes",
+        "kv/eviction/lfu.py",
+        "queue.popitem(last=False)",
+        "queue.popitem(last=True)",
+        POLICIES,
+    ),
+    Fault(
+        "what comes back after it was evicted is new",
+        "kv/eviction/two_queues.py",
+        "            self._ghosts[entry.key] = count\n",
+        "            self._ghosts[entry.key] = 0\n",
+        POLICIES,
+    ),
+    Fault(
+        "a policy is not told of hits",
+        "kv/prefixes.py",
+        "            self._ranked.found([*found.values()])\n",
+        "            pass\n",
+        MEMORY,
+    ),
+    Fault(
+        "host memory does not say what it gives up",
+        "kv/tiers/host.py",
+        "                self._ranked.evicted(home)\n",
+        "                pass\n",
+        MEMORY,
+    ),
+    Fault(
+        "host memory keeps blocks that its policy has not seen",
+        "kv/tiers/host.py",
+        "            self._ranked.enter(home, entry)\n",
+        "            pass\n",
+        MEMORY,
+    ),
+)
