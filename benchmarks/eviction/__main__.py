@@ -1,8 +1,8 @@
 """Compares policies of eviction on traces, in simulated time, with hindsight and a bound.
 
-python -m benchmarks.eviction [--seconds 900] [--seeds 3] [--blocks 3000 6000 12000] [--save]
+python -m benchmarks.eviction [--seconds 600] [--seeds 3] [--blocks 2000 4000 8000] [--save]
 python -m benchmarks.eviction chat mixed --policies lru worth     some of it
-python -m benchmarks.eviction --host-blocks 6000                  with a host tier below the pool, ordered alike
+python -m benchmarks.eviction --host-blocks 4000                  with a host tier below the pool, ordered alike
 python -m benchmarks.eviction --figures-only                      table and picture again, from what was saved
 
 Runs that have ended are kept in --kept and not run again; --afresh forgets them. Seconds are those before time is made
@@ -56,9 +56,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction", description="Compare policies of eviction.")
     parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"of {', '.join(TRACES)} (default: all)")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--seconds", type=float, default=900.0, help="of each trace (default: 900)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each trace (default: 600)")
     parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[3000, 6000, 12000], help="of the pool")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[2000, 4000, 8000], help="of the pool")
     parser.add_argument("--host-blocks", type=int, default=0, help="of host memory (default: 0)")
     parser.add_argument("--kept", default="build/eviction.jsonl", help="runs that have ended (default: %(default)s)")
     parser.add_argument("--afresh", action="store_true", help="run everything again")

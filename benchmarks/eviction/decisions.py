@@ -1,8 +1,8 @@
 """What a policy takes of the engine's thread: the turn of one block, from being chosen to being free again.
 
 A pool that is full of cached prefixes is given chains of eight blocks, four in five of them new, the others found
-again: each new block is chosen, given up, filled, entered and freed. CPU time of the thread, the least of several rounds;
-the longest choice is of all rounds together.
+again: each new block is chosen, given up, filled, entered and freed. CPU time of the thread, the least of several
+rounds; the longest choice is of all rounds together.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The policy (Belady's): of the free blocks the one goes that is needed again last
 one chain, the deepest. It is a run of the engine like any other.
 
 The bound: requests are admitted in order of arrival. Between two requests that need a block, it either stays, and
-takes one of N places at each admission between them, or is computed again. A request holds its whole prompt when its last
-token runs.
+takes one of N places at each admission between them, or is computed again. A request holds its whole prompt when its
+last token runs.
 
     maximise    sum over s of x_s * seconds(s)           s: blocks that two requests, i < j, need one after the other
     subject to  sum over s with i < t < j of x_s * blocks(s) <= N - blocks of prompt t         at each admission t

@@ -37,6 +37,8 @@ class Served:
     Attributes:
         num_prompt_tokens, num_hit_tokens: of all prompts, and those of them that had not to run.
         prefill_s, saved_s: seconds that all prompts would take, and what hits saved of them.
+        num_hit_blocks, sum_of_places: blocks of hits, and how many were in front of each: what hits would save on
+            another device follows from them.
         ttft_s: the mean from arrival to the first token.
         num_preemptions: requests that gave their blocks back while they ran.
     """
@@ -45,6 +47,8 @@ class Served:
     num_hit_tokens: int
     prefill_s: float
     saved_s: float
+    num_hit_blocks: int
+    sum_of_places: int
     ttft_s: float
     num_preemptions: int
 
@@ -89,13 +93,15 @@ class _Run:
                 self._submit(*self._coming.popleft())
             if not self._engine.step():
                 self._clock.advance(max(0.0, self._coming[0][1].arrival_s - self._clock()))
-        full = [(index, request.num_matchable_blocks) for index, request in enumerate(self._trace)]
+        hits = [num_tokens // BLOCK_SIZE for num_tokens in self._cached_tokens.values()]
         waits = [self._first_token_s[index] - request.arrival_s for index, request in enumerate(self._trace)]
         return Served(
             num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self._trace),
             num_hit_tokens=sum(self._cached_tokens.values()),
-            prefill_s=sum(chain_s(self.costs, num_blocks) for _, num_blocks in full),
-            saved_s=sum(chain_s(self.costs, num_tokens // BLOCK_SIZE) for num_tokens in self._cached_tokens.values()),
+            prefill_s=sum(chain_s(self.costs, request.num_matchable_blocks) for request in self._trace),
+            saved_s=sum(chain_s(self.costs, num_blocks) for num_blocks in hits),
+            num_hit_blocks=sum(hits),
+            sum_of_places=sum(num_blocks * (num_blocks - 1) // 2 for num_blocks in hits),
             ttft_s=sum(waits) / len(waits),
             num_preemptions=self._engine.load().num_preemptions,
         )

@@ -19,8 +19,8 @@ EVICTION_FAULTS = (
     Fault(
         "a place that may not be found stays ranked",
         "kv/eviction/free_list.py",
-        "        if place in self._ranked:\n            self._ranked.remove(place)\n            self._policy.taken(place)\n"
-        "            self._blank[place] = None\n",
+        "        if place in self._ranked:\n            self._ranked.remove(place)\n"
+        "            self._policy.taken(place)\n            self._blank[place] = None\n",
         "",
         POLICIES,
     ),
@@ -64,7 +64,7 @@ EVICTION_FAULTS = (
         "kv/eviction/worth.py",
         "        return seconds if level != _BELOW else min(self._costs.fetch_s, self._costs.first_s)",
         "        return seconds",
-        MEMORY,
+        POLICIES,
     ),
     Fault(
         "all owners are alike",
