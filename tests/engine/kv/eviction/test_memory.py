@@ -101,7 +101,7 @@ def test_a_block_that_is_seen_by_few_goes_before_one_that_was_used_earlier():
 def test_a_tenant_whose_prompts_never_come_back_takes_nothing_from_one_whose_do():
     h = make("worth", num_blocks=64)
     talk = [list(range(20 * i, 20 * i + 17)) for i in range(6)]
-    hits = Counter()
+    hits: Counter[bool] = Counter()
     for turn in range(60):
         hits[turn >= 30] += ask(h, f"talk {turn}", talk[turn % 6], tenant="a", cache_tenant="a")
         for i in range(3):
