@@ -19,7 +19,6 @@ from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.eviction.policy import Entry
 
 _CHAIN = 8
-_NUM_TURNS = 4000
 _NUM_ROUNDS = 3
 _COSTS = BlockCosts(first_s=1e-3, further_s=1e-6, fetch_s=1e-4)
 
@@ -87,7 +86,7 @@ class _Turns:
                 self._ranked.evicted(block_id)
 
 
-def measure(policy: str, num_blocks: int) -> Decisions:
+def measure(policy: str, num_blocks: int, num_turns: int = 4000) -> Decisions:
     """Times a policy in a pool that is full."""
     turns, num_filled = _Turns(policy, num_blocks), 0
     while num_filled < 2 * num_blocks:
@@ -97,7 +96,7 @@ def measure(policy: str, num_blocks: int) -> Decisions:
     gc.disable()  # as the engine's loop does
     for _ in range(_NUM_ROUNDS):
         begin, num_chosen = time.thread_time(), 0
-        for _ in range(_NUM_TURNS // _CHAIN):
+        for _ in range(num_turns // _CHAIN):
             num_chosen += turns.turn()
         rounds.append((time.thread_time() - begin) / num_chosen)
     gc.enable()

@@ -11,8 +11,10 @@ last token runs.
     subject to  sum over s with i < t < j of x_s * blocks(s) <= N - blocks of prompt t         at each admission t
                 0 <= x_s <= 1
 
-It is a linear program (HiGHS). Left out are that running requests hold blocks besides, that a block is of no use
-without those in front of it, and that blocks are whole: so no policy of this scheduler, whatever it knows, saves more.
+It is a linear program (HiGHS). Neighbours in a chain that the same two requests need are one s, each worth their mean:
+they are of use from the front, where they cost least. Left out are that running requests hold blocks besides, that one
+s is of no use without the one in front of it, and that blocks are whole. So no policy of this scheduler, whatever it
+knows, saves more, while requests are admitted in order of arrival.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ def _in_order(names: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(names))
 
 
-def gains(rows: Sequence[Row], policy: str, best: Callable[[Sequence[float]], float] = statistics.fmean) -> list[Row]:
+def gains(rows: Sequence[Row], policy: str) -> list[Row]:
     """By how much a policy saves more than least recently used does, in points, for each trace and pool."""
     found = []
     for trace, num_blocks in _in_order((row["trace"], row["num_blocks"]) for row in rows):
@@ -64,5 +64,7 @@ def gains(rows: Sequence[Row], policy: str, best: Callable[[Sequence[float]], fl
         lru = values(rows, trace, num_blocks, "lru", "saved_share")
         if ours and lru:
             points = [100 * (a - b) for a, b in zip(ours, lru, strict=True)]
-            found.append({"trace": trace, "num_blocks": num_blocks, "points": best(points), "least": min(points)})
+            found.append(
+                {"trace": trace, "num_blocks": num_blocks, "points": statistics.fmean(points), "least": min(points)}
+            )
     return found

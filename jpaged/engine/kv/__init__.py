@@ -4,6 +4,7 @@ interface.py     what the scheduler asks of any memory
 paged.py         paged memory: blocks on demand, shared, copied when written
 needs.py         how many blocks groups need
 blocks.py        which blocks are free, who holds the others, what has to be moved
+eviction/        which free block is given up first: a policy is a file
 prefixes.py      which blocks hold which prefix, here and in host memory
 tiers/           where prefixes go that the device's pool gives up
 prefix_cache.py  key -> block, and the longest prefix that can be used

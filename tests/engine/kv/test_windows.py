@@ -161,7 +161,8 @@ def test_parts_of_blocks_are_copied_in_every_group_whatever_block_is_reissued_fi
         tails = [table.block_id(1) for table in first.kv.tables]
         memory.release(first)
         for block_id in order:
-            memory._pool._free.move_to_end(block_id)
+            del memory._pool._free[block_id]
+            memory._pool._free[block_id] = None
         memory.take_ops()
         group = group_of([*range(6), 99])
         num_tokens, contents = memory.admit(group), {block_id: block_id for block_id in range(1, 6)}

@@ -45,7 +45,7 @@ _BELOW = _NUM_COSTS
 _FIRST_GUESS = 0.05
 """The share of blocks seen once that is found at any age, until more is known; of the next class twice that."""
 PRIORS = tuple(_FIRST_GUESS * 2**seen for seen in range(len(_SEEN) + 1) for _ in range(2 * (len(_SHARES) + 1)))
-"""Of each class; they are numbered by times seen, then by whether a block is shared, then by owner."""
+"""The same of each class; these are numbered by times seen, then by whether a block is shared, then by owner."""
 
 
 @dataclass(slots=True, eq=False)
