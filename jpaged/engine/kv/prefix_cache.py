@@ -125,19 +125,13 @@ class PrefixCache:
 
     def forget(self, block_id: int) -> Key | None:
         """Drops what is known of a block, which nobody may find any more; its key, if it had one."""
-        key = self._drop(block_id)
+        key = self.evict(block_id)
         if key is not None and self._ranked is not None:
             self._ranked.forget(block_id)
         return key
 
-    def evict(self, block_id: int) -> tuple[Key, Entry | None] | None:
-        """Drops what is known of a block that is given to somebody else: its key, and what its ranking knows of it."""
-        key = self._drop(block_id)
-        if key is None:
-            return None
-        return key, None if self._ranked is None else self._ranked.evicted(block_id)
-
-    def _drop(self, block_id: int) -> Key | None:
+    def evict(self, block_id: int) -> Key | None:
+        """The same of a block that is given to somebody else, which the free list is told by who asks."""
         key = self._keys.pop(block_id, None)
         if key is None:
             return None

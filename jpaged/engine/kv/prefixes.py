@@ -221,11 +221,10 @@ class Prefixes:
 
     def _evict(self, block_id: int) -> None:
         """Gives up what a free block holds, which is about to be reissued: it moves to host memory."""
-        evicted = self._cache.evict(block_id)
-        if evicted is not None:
+        key = self._cache.evict(block_id)
+        if key is not None:
             self.num_cached -= 1
-            key, entry = evicted
-            self._host.keep(key, block_id, entry)
+            self._host.keep(key, block_id, None if self._ranked is None else self._ranked.evicted(block_id))
 
     def _num_cacheable(self, sequence: TokenSequence) -> int:
         """Blocks of a sequence that may be cached."""

@@ -7,7 +7,6 @@ What is seen again counts as long as it is kept. Leaves go before what they foll
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -55,4 +54,4 @@ class LeastFrequentlyUsed:
         return queue.popitem(last=False)[0]
 
     def left(self, place: int, *, is_evicted: bool) -> Entry:
-        return dataclasses.replace(self._entries.pop(place), times_seen=self._counts.pop(place))
+        return self._entries.pop(place).seen(self._counts.pop(place))

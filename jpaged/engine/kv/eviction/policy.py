@@ -10,6 +10,7 @@ policy's: they are given away first (`free_list.py`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +35,10 @@ class Entry:
     index: int
     owner: Key
     times_seen: int = 1
+
+    def seen(self, times_seen: int) -> Entry:
+        """The same, seen so many times."""
+        return self if times_seen == self.times_seen else dataclasses.replace(self, times_seen=times_seen)
 
 
 class EvictionPolicy(Protocol):

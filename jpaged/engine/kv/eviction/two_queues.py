@@ -9,7 +9,6 @@ VLDB 1994; Yang et al., "FIFO queues are all you need for cache eviction", SOSP 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -61,4 +60,4 @@ class TwoQueues:
             self._ghosts[entry.key] = count
             if len(self._ghosts) > self._num_ghosts:
                 self._ghosts.popitem(last=False)
-        return dataclasses.replace(entry, times_seen=count)
+        return entry.seen(count)

@@ -13,7 +13,6 @@ then blocks are taken from the one that is worth least, the oldest first, and fr
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -148,7 +147,7 @@ class Worth:
             self._gone[entry.key] = block
             if len(self._gone) > self._num_places:
                 self._was_not_needed(self._gone.popitem(last=False)[1])
-        return dataclasses.replace(entry, times_seen=block.seen)
+        return entry.seen(block.seen)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
