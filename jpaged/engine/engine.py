@@ -15,6 +15,7 @@ from jpaged.engine.executor import Executor, Geometry
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.grammars import MakeMasks
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
+from jpaged.engine.kv.tiers.travels import Travel, Travels
 from jpaged.engine.loop import Clock, EngineLoop
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
@@ -140,6 +141,7 @@ class Engine:
         in_flight: ids of requests that were accepted and have not ended.
         prefixes: what may be asked of cached prefixes; None where nothing is cached.
         eyes: what may be asked about the pool.
+        travels: what may be asked of prefixes that come from other servers, and go there.
 
     Args:
         config: scheduler, cache and `max_pinned_blocks` are read; sizes that are left out are the executor's.
@@ -189,6 +191,7 @@ class Engine:
             limit=lambda: self._loop.memory.limit,
         )
         loop = self._loop
+        self.travels = Travels([Travel(loop.memory, geometry, executor.host_blocks, self._thread.ask)])
         self.eyes = Eyes([Eye(loop.watch, loop.memory, loop.stats, loop.groups, geometry, self._thread.ask)])
 
     @property

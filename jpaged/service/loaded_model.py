@@ -9,6 +9,7 @@ from typing import Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Geometry
+from jpaged.engine.kv.tiers.travels import Travels
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
@@ -27,11 +28,13 @@ class EngineClient(Protocol):
         clock: the clock of deadlines, and of `RequestTimes`.
         max_num_in_flight: requests that are accepted at one time.
         eyes: what may be asked about its pools.
+        travels: what may be asked of prefixes that come from other servers, and go there.
     """
 
     clock: Callable[[], float]
     max_num_in_flight: int
     eyes: Eyes
+    travels: Travels
 
     @property
     def geometry(self) -> Geometry:

@@ -19,7 +19,9 @@ from concurrent.futures import Future
 from jpaged.engine.data_parallel.routing import Route, Router
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Geometry
+from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.pinned import Pin
+from jpaged.engine.kv.tiers.travels import Travels
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.watching.eyes import Eyes
@@ -50,6 +52,12 @@ class DataParallelEngine:
         self._lock = threading.Lock()
         self._pinning: set[Pin] = set()
         self._pinned: set[Pin] = set()
+
+        def place(keys: Sequence[Key]) -> int:
+            with self._lock:
+                return self._router.best(keys)
+
+        self.travels = Travels((travel for engine in engines for travel in engine.travels.each), place)
 
     @property
     def geometry(self) -> Geometry:

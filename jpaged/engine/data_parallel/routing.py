@@ -61,13 +61,20 @@ class Router:
     def routes(self, request: Request) -> list[Route]:
         """Every replica, the one to try first in front."""
         keys, cost = self._keys(request), self._cost(request)
+        return [Route(replica, cost, keys) for replica in self._ranked(keys)]
+
+    def best(self, keys: Sequence[Key]) -> int:
+        """The replica that a prompt with these leading blocks would go to first."""
+        return self._ranked(keys[:MAX_ROUTED_BLOCKS])[0]
+
+    def _ranked(self, keys: Sequence[Key]) -> list[int]:
         most = min(self._loads) + HALF_A_REPLICA * self._num_rows * self._num_slots
 
         def rank(replica: int) -> tuple[int, int, int]:
             load = self._loads[replica]
             return (-self._num_leading(replica, keys) if load <= most else 0, load, replica)
 
-        return [Route(replica, cost, keys) for replica in sorted(range(len(self._sources)), key=rank)]
+        return sorted(range(len(self._sources)), key=rank)
 
     def route_of(self, request_id: str) -> Route | None:
         """Where a request is in flight; None when it is not."""

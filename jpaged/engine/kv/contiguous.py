@@ -23,6 +23,7 @@ from jpaged.config import KVPolicy
 from jpaged.engine.executor import I32, Geometry, Move
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
+from jpaged.engine.kv.prefixes import Held
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
@@ -108,6 +109,7 @@ class ReservedMemory:
             raise InternalError(f"{policy!r} is not one of {', '.join(RESERVE_POLICIES)}")
         self.prefixes = None
         self.host: HostTier | None = None
+        self.held: Held | None = None
         self.swapping = None
         self.windows = None
         self.aside = None

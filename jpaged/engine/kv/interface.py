@@ -9,7 +9,7 @@ from typing import Protocol
 from jpaged.engine.executor import I32
 from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
-from jpaged.engine.kv.prefixes import Prefixes
+from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.windows import Windows
@@ -39,11 +39,13 @@ class KVMemory(Protocol):
 
     Attributes:
         host: prefixes in host memory; None where there is none.
+        held: cached blocks that somebody outside reads; None where nothing is cached.
     """
 
     num_blocks: int
     counts: MemoryCounts
     host: HostTier | None
+    held: Held | None
 
     @property
     def limit(self) -> int:

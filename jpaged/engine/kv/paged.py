@@ -18,7 +18,7 @@ from jpaged.engine.kv.blocks import BlockPool, MemoryOps
 from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.needs import Needs
-from jpaged.engine.kv.prefixes import Prefixes
+from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.windows import Windows
@@ -37,6 +37,7 @@ class PagedMemory:
 
     prefixes: Prefixes | None
     host: HostTier | None
+    held: Held | None
     swapping: Swapping | None
     windows: Windows | None
     aside: Aside
@@ -60,7 +61,7 @@ class PagedMemory:
         in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks)
         self._host = HostTier(num_host_blocks, self.block_size, self._ops, blocks=host_blocks, ranked=in_host)
         self.host = self._host if num_host_blocks else None
-        self.prefixes = self.swapping = self.windows = None
+        self.prefixes = self.held = self.swapping = self.windows = None
         if caches_prefixes:
             is_below = self._host.__contains__ if num_host_blocks else None
             self.prefixes = Prefixes(
@@ -71,6 +72,7 @@ class PagedMemory:
                 max_tokens=max_cached_tokens,
                 ranked=None if eviction is None else eviction.free_list(self.num_blocks, is_below),
             )
+            self.held = Held(self.prefixes)
             self._pool = self.prefixes.pool
         else:
             self._pool = BlockPool(num_blocks=self.num_blocks, block_size=self.block_size)
@@ -201,7 +203,8 @@ class PagedMemory:
         sequences = [sequence for group in groups for sequence in group.sequences]
         pinned = () if self.prefixes is None else self.prefixes.pinned_tables()
         tables = (table for sequence in sequences for table in sequence.kv.tables)
-        self._pool.check([*tables, *pinned, self.aside.table])
+        held = () if self.held is None else self.held.tables()
+        self._pool.check([*tables, *pinned, *held, self.aside.table])
         self._host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:
             self.prefixes.check()

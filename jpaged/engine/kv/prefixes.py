@@ -269,6 +269,47 @@ class Prefixes:
         return num_blocks
 
 
+class Held:
+    """Cached blocks that are kept as they are while somebody outside reads them: no sequence and no pin has them."""
+
+    def __init__(self, prefixes: Prefixes) -> None:
+        self._prefixes = prefixes
+        self._tables: dict[BlockTable, None] = {}
+
+    def hold(self, keys: Iterable[Key]) -> BlockTable:
+        """Keeps the blocks that hold what these keys name, each in the place of its key.
+
+        Raises:
+            InternalError: one of them is not on the device.
+        """
+        prefixes, block_ids = self._prefixes, []
+        for key in keys:
+            block_id = prefixes._cache.find(key)
+            if block_id is None:
+                raise InternalError(f"no block of the device is known by {key.hex()}")
+            prefixes.num_cached -= prefixes.pool.acquire(block_id)
+            block_ids.append(block_id)
+        table = BlockTable(len(block_ids))
+        table.extend(block_ids)
+        self._tables[table] = None
+        return table
+
+    def let_go(self, table: BlockTable) -> None:
+        """Gives up what is held; what it caches stays known until it is reissued.
+
+        Raises:
+            InternalError: nobody holds it.
+        """
+        if table not in self._tables:
+            raise InternalError(f"blocks {table.block_ids()[:8]} are let go of, and nobody holds them")
+        del self._tables[table]
+        self._prefixes.pool.release(table)
+
+    def tables(self) -> Iterable[BlockTable]:
+        """What is held."""
+        return self._tables.keys()
+
+
 def _num_leading_tokens(group: Group) -> int:
     """Tokens that the leader runs alone: the prompt before a fork, everything it has where there is none.
 

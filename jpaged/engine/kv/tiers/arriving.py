@@ -1,0 +1,118 @@
+"""A prefix that arrives from another server: written to host memory, and found by the next request.
+
+    reserve(n)              host blocks that nobody else has and nothing is under way to, fewer where there is no room
+    write(block_id, ...)    their bytes, on a thread of whoever brings them
+    enter(places, ids)      what was written, and found to be whole, is known by its keys
+
+What was entered is held until `close`, so that a prefix that is larger than host memory does not evict its own begin.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from jpaged.engine.kv.blocks import BlockTable
+from jpaged.engine.kv.tiers.chain import Chain, Place
+from jpaged.engine.kv.tiers.leaving import Tiers
+from jpaged.errors import Cancelled, InternalError
+
+
+class Arriving:
+    """Host blocks that a prefix is written to. Any thread asks; writers wait for each other.
+
+    Attributes:
+        num_blocks_at_once: how many to reserve.
+    """
+
+    def __init__(self, tiers: Tiers, chain: Chain) -> None:
+        self.chain = chain
+        self.num_blocks_at_once = tiers.num_blocks_at_once
+        self._tiers = tiers
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._tables: list[BlockTable] = []
+        self._reserved: set[int] = set()
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What each block has to be."""
+        return self._tiers.blocks.bytes_per_block
+
+    def is_known(self, place: Place) -> bool:
+        """It is here already: what comes of it is not needed."""
+        return self._tiers.prefixes.has_prefix(self.chain.key(place))
+
+    def reserve(self, num_blocks: int) -> Future[list[int]]:
+        """Takes host blocks, up to so many, as many as can be had; none is no room."""
+        future: Future[list[int]] = Future()
+        future.set_running_or_notify_cancel()
+
+        def reserve() -> None:
+            if self._is_closed:
+                future.set_exception(Cancelled("the prefix that arrives was given up"))
+                return
+            host = self._tiers.host
+            table = host.reserve(min(num_blocks, host.pool.num_free))
+            self._tables.append(table)
+            block_ids = table.block_ids()
+            host.when_settled(table, lambda: self._reserve(block_ids, future))
+
+        self._tiers.ask(reserve)
+        return future
+
+    def write(self, block_id: int, start: int, contents: bytes) -> None:
+        """Writes a part of a block that was reserved, from one of its bytes on.
+
+        Raises:
+            Cancelled: it was closed, and the block may be somebody else's.
+            InternalError: it is not reserved, or entered, or that is beyond its end.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the prefix that arrives was given up")
+            if block_id not in self._reserved or start + len(contents) > self.bytes_per_block:
+                raise InternalError(f"host block {block_id} is written at {start}, which is not this prefix's")
+            self._tiers.blocks.view(block_id)[start : start + len(contents)] = contents
+
+    def enter(self, places: Sequence[Place], block_ids: Sequence[int]) -> None:
+        """Makes blocks known that were written; from here on nobody writes them. One that came meanwhile stays."""
+        with self._lock:
+            if self._is_closed:
+                return
+            if not self._reserved.issuperset(block_ids):
+                raise InternalError(f"host blocks {list(block_ids)[:8]} are entered, and not all are reserved")
+            self._reserved.difference_update(block_ids)
+        named = [(self.chain.key(place), block_id) for place, block_id in zip(places, block_ids, strict=True)]
+        self._tiers.ask(lambda: self._enter(named))
+
+    def close(self) -> Future[int]:
+        """Lets go of all blocks; how many of the prefix's a request would find. Any thread may, and again."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            self._is_closed = True
+            self._reserved.clear()
+
+        def close() -> None:
+            tables, self._tables = self._tables, []
+            for table in tables:
+                self._tiers.host.let_go(table)
+            future.set_result(self._tiers.num_known(self.chain))
+
+        self._tiers.ask(close)
+        return future
+
+    # --- on the engine's thread -------------------------------------------------------------------------------------
+
+    def _reserve(self, block_ids: list[int], future: Future[list[int]]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._reserved.update(block_ids)
+        future.set_result(block_ids)
+
+    def _enter(self, named: Sequence[tuple[bytes, int]]) -> None:
+        if self._tables:  # it is not closed: the blocks are this prefix's
+            for key, block_id in named:
+                self._tiers.host.take_in(key, block_id)
