@@ -7,6 +7,7 @@
     ├── Unauthenticated                         UNAUTHENTICATED      the call brings no key that the server knows
     ├── PermissionDenied                        PERMISSION_DENIED    turned off, or not what the key is for
     ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
+    ├── Incompatible                            FAILED_PRECONDITION  what is handed over means something else here
     ├── TryLater                                RESOURCE_EXHAUSTED   the same request can succeed after a while, told
     │   ├── QueueFull                           RESOURCE_EXHAUSTED   the waiting queue is at its bound
     │   └── QuotaExceeded                       RESOURCE_EXHAUSTED   the tenant has used up what it may have for now
@@ -98,6 +99,10 @@ class PermissionDenied(JpagedError, grpc_status="PERMISSION_DENIED"):
 
 class AlreadyExists(JpagedError, grpc_status="ALREADY_EXISTS"):
     """A request with this id is in flight: a retry must wait for it or choose another id."""
+
+
+class Incompatible(JpagedError, grpc_status="FAILED_PRECONDITION"):
+    """What another server hands over means something else on this one: says what differs."""
 
 
 class TryLater(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):

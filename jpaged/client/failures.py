@@ -33,6 +33,7 @@ _BY_CODE: dict[grpc.StatusCode, type[JpagedError]] = {
         errors.Unauthenticated,
         errors.PermissionDenied,
         errors.AlreadyExists,
+        errors.Incompatible,
         errors.Unavailable,
         errors.DeadlineExceeded,
         errors.Cancelled,

@@ -180,6 +180,17 @@ class AccessOptions:
         high=65535,
     )
     control_host: str = option("127.0.0.1", "address of control_port")
+    prefix_peers: tuple[str, ...] = option(
+        (),
+        "servers, as HOST:PORT, whose cached prefixes FetchPrefix may take over, with the key of its caller; none when "
+        "left out",
+    )
+    prefix_peer_ca: str | None = option(
+        None,
+        "certificates in PEM that those of prefix_peers lead to, which are shown tls_cert; without it they are "
+        "connected to in clear",
+        path="file",
+    )
 
     def check(self) -> None:
         """Refuse what does not go together; raises InvalidArgument."""
@@ -188,6 +199,8 @@ class AccessOptions:
             raise InvalidArgument(missing, f"is missing: {given} is {getattr(self, given)}, and needs it")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("tls_client_ca", f"{self.tls_client_ca} needs tls_cert and tls_key")
+        if self.prefix_peer_ca is not None and not self.prefix_peers:
+            raise InvalidArgument("prefix_peer_ca", f"{self.prefix_peer_ca} needs prefix_peers")
 
 
 @dataclass(frozen=True, slots=True)

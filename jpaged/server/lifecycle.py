@@ -26,7 +26,14 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged._proto.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefixes_pb2,
+    prefixes_pb2_grpc,
+)
 from jpaged.access.gate import Gate
 from jpaged.config import EngineConfig, shows_traces
 from jpaged.engine.executor import Progress
@@ -40,8 +47,11 @@ from jpaged.server.port import make_server
 from jpaged.server.probes import LIVENESS, READINESS, Health, ProbeServer
 from jpaged.server.progress import EngineState, ProgressWatch, show_stacks
 from jpaged.server.servicer import ControlServicer, InferenceServicer
+from jpaged.server.travel.peers import PeerServers
+from jpaged.server.travel.servicer import PrefixServicer
 from jpaged.service.auditing import NotedRequests
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.prefixes.travelling import Travelling
 from jpaged.service.service import Service
 from jpaged.service.state import ServiceState, Stage
 from jpaged.telemetry.metrics import serve_metrics
@@ -56,6 +66,7 @@ PIN_NAME = "pin-prefix"
 SERVICE_NAMES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
+    prefixes_pb2.DESCRIPTOR.services_by_name["PrefixService"].full_name,
 )
 
 _WATCH_INTERVAL_S = 0.2
@@ -136,6 +147,9 @@ class Server:
         self._grpc = make_server(self._config.server, max_bytes, Door(self._gate, takes_control=with_control))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._service), self._grpc)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), self._grpc)
+        self._peers = PeerServers(self._config.access)
+        prefixes = PrefixServicer(Travelling(self._service, self._peers))
+        prefixes_pb2_grpc.add_PrefixServiceServicer_to_server(prefixes, self._grpc)
         self._faces = Faces(self._service, self._config.server, max_bytes)
         self._faces.add_to(self._grpc)
         self._health = HealthServicer()
@@ -149,7 +163,7 @@ class Server:
         if options.http.http_port is not None:
             self._http = HttpPort(self._service, self._gate, options)
             await self._http.start()
-        await self._open_control(max_bytes)
+        await self._open_control(max_bytes, prefixes)
         if options.server.probe_port is not None:
             self._probes = ProbeServer(self._health_now, options.server.host, options.server.probe_port)
         await self._grpc.start()
@@ -158,16 +172,17 @@ class Server:
         self._loading = asyncio.create_task(self._load_model())
         return self._port
 
-    async def _open_control(self, max_bytes: int) -> None:
+    async def _open_control(self, max_bytes: int, prefixes: PrefixServicer) -> None:
         """Open the port for acts of control alone, where the options ask for one."""
         options = self._config.access
         if options.control_port is None:
             return
         server = make_server(self._config.server, max_bytes, Door(self._gate, takes_control=True))
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), server)
+        prefixes_pb2_grpc.add_PrefixServiceServicer_to_server(prefixes, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._config.server.enable_reflection:
-            names = (SERVICE_NAMES[1], health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (*SERVICE_NAMES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         host, port = options.control_host, options.control_port
         self.control_port = bind(server, "control_port", host, port, self._gate.certificates)
@@ -326,6 +341,7 @@ class Server:
             await self._http.stop(_FLUSH_TIMEOUT_S)
         if self._control is not None:
             await self._control.stop(grace=_FLUSH_TIMEOUT_S)
+        await self._peers.close()
         await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
         if self.state.model is not None:
             await asyncio.to_thread(self.state.model.engine.stop)

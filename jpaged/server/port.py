@@ -188,14 +188,23 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.
         finally:
             del content, request
 
-    async def answer_each(_: object, context: Any) -> None:
-        async def requests() -> AsyncIterator[Any]:
-            while (content := await context.read()) is not aio.EOF:
-                yield await decoded(context, content)
+    async def requests(context: Any) -> AsyncIterator[Any]:
+        while (content := await context.read()) is not aio.EOF:
+            yield await decoded(context, content)
 
+    async def answer_all(_: object, context: Any) -> Any:
+        try:
+            return await handler.stream_unary(requests(context), context)
+        except aio.InternalError as error:
+            raise _gone(error) from None
+        except aio.AbortError as error:
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+
+    async def answer_each(_: object, context: Any) -> None:
         try:
             # Written here, not handed on: a call that ends while a message waits for its reader ends the handler.
-            async with contextlib.aclosing(handler.stream_stream(requests(), context)) as responses:
+            async with contextlib.aclosing(handler.stream_stream(requests(context), context)) as responses:
                 async for response in responses:
                     await context.write(response)
         except aio.InternalError as error:
@@ -204,6 +213,8 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.
             error.__context__ = None
             raise error.with_traceback(None) from None
 
+    if handler.stream_unary:
+        return grpc.stream_unary_rpc_method_handler(answer_all, response_serializer=handler.response_serializer)
     if handler.stream_stream:
         return grpc.stream_stream_rpc_method_handler(answer_each, response_serializer=handler.response_serializer)
     make = grpc.stream_stream_rpc_method_handler if handler.unary_stream else grpc.stream_unary_rpc_method_handler

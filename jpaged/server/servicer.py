@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
 
-from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, prefixes_pb2
 from jpaged.access.entry import key_id, owner
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
@@ -63,6 +63,8 @@ _PROMPTS: dict[type[Message], tuple[str, str]] = {
     inference_pb2.GenerateRequest: ("prompt", "text, token_ids or chat"),
     inference_pb2.TokenizeRequest: ("input", "text or chat"),
     control_pb2.PinPrefixRequest: ("prefix", "text or token_ids"),
+    prefixes_pb2.SavePrefixRequest: ("prefix", "text or token_ids"),
+    prefixes_pb2.FetchPrefixRequest: ("prefix", "text or token_ids"),
 }
 """Requests with a prompt: the field that it is in, and its forms."""
 

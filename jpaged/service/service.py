@@ -287,10 +287,10 @@ class Service:
         Raises:
             NotFound: the tenant has none of that id in flight.
         """
-        model = self._controlled("Abort", request_id, self.state.loaded())
+        model = self.controlled("Abort", request_id, self.state.loaded())
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
-        generation = self._open.get((_cache_tenant(model, tenant), request_id))
+        generation = self._open.get((cache_tenant_of(model, tenant), request_id))
         is_known = generation is not None
         if generation is not None and generation.preparing is None:
             is_known = model.engine.abort(generation.engine_id)
@@ -303,11 +303,11 @@ class Service:
         self, name: str, prefix: Prompt, cache_salt: str = "", tenant: str = "", adapter: str = ""
     ) -> int:
         """Keep a prefix computed under a name, also when the caller goes away; return how many of its tokens."""
-        model = self._controlled("PinPrefix", name, self.state.serving())
+        model = self.controlled("PinPrefix", name, self.state.serving())
         require_name("name", name)
         require_salt(cache_salt)
         loaded = model.adapters.named(adapter)
-        cache_tenant = _cache_tenant(model, tenant)  # here: the current call is not one of a thread
+        cache_tenant = cache_tenant_of(model, tenant)  # here: the current call is not one of a thread
 
         def pin() -> Future[int]:
             token_ids = model.input_processor.prefix(prefix)
@@ -321,14 +321,14 @@ class Service:
         Raises:
             NotFound: the tenant has pinned none of that name.
         """
-        model = self._controlled("UnpinPrefix", name, self.state.serving())
+        model = self.controlled("UnpinPrefix", name, self.state.serving())
         require_name("name", name)
-        if not model.engine.unpin_prefix(name, _cache_tenant(model, tenant)):
+        if not model.engine.unpin_prefix(name, cache_tenant_of(model, tenant)):
             raise NotFound(f"name: no prefix {name!r} is pinned")
 
     async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
         """Read an adapter from a path of this machine, for requests that name it; see `Adapters.load`."""
-        model = self._controlled("LoadAdapter", name, self.state.serving())
+        model = self.controlled("LoadAdapter", name, self.state.serving())
         return await self._workers.read(lambda: model.adapters.load(name, path))
 
     def unload_adapter(self, name: str) -> None:
@@ -337,7 +337,7 @@ class Service:
         Raises:
             NotFound: there is none of that name.
         """
-        self._controlled("UnloadAdapter", name, self.state.serving()).adapters.unload(name)
+        self.controlled("UnloadAdapter", name, self.state.serving()).adapters.unload(name)
 
     def end_open_calls(self, error: JpagedError) -> None:
         """End every `generate` that is open with an error, after what it already has to send."""
@@ -354,7 +354,7 @@ class Service:
             raise NotFound(f"model: {name!r} is not served here; {model.model.name!r} is")
         return model
 
-    def _controlled(self, method: str, name: str, model: LoadedModel) -> LoadedModel:
+    def controlled(self, method: str, name: str, model: LoadedModel) -> LoadedModel:
         """Return the model, for a call that acts on it by name; anybody may abort what is its own."""
         access.note_act(f"{method} {name[:128]}")
         if method == "Abort":
@@ -368,7 +368,7 @@ class Service:
     def _admit(self, model: LoadedModel, call: Call, record: RequestRecord) -> Generation:
         if call.request_id is not None:
             require_name("request_id", call.request_id)
-        request_id, cache_tenant = call.request_id or uuid.uuid4().hex, _cache_tenant(model, call.tenant)
+        request_id, cache_tenant = call.request_id or uuid.uuid4().hex, cache_tenant_of(model, call.tenant)
         other = self._open.get((cache_tenant, request_id))
         if other is not None and not other.stream.is_ended:  # one that has ended may not be read yet
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
@@ -459,7 +459,7 @@ def _most_generated(request: Request) -> tuple[str, int, int]:
     return name, sampling.beam_width or sampling.num_samples, sampling.max_tokens
 
 
-def _cache_tenant(model: LoadedModel, tenant: str) -> str:
+def cache_tenant_of(model: LoadedModel, tenant: str) -> str:
     """Return whose ids, names and prefixes a call speaks of; "" for everybody's where tenants are not kept apart."""
     tenant = access.owner(tenant)
     return tenant if model.config.server.isolate_tenants else ""

@@ -56,7 +56,9 @@ MAY_IMPORT = {
     "service": VALUES | {"engine", "access"},
     "telemetry": VALUES | {"engine", "service"},
     "http": VALUES | {"engine", "service", "openai", "telemetry", "access"},
-    "server": VALUES | {"engine", "service", "_proto", "telemetry", "http", "access"},
+    "server": VALUES
+    | {"engine", "service", "_proto", "telemetry", "http", "access"}
+    | {"client.channel", "client.failures", "client.tls"},  # of another server it is a client
     "testing": VALUES | {"engine"},
     "demo": set(),
     "bench": VALUES | {"client", "capacity.cost"},

@@ -40,6 +40,8 @@ SERVER_VALUES = {
     "tls_key": "server.key",
     "tls_client_ca": "clients.pem",
     "control_port": 50052,
+    "prefix_peers": ("127.0.0.1:50053",),
+    "prefix_peer_ca": "file",
     "control_host": "::1",
     "probe_port": 50052,
     "default_deadline": 9.0,

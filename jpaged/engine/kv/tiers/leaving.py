@@ -67,6 +67,9 @@ class _Part:
     homes: list[int]
     is_there: Future[None] = field(default_factory=Future)
 
+    def __post_init__(self) -> None:
+        self.is_there.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+
 
 class Leaving:
     """Blocks that are held while they are read. Made on the engine's thread; any other reads.
@@ -198,7 +201,7 @@ def _that_fit(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> 
 
 
 def _places(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> tuple[Place, ...]:
-    """Blocks that whoever comes behind so many sees, and who comes behind one fewer: a prompt's last token always runs."""
+    """Blocks that are seen from behind so many, and from behind one fewer: a prompt's last token always runs."""
     places = []
     for kv_group, reach in enumerate(tiers.reaches):
         first = reach.first_block(num_blocks)

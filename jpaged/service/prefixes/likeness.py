@@ -1,0 +1,74 @@
+"""What the bytes of a block depend on: told of what leaves, and held against what arrives."""
+
+from __future__ import annotations
+
+from jpaged.engine.kv.tiers.chain import Chain
+from jpaged.engine.kv.tiers.leaving import Leaving
+from jpaged.errors import Incompatible, InvalidArgument
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.prefixes.parts import Header
+
+
+def facts_of(model: LoadedModel) -> tuple[tuple[str, str], ...]:
+    """What the bytes of a block depend on, in words."""
+    backend, travels = model.backend, model.engine.travels
+    facts = {
+        "model": model.model.architecture,
+        "layers": model.model.num_layers,
+        "key/value heads": model.model.num_kv_heads,
+        "head dimension": model.model.head_dim,
+        "dtype": model.model.dtype,
+        "kv_cache_dtype": model.config.cache.kv_cache_dtype,
+        "block_size": travels.block_size,
+        "bytes of a block": travels.bytes_per_block,
+        "KV groups": travels.num_kv_groups,
+        "device": f"{backend.platform} {backend.device_kind}",
+        "attention": backend.attention,
+        "tensor_parallel_size": model.config.parallel.tensor_parallel_size,
+        "jax": backend.jax_version,
+    }
+    return tuple((name, str(value)) for name, value in facts.items())
+
+
+def header_of(
+    model: LoadedModel, cache_salt: str, adapter_name: str, chain: Chain, leaving: Leaving, identity: bytes
+) -> Header:
+    """What goes ahead of a prefix that leaves."""
+    travels, adapter = model.engine.travels, model.adapters.named(adapter_name)
+    size = travels.block_size
+    return Header(
+        kv_identity=identity,
+        facts=facts_of(model),
+        block_size=size,
+        bytes_per_block=travels.bytes_per_block,
+        num_kv_groups=travels.num_kv_groups,
+        token_ids=chain.token_ids[: leaving.num_blocks * size],
+        num_found_tokens=leaving.num_found * size,
+        num_blocks=len(leaving.places),
+        cache_salt=cache_salt,
+        adapter=adapter_name,
+        adapter_digest=b"" if adapter is None else adapter.matrices.digest,
+    )
+
+
+def require_alike(model: LoadedModel, header: Header, chain: Chain, identity: bytes) -> None:
+    """Refuse a prefix whose blocks mean something else here, and a header that contradicts itself."""
+    if header.kv_identity != identity:
+        here, there = dict(facts_of(model)), dict(header.facts)
+        differing = [name for name in here if there.get(name, here[name]) != here[name]]
+        told = [f"{name} is {there[name][:128]!r} there and {here[name]!r} here" for name in differing]
+        why = "; ".join(told) or "the weights, the scales of the KV cache, or the kernels that computed it"
+        raise Incompatible(f"a block of the prefix means something else here: {why}")
+    adapter, travels = model.adapters.named(header.adapter), model.engine.travels
+    if header.adapter_digest != (b"" if adapter is None else adapter.matrices.digest):
+        raise Incompatible(f"adapter: {header.adapter!r} is another here than where the prefix comes from")
+    sizes = header.block_size, header.bytes_per_block, header.num_kv_groups
+    if sizes != (travels.block_size, travels.bytes_per_block, travels.num_kv_groups):
+        raise InvalidArgument("header", f"sizes {sizes} contradict its kv_identity")
+    if len(chain.token_ids) != len(header.token_ids):
+        most = len(chain.token_ids)
+        raise InvalidArgument(
+            "header.token_ids", f"{len(header.token_ids)} tokens; {most} of them fill blocks that are kept"
+        )
+    if header.num_blocks > len(chain.keys) * header.num_kv_groups:
+        raise InvalidArgument("header.num_blocks", f"{header.num_blocks} blocks are more than the tokens have")

@@ -1,0 +1,99 @@
+"""What of a prefix goes from one server to another: a header, then pieces of blocks, a block's own in order.
+
+    header   which tokens, and what the bytes depend on
+    piece    [key] contents ... contents [hash]     the key is in a block's first piece, the hash in its last
+
+Keys on the way are those of the tokens behind a root without a tenant: whose a prefix is, each server knows itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jpaged.engine.kv.blocks import Key
+from jpaged.engine.kv.tiers.chain import Place
+
+MAX_PIECES_BYTES = 256 << 10
+"""What a message has of contents, and of what goes with them."""
+_PIECE_BYTES = 96
+"""What goes with the contents of a piece, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What comes; see PrefixHeader in prefixes.proto."""
+
+    kv_identity: bytes
+    facts: tuple[tuple[str, str], ...]
+    block_size: int
+    bytes_per_block: int
+    num_kv_groups: int
+    token_ids: tuple[int, ...]
+    num_found_tokens: int
+    num_blocks: int
+    cache_salt: str = ""
+    adapter: str = ""
+    adapter_digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a block, or all of it; see PrefixPiece in prefixes.proto."""
+
+    index: int
+    kv_group: int
+    offset: int
+    contents: bytes
+    key: bytes = b""
+    hash: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What became of a prefix; see PrefixArrival in prefixes.proto."""
+
+    num_tokens: int
+    num_found_tokens: int
+    num_loaded_blocks: int
+    num_known_blocks: int
+    is_short_of_room: bool = False
+
+
+def hash_begin(key: Key, kv_group: int) -> hashlib._Hash:
+    """The hash of a block of which no contents have been added yet."""
+    return hashlib.sha256(key + kv_group.to_bytes(4, "little"))
+
+
+class Cutter:
+    """Cuts blocks into messages of pieces, on a thread.
+
+    Args:
+        keys: of the blocks, on the way.
+    """
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = keys
+        self._messages: list[list[Piece]] = [[]]
+        self._room = MAX_PIECES_BYTES
+
+    def add(self, place: Place, contents: memoryview) -> None:
+        """Copies a block."""
+        key, start = self._keys[place.index], 0
+        hashed = hash_begin(key, place.kv_group)
+        hashed.update(contents)
+        while start < len(contents):
+            if self._room <= _PIECE_BYTES:
+                self._messages.append([])
+                self._room = MAX_PIECES_BYTES
+            end = min(len(contents), start + self._room - _PIECE_BYTES)
+            last = hashed.digest() if end == len(contents) else b""
+            first, part = b"" if start else key, contents[start:end].tobytes()
+            self._messages[-1].append(Piece(place.index, place.kv_group, start, part, first, last))
+            self._room -= _PIECE_BYTES + end - start
+            start = end
+
+    def messages(self) -> Iterator[list[Piece]]:
+        """All that there is to send."""
+        return (message for message in self._messages if message)

@@ -1,0 +1,135 @@
+"""Pieces -> blocks of host memory: none is known by a key that is not its tokens', or with contents that are torn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jpaged.engine.kv.blocks import Key
+from jpaged.engine.kv.tiers.arriving import Arriving
+from jpaged.engine.kv.tiers.chain import Place
+from jpaged.errors import InvalidArgument
+from jpaged.service.prefixes.parts import Header, Piece, hash_begin
+
+if TYPE_CHECKING:
+    import hashlib
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """The block whose pieces come: its home is None where it is known here already."""
+
+    place: Place
+    home: int | None
+    hashed: hashlib._Hash
+    num_bytes: int = 0
+
+
+class Receiving:
+    """Takes the pieces of one prefix, on threads, a message at a time.
+
+    Attributes:
+        num_blocks: that were whole.
+        num_known: those of them that were here already.
+        is_full: there was no room for a block: no further piece is of use.
+
+    Args:
+        keys: of the blocks, on the way.
+    """
+
+    def __init__(self, arriving: Arriving, header: Header, keys: Sequence[Key]) -> None:
+        self.num_blocks = self.num_known = 0
+        self.is_full = False
+        self._arriving = arriving
+        self._header = header
+        self._keys = keys
+        self._homes: deque[int] = deque()
+        self._seen: set[Place] = set()
+        self._block: _Block | None = None
+
+    def num_missing(self, pieces: Iterable[Piece]) -> int:
+        """Host blocks that have to be reserved before these pieces can be taken."""
+        return max(0, sum(not piece.offset for piece in pieces) - len(self._homes))
+
+    def give(self, homes: Iterable[int]) -> None:
+        """Hands over host blocks that were reserved."""
+        self._homes.extend(homes)
+
+    def take(self, pieces: Iterable[Piece]) -> None:
+        """Writes pieces, and makes the blocks known that they complete.
+
+        Raises:
+            InvalidArgument: one is not the next of its block, or of no block; a key or a hash is wrong.
+        """
+        places: list[Place] = []
+        homes: list[int] = []
+        try:
+            for piece in pieces:
+                block = self._begin(piece) if self._block is None else self._block
+                if block is None:
+                    self.is_full = True
+                    return
+                self._block = block
+                self._add(block, piece)
+                if block.num_bytes == self._arriving.bytes_per_block:
+                    self._block = None
+                    self._finish(block, piece)
+                    if block.home is not None:
+                        places.append(block.place)
+                        homes.append(block.home)
+        finally:
+            self._arriving.enter(places, homes)
+
+    def finish(self) -> None:
+        """Notes that nothing more comes.
+
+        Raises:
+            InvalidArgument: something is missing.
+        """
+        if not self.is_full and (self._block is not None or self.num_blocks < self._header.num_blocks):
+            raise InvalidArgument("pieces", f"end after {self.num_blocks} of {self._header.num_blocks} blocks")
+
+    def _begin(self, piece: Piece) -> _Block | None:
+        """The block whose first piece it is; None where there is no room."""
+        where = _name(piece)
+        if piece.index >= len(self._keys):
+            raise InvalidArgument(where, f"is beyond the {len(self._keys)} blocks of the tokens")
+        if piece.kv_group >= self._header.num_kv_groups:
+            raise InvalidArgument(f"{where}.kv_group", f"is none below {self._header.num_kv_groups}")
+        if piece.key != self._keys[piece.index]:
+            raise InvalidArgument(f"{where}.key", f"{piece.key.hex()[:16]}... is not the key of the block's tokens")
+        place = Place(piece.index, piece.kv_group)
+        if place in self._seen:
+            raise InvalidArgument(where, "comes twice")
+        self._seen.add(place)
+        if self._arriving.is_known(place):
+            return _Block(place, None, hash_begin(piece.key, place.kv_group))
+        if not self._homes:
+            return None
+        return _Block(place, self._homes.popleft(), hash_begin(piece.key, place.kv_group))
+
+    def _add(self, block: _Block, piece: Piece) -> None:
+        where, place = _name(piece), block.place
+        if (piece.index, piece.kv_group, piece.offset) != (place.index, place.kv_group, block.num_bytes):
+            wanted = f"blocks[{place.index}] of group {place.kv_group} from byte {block.num_bytes} on"
+            raise InvalidArgument(where, f"byte {piece.offset} of group {piece.kv_group} came, not {wanted}")
+        end = block.num_bytes + len(piece.contents)
+        if not piece.contents or end > self._arriving.bytes_per_block:
+            what = f"{len(piece.contents)} bytes at {piece.offset}"
+            raise InvalidArgument(f"{where}.contents", f"{what} of a block of {self._arriving.bytes_per_block}")
+        block.hashed.update(piece.contents)
+        if block.home is not None:
+            self._arriving.write(block.home, block.num_bytes, piece.contents)
+        block.num_bytes = end
+
+    def _finish(self, block: _Block, piece: Piece) -> None:
+        if block.hashed.digest() != piece.hash:
+            raise InvalidArgument(f"{_name(piece)}.hash", "is not that of the contents: they changed on the way")
+        self.num_blocks += 1
+        self.num_known += block.home is None
+
+
+def _name(piece: Piece) -> str:
+    return f"blocks[{piece.index}]"
