@@ -4,6 +4,7 @@ tls.py        what a client believes and shows
 wire.py       values -> messages and back, and the assembly of streams: no I/O, shared by both clients
 chat.py       the same of chats: messages, tools, calls
 evaluations.py Score and Embed, likewise
+prefixes.py   prefixes that travel, as bytes
 failures.py   gRPC errors -> the tree of jpaged.errors
 channel.py    how both connect: keepalive, retries
 base.py       what both clients share
@@ -17,6 +18,7 @@ results.py    the file of its answers: locked, whole lines, taken up again
 """
 
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream
+from jpaged.client.prefixes import PrefixArrival
 from jpaged.client.routing.tries import Resuming
 from jpaged.client.sync import Client, GenerateStream
 from jpaged.client.tls import Tls
@@ -33,6 +35,7 @@ __all__ = [
     "GenerateStream",
     "Load",
     "ModelInfo",
+    "PrefixArrival",
     "ReplicaLoad",
     "Resuming",
     "ServerInfo",

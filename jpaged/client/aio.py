@@ -11,6 +11,7 @@ from grpc import aio
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import evaluations, wire
 from jpaged.client.base import BaseClient, BaseStream
+from jpaged.client.prefixes import AsyncPrefixCalls
 from jpaged.client.routing.tasks import AsyncServers, refuse_closed
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.completions import Evaluated
@@ -54,8 +55,10 @@ class AsyncGenerateStream(BaseStream):
 class AsyncClient(BaseClient[AsyncGenerateStream]):
     """Speaks to one server or several, for asyncio; see `BaseClient`."""
 
+    prefixes: AsyncPrefixCalls
     _reach = AsyncServers
     _stream = AsyncGenerateStream
+    _prefix_calls = AsyncPrefixCalls
 
     async def complete(
         self,

@@ -95,10 +95,14 @@ class BaseClient(Generic[_StreamT]):
         resuming: how long a stream whose server is gone looks for one to go on with; None ends it with the server.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
+
+    Attributes:
+        prefixes: saves, loads and fetches cached prefixes.
     """
 
     _reach: Callable[..., Any]
     _stream: type[_StreamT]
+    _prefix_calls: Callable[..., Any]
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class BaseClient(Generic[_StreamT]):
         self._metadata = wire.metadata_of(tenant, api_key)
         self._is_closed = False
         self._servers = self._reach(targets, self._metadata, timeout_s, self._require_open, tls)
+        self.prefixes = self._prefix_calls(self._servers, self._metadata, self._require_open)
         self._timeout_s = timeout_s
         self._model = model
         self._resuming = resuming

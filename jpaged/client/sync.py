@@ -11,6 +11,7 @@ import grpc
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import evaluations, wire
 from jpaged.client.base import BaseClient, BaseStream
+from jpaged.client.prefixes import PrefixCalls
 from jpaged.client.routing.threads import Servers
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.completions import Evaluated
@@ -47,8 +48,10 @@ class GenerateStream(BaseStream):
 class Client(BaseClient[GenerateStream]):
     """Speaks to one server or several, for threads; see `BaseClient`."""
 
+    prefixes: PrefixCalls
     _reach = Servers
     _stream = GenerateStream
+    _prefix_calls = PrefixCalls
 
     def complete(
         self,

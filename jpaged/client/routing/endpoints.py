@@ -19,7 +19,14 @@ from typing import Any, Literal
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged._proto.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefixes_pb2,
+    prefixes_pb2_grpc,
+)
 from jpaged.client.channel import Backoff
 from jpaged.errors import Unavailable
 
@@ -53,7 +60,9 @@ class Endpoint:
         self.name, self.channel = name, channel
         inference = inference_pb2_grpc.InferenceServiceStub(channel)
         control = control_pb2_grpc.ControlServiceStub(channel)
-        self.methods: dict[str, Any] = vars(inference) | vars(control)
+        self.methods: dict[str, Any] = (
+            vars(inference) | vars(control) | vars(prefixes_pb2_grpc.PrefixServiceStub(channel))
+        )
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.num_open = 0
         self.num_others = 0
@@ -208,13 +217,16 @@ def asked_of(endpoint: Endpoint, question: Question) -> tuple[Any, Any]:
 
 def key_of(request: Any) -> bytes | None:
     """What of a request decides which server has its prefix; None where it has no prompt."""
-    if isinstance(request, inference_pb2.GenerateRequest):
+    field = "prompt"
+    if isinstance(request, prefixes_pb2.SavePrefixRequest | prefixes_pb2.FetchPrefixRequest):
+        salt, field = request.cache_salt, "prefix"
+    elif isinstance(request, inference_pb2.GenerateRequest):
         salt = request.sampling.cache_salt
     elif isinstance(request, inference_pb2.ScoreRequest):
         salt = request.cache_salt
     else:
         return None
-    match request.WhichOneof("prompt"):
+    match request.WhichOneof(field):
         case "text":
             start = request.text[:_KEY_CHARS]
         case "token_ids":

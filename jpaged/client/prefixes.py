@@ -1,0 +1,322 @@
+"""Prefixes that travel: saved as bytes, which may lie in a file, loaded into a server, or fetched by one from another.
+
+file    MAGIC, then messages, each behind its length (4 bytes, little endian): a header, and pieces of blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from jpaged._proto.v1 import inference_pb2, prefixes_pb2
+from jpaged.client import wire
+from jpaged.client.failures import translated
+from jpaged.client.routing.endpoints import key_of
+from jpaged.client.routing.tasks import AsyncServers
+from jpaged.client.routing.threads import Servers
+from jpaged.client.wire import Call
+from jpaged.errors import InvalidArgument
+from jpaged.types import Prompt
+
+MAGIC = b"jpaged-prefix/1\n"
+"""How a saved prefix begins."""
+_LENGTH_BYTES = 4
+_MAX_MESSAGE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixArrival:
+    """What became of a prefix that a server took in.
+
+    Attributes:
+        num_tokens: that the next request finds, those that were there already included.
+        num_found_tokens: that were cached where it came from.
+        num_loaded_blocks: blocks that were taken in.
+        num_known_blocks: blocks that came and were there already.
+        is_short_of_room: host memory had no room for the rest.
+    """
+
+    num_tokens: int
+    num_found_tokens: int
+    num_loaded_blocks: int
+    num_known_blocks: int
+    is_short_of_room: bool
+
+
+class PrefixCalls:
+    """The calls of `Client.prefixes`.
+
+    Every method raises the errors of `jpaged.errors` that the server raised: Unsupported where prefixes cannot travel,
+    Incompatible where a block means something else, PermissionDenied for a key without the role control.
+    """
+
+    def __init__(
+        self, servers: Servers, metadata: tuple[tuple[str, str], ...], require_open: Callable[[], None]
+    ) -> None:
+        self._servers = servers
+        self._metadata = metadata
+        self._require_open = require_open
+
+    def save(
+        self,
+        text: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
+        num_known_tokens: int = 0,
+    ) -> Iterator[bytes]:
+        """The cached blocks of a prompt, as bytes that `load` takes, piece by piece. Exactly one of the two is given.
+
+        Args:
+            cache_salt: of the requests that share it, as `adapter`.
+            num_known_tokens: at its beginning, whose blocks are left out.
+        """
+        prompt = wire.prompt_of(text, prompt_token_ids)
+        request = _save_request(prompt, cache_salt, adapter, num_known_tokens)
+        self._require_open()
+        endpoint = self._servers.endpoints.enter(key_of(request))
+        call = endpoint.methods["SavePrefix"](request, metadata=self._metadata)
+        try:
+            yield MAGIC
+            for message in call:
+                yield _framed(message)
+        except grpc.RpcError as error:
+            raise translated(error) from error
+        finally:
+            call.cancel()
+            self._servers.endpoints.leave(endpoint)
+
+    def load(self, saved: Iterable[bytes]) -> PrefixArrival:
+        """Gives a server what `save` gave, in pieces of any size: an open file will do.
+
+        Raises:
+            InvalidArgument: it is no saved prefix, or damaged.
+        """
+        self._require_open()
+        endpoint = self._servers.endpoints.enter(None)
+        messages = _Keeping(_messages_of(saved))
+        try:
+            answer = endpoint.methods["LoadPrefix"](messages, metadata=self._metadata)
+            return _arrival_of(answer.arrival)
+        except grpc.RpcError as error:
+            if messages.failure is not None:  # it ended the call
+                raise messages.failure from error
+            raise translated(error) from error
+        finally:
+            self._servers.endpoints.leave(endpoint)
+
+    def fetch(
+        self,
+        source: str,
+        text: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> PrefixArrival:
+        """Has a server take a prefix over from another, which it knows by this name (--prefix-peers)."""
+        prompt = wire.prompt_of(text, prompt_token_ids)
+        return self._servers.run(_fetch_call(source, prompt, cache_salt, adapter))
+
+
+class AsyncPrefixCalls:
+    """The calls of `AsyncClient.prefixes`; see `PrefixCalls`."""
+
+    def __init__(
+        self, servers: AsyncServers, metadata: tuple[tuple[str, str], ...], require_open: Callable[[], None]
+    ) -> None:
+        self._servers = servers
+        self._metadata = metadata
+        self._require_open = require_open
+
+    async def save(
+        self,
+        text: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
+        num_known_tokens: int = 0,
+    ) -> AsyncIterator[bytes]:
+        """See `PrefixCalls.save`."""
+        prompt = wire.prompt_of(text, prompt_token_ids)
+        request = _save_request(prompt, cache_salt, adapter, num_known_tokens)
+        self._require_open()
+        endpoint = self._servers.endpoints.enter(key_of(request))
+        call = endpoint.methods["SavePrefix"](request, metadata=self._metadata)
+        try:
+            yield MAGIC
+            async for message in call:
+                yield _framed(message)
+        except aio.AioRpcError as error:
+            raise translated(error) from error
+        finally:
+            call.cancel()
+            self._servers.endpoints.leave(endpoint)
+
+    async def load(self, saved: AsyncIterable[bytes] | Iterable[bytes]) -> PrefixArrival:
+        """See `PrefixCalls.load`."""
+        self._require_open()
+        endpoint = self._servers.endpoints.enter(None)
+        reader = _Reader()
+        failures = list[Exception]()
+
+        async def requests() -> AsyncIterator[prefixes_pb2.LoadPrefixRequest]:
+            try:
+                async for chunk in _chunks(saved):
+                    for message in reader.add(chunk):
+                        yield message
+                reader.finish()
+            except Exception as error:
+                failures.append(error)
+                call.cancel()
+
+        call = endpoint.methods["LoadPrefix"](requests(), metadata=self._metadata)
+        try:
+            return _arrival_of((await call).arrival)
+        except BaseException as error:
+            if failures:  # it ended the call
+                raise failures[0] from error
+            if isinstance(error, aio.AioRpcError):
+                raise translated(error) from error
+            raise
+        finally:
+            self._servers.endpoints.leave(endpoint)
+
+    async def fetch(
+        self,
+        source: str,
+        text: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> PrefixArrival:
+        """See `PrefixCalls.fetch`."""
+        prompt = wire.prompt_of(text, prompt_token_ids)
+        return await self._servers.run(_fetch_call(source, prompt, cache_salt, adapter))
+
+
+class _Reader:
+    """Chunks of a saved prefix -> messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._has_begun = False
+
+    def add(self, chunk: bytes) -> Iterator[prefixes_pb2.LoadPrefixRequest]:
+        """The messages that end in a chunk."""
+        buffer = self._buffer
+        buffer += chunk
+        if not self._has_begun:
+            if not MAGIC.startswith(bytes(buffer[: len(MAGIC)])):
+                raise InvalidArgument("saved", "is no saved prefix: it does not begin as one")
+            if len(buffer) < len(MAGIC):
+                return
+            del buffer[: len(MAGIC)]
+            self._has_begun = True
+        start = 0
+        while len(buffer) >= start + _LENGTH_BYTES:
+            length = int.from_bytes(buffer[start : start + _LENGTH_BYTES], "little")
+            if length > _MAX_MESSAGE_BYTES:
+                raise InvalidArgument("saved", f"is damaged: a message of {length} bytes, over {_MAX_MESSAGE_BYTES}")
+            end = start + _LENGTH_BYTES + length
+            if len(buffer) < end:
+                break
+            yield _parsed(bytes(buffer[start + _LENGTH_BYTES : end]))
+            start = end
+        del buffer[:start]
+
+    def finish(self) -> None:
+        """Refuses a prefix that ends in the middle of a message."""
+        if self._buffer or not self._has_begun:
+            raise InvalidArgument("saved", "is cut off")
+
+
+def _messages_of(saved: Iterable[bytes]) -> Iterator[prefixes_pb2.LoadPrefixRequest]:
+    reader = _Reader()
+    for chunk in saved:
+        yield from reader.add(chunk)
+    reader.finish()
+
+
+class _Keeping:
+    """An iterator that keeps what it ended with: gRPC says only that something did."""
+
+    def __init__(self, messages: Iterator[prefixes_pb2.LoadPrefixRequest]) -> None:
+        self.failure: Exception | None = None
+        self._messages = messages
+
+    def __iter__(self) -> Iterator[prefixes_pb2.LoadPrefixRequest]:
+        return self
+
+    def __next__(self) -> prefixes_pb2.LoadPrefixRequest:
+        try:
+            return next(self._messages)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _parsed(content: bytes) -> prefixes_pb2.LoadPrefixRequest:
+    try:
+        return prefixes_pb2.LoadPrefixRequest.FromString(content)
+    except DecodeError:
+        raise InvalidArgument("saved", f"is damaged: {len(content)} bytes are no message") from None
+
+
+def _framed(message: prefixes_pb2.SavePrefixResponse) -> bytes:
+    content = message.SerializeToString()
+    return len(content).to_bytes(_LENGTH_BYTES, "little") + content
+
+
+async def _chunks(saved: AsyncIterable[bytes] | Iterable[bytes]) -> AsyncIterator[bytes]:
+    if isinstance(saved, AsyncIterable):
+        async for chunk in saved:
+            yield chunk
+    else:
+        for chunk in saved:
+            yield chunk
+
+
+def _save_request(
+    prompt: Prompt, cache_salt: str, adapter: str, num_known_tokens: int
+) -> prefixes_pb2.SavePrefixRequest:
+    return prefixes_pb2.SavePrefixRequest(
+        text=prompt.text,
+        token_ids=_ids_of(prompt),
+        cache_salt=cache_salt,
+        adapter=adapter,
+        num_known_tokens=num_known_tokens,
+    )
+
+
+def _fetch_call(source: str, prompt: Prompt, cache_salt: str, adapter: str) -> Call[PrefixArrival]:
+    request = prefixes_pb2.FetchPrefixRequest(
+        source=source, text=prompt.text, token_ids=_ids_of(prompt), cache_salt=cache_salt, adapter=adapter
+    )
+    return Call("FetchPrefix", request, lambda answer: _arrival_of(answer.arrival))
+
+
+def _ids_of(prompt: Prompt) -> inference_pb2.TokenIds | None:
+    if prompt.token_ids is None:
+        return None
+    return inference_pb2.TokenIds(ids=wire.checked_ids("prompt.token_ids", prompt.token_ids))
+
+
+def _arrival_of(message: Any) -> PrefixArrival:
+    return PrefixArrival(
+        message.num_tokens,
+        message.num_found_tokens,
+        message.num_loaded_blocks,
+        message.num_known_blocks,
+        message.is_short_of_room,
+    )
