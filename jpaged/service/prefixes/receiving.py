@@ -51,7 +51,16 @@ class Receiving:
 
     def num_missing(self, pieces: Iterable[Piece]) -> int:
         """Host blocks that have to be reserved before these pieces can be taken."""
-        return max(0, sum(not piece.offset for piece in pieces) - len(self._homes))
+        num_begun = 0
+        for piece in pieces:
+            if not piece.offset and piece.index < len(self._keys) and piece.kv_group < self._header.num_kv_groups:
+                num_begun += not self._arriving.is_known(Place(piece.index, piece.kv_group))
+        return max(0, num_begun - len(self._homes))
+
+    @property
+    def num_to_come(self) -> int:
+        """Blocks that have not begun to come, and have no host block yet."""
+        return max(0, self._header.num_blocks - len(self._seen) - len(self._homes))
 
     def give(self, homes: Iterable[int]) -> None:
         """Hands over host blocks that were reserved."""

@@ -182,7 +182,8 @@ class Travelling:
     async def _make_room(self, arriving: Arriving, receiving: Receiving, pieces: Sequence[Piece]) -> None:
         """Reserve host blocks for those that begin in these pieces; some more, as further ones will come."""
         while (num_missing := receiving.num_missing(pieces)) > 0:
-            homes = await _told(arriving.reserve(max(num_missing, arriving.num_blocks_at_once)))
+            num_blocks = max(num_missing, min(arriving.num_blocks_at_once, receiving.num_to_come))
+            homes = await _told(arriving.reserve(num_blocks))
             receiving.give(homes)
             if not homes:
                 return

@@ -4,7 +4,7 @@
     write(block_id, ...)    their bytes, on a thread of whoever brings them
     enter(places, ids)      what was written, and found to be whole, is known by its keys
 
-What was entered is held until `close`, so that a prefix that is larger than host memory does not evict its own begin.
+What was entered, and what was here before, is held until `close`: no part of a prefix is evicted for another part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from jpaged.engine.kv.blocks import BlockTable
+from jpaged.engine.kv.blocks import BlockTable, Key, key_in_group
 from jpaged.engine.kv.tiers.chain import Chain, Place
 from jpaged.engine.kv.tiers.leaving import Tiers
 from jpaged.errors import Cancelled, InternalError
@@ -54,6 +54,8 @@ class Arriving:
                 future.set_exception(Cancelled("the prefix that arrives was given up"))
                 return
             host = self._tiers.host
+            if not self._tables:  # what is here already is not evicted for the rest
+                self._tables.append(host.hold(self._kept()))
             table = host.reserve(min(num_blocks, host.pool.num_free))
             self._tables.append(table)
             block_ids = table.block_ids()
@@ -105,6 +107,11 @@ class Arriving:
         return future
 
     # --- on the engine's thread -------------------------------------------------------------------------------------
+
+    def _kept(self) -> list[Key]:
+        """What host memory has of the prefix."""
+        keys = [key_in_group(key, group) for key in self.chain.keys for group in range(len(self._tiers.reaches))]
+        return [key for key in keys if key in self._tiers.host]
 
     def _reserve(self, block_ids: list[int], future: Future[list[int]]) -> None:
         with self._lock:
