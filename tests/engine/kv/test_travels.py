@@ -1,6 +1,7 @@
 """Prefixes that go from one pool to another: held while they are on their way, and the same tokens behind them."""
 
 import hashlib
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ class Counting(FakeExecutor):
 
     def __init__(self, **sizes):
         super().__init__(**sizes)
-        self.swapped_out = []
+        self.swapped_out: list[int] = []
 
     def move_blocks(self, moves):
         if moves.move is Move.SWAP_OUT:
@@ -31,8 +32,9 @@ class Counting(FakeExecutor):
 
 
 def make(kind=Counting, **options):
-    sizes = {name: options.pop(name) for name in ("num_blocks", "num_host_blocks") if name in options}
-    executor = kind(**{"num_blocks": 40, "num_host_blocks": 40, "block_size": 4, "max_num_batched_tokens": 16, **sizes})
+    sizes: dict[str, Any] = {name: options.pop(name) for name in ("num_blocks", "num_host_blocks") if name in options}
+    defaults: dict[str, Any] = {"num_blocks": 40, "num_host_blocks": 40, "block_size": 4, "max_num_batched_tokens": 16}
+    executor = kind(**{**defaults, **sizes})
     return Harness(executor=executor, **options)
 
 

@@ -1,0 +1,185 @@
+"""What is wrong of a prefix is told by name, and never entered."""
+
+import asyncio
+import hashlib
+
+import pytest
+from grpc import aio
+
+from jpaged._proto.v1 import prefixes_pb2, prefixes_pb2_grpc
+from jpaged.client import Client
+from jpaged.client.prefixes import MAGIC
+from jpaged.errors import (
+    Incompatible,
+    InvalidArgument,
+    Unsupported,
+)
+from tests.server.harness import details_of
+from tests.server.travel.pairs import GREEDY, TEXT, executor, framed, messages_of, saved_by, two
+
+
+def flip(message):
+    piece = message.pieces.pieces[7]
+    piece.contents = bytes([piece.contents[0] ^ 1]) + piece.contents[1:]
+
+
+def stale(message):
+    message.pieces.pieces[7].key = hashlib.sha256(b"another").digest()
+
+
+def exchange(message):
+    pieces = message.pieces.pieces
+    pieces[7].contents, pieces[8].contents = pieces[8].contents, pieces[7].contents
+
+
+def move(message):
+    message.pieces.pieces[7].index = 9
+
+
+def shorten(message):
+    message.pieces.pieces[7].contents = message.pieces.pieces[7].contents[:-1]
+
+
+def lengthen(message):
+    message.pieces.pieces[7].contents += b"x"
+
+
+def empty(message):
+    message.pieces.pieces[7].contents = b""
+
+
+def other_group(message):
+    message.pieces.pieces[7].kv_group = 1
+
+
+def beyond(message):
+    message.pieces.pieces[7].index = 1000
+
+
+def twice(message):
+    message.pieces.pieces[7].CopyFrom(message.pieces.pieces[6])
+
+
+def cut_off(message):
+    del message.pieces.pieces[7:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (flip, r"blocks\[7\].hash: is not that of the contents"),
+        (stale, r"blocks\[7\].key: .* is not the key of the block's tokens"),
+        (exchange, r"blocks\[7\].hash: is not that of the contents"),
+        (move, r"blocks\[9\].key: .* is not the key of the block's tokens"),
+        (shorten, r"blocks\[8\]: byte 0 of group 0 came, not blocks\[7\] of group 0 from byte 63 on"),
+        (lengthen, r"blocks\[7\].contents: 65 bytes at 0 of a block of 64"),
+        (empty, r"blocks\[7\].contents: 0 bytes at 0 of a block of 64"),
+        (other_group, r"blocks\[7\].kv_group: is none below 1"),
+        (beyond, r"blocks\[1000\]: is beyond the 18 blocks of the tokens"),
+        (twice, r"blocks\[6\]: comes twice"),
+        (cut_off, r"pieces: end after 7 of 18 blocks"),
+    ],
+)
+async def test_a_damaged_prefix_is_refused_and_none_of_its_damage_is_found(damage, what):
+    async with two() as (_, a, _, b):
+        output = await a.complete(TEXT, GREEDY)
+        messages = messages_of(await saved_by(a))
+        damage(messages[1])
+        with pytest.raises(InvalidArgument, match=what):
+            await b.prefixes.load(framed(messages))
+        again = await b.complete(TEXT, GREEDY)
+        assert again.usage.cached_tokens == 28  # the seven blocks before
+        assert again.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+async def test_keys_are_made_of_the_tokens_that_the_header_has():
+    async with two() as (_, a, _, b):
+        await a.complete(TEXT, GREEDY)
+        messages = messages_of(await saved_by(a))
+        messages[0].header.token_ids[9] += 1
+        with pytest.raises(InvalidArgument, match=r"blocks\[2\].key"):
+            await b.prefixes.load(framed(messages))
+        assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "what"),
+    [
+        ({"kv_identity": b"x" * 32}, Incompatible, "means something else here: the weights, the scales"),
+        ({"block_size": 8}, InvalidArgument, "header: sizes"),
+        ({"bytes_per_block": 1 << 40}, InvalidArgument, "header: sizes"),
+        ({"num_kv_groups": 9}, InvalidArgument, "header: sizes"),
+        ({"num_blocks": 19}, InvalidArgument, "header.num_blocks: 19 blocks are more than the tokens have"),
+        ({"adapter": "none"}, Unsupported, "adapter"),
+        ({"adapter_digest": b"x" * 32}, Incompatible, "adapter: '' is another here"),
+        ({"cache_salt": "s" * 257}, InvalidArgument, "cache_salt: 257 characters"),
+    ],
+)
+async def test_a_header_that_means_something_else_is_refused_before_anything_is_written(change, error, what):
+    async with two() as (_, a, _, b):
+        await a.complete(TEXT, GREEDY)
+        messages = messages_of(await saved_by(a))
+        for name, value in change.items():
+            setattr(messages[0].header, name, value)
+        with pytest.raises(error, match=what):
+            await b.prefixes.load(framed(messages))
+        assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == 0
+
+
+async def test_what_differs_between_two_servers_is_named():
+    async with two(executor(), executor(block_size=8)) as (first, a, _, b):
+        await a.complete(TEXT, GREEDY)
+        what = "block_size is '4' there and '8' here; bytes of a block is '64' there and '128' here"
+        with pytest.raises(Incompatible, match=what):
+            await b.prefixes.fetch(first.target, TEXT)
+        with pytest.raises(Incompatible, match=what):
+            await b.prefixes.load(await saved_by(a))
+
+
+async def test_a_stream_is_a_header_and_then_pieces():
+    async with two() as (_, a, second, b):
+        await a.complete(TEXT, GREEDY)
+        header, pieces = messages_of(await saved_by(a))
+        for messages, what in (
+            ([pieces], "header: is missing from the first message"),
+            ([header, header], "header: comes again"),
+            ([header, prefixes_pb2.LoadPrefixRequest()], "part: is missing"),
+            ([header], "pieces: end after 0 of 18 blocks"),
+            ([], "header: is missing"),
+        ):
+            with pytest.raises(InvalidArgument, match=what):
+                await b.prefixes.load(framed(messages))
+        header.header.token_ids.append(300)
+        with pytest.raises(InvalidArgument, match="token_ids"):
+            await b.prefixes.load(framed([header]))
+        header.header.token_ids[-1] = 1
+        with pytest.raises(InvalidArgument, match=r"header\.token_ids: 73 tokens; 72 of them fill blocks"):
+            await b.prefixes.load(framed([header]))
+        call = prefixes_pb2_grpc.PrefixServiceStub(second.channel).SavePrefix(prefixes_pb2.SavePrefixRequest())
+        with pytest.raises(aio.AioRpcError) as error:
+            await call.read()
+        assert details_of(error.value)["BadRequest"].field_violations[0].field == "prefix"
+
+
+@pytest.mark.parametrize(
+    ("saved", "what"),
+    [
+        ([b"something else altogether"], "does not begin as one"),
+        ([MAGIC[:5]], "is cut off"),
+        ([], "is cut off"),
+        ([MAGIC, b"\xff\xff\xff\xff"], "a message of 4294967295 bytes"),
+        ([MAGIC, b"\3\0\0\0abc"], "3 bytes are no message"),
+        ([MAGIC, b"\3\0\0\0a"], "is cut off"),
+    ],
+)
+async def test_bytes_that_are_no_saved_prefix_are_refused_by_both_clients(saved, what):
+    async with two() as (_, _, second, b):
+        with pytest.raises(InvalidArgument, match=f"saved: .*{what}"):
+            await b.prefixes.load(saved)
+
+        def load():
+            with Client(second.target) as client:
+                client.prefixes.load(saved)
+
+        with pytest.raises(InvalidArgument, match=f"saved: .*{what}"):
+            await asyncio.to_thread(load)
