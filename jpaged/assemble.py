@@ -41,6 +41,8 @@ from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
+from jpaged.kvevents.encoding import Encoder
+from jpaged.kvevents.publisher import Publisher
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -117,18 +119,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         or platform_default("max_messages_per_second", device.platform),
     )
     grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids)
-    engines = [
-        Engine(
-            one,
-            source.tokenizer,
-            resolved.replace(max_num_queued_reqs=queue),
-            max_cached_tokens=source.config.max_prefix_len,
-            outgrown_len=source.config.outgrown_len,
-            eos_token_ids=source.eos_token_ids,
-            make_masks=grammars.make_masks,
-        )
-        for one, queue in zip(runs, shares(options.scheduler.max_num_queued_reqs, len(runs)), strict=True)
-    ]
+    engines = _make_engines(source, resolved, runs, grammars)
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
         input_processor=_input_processor(source, geometry, options.model, answer_format),
@@ -145,6 +136,43 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         adapters=adapters,
         grammars=grammars,
     )
+
+
+def _make_engines(
+    source: Source, options: EngineConfig, runs: Sequence[Executor[Any, Any]], grammars: ServedGrammars
+) -> list[Engine]:
+    """An engine for each executor, which tells which prefixes it holds where somebody is told."""
+    engines = [
+        Engine(
+            one,
+            source.tokenizer,
+            options.replace(max_num_queued_reqs=queue),
+            max_cached_tokens=source.config.max_prefix_len,
+            outgrown_len=source.config.outgrown_len,
+            eos_token_ids=source.eos_token_ids,
+            make_masks=grammars.make_masks,
+        )
+        for one, queue in zip(runs, shares(options.scheduler.max_num_queued_reqs, len(runs)), strict=True)
+    ]
+    return _telling(options, engines)
+
+
+def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
+    """The replicas, each of which tells which prefixes it holds, where somebody is told."""
+    if options.kv_events.kv_events_endpoint is None:
+        return engines
+    publishers: list[Publisher] = []
+    try:
+        for rank, engine in enumerate(engines):
+            assert engine.prefixes is not None  # the options are refused otherwise
+            encoder = Encoder(engine.geometry.block_size, engine.geometry.windows, rank)
+            publishers.append(Publisher(options.kv_events, encoder))
+            engine.prefixes.changes.tell_to(publishers[-1])
+    except InvalidArgument:
+        for publisher in publishers:
+            publisher.close()
+        raise
+    return engines
 
 
 def _adapters(options: EngineConfig, model: Model, where: Placement, progress: Progress) -> Adapters:

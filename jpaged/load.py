@@ -217,6 +217,12 @@ class EngineLoad(LoadTotals):
     num_stalls: int = counter(
         Metric("jpaged:stalls", "Times that no step ended for --stall-timeout although there were requests.")
     )
+    num_kv_events: int = counter(
+        Metric("jpaged:kv_events", "Blocks of prefixes that came or went, and were told of (--kv-events-endpoint).")
+    )
+    num_kv_events_dropped: int = counter(
+        Metric("jpaged:kv_events_dropped", "Blocks of prefixes that came or went, and nobody was told.")
+    )
     device_idle_s: float = counter(
         Metric("jpaged:device_idle_seconds", "Seconds that the device waited for its next step, while requests ran.")
     )

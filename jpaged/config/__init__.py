@@ -47,7 +47,7 @@ from jpaged.config.option import (
     option,
     option_type,
 )
-from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions, TelemetryOptions
+from jpaged.config.serving import AccessOptions, HttpOptions, KVEventsOptions, ServerOptions, TelemetryOptions
 from jpaged.config.speculative import SpeculativeOptions
 from jpaged.config.timeouts import TimeoutOptions
 
@@ -62,6 +62,7 @@ __all__ = [
     "EngineConfig",
     "EvictionPolicyName",
     "HttpOptions",
+    "KVEventsOptions",
     "KVPolicy",
     "LinearBackend",
     "LoraOptions",

@@ -28,7 +28,7 @@ from jpaged.config.groups import (
     StartupOptions,
 )
 from jpaged.config.option import checked, section_of
-from jpaged.config.serving import AccessOptions, HttpOptions, ServerOptions, TelemetryOptions
+from jpaged.config.serving import AccessOptions, HttpOptions, KVEventsOptions, ServerOptions, TelemetryOptions
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
 from jpaged.config.timeouts import TimeoutOptions
 from jpaged.errors import InternalError, InvalidArgument
@@ -74,6 +74,7 @@ class EngineConfig:
     http: HttpOptions = section_of(HttpOptions, "The HTTP face: OpenAI's API, for clients that speak it.")
     access: AccessOptions = section_of(AccessOptions, "Who may ask, and for how much.")
     telemetry: TelemetryOptions = section_of(TelemetryOptions, "What is told of requests: traces and logs.")
+    kv_events: KVEventsOptions = section_of(KVEventsOptions, "Who is told which blocks hold which prefixes.")
     timeouts: TimeoutOptions = section_of(
         TimeoutOptions, "How long a request may take, and how long the engine may be silent."
     )
@@ -104,6 +105,12 @@ class EngineConfig:
         if max_tokens is not None and max_rows is not None and max_tokens < max_rows:
             raise InvalidArgument(
                 "max_num_batched_tokens", f"{max_tokens} is below max_num_seqs ({max_rows}): every row needs one token"
+            )
+        caches_nothing = not self.cache.enable_prefix_caching or self.cache.kv_policy != "paged"
+        if self.kv_events.kv_events_endpoint is not None and caches_nothing:
+            raise InvalidArgument(
+                "kv_events_endpoint",
+                "there is nothing to tell: prefixes are not cached (enable_prefix_caching, kv_policy)",
             )
         pool_bytes, num_blocks = self.cache.kv_cache_memory_bytes, self.cache.num_blocks
         if pool_bytes is not None and num_blocks is not None:

@@ -216,3 +216,48 @@ class TelemetryOptions:
     enable_log_requests: bool = option(
         False, "a line for each request that has ended: whose, how long, how many tokens, which status; never its text"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventsOptions:
+    """Who is told which blocks hold which prefixes."""
+
+    kv_events_endpoint: str | None = option(
+        None,
+        "ZeroMQ address, as tcp://*:5557, where routers are told which blocks begin and cease to hold which tokens, in "
+        "vLLM's format; each replica has a port of its own, counted from this one. It tells prompts, to whoever can "
+        "connect; nobody when left out",
+    )
+    kv_events_replay_endpoint: str | None = option(
+        None, "ZeroMQ address, as tcp://*:5558, that answers what somebody has missed; none when left out"
+    )
+    kv_events_topic: str = option("", "what messages begin with, for those who subscribe to some of them")
+    kv_events_buffer: int = option(
+        10_000, "steps that are kept for who has missed them, and that may wait to be told", low=1, high=1_000_000
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            address = getattr(self, name)
+            if address is not None:
+                _check_address(name, address)
+        if self.kv_events_endpoint is None and self.kv_events_replay_endpoint is not None:
+            raise InvalidArgument("kv_events_replay_endpoint", "answers for kv_events_endpoint, which is left out")
+        if self.kv_events_endpoint is not None and self.kv_events_endpoint == self.kv_events_replay_endpoint:
+            raise InvalidArgument("kv_events_replay_endpoint", f"{self.kv_events_endpoint} is kv_events_endpoint")
+
+
+def _check_address(name: str, address: str) -> None:
+    """Holds a ZeroMQ address to what can be bound.
+
+    Raises:
+        InvalidArgument: it cannot.
+    """
+    kind, found, rest = address.partition("://")
+    if kind == "ipc" and rest:
+        return
+    host, colon, port = rest.rpartition(":")
+    if not (found and kind == "tcp" and colon and host and port.isdecimal() and 1 <= int(port) <= 65535):
+        raise InvalidArgument(
+            name, f"{address!r} is neither tcp://ADDRESS:PORT, with * for every interface, nor ipc://PATH"
+        )

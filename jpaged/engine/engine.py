@@ -315,6 +315,8 @@ class Engine:
         self._in_flight.close()
         if self._thread.stop():
             self._executor.shutdown()
+        if self.prefixes is not None:
+            self.prefixes.changes.close()
 
     def step(self) -> bool:
         """One iteration; False when there was nothing to do and nothing waits."""

@@ -29,6 +29,7 @@ from dataclasses import InitVar, dataclass, field
 from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.blocks import KVHandle, root_key
 from jpaged.errors import InternalError
+from jpaged.pool import Owner
 from jpaged.structured import GrammarState
 from jpaged.types import Continued, Generated, OutputEvent, Request, RequestTimes
 
@@ -298,9 +299,11 @@ class Group:
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         whose = request.cache_tenant, request.adapter_digest
         root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
+        adapter = request.adapter
+        owner = Owner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
         continued = {one.generated.index: one for one in request.continued}
         for i in range(num_sequences):
-            kv, behind = KVHandle(max_blocks, root, num_kv_groups), continued.get(i)
+            kv, behind = KVHandle(max_blocks, root, num_kv_groups, owner), continued.get(i)
             grammar = _begin(request) if behind is None else _behind(behind)
             sequence = Sequence(i, list(request.prompt_token_ids), kv, grammar=grammar)
             if behind is not None:

@@ -272,6 +272,9 @@ class StepStats:
         now["num_blocks_swapped_in"] = done.num_swapped_in
         now["num_prefix_query_tokens"] = done.num_prefix_query_tokens
         now["num_prefix_hit_tokens"] = done.num_prefix_hit_tokens
+        if memory.prefixes is not None:
+            changes = memory.prefixes.changes
+            now["num_kv_events"], now["num_kv_events_dropped"] = changes.num_told, changes.num_dropped
         if self._has_adapters:
             now["running_adapters"] = _adapter_names(queues.running)
             now["waiting_adapters"] = _adapter_names((*queues.waiting, *queues.swapped))

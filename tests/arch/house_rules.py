@@ -62,8 +62,10 @@ MAY_IMPORT = {
     "testing": VALUES | {"engine"},
     "demo": set(),
     "bench": VALUES | {"client", "capacity.cost"},
+    "kvevents": VALUES,
     "capacity": VALUES | {"models", "checkpoints", "device", "engine", "testing"},
-    "assemble": VALUES | {"blockstore", "kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
+    "assemble": VALUES
+    | {"blockstore", "kvevents", "kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
     "llm": VALUES | {"engine", "service", "assemble", "client", "openai"},
     "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
     "cli": VALUES

@@ -8,6 +8,7 @@ eviction/        which free block is given up first: a policy is a file
 prefixes.py      which blocks hold which prefix, here and in host memory
 tiers/           where prefixes go that the device's pool gives up
 prefix_cache.py  key -> block, and the longest prefix that can be used
+changes.py       what blocks begin and cease to hold, for directories
 outgrowing.py   sequences that outgrow their keys, and begin again
 aside.py         blocks that nobody may have
 windows.py       takes back what no later query of a sequence sees

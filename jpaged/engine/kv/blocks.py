@@ -29,6 +29,7 @@ from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
 from jpaged.engine.kv.eviction.free_list import FreeList
 from jpaged.engine.kv.eviction.lru import LeastRecentlyUsed
 from jpaged.errors import InternalError
+from jpaged.pool import Owner
 
 Key = bytes
 
@@ -128,11 +129,13 @@ class KVHandle:
         host_tables: its blocks in host memory while it is swapped out.
         root: the parent of its first block; None when it takes no part in the prefix cache.
         num_registered_blocks: how many of its blocks were offered to the prefix cache.
+        owner: what the root is made of.
     """
 
-    __slots__ = ("_keys", "host_tables", "ids_gm", "num_registered_blocks", "root", "tables")
+    __slots__ = ("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "root", "tables")
 
-    def __init__(self, max_blocks: int, root: Key | None, num_kv_groups: int = 1) -> None:
+    def __init__(self, max_blocks: int, root: Key | None, num_kv_groups: int = 1, owner: Owner | None = None) -> None:
+        self.owner = owner
         self.ids_gm: NDArray[np.int32] = np.full((num_kv_groups, max_blocks), NULL_BLOCK, np.int32)
         self.tables = tuple(BlockTable(max_blocks, ids_m) for ids_m in self.ids_gm)
         self.host_tables = tuple(BlockTable(max_blocks) for _ in self.ids_gm)
@@ -143,7 +146,7 @@ class KVHandle:
     def twin(self) -> KVHandle:
         """An empty handle for a sequence with the same tokens."""
         num_kv_groups, max_blocks = self.ids_gm.shape
-        return KVHandle(max_blocks, self.root, num_kv_groups)
+        return KVHandle(max_blocks, self.root, num_kv_groups, self.owner)
 
     @property
     def num_blocks(self) -> int:

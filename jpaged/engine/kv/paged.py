@@ -15,6 +15,7 @@ import numpy as np
 from jpaged.engine.executor import I32, Geometry, HostBlocks, Move
 from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import BlockPool, MemoryOps
+from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.needs import Needs
@@ -59,7 +60,10 @@ class PagedMemory:
         self.counts = self._ops.counts
         num_host_blocks = geometry.num_host_blocks
         in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks)
-        self._host = HostTier(num_host_blocks, self.block_size, self._ops, blocks=host_blocks, ranked=in_host)
+        changes = Changes()
+        self._host = HostTier(
+            num_host_blocks, self.block_size, self._ops, blocks=host_blocks, ranked=in_host, changes=changes
+        )
         self.host = self._host if num_host_blocks else None
         self.prefixes = self.held = self.swapping = self.windows = None
         if caches_prefixes:
@@ -71,6 +75,7 @@ class PagedMemory:
                 self._ops,
                 max_tokens=max_cached_tokens,
                 ranked=None if eviction is None else eviction.free_list(self.num_blocks, is_below),
+                changes=changes,
             )
             self.held = Held(self.prefixes)
             self._pool = self.prefixes.pool

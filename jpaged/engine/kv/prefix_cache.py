@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from jpaged.engine.kv.blocks import Key, key_in_group
+from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.eviction.free_list import RankedFreeList
 from jpaged.engine.kv.eviction.policy import Entry
 from jpaged.engine.reach import Reach
 from jpaged.engine.sequence import Sequence as TokenSequence
+from jpaged.pool import Stored
 
 _MAX_SIBLINGS = 32
 """Blocks with one parent that are compared for a partial match, the newest first: the root may have thousands."""
@@ -56,10 +58,18 @@ class PrefixCache:
         reaches: of each KV group.
         num_blocks: of the pool.
         ranked: its free list, which is told what blocks hold; None is one that has not to know.
+        changes: where what becomes known and is forgotten is noted; None is nowhere.
     """
 
-    def __init__(self, reaches: Sequence[Reach], num_blocks: int, ranked: RankedFreeList | None = None) -> None:
+    def __init__(
+        self,
+        reaches: Sequence[Reach],
+        num_blocks: int,
+        ranked: RankedFreeList | None = None,
+        changes: Changes | None = None,
+    ) -> None:
         self._ranked = ranked
+        self._changes = Changes() if changes is None else changes
         self.marks = bytearray(num_blocks + 1)
         self._reaches = reaches
         self._block_size = reaches[0].block_size
@@ -115,13 +125,18 @@ class PrefixCache:
         if group:
             is_new = self._enter(block_id, key_in_group(key, group))
         else:
-            tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
-            is_new = self.insert(block_id, parent, key, tokens)
+            is_new = self.insert(block_id, parent, key, self._tokens_at(sequence, index))
+        if is_new and self._changes.is_on:
+            tokens = tuple(self._tokens_at(sequence, index))
+            self._changes.filled(Stored("device", key, group, parent if index else None, tokens, sequence.kv.owner))
         if is_new and self._ranked is not None:
             # Of a window nobody needs what is in front of it.
             is_needed = index > 0 and self._reaches[group].num_seen is None
             above = key_in_group(parent, group) if is_needed else None
             self._ranked.enter(block_id, Entry(key_in_group(key, group), above, index, sequence.kv.root or b""))
+
+    def _tokens_at(self, sequence: TokenSequence, index: int) -> list[int]:
+        return sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
 
     def forget(self, block_id: int) -> Key | None:
         """Drops what is known of a block, which nobody may find any more; its key, if it had one."""
@@ -137,6 +152,7 @@ class PrefixCache:
             return None
         self.marks[block_id] = 0
         del self._blocks[key]
+        self._changes.removed("device", key)
         if block_id in self._parents:
             del self._tokens[block_id]
             parent = self._parents.pop(block_id)

@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from jpaged.engine.executor import BEYOND_TOKENS, Move
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, KVHandle, MemoryOps, key_in_group
+from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.eviction.free_list import RankedFreeList
 from jpaged.engine.kv.prefix_cache import PrefixCache, PrefixMatch, keys_seen, num_usable
 from jpaged.engine.kv.tiers.host import HostTier
@@ -32,6 +33,7 @@ class Prefixes:
         pool: the blocks of the device; a free one may still hold a prefix.
         num_cached: how many of the free ones do.
         marks: [N + 1] 1 where a block does, free or not; written by the cache alone.
+        changes: what blocks of this tier and those beneath it begin and cease to hold.
 
     Args:
         num_blocks: of the device.
@@ -40,6 +42,7 @@ class Prefixes:
         max_tokens: positions from here on are never cached, nor is anything of a longer prompt: with position
             embeddings that depend on the prompt's length, equal tokens have unequal keys there. None is no limit.
         ranked: in which order they are evicted; None is as they were used, the least recently first.
+        changes: where that is noted; None is a place of its own.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Prefixes:
         *,
         max_tokens: int | None,
         ranked: RankedFreeList | None = None,
+        changes: Changes | None = None,
     ) -> None:
         self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
         self.num_cached = 0
@@ -66,7 +70,8 @@ class Prefixes:
         self._ranked = ranked
         self._host = host
         self._ops = ops
-        self._cache = PrefixCache(reaches, num_blocks, ranked)
+        self.changes = Changes() if changes is None else changes
+        self._cache = PrefixCache(reaches, num_blocks, ranked, self.changes)
         self.marks = self._cache.marks
         self._pinned: dict[Hashable, BlockTable] = {}
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.engine.executor import HostBlocks, Move
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, MemoryOps
+from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.eviction.free_list import RankedFreeList
 from jpaged.engine.kv.eviction.policy import Entry
 from jpaged.errors import InternalError
@@ -29,6 +30,7 @@ class HostTier:
     Args:
         blocks: their bytes; None where nobody but the device has to do with them.
         ranked: in which order they are given up here; None is as they were used, the least recently first.
+        changes: where is noted what comes and goes; None is nowhere.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class HostTier:
         *,
         blocks: HostBlocks | None = None,
         ranked: RankedFreeList | None = None,
+        changes: Changes | None = None,
     ) -> None:
+        self._changes = Changes() if changes is None else changes
         self.pool = BlockPool(num_blocks=num_blocks, block_size=block_size, free=ranked, on_reissue=self._evict)
         self._ranked = ranked
         self._bytes = blocks
@@ -64,6 +68,7 @@ class HostTier:
         (home,) = self.pool.allocate(1)
         self._blocks[key], self._keys[home] = home, key
         self.marks[home] = 1
+        self._changes.stored("host", key)
         if self._ranked is not None and entry is not None:
             self._ranked.enter(home, entry)
         self._ops.add(Move.SWAP_OUT, block_id, home)
@@ -88,6 +93,7 @@ class HostTier:
             home = self._blocks.pop(key)
             del self._keys[home]
             self.marks[home] = 0
+            self._changes.removed("host", key)
             if self._ranked is not None:
                 self._ranked.forget(home)
 
@@ -196,6 +202,8 @@ class HostTier:
     def reset(self) -> int:
         """Drops everything that is kept; the number of blocks."""
         num_kept = len(self._blocks)
+        for key in self._blocks:
+            self._changes.removed("host", key)
         if self._ranked is not None:
             for home in self._keys:
                 self._ranked.forget(home)
@@ -212,6 +220,7 @@ class HostTier:
         if key is not None:
             del self._blocks[key]
             self.marks[home] = 0
+            self._changes.removed("host", key)
             if self._ranked is not None:
                 self._ranked.evicted(home)
 

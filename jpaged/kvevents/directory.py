@@ -1,0 +1,164 @@
+"""Who holds how much of a prompt, as servers tell it. No I/O; one thread writes and asks.
+
+    events of a server      hash of theirs ──> key of ours      by the chain of tokens that they tell
+    a prompt                its chain of keys ──> of each server the blocks that it has from the front
+
+A key of ours is a digest of the tokens of a block, of the key before it, and of salt, tenant and adapter's name in
+front: what a router has without a tokenizer of its own, if requests bring token ids. So servers whose own keys differ
+(other adapters' numbers, other hash functions, vLLM) are in one directory. What a server holds in several tiers counts
+until it is gone from all of them. Of models with several KV groups the first counts.
+
+What is told of blocks that nobody knows the tokens of is passed over: a directory may say too little, which costs a
+hit, and where messages were lost too much, which costs one as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jpaged.kvevents.encoding import Cleared, Event, RemovedBlocks, StoredBlocks
+from jpaged.pool import Owner, Tier
+
+Key = bytes
+_KEY_BYTES = 16
+NOBODY = Owner()
+"""No salt, no tenant and no adapter."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one server holds.
+
+    Attributes:
+        keys: our key of each hash of theirs.
+        hashes: theirs of each key of ours.
+        tiers: where each hash is.
+    """
+
+    block_size: int | None = None
+    keys: dict[int, Key] = field(default_factory=dict)
+    hashes: dict[Key, int] = field(default_factory=dict)
+    tiers: dict[int, set[Tier]] = field(default_factory=dict)
+
+
+class Directory:
+    """Which servers hold the beginning of a prompt.
+
+    Args:
+        max_blocks: of one server; what it tells beyond is passed over.
+    """
+
+    def __init__(self, max_blocks: int = 4_000_000) -> None:
+        self._max_blocks = max_blocks
+        self._servers: dict[str, _Held] = {}
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Those that told something, and were not forgotten."""
+        return tuple(self._servers)
+
+    def num_blocks(self, server: str) -> int:
+        """Blocks that a server is known to hold, in whatever tier."""
+        held = self._servers.get(server)
+        return 0 if held is None else len(held.tiers)
+
+    def take(self, server: str, events: Iterable[Event]) -> None:
+        """Takes what a server tells, in order."""
+        held = self._servers.setdefault(server, _Held())
+        for event in events:
+            if isinstance(event, Cleared):
+                self._servers[server] = held = _Held()
+            elif event.kv_group:
+                continue
+            elif isinstance(event, RemovedBlocks):
+                self._remove(held, event)
+            else:
+                self._store(held, event)
+
+    def forget(self, server: str) -> None:
+        """A server is gone, or what it told was lost: nothing is known of it."""
+        self._servers.pop(server, None)
+
+    def num_tokens_held(
+        self, token_ids: Sequence[int], owner: Owner = NOBODY, servers: Iterable[str] | None = None
+    ) -> Mapping[str, int]:
+        """Tokens from the front of a prompt that each server holds; those that hold none are left out.
+
+        Args:
+            servers: who is asked about; None is all.
+        """
+        found: dict[str, int] = {}
+        chains: dict[int, list[Key]] = {}
+        for server in self._servers if servers is None else servers:
+            held = self._servers.get(server)
+            if held is None or held.block_size is None:
+                continue
+            chain = chains.setdefault(held.block_size, [])
+            num_blocks = _num_held(held, chain, token_ids, owner)
+            if num_blocks:
+                found[server] = num_blocks * held.block_size
+        return found
+
+    def _store(self, held: _Held, event: StoredBlocks) -> None:
+        if not event.token_ids:  # a tier beneath, which tells hashes alone
+            for one in event.hashes:
+                if one in held.keys:
+                    held.tiers[one].add(event.tier)
+            return
+        if held.block_size is None:
+            held.block_size = event.block_size
+        parent = root_of(event.owner) if event.parent is None else held.keys.get(event.parent)
+        if parent is None or event.block_size != held.block_size:
+            return
+        for place, one in enumerate(event.hashes):
+            tokens = event.token_ids[place * event.block_size : (place + 1) * event.block_size]
+            parent = key_of(parent, tokens)
+            if one not in held.keys and len(held.keys) >= self._max_blocks:
+                return
+            held.keys[one] = parent
+            held.hashes[parent] = one
+            held.tiers.setdefault(one, set()).add(event.tier)
+
+    def _remove(self, held: _Held, event: RemovedBlocks) -> None:
+        for one in event.hashes:
+            tiers = held.tiers.get(one)
+            if tiers is None:
+                continue
+            tiers.clear() if event.tier is None else tiers.discard(event.tier)
+            if not tiers:
+                del held.tiers[one]
+                key = held.keys.pop(one)
+                if held.hashes.get(key) == one:
+                    del held.hashes[key]
+
+
+def root_of(owner: Owner) -> Key:
+    """The key in front of a prompt."""
+    found = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for name in owner:
+        encoded = name.encode()
+        found.update(len(encoded).to_bytes(4, "big") + encoded)
+    return found.digest()
+
+
+def key_of(parent: Key, token_ids: Sequence[int]) -> Key:
+    """The key of a block behind `parent`."""
+    return hashlib.blake2b(parent + np.asarray(token_ids, np.int64).tobytes(), digest_size=_KEY_BYTES).digest()
+
+
+def _num_held(held: _Held, chain: list[Key], token_ids: Sequence[int], owner: Owner) -> int:
+    """Blocks from the front that a server holds; the chain of the prompt grows as far as somebody holds it."""
+    block_size = held.block_size or 1
+    num_blocks = 0
+    while (num_blocks + 1) * block_size <= len(token_ids):
+        if num_blocks == len(chain):
+            tokens = token_ids[num_blocks * block_size : (num_blocks + 1) * block_size]
+            chain.append(key_of(chain[-1] if chain else root_of(owner), tokens))
+        if chain[num_blocks] not in held.hashes:
+            break
+        num_blocks += 1
+    return num_blocks

@@ -1,0 +1,264 @@
+"""Changes of a step as one message, and back: MessagePack, as vLLM (distributed/kv_events.py) has it since June 2026.
+
+    [time, [event, ...], data_parallel_rank]
+
+    {"type": "BlockStored", "block_hashes": [u64, ...], "parent_block_hash": u64 | nil, "token_ids": [...],
+     "block_size": B, "lora_id": nil, "medium": "GPU" | "CPU" | "DISK", "lora_name": str | nil, "extra_keys": [...],
+     "group_idx": g, "kv_cache_spec_kind": "full_attention" | "sliding_window", "kv_cache_spec_sliding_window": W | nil}
+    {"type": "BlockRemoved", "block_hashes": [...], "medium": ..., "group_idx": g}
+    {"type": "AllBlocksCleared"}
+
+A hash is the first 64 bits of a block's key. Blocks that follow each other are one event, with the tokens of all. Where
+a tier beneath the device takes a block its key alone is known, and token_ids is empty, as in vLLM's offloading: who
+reads along knows the hash. `extra_keys` has, of each block, what its hash depends on besides tokens: the adapter's
+name, and of the first block the salt and the tenant. Older readers of vLLM take events as arrays of the same order,
+which is the other encoding; unknown names are passed over when reading, so that later versions are understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgpack
+
+from jpaged.errors import InvalidArgument
+from jpaged.pool import Change, Owner, Removed, Stored, Tier
+
+Encoding = Literal["map", "array"]
+MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK"}
+_TIERS: dict[str, Tier] = {medium: tier for tier, medium in MEDIA.items()}
+_TENANT = "tenant"
+_FIELDS = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+MAX_MESSAGE_BYTES = 256 << 20
+"""A longer message is of no server: a block has at most 1024 tokens, and a pool some hundred thousand blocks."""
+
+
+def hash_of(key: bytes) -> int:
+    """What a block is called in messages: 64 bits of its key."""
+    return int.from_bytes(key[:8], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Writes the messages of one replica.
+
+    Attributes:
+        block_size: B.
+        windows: of each KV group; None sees everything.
+        encoding: "map" is what vLLM writes today, "array" what it wrote before.
+    """
+
+    block_size: int
+    windows: tuple[int | None, ...] = (None,)
+    rank: int = 0
+    encoding: Encoding = "map"
+
+    def encode(self, changes: Sequence[Change], time_s: float) -> bytes:
+        """The message of a step.
+
+        Args:
+            time_s: since the epoch.
+        """
+        events = [self._written(event) for event in self._events(changes)]
+        message: bytes = msgpack.packb([time_s, events, self.rank])
+        return message
+
+    def cleared(self, time_s: float) -> bytes:
+        """The message that nothing is held any more."""
+        message: bytes = msgpack.packb([time_s, [self._written({"type": "AllBlocksCleared"})], self.rank])
+        return message
+
+    def _events(self, changes: Sequence[Change]) -> Iterator[dict[str, Any]]:
+        event: dict[str, Any] | None = None
+        last: Change | None = None
+        for change in changes:
+            if event is not None and last is not None and _goes_on(last, change):
+                event["block_hashes"].append(hash_of(change.key))
+                if isinstance(change, Stored):
+                    event["token_ids"] += change.token_ids
+                    event["extra_keys"].append(_extra_keys(change))
+            else:
+                if event is not None:
+                    yield event
+                event = self._begun(change)
+            last = change
+        if event is not None:
+            yield event
+
+    def _begun(self, change: Change) -> dict[str, Any]:
+        event: dict[str, Any] = {"block_hashes": [hash_of(change.key)], "medium": MEDIA[change.tier]}
+        if len(self.windows) > 1:
+            event["group_idx"] = change.kv_group
+        if isinstance(change, Removed):
+            return {"type": "BlockRemoved", **event}
+        window = self.windows[change.kv_group]
+        return {
+            "type": "BlockStored",
+            **event,
+            "parent_block_hash": None if change.parent is None else hash_of(change.parent),
+            "token_ids": list(change.token_ids),
+            "block_size": self.block_size,
+            "lora_id": None,
+            "lora_name": change.owner.adapter_name or None if change.owner else None,
+            "extra_keys": [_extra_keys(change)],
+            "kv_cache_spec_kind": "full_attention" if window is None else "sliding_window",
+            **({} if window is None else {"kv_cache_spec_sliding_window": window}),
+        }
+
+    def _written(self, event: dict[str, Any]) -> dict[str, Any] | list[Any]:
+        if self.encoding == "map":
+            return event
+        values = [event.get(name) for name in _FIELDS[event["type"]]]
+        while values and values[-1] is None:  # as msgspec leaves out defaults at the end
+            values.pop()
+        return [event["type"], *values]
+
+
+def _goes_on(last: Change, change: Change) -> bool:
+    """A change goes into the event of the one before it."""
+    if type(last) is not type(change) or last.tier != change.tier or last.kv_group != change.kv_group:
+        return False
+    if isinstance(last, Removed) or isinstance(change, Removed):
+        return True
+    if not change.token_ids:
+        return not last.token_ids
+    return change.parent == last.key and change.owner == last.owner and bool(last.token_ids)
+
+
+def _extra_keys(stored: Stored) -> list[Any] | None:
+    """What the hash of a block depends on besides its tokens and what is in front of it."""
+    owner = stored.owner
+    if owner is None:
+        return None
+    is_first = stored.parent is None
+    keys: list[Any] = [owner.adapter_name] if owner.adapter_name else []
+    if owner.salt and is_first:
+        keys.append(owner.salt)
+    if owner.tenant and is_first:
+        keys.append([_TENANT, owner.tenant])
+    return keys or None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Blocks that follow each other, in a tier from now on.
+
+    Attributes:
+        hashes: of each.
+        parent: of the first; None in front of a prompt.
+        token_ids: of all, block_size of each; empty where they are not told.
+        owner: of the first where that begins a prompt; else its adapter alone is known.
+    """
+
+    tier: Tier
+    hashes: tuple[int, ...]
+    parent: int | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    owner: Owner
+    kv_group: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedBlocks:
+    """Blocks that are in a tier no longer; the tier is None where all are meant."""
+
+    tier: Tier | None
+    hashes: tuple[int, ...]
+    kv_group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing is held any more."""
+
+
+Event = StoredBlocks | RemovedBlocks | Cleared
+
+
+def decode(message: bytes) -> tuple[list[Event], int]:
+    """The events of a message, in either encoding, and the replica that they are of.
+
+    Events of other kinds, of tiers that are not known and with fields that are not known are passed over.
+
+    Raises:
+        InvalidArgument: the message is none of these.
+    """
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise InvalidArgument("message", f"{len(message)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        found = msgpack.unpackb(message, strict_map_key=False)
+        _, events, *rest = found
+        rank = rest[0] if rest and rest[0] is not None else 0
+        return [event for one in events if (event := _read(_named(one))) is not None], int(rank)
+    except InvalidArgument:
+        raise
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+        raise InvalidArgument("message", f"is no batch of KV events: {error}") from error
+
+
+def _named(event: Any) -> dict[str, Any]:
+    """The fields of an event by name, whichever its encoding."""
+    if isinstance(event, dict):
+        return event
+    kind, *values = event
+    return {"type": kind, **dict(zip(_FIELDS.get(kind, ()), values, strict=False))}
+
+
+def _read(event: dict[str, Any]) -> Event | None:
+    kind = event["type"]
+    if kind == "AllBlocksCleared":
+        return Cleared()
+    medium = event.get("medium")
+    tier = "device" if medium is None else _TIERS.get(str(medium).upper())
+    if kind not in ("BlockStored", "BlockRemoved") or tier is None:
+        return None
+    hashes = tuple(_number(one) for one in event["block_hashes"])
+    kv_group = int(event.get("group_idx") or 0)
+    if kind == "BlockRemoved":
+        return RemovedBlocks(None if medium is None else tier, hashes, kv_group)
+    parent, token_ids, block_size = event["parent_block_hash"], tuple(event["token_ids"]), int(event["block_size"])
+    if token_ids and (len(token_ids) != block_size * len(hashes) or not all(type(one) is int for one in token_ids)):
+        raise InvalidArgument(
+            "token_ids", f"{len(token_ids)} for {len(hashes)} blocks of {block_size}; each is an integer"
+        )
+    parent = None if parent is None else _number(parent)
+    return StoredBlocks(tier, hashes, parent, token_ids, block_size, _owner(event), kv_group)
+
+
+def _owner(event: dict[str, Any]) -> Owner:
+    """What the first block's extra keys say: its adapter's name, then its salt, then its tenant."""
+    adapter = str(event.get("lora_name") or "")
+    keys = list((event.get("extra_keys") or [None])[0] or ())
+    if adapter and keys and keys[0] == adapter:
+        del keys[0]
+    salt = next((one for one in keys if isinstance(one, str)), "")
+    pairs = [one for one in keys if isinstance(one, list | tuple) and len(one) == 2]
+    return Owner(salt, next((str(name) for kind, name in pairs if kind == _TENANT), ""), adapter)
+
+
+def _number(found: Any) -> int:
+    """A hash, which some write as bytes, and some as a number with a sign."""
+    if isinstance(found, bytes):
+        return int.from_bytes(found[:8], "big")
+    if type(found) is not int:
+        raise InvalidArgument("block_hashes", f"{found!r} is neither a number nor bytes")
+    return found % (1 << 64)
