@@ -236,7 +236,8 @@ class KVEventsOptions:
         10_000, "steps that are kept for who has missed them, and that may wait to be told", low=1, high=1_000_000
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse what does not go together, or cannot be bound; raises InvalidArgument."""
         for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
             address = getattr(self, name)
             if address is not None:

@@ -94,6 +94,8 @@ class Publisher:
             self._wake_up()
             self._thread.join(_JOIN_S)
             self._wake.close(linger=0)
+            if not self._thread.is_alive():
+                self._context.term()
 
     def _wake_up(self) -> None:
         try:

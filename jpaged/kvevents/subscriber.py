@@ -1,7 +1,7 @@
 """A server's KV events as they come: in order, what was missed asked for again, a server that began anew told apart.
 
 0 1 2 . . 5     a gap: 3 and 4 are asked for; what the server does not have any more makes all it told worthless
-0 1 2 0         it has begun anew, and holds nothing of what it told before
+0 1 2 0         it has begun anew, and holds nothing of what it told before; so may one whose connection was lost
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Subscriber:
         self._events.set_hwm(_HIGH_WATER_MARK)
         self._stop = self._context.socket(zmq.PAIR)
         self._stopped = self._context.socket(zmq.PAIR)
+        self._lost = self._events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._replay = None
         try:
             self._events.connect(endpoint)
@@ -65,19 +66,27 @@ class Subscriber:
             self._stop.send(b"")
             self._thread.join(_JOIN_S)
             self._stop.close(linger=0)
+            if not self._thread.is_alive():
+                self._context.term()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._events, zmq.POLLIN)
         poller.register(self._stopped, zmq.POLLIN)
+        poller.register(self._lost, zmq.POLLIN)
         try:
             while self._stopped not in (ready := dict(poller.poll())):
-                if self._events in ready:
+                if self._lost in ready:
+                    self._lost.recv_multipart()
+                    self._order.lost()
+                    self._take((Cleared(),))
+                elif self._events in ready:
                     self._read(self._events.recv_multipart())
         except Exception:  # the top of the thread: whoever asks goes on with what is known
             _LOG.exception("KV events are read no longer")
         finally:
-            for socket in (self._events, self._stopped, self._replay):
+            self._events.disable_monitor()
+            for socket in (self._events, self._lost, self._stopped, self._replay):
                 if socket is not None:
                     socket.close(linger=0)
 
@@ -134,11 +143,15 @@ class Order:
     def __init__(self) -> None:
         self._last = -1
 
+    def lost(self) -> None:
+        """Whatever comes next may be of a server that has started again: it is as before the first."""
+        self._last = -1
+
     def begins_anew(self, number: int) -> bool:
         """The server has started again: its numbers do not go on. Then it is as before the first."""
         if number > self._last:
             return False
-        self._last = -1
+        self.lost()
         return True
 
     def missing_from(self, number: int) -> int | None:

@@ -101,6 +101,7 @@ class Server:
     ) -> None:
         self.state = ServiceState(config)
         self._gate = Gate(config.access)
+        config.kv_events.check()
         self._observers = Observers(config.telemetry)
         self._service = Service(self.state, [NotedRequests(self._gate), *self._observers.all], self._gate.quotas)
         self._config = config

@@ -1,0 +1,133 @@
+"""A directory knows what servers told it, and nothing of what they do not hold any more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jpaged.kvevents.directory import NOBODY, Directory
+from jpaged.kvevents.encoding import Cleared, RemovedBlocks, StoredBlocks
+from jpaged.pool import Owner
+
+TEXT = list(range(100, 120))
+
+
+def stored(hashes, parent, tokens, *, tier="device", size=4, owner=NOBODY, group=0):
+    return StoredBlocks(tier, tuple(hashes), parent, tuple(tokens), size, owner, group)
+
+
+def removed(*hashes, tier="device", group=0):
+    return RemovedBlocks(tier, hashes, group)
+
+
+def told(*events, server="a"):
+    directory = Directory()
+    directory.take(server, events)
+    return directory
+
+
+def held(directory, tokens=TEXT, owner=NOBODY, server="a"):
+    return directory.num_tokens_held(tokens, owner).get(server, 0)
+
+
+def test_a_prefix_is_held_as_far_as_its_blocks_are():
+    directory = told(stored([1, 2], None, TEXT[:8]), stored([3], 2, TEXT[8:12]))
+    assert held(directory) == 12
+    assert held(directory, TEXT[:11]) == 8
+    assert held(directory, [*TEXT[:5], 0, *TEXT[6:]]) == 4
+    assert held(directory, [0, *TEXT[1:]]) == 0
+    directory.take("a", [removed(2)])
+    assert held(directory) == 4, "what is behind a gap is of no use"
+    directory.take("a", [stored([2], 1, TEXT[4:8])])
+    assert held(directory) == 12
+
+
+def test_prefixes_of_others_are_not_found():
+    mine = Owner("salt", "team", "sql")
+    directory = told(stored([1], None, TEXT[:4], owner=mine))
+    assert held(directory, owner=mine) == 4
+    for other in (Owner(), mine._replace(salt=""), mine._replace(tenant="x"), mine._replace(adapter_name="")):
+        assert held(directory, owner=other) == 0
+
+
+def test_a_block_is_held_until_it_is_gone_from_every_tier():
+    directory = told(stored([1], None, TEXT[:4]), stored([1], None, [], tier="host"), removed(1))
+    assert held(directory) == 4
+    directory.take("a", [stored([1], None, [], tier="disk"), removed(1, tier="host")])
+    assert held(directory) == 4
+    directory.take("a", [removed(1, tier="disk")])
+    assert (held(directory), directory.num_blocks("a")) == (0, 0)
+
+
+def test_a_removal_that_names_no_tier_is_from_all():
+    directory = told(stored([1], None, TEXT[:4]), stored([1], None, [], tier="host"), removed(1, tier=None))
+    assert held(directory) == 0
+
+
+def test_what_cannot_be_placed_is_passed_over():
+    """Hashes without tokens, chains without a beginning, other block sizes, other KV groups, removals of nothing."""
+    directory = told(
+        stored([5], None, [], tier="host"),
+        stored([6], 77, TEXT[:4]),
+        removed(99),
+        stored([1], None, TEXT[:4]),
+        stored([7], 1, TEXT[4:6], size=2),
+        stored([8], 1, TEXT[4:8], group=1),
+        removed(1, group=1),
+    )
+    assert (held(directory), directory.num_blocks("a")) == (4, 1)
+
+
+def test_servers_are_told_apart_and_forgotten():
+    directory = told(stored([1], None, TEXT[:4]))
+    directory.take("b", [stored([9, 8], None, TEXT[:8])])
+    directory.take("c", [stored([9], None, TEXT[:2], size=2)])
+    assert directory.num_tokens_held(TEXT) == {"a": 4, "b": 8, "c": 2}
+    assert directory.num_tokens_held(TEXT, servers=["c", "nobody"]) == {"c": 2}
+    directory.take("b", [Cleared(), stored([9], None, TEXT[:4])])
+    directory.forget("a")
+    directory.forget("never seen")
+    assert directory.num_tokens_held(TEXT) == {"b": 4, "c": 2}
+    assert set(directory.servers) == {"b", "c"}
+
+
+def test_a_directory_is_bounded():
+    directory = Directory(max_blocks=2)
+    directory.take("a", [stored([1, 2, 3], None, TEXT[:12])])
+    assert (held(directory), directory.num_blocks("a")) == (8, 2)
+    directory.take("a", [stored([1], None, TEXT[:4]), removed(2), stored([3], 1, TEXT[4:8])])
+    assert held(directory) == 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_knows_what_a_set_of_chains_would(seed):
+    """Random blocks of a tree of texts come and go in random tiers, of two servers."""
+    choose = random.Random(seed)
+    texts = [tuple(choose.choices((1, 2), k=12)) for _ in range(6)]
+    numbers: dict[tuple, int] = {}
+    directory, truth = Directory(), {"a": {}, "b": {}}
+    for _ in range(120):
+        server, text = choose.choice("ab"), choose.choice(texts)
+        place, tier = choose.randrange(4), choose.choice(["device", "host"])
+        chain = text[: 3 * (place + 1)]
+        one = numbers.setdefault(chain, len(numbers) + 1)
+        mine = truth[server]
+        if choose.random() < 0.4:
+            directory.take(server, [removed(one, tier=tier)])
+            mine.get(chain, set()).discard(tier)
+        elif tier == "device":
+            parent = numbers.get(chain[:-3]) if place else None
+            if place and not mine.get(chain[:-3]):
+                continue  # it would not be computed without what is in front of it
+            directory.take(server, [stored([one], parent, chain[-3:], size=3)])
+            mine.setdefault(chain, set()).add(tier)
+        elif mine.get(chain):
+            directory.take(server, [stored([one], None, [], tier=tier)])
+            mine[chain].add(tier)
+        for text in texts:
+            for name, chains in truth.items():
+                num_blocks = 0
+                while num_blocks < 4 and chains.get(text[: 3 * (num_blocks + 1)]):
+                    num_blocks += 1
+                assert directory.num_tokens_held(text).get(name, 0) == 3 * num_blocks

@@ -1,0 +1,226 @@
+"""What a server tells over its sockets reaches who listens, in order, missed messages and new beginnings included."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from jpaged.config import KVEventsOptions
+from jpaged.errors import InvalidArgument
+from jpaged.kvevents.encoding import Cleared, Encoder, Event
+from jpaged.kvevents.publisher import Publisher, with_rank
+from jpaged.kvevents.subscriber import Subscriber
+from jpaged.pool import Change, Stored
+
+_PATIENCE_S = 60.0
+
+
+def block(number: int) -> list[Change]:
+    return [Stored("device", number.to_bytes(8, "big") + bytes(24), 0, None, (number,))]
+
+
+def options(tmp_path: Path, **given: Any) -> KVEventsOptions:
+    values: dict[str, Any] = {
+        "kv_events_endpoint": f"ipc://{tmp_path}/e",
+        "kv_events_replay_endpoint": f"ipc://{tmp_path}/r",
+    }
+    return KVEventsOptions(**values | given)
+
+
+class Heard:
+    """What a subscriber was given: the hashes of blocks, and None where it was to forget."""
+
+    def __init__(self) -> None:
+        self.found: list[int | None] = []
+        self._news = threading.Condition()
+
+    def take(self, events: Sequence[Event]) -> None:
+        with self._news:
+            for event in events:
+                self.found += [None] if isinstance(event, Cleared) else [*event.hashes]
+            self._news.notify_all()
+
+    def wait_for(self, last: int) -> list[int | None]:
+        with self._news:
+            assert self._news.wait_for(lambda: last in self.found, _PATIENCE_S), self.found
+            return [*self.found]
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    found = Publisher(options(tmp_path), Encoder(1))
+    yield found
+    found.close()
+
+
+def listen(publisher: Publisher, **given: Any) -> tuple[Subscriber, Heard]:
+    """A subscriber that hears everything from now on: what comes before it is connected would be missed."""
+    heard = Heard()
+    assert publisher.endpoint is not None
+    subscriber = Subscriber(publisher.endpoint, heard.take, **given)
+    return subscriber, heard
+
+
+def tell_until_heard(publisher: Publisher, heard: Heard, first: int) -> int:
+    """Tells one block after the other until one is heard; the number of the next."""
+    until_s = time.monotonic() + _PATIENCE_S
+    while not heard.found:
+        assert time.monotonic() < until_s
+        publisher.publish(block(first))
+        first += 1
+        time.sleep(0.01)
+    return first
+
+
+def test_everything_is_heard_in_order_by_who_comes_late(publisher: Publisher) -> None:
+    """What was told before somebody listened is asked for, so that all is there from the first."""
+    for number in range(5):
+        assert publisher.publish(block(number))
+    subscriber, heard = listen(publisher, replay_endpoint=publisher.replay_endpoint)
+    end = tell_until_heard(publisher, heard, 5)
+    for number in range(end, end + 50):
+        assert publisher.publish(block(number))
+    assert heard.wait_for(end + 49) == [*range(end + 50)]
+    subscriber.close()
+
+
+def test_who_cannot_ask_for_what_was_missed_knows_nothing_of_it(publisher: Publisher) -> None:
+    for number in range(5):
+        publisher.publish(block(number))
+    subscriber, heard = listen(publisher)
+    end = tell_until_heard(publisher, heard, 5)
+    publisher.publish(block(end))
+    found = heard.wait_for(end)
+    assert found[0] is None
+    assert found[1:] == [*range(found[1] or 0, end + 1)]
+    subscriber.close()
+
+
+def test_what_there_was_no_room_for_is_a_gap_that_nobody_fills(tmp_path: Path) -> None:
+    """It is counted by who tells, and who listens forgets what it knew."""
+    publisher = Publisher(options(tmp_path, kv_events_buffer=2), Held(1))
+    encoder = publisher._encoder
+    assert isinstance(encoder, Held)
+    subscriber, heard = listen(publisher, replay_endpoint=publisher.replay_endpoint)
+    end = tell_until_heard(publisher, heard, 0)
+    until_s = time.monotonic() + _PATIENCE_S
+    encoder.gate.clear()
+    while publisher.publish(block(end)):
+        end += 1
+        assert time.monotonic() < until_s
+    encoder.gate.set()
+    while not publisher.publish(block(end + 1)):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    found = heard.wait_for(end + 1)
+    assert end not in found
+    assert None in found
+    assert found[-1] == end + 1
+    subscriber.close()
+    publisher.close()
+
+
+class Held(Encoder):
+    """An encoder that waits at a gate."""
+
+    gate = threading.Event()
+    gate.set()
+
+    def encode(self, changes: Sequence[Change], time_s: float) -> bytes:
+        assert self.gate.wait(_PATIENCE_S)
+        return super().encode(changes, time_s)
+
+
+def test_a_server_that_starts_again_holds_nothing_of_what_it_told(tmp_path: Path) -> None:
+    first = Publisher(options(tmp_path), Encoder(1))
+    subscriber, heard = listen(first, replay_endpoint=first.replay_endpoint)
+    end = tell_until_heard(first, heard, 0)
+    first.publish(block(end))
+    heard.wait_for(end)
+    first.close()
+    second = Publisher(options(tmp_path), Encoder(1))
+    until_s = time.monotonic() + _PATIENCE_S
+    while 1000 not in heard.found:
+        assert time.monotonic() < until_s
+        second.publish(block(1000))
+        time.sleep(0.01)
+    found = heard.wait_for(1000)
+    assert None in found[: found.index(1000)]
+    subscriber.close()
+    second.close()
+
+
+def test_a_reader_of_vllms_finds_the_frames_that_it_knows(publisher: Publisher) -> None:
+    """It asks from a number on, and is told until an empty message."""
+    for number in range(3):
+        publisher.publish(block(number))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
+        assert publisher.replay_endpoint is not None
+        socket.connect(publisher.replay_endpoint)
+        socket.send_multipart([b"", (1).to_bytes(8, "big")])
+        found = []
+        while (frames := socket.recv_multipart()[1:])[1]:
+            found.append((int.from_bytes(frames[0], "big"), msgspec.msgpack.decode(frames[1])[1][0]["block_hashes"]))
+        assert found == [(1, [1]), (2, [2])]
+        assert int.from_bytes(frames[0], "big", signed=True) == -1
+
+
+def test_a_request_that_is_none_does_not_end_the_answers(publisher: Publisher) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
+        assert publisher.replay_endpoint is not None
+        socket.connect(publisher.replay_endpoint)
+        for wrong in ([b""], [b"", b"short"], [b"", bytes(8), b""]):
+            socket.send_multipart(wrong)
+        socket.send_multipart([b"", bytes(8)])
+        assert socket.recv_multipart() == [b"", b"\xff" * 8, b""]
+
+
+def test_replicas_have_addresses_of_their_own() -> None:
+    assert with_rank("tcp://*:5557", 0) == "tcp://*:5557"
+    assert with_rank("tcp://[::1]:5557", 2) == "tcp://[::1]:5559"
+    assert with_rank("ipc:///run/kv", 1) == "ipc:///run/kv_dp1"
+
+
+def test_an_address_that_is_taken_is_named(publisher: Publisher, tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(InvalidArgument, match=f"kv_events_endpoint: tcp://127.0.0.1:{port}: .*in use"):
+            Publisher(KVEventsOptions(kv_events_endpoint=f"tcp://127.0.0.1:{port}"), Encoder(1))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"kv_events_endpoint": "5557"}, "kv_events_endpoint: '5557' is neither"),
+        ({"kv_events_endpoint": "tcp://*"}, "neither"),
+        ({"kv_events_endpoint": "tcp://*:0"}, "neither"),
+        ({"kv_events_endpoint": "ipc://"}, "neither"),
+        ({"kv_events_endpoint": "tcp://*:1", "kv_events_replay_endpoint": "tcp://*:1"}, "kv_events_replay_endpoint: "),
+        ({"kv_events_replay_endpoint": "tcp://*:5558"}, "kv_events_endpoint, which is left out"),
+    ],
+)
+def test_addresses_that_cannot_be_are_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        KVEventsOptions(**given).check()
+
+
+def test_what_waits_is_told_before_the_end(tmp_path: Path) -> None:
+    publisher = Publisher(options(tmp_path), Encoder(1))
+    subscriber, heard = listen(publisher, replay_endpoint=publisher.replay_endpoint)
+    end = tell_until_heard(publisher, heard, 0)
+    for number in range(end, end + 200):
+        publisher.publish(block(number))
+    publisher.close()
+    publisher.close()
+    assert not publisher.publish(block(0)), "nobody is told any more"
+    assert [one for one in heard.wait_for(end + 199) if one is not None][-1] == end + 199
+    subscriber.close()
