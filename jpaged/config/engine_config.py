@@ -261,7 +261,7 @@ class EngineConfig:
 
 
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
-SERVER_SECTIONS = ("server", "http", "access", "telemetry", "timeouts")
+SERVER_SECTIONS = ("server", "http", "access", "telemetry", "kv_events", "timeouts")
 """Sections that an engine without a server has no use for."""
 
 

@@ -240,7 +240,7 @@ class EngineLoop:
             self.pulse.beat(now_s)
             self.stats.count_host(now_s - start_s - self._device_wait_s)
         self.stats.end_step(self.memory, self.scheduler)
-        if self.memory.prefixes is not None:
+        if self.memory.prefixes is not None and self.memory.prefixes.changes.is_on:
             self.memory.prefixes.changes.tell()
         has_work = self.scheduler.queues.has_work
         if not has_work:  # nobody waits for the device

@@ -106,7 +106,8 @@ def test_it_knows_what_a_set_of_chains_would(seed):
     choose = random.Random(seed)
     texts = [tuple(choose.choices((1, 2), k=12)) for _ in range(6)]
     numbers: dict[tuple, int] = {}
-    directory, truth = Directory(), {"a": {}, "b": {}}
+    directory = Directory()
+    truth: dict[str, dict[tuple[int, ...], set[str]]] = {"a": {}, "b": {}}
     for _ in range(120):
         server, text = choose.choice("ab"), choose.choice(texts)
         place, tier = choose.randrange(4), choose.choice(["device", "host"])

@@ -141,7 +141,7 @@ def chains(draw: st.DrawFn) -> list[Stored | Removed]:
     return changes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chains(), st.sampled_from(["map", "array"]))
 def test_what_is_written_is_read(changes: list[Stored | Removed], encoding: Any) -> None:
     """Block by block the same, in both encodings; whose a chain is where it begins a prompt."""

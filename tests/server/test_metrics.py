@@ -66,6 +66,8 @@ NAMES = {
     "jpaged:host_seconds_total",
     "jpaged:device_idle_seconds_total",
     "jpaged:seconds_since_progress",
+    "jpaged:kv_events_dropped_total",
+    "jpaged:kv_events_total",
     "jpaged:stalls_total",
     "jpaged:host_step_seconds",
 }

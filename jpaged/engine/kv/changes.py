@@ -30,7 +30,7 @@ class Changes:
     """Notes changes where somebody wants them, and tells them after each step.
 
     Attributes:
-        is_on: somebody does.
+        is_on: somebody does; who calls a verb looks first, so that a request enters nothing here while nobody does.
         num_told, num_dropped: changes so far that the sink has taken, and that it had no room for.
     """
 
@@ -62,8 +62,7 @@ class Changes:
 
     def stored(self, tier: Tier, key: Key) -> None:
         """Notes that a tier beneath the device holds what a key, with its KV group, names."""
-        if self.is_on:
-            self._changes.append(Stored(tier, *parted(key)))
+        self._changes.append(Stored(tier, *parted(key)))
 
     def filled(self, stored: Stored) -> None:
         """Notes that a block of the device holds what was computed."""
@@ -71,8 +70,7 @@ class Changes:
 
     def removed(self, tier: Tier, key: Key) -> None:
         """Notes that a tier holds what a key, with its KV group, names no longer."""
-        if self.is_on:
-            self._changes.append(Removed(tier, *parted(key)))
+        self._changes.append(Removed(tier, *parted(key)))
 
 
 def parted(key: Key) -> tuple[Key, int]:

@@ -152,7 +152,8 @@ class PrefixCache:
             return None
         self.marks[block_id] = 0
         del self._blocks[key]
-        self._changes.removed("device", key)
+        if self._changes.is_on:
+            self._changes.removed("device", key)
         if block_id in self._parents:
             del self._tokens[block_id]
             parent = self._parents.pop(block_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Encoder, decode, hash_of
 from jpaged.pool import Change, Owner, Removed
@@ -40,13 +41,18 @@ class Told:
 
 def listen(h: Harness) -> Told:
     told = Told()
-    h.engine.prefixes.changes.tell_to(told)
+    prefixes_of(h).changes.tell_to(told)
     return told
+
+
+def prefixes_of(h: Harness) -> Prefixes:
+    assert h.engine.prefixes is not None
+    return h.engine.prefixes
 
 
 def held_by(h: Harness) -> dict[str, set[tuple[bytes, int]]]:
     """What the cache and the host tier hold in truth."""
-    prefixes = h.engine.prefixes
+    prefixes = prefixes_of(h)
     found = {"device": prefixes._cache._blocks, "host": prefixes._host._blocks}
     return {tier: {(key[:32], key[32] if len(key) > 32 else 0) for key in keys} for tier, keys in found.items()}
 
@@ -69,7 +75,7 @@ def test_lives_tell_all_that_becomes_known_and_is_forgotten(windows, first):
 
 
 def test_a_directory_knows_of_an_engine_whose_prefix_it_has():
-    """Of salt, tenant and adapter; tokens are those of the prompt and of what was said."""
+    """A prompt of a salt, a tenant and an adapter; tokens are those of the prompt and of what was said."""
     executor = with_adapters(1)(block_size=4, num_blocks=24, max_num_batched_tokens=16, max_model_len=64)
     h = Harness(executor=executor)
     told = listen(h)
@@ -125,6 +131,6 @@ def test_nothing_is_noted_where_nobody_wants_to_know():
     h = Harness(executor=FakeExecutor(block_size=4, num_blocks=12))
     h.submit("a", list(range(16)), max_tokens=2)
     h.run()
-    changes = h.engine.prefixes.changes
+    changes = prefixes_of(h).changes
     assert not changes.is_on and not changes._changes
     assert h.engine.load().num_kv_events == 0

@@ -68,7 +68,8 @@ class HostTier:
         (home,) = self.pool.allocate(1)
         self._blocks[key], self._keys[home] = home, key
         self.marks[home] = 1
-        self._changes.stored("host", key)
+        if self._changes.is_on:
+            self._changes.stored("host", key)
         if self._ranked is not None and entry is not None:
             self._ranked.enter(home, entry)
         self._ops.add(Move.SWAP_OUT, block_id, home)
@@ -93,7 +94,8 @@ class HostTier:
             home = self._blocks.pop(key)
             del self._keys[home]
             self.marks[home] = 0
-            self._changes.removed("host", key)
+            if self._changes.is_on:
+                self._changes.removed("host", key)
             if self._ranked is not None:
                 self._ranked.forget(home)
 
@@ -142,6 +144,8 @@ class HostTier:
             return False
         self._blocks[key], self._keys[block_id] = block_id, key
         self.marks[block_id] = 1
+        if self._changes.is_on:
+            self._changes.stored("host", key)
         if self._ranked is not None:
             self._ranked.enter(block_id, entry or Entry(key, None, 0, b""))
         return True
@@ -202,7 +206,7 @@ class HostTier:
     def reset(self) -> int:
         """Drops everything that is kept; the number of blocks."""
         num_kept = len(self._blocks)
-        for key in self._blocks:
+        for key in self._blocks if self._changes.is_on else ():
             self._changes.removed("host", key)
         if self._ranked is not None:
             for home in self._keys:
@@ -220,7 +224,8 @@ class HostTier:
         if key is not None:
             del self._blocks[key]
             self.marks[home] = 0
-            self._changes.removed("host", key)
+            if self._changes.is_on:
+                self._changes.removed("host", key)
             if self._ranked is not None:
                 self._ranked.evicted(home)
 
