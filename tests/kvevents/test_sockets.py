@@ -94,6 +94,10 @@ def test_everything_is_heard_in_order_by_who_comes_late(publisher: Publisher) ->
 def test_who_cannot_ask_for_what_was_missed_knows_nothing_of_it(publisher: Publisher) -> None:
     for number in range(5):
         publisher.publish(block(number))
+    until_s = time.monotonic() + _PATIENCE_S
+    while len(publisher._kept) < 5:  # they have gone out, to nobody
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
     subscriber, heard = listen(publisher)
     end = tell_until_heard(publisher, heard, 5)
     publisher.publish(block(end))
