@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates
 from jpaged.engine.scheduling.lookahead import NO_NEWCOMERS, Lookahead
-from jpaged.testing import FakeExecutor, Faults, SeveralStepsExecutor, expected_tokens
+from jpaged.testing import Faults, SeveralStepsExecutor, expected_tokens
 from jpaged.types import FinishReason
 from tests.engine.harness import Harness
 
