@@ -54,7 +54,7 @@ class BaseStream:
 
     def _take(self, message: inference_pb2.GenerateResponse) -> None:
         try:
-            self._ready.extend(self._course.take(message))
+            self._ready.extend([wire.chunk_of(one) for one in self._course.take(message)])
         except InternalError:
             self._is_closed = True
             raise

@@ -57,9 +57,15 @@ class Tls:
         return context
 
 
-def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
-    """Return a connection, made with `grpc` or `grpc.aio`; without `tls` it is in clear."""
-    options = list(CHANNEL_OPTIONS)
+def open_channel(library: Any, target: str, tls: Tls | None, *, name: str | None = None) -> Any:
+    """Return a connection, made with `grpc` or `grpc.aio`; without `tls` it is in clear.
+
+    Args:
+        name: what the server's certificate has to name, where the target is an address that a name stands for.
+    """
+    options: list[tuple[str, Any]] = list(CHANNEL_OPTIONS)
+    if name is not None:
+        options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
     if tls is None:
         return library.insecure_channel(target, options=options)
     return library.secure_channel(target, tls.credentials(), options=options)

@@ -107,7 +107,7 @@ def cut_everywhere(name: str, events: list[OutputEvent], request: tuple[list[int
     """The request once for each place where it may have been cut, with what had come by then."""
     found, progress, (prompt, fields) = {}, Progress(), request
     for number, event in enumerate(events[:-1]):
-        progress.add(event)
+        progress.add(event, event.finish is not None)
         if generated := progress.generated():
             found[f"{name}/{number}"] = (prompt, {**fields, "generated": generated})
     return found

@@ -6,7 +6,6 @@ import pytest
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client.routing.progress import Progress
-from jpaged.client.wire import chunk_of
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import expected_tokens, scripted
 from tests.server.harness import Harness, collect, details_of, failure_of, request, running
@@ -20,7 +19,7 @@ def continued(message: inference_pb2.GenerateRequest, came: list[Any]) -> infere
     progress, again = Progress(), inference_pb2.GenerateRequest()
     again.CopyFrom(message)
     for response in came:
-        progress.add(chunk_of(response))
+        progress.add(response, response.HasField("finish"))
     for one in progress.generated():
         again.generated_token_ids.add(index=one.index, ids=one.token_ids, finished=one.has_finished)
     again.sampling.seed = came[0].seed

@@ -11,7 +11,6 @@ again at any time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -22,9 +21,9 @@ from jpaged.client.failures import translated, was_accepted
 from jpaged.client.routing.progress import Progress
 from jpaged.client.routing.traces import with_trace
 from jpaged.client.routing.tries import Tries
-from jpaged.client.wire import GenerateChunk
 from jpaged.errors import InternalError, JpagedError
-from jpaged.types import Usage
+
+Message = inference_pb2.GenerateResponse
 
 
 class Course:
@@ -33,6 +32,7 @@ class Course:
     Attributes:
         call: the gRPC call that runs it now.
         num_tries: how often it was begun.
+        is_elsewhere: it has gone on behind what has come of it: messages may be other than the server sent them.
         has_ended: its last message has come; however its call ends does not matter any more.
     """
 
@@ -45,12 +45,12 @@ class Course:
         sampling = request.sampling
         is_ranked = bool(sampling.beam_width) or sampling.best_of > max(1, sampling.n)
         self._is_held = request.whole or is_ranked
-        self._held: list[GenerateChunk] = []
+        self._held: list[Message] = []
         self._progress = Progress()
-        self._first: GenerateChunk | None = None
-        self._usage = Usage()
+        self._first: Message | None = None
+        self._usage = inference_pb2.Usage()
         self._is_fresh = True
-        self._is_elsewhere = self._was_accepted = False
+        self.is_elsewhere = self._was_accepted = False
         self._num_to_skip = 0
         self.has_ended = False
         self.num_tries = 0
@@ -60,33 +60,32 @@ class Course:
         """Ask a server to go on behind what has come."""
         self.call = self._begin()
 
-    def take(self, message: inference_pb2.GenerateResponse) -> list[GenerateChunk]:
-        """What a message adds for the caller.
+    def take(self, message: Message) -> list[Message]:
+        """What a message adds for the caller: none, itself, or several; it is kept here, and may be changed.
 
         Raises:
             InternalError: it does not go on behind what there is.
         """
-        chunk = wire.chunk_of(message)
         self._tries.answered()
-        if chunk.is_last:
+        if message.is_last:
             self.has_ended = True
             self._tries.leave()
         if self._is_fresh:
-            self._check_seam(chunk)
+            self._check_seam(message)
         if self._is_held:
-            self._held.append(chunk)
-            if not chunk.is_last:
+            self._held.append(message)
+            if not message.is_last:
                 return []
             held, self._held = self._held, []
             return held
         if self._first is None:
-            self._first = chunk
-        elif self._is_elsewhere:
-            chunk = self._fitted(chunk, self._first)
+            self._first = message
+        elif self.is_elsewhere:
+            self._fit(message, self._first)
         self._is_fresh = False
-        self._progress.add(chunk)
-        self._usage = chunk.usage
-        return [chunk]
+        self._progress.add(message, message.HasField("finish"))
+        self._usage = message.usage
+        return [message]
 
     def end(self) -> None:
         """It has ended, or nobody wants it any more."""
@@ -110,8 +109,9 @@ class Course:
         generated, request = self._progress.generated(), self._request
         self._num_to_skip = 0 if generated else self._progress.num_prompt_logprobs
         if self._first is not None:
-            self._is_elsewhere = True
-            request = wire.continued_request(request, generated, self._first.seed)
+            self.is_elsewhere = True
+            seed = self._first.seed if self._first.HasField("seed") else None
+            request = wire.continued_request(request, generated, seed)
         methods: Mapping[str, Any] = self._tries.enter().methods
         return methods["Generate"](request, timeout=self._tries.remaining_s, metadata=self._metadata)
 
@@ -119,18 +119,18 @@ class Course:
         """Whether another server could tell the rest: it has to know the seed, and tells nothing of a prompt again."""
         sampling, first = self._request.sampling, self._first
         is_sampled = not sampling.HasField("temperature") or sampling.temperature > 0
-        if is_sampled and not sampling.HasField("seed") and (first is None or first.seed is None):
+        if is_sampled and not sampling.HasField("seed") and (first is None or not first.HasField("seed")):
             return False
         num_told, num_all = self._progress.num_prompt_logprobs, self._usage.prompt_tokens - 1
         return not (sampling.HasField("prompt_logprobs") and self._progress.num_tokens and num_told < num_all)
 
-    def _check_seam(self, chunk: GenerateChunk) -> None:
+    def _check_seam(self, message: Message) -> None:
         first, num_tokens = self._first, self._progress.num_tokens
         if first is None:
             return
-        if chunk.prompt_token_ids and chunk.prompt_token_ids != first.prompt_token_ids:
+        if message.prompt_token_ids and message.prompt_token_ids != first.prompt_token_ids:
             raise self._broken("another server makes other tokens of the prompt")
-        if chunk.usage.completion_tokens < num_tokens:
+        if message.usage.completion_tokens < num_tokens:
             raise self._broken(
                 f"the server has begun again, and not gone on behind {num_tokens} tokens: it does not know "
                 "generated_token_ids"
@@ -141,21 +141,19 @@ class Course:
         self._tries.leave()
         return InternalError(f"request {self._request.request_id!r} cannot go on elsewhere: {problem}")
 
-    def _fitted(self, chunk: GenerateChunk, first: GenerateChunk) -> GenerateChunk:
-        """A chunk of a later server as the first would have told it: nothing twice, and as that had cached and counted.
+    def _fit(self, message: Message, first: Message) -> None:
+        """Make a message of a later server what the first would have told: nothing twice, cached and counted as there.
 
         What it had counted were tokens, too, that were lost on their way: they come again, and are the same.
         """
-        num_skipped = min(self._num_to_skip, len(chunk.prompt_logprobs))
+        num_skipped = min(self._num_to_skip, len(message.prompt_logprobs))
         self._num_to_skip -= num_skipped
-        return replace(
-            chunk,
-            prompt_token_ids=(),
-            seed=None,
-            prompt_logprobs=chunk.prompt_logprobs[num_skipped:],
-            usage=replace(
-                chunk.usage,
-                completion_tokens=max(chunk.usage.completion_tokens, self._usage.completion_tokens),
-                cached_tokens=first.usage.cached_tokens,
-            ),
+        del message.prompt_logprobs[:num_skipped]
+        message.ClearField("prompt_token_ids")
+        message.ClearField("seed")
+        usage = inference_pb2.Usage(
+            prompt_tokens=message.usage.prompt_tokens,
+            completion_tokens=max(message.usage.completion_tokens, self._usage.completion_tokens),
+            cached_tokens=first.usage.cached_tokens,
         )
+        message.usage.CopyFrom(usage)

@@ -3,9 +3,9 @@
     open ──lost──> away ──after a while: health? SERVING──> open      a client of one server calls it all the same
      │ full: not before the time that it names
 
-A call with a prompt goes to the server whose turn its beginning is (the highest of one hash for each server), so that
-prefixes are computed once, and servers that come or go move few of them; from one that is busier than others by more
-than a bound it goes to the next in turn. Calls without a prompt go to the least busy.
+A call with a prompt goes where its beginning belongs, so that prefixes are computed once: to the server whose turn it is
+(the highest of one hash for each server, so that servers that come or go move few of them), or as another `Placement`
+says; one that is busier than others by more than a bound is passed over. Calls without a prompt go to the least busy.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -51,18 +51,14 @@ class Endpoint:
 
     Attributes:
         name: the target that it was given by.
-        methods: those of its channel, by name.
+        methods: those of its channel, by name; those of the services where none are given.
         health: those of grpc.health.v1.
         num_open: calls from here that it has not ended.
     """
 
-    def __init__(self, name: str, channel: Any) -> None:
+    def __init__(self, name: str, channel: Any, methods: Mapping[str, Any] | None = None) -> None:
         self.name, self.channel = name, channel
-        inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        control = control_pb2_grpc.ControlServiceStub(channel)
-        self.methods: dict[str, Any] = (
-            vars(inference) | vars(control) | vars(prefixes_pb2_grpc.PrefixServiceStub(channel))
-        )
+        self.methods: Mapping[str, Any] = stubs(channel) if methods is None else methods
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.num_open = 0
         self.num_others = 0
@@ -81,14 +77,43 @@ class Endpoint:
         return self.num_open + self.num_others
 
 
+def stubs(channel: Any) -> dict[str, Any]:
+    """Return the methods of the services, by name, over a channel."""
+    inference = inference_pb2_grpc.InferenceServiceStub(channel)
+    control = control_pb2_grpc.ControlServiceStub(channel)
+    return vars(inference) | vars(control) | vars(prefixes_pb2_grpc.PrefixServiceStub(channel))
+
+
+class Placement(Protocol):
+    """Where a prompt belongs."""
+
+    def place(self, key: Any, usable: Sequence[Endpoint]) -> Endpoint:
+        """Return the server that a call goes to, which it now does.
+
+        Args:
+            key: of the prompt's beginning.
+            usable: at least one; those that are not ahead of the others.
+        """
+
+
+class Rendezvous:
+    """The server whose turn a beginning is: the highest of one hash for each. It knows nothing of what was before."""
+
+    def place(self, key: bytes, usable: Sequence[Endpoint]) -> Endpoint:
+        """See `Placement`."""
+        return max(usable, key=lambda one: rank(key, one.name))
+
+
 class Endpoints:
     """All servers of a client. Safe to call from several threads.
 
     Args:
-        endpoints: at least one; with several they are asked how they are.
+        endpoints: at least one, unless they are watched; with several they are asked how they are.
         ask: sends a question without waiting; the answer goes to `told`.
         clock: seconds.
         lock: guards what is known of them; None makes one.
+        placement: where prompts belong.
+        is_watched: somebody else calls `look` again and again; then one that is not there is not called on a guess.
     """
 
     def __init__(
@@ -97,11 +122,16 @@ class Endpoints:
         ask: Callable[[Endpoint, Question], None],
         clock: Callable[[], float] = time.monotonic,
         lock: threading.Lock | None = None,
+        *,
+        placement: Placement | None = None,
+        is_watched: bool = False,
     ) -> None:
         self._endpoints = tuple(endpoints)
         self._ask = ask
         self._clock = clock
         self._lock = lock or threading.Lock()
+        self._placement = placement or Rendezvous()
+        self._is_watched = is_watched
         self._turn = itertools.count()
 
     def __len__(self) -> int:
@@ -114,16 +144,30 @@ class Endpoints:
         """Every server by itself, for calls that are of one."""
         return (Endpoints((one,), self._ask, self._clock, self._lock) for one in self._endpoints)
 
+    def add(self, endpoint: Endpoint) -> None:
+        """Another server; nothing where it is one already."""
+        with self._lock:
+            if endpoint not in self._endpoints:
+                self._endpoints = (*self._endpoints, endpoint)
+
+    def remove(self, endpoint: Endpoint) -> None:
+        """No call goes to it any more; those that it has go on."""
+        with self._lock:
+            self._endpoints = tuple(one for one in self._endpoints if one is not endpoint)
+
     @property
     def names(self) -> str:
         """All of them, to call them by."""
         return ", ".join(endpoint.name for endpoint in self._endpoints)
 
-    def enter(self, key: bytes | None) -> Endpoint:
+    def enter(self, key: Any) -> Endpoint:
         """The server for the next call, which is open there from now on until `leave`.
 
         Args:
             key: of the prompt's beginning; None is no prompt.
+
+        Raises:
+            Unavailable: they are watched, and none is there.
         """
         with self._lock:
             now_s = self._clock()
@@ -133,6 +177,13 @@ class Endpoints:
         for asked, question in questions:
             self._ask(asked, question)
         return endpoint
+
+    def look(self) -> None:
+        """Ask what is due, though no call is to be placed."""
+        with self._lock:
+            questions = self._due(self._clock())
+        for asked, question in questions:
+            self._ask(asked, question)
 
     def leave(self, endpoint: Endpoint) -> None:
         """A call is no longer open."""
@@ -178,24 +229,29 @@ class Endpoints:
             if question == "load" and error is None:
                 endpoint.num_others = max(0, answer.num_running + answer.num_waiting - endpoint.num_open)
 
-    def _chosen(self, key: bytes | None, now_s: float) -> Endpoint:
+    def has_any(self) -> bool:
+        """Whether a server is there, though it may be full."""
+        with self._lock:
+            return any(endpoint.is_there for endpoint in self._endpoints)
+
+    def _chosen(self, key: Any, now_s: float) -> Endpoint:
         there = [endpoint for endpoint in self._endpoints if endpoint.is_there]
         usable = [endpoint for endpoint in there if endpoint.is_open(now_s)] or there
         if not usable:
+            if self._is_watched:
+                raise Unavailable(f"no server is there: {self.names or 'there is none'}")
             return min(self._endpoints, key=lambda endpoint: endpoint.away_until_s)
-        if len(usable) == 1:
-            return usable[0]
         least, total = min(one.num_busy for one in usable), sum(one.num_busy for one in usable)
         if key is None:
             idle = [endpoint for endpoint in usable if endpoint.num_busy == least]
             return idle[next(self._turn) % len(idle)]
         most = least + max(_SLACK, _SHARE_AHEAD * total / len(usable))
-        return max((one for one in usable if one.num_busy <= most), key=lambda one: _rank(key, one.name))
+        return self._placement.place(key, [one for one in usable if one.num_busy <= most])
 
     def _due(self, now_s: float) -> list[tuple[Endpoint, Question]]:
         """What is to be asked now, of those that are asked nothing."""
         found: list[tuple[Endpoint, Question]] = []
-        for endpoint in self._endpoints if len(self._endpoints) > 1 else ():
+        for endpoint in self._endpoints if len(self._endpoints) > 1 or self._is_watched else ():
             if endpoint.is_asked:
                 continue
             if not endpoint.is_there and now_s >= endpoint.away_until_s:
@@ -240,7 +296,8 @@ def key_of(request: Any) -> bytes | None:
     return "\0".join((request.adapter, salt, start[:_KEY_CHARS])).encode(errors="replace")
 
 
-def _rank(key: bytes, name: str) -> bytes:
+def rank(key: bytes, name: str) -> bytes:
+    """Return a server's number for a key: the highest of all servers' has it."""
     return hashlib.blake2b(key, digest_size=8, key=hashlib.blake2b(name.encode(), digest_size=16).digest()).digest()
 
 

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from jpaged.types import Generated, SequenceDelta
+from array import array
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jpaged.types import Generated
+
+
+class Delta(Protocol):
+    """What a message, or an event, adds to a sequence."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[Any]:
+        """One position for each token, with `chosen`, or none."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[Any]: ...
 
 
 class _Sequence:
     """What has come of one sequence."""
 
     def __init__(self) -> None:
-        self.token_ids: list[int] = []
+        self.token_ids = array("I")
         self.cumulative_logprob = 0.0
         self.has_finished = False
 
-    def add(self, delta: SequenceDelta) -> None:
-        self.token_ids += delta.token_ids
+    def add(self, delta: Delta, has_finished: bool) -> None:
+        self.token_ids.extend(delta.token_ids)
         for position in delta.logprobs:  # one by one, as the engine adds them: the sum is the same to the last bit
             self.cumulative_logprob += position.chosen.logprob
-        self.has_finished = self.has_finished or delta.finish is not None
+        self.has_finished = self.has_finished or has_finished
 
 
 class Progress:
@@ -31,11 +52,15 @@ class Progress:
         self.num_prompt_logprobs = 0
         self._sequences: dict[int, _Sequence] = {}
 
-    def add(self, delta: SequenceDelta) -> None:
-        """Take the next delta."""
+    def add(self, delta: Delta, has_finished: bool) -> None:
+        """Take the next delta.
+
+        Args:
+            has_finished: it is the last of its sequence.
+        """
         self.num_prompt_logprobs += len(delta.prompt_logprobs)
-        if delta.token_ids or delta.finish is not None:
-            self._sequences.setdefault(delta.index, _Sequence()).add(delta)
+        if delta.token_ids or has_finished:
+            self._sequences.setdefault(delta.index, _Sequence()).add(delta, has_finished)
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
@@ -64,22 +64,8 @@ class AsyncServers:
 
     async def _run_on(self, endpoints: Endpoints, call: Call[_T]) -> _T:
         tries, metadata = Tries(endpoints, key_of(call.request), self._timeout_s), with_trace(self._metadata)
-        while True:
-            self._require_open()
-            method = tries.enter().methods[call.method]
-            try:
-                answer = await method(call.request, timeout=tries.remaining_s, metadata=metadata)
-            except aio.AioRpcError as error:
-                wait_s = tries.wait_s(error)
-            except asyncio.CancelledError as error:
-                refuse_closed(error)
-                raise
-            else:
-                tries.answered()
-                return call.read(answer)
-            finally:
-                tries.leave()
-            await asyncio.sleep(wait_s)
+        answered = await run_tries(tries, call.method, call.request, metadata, self._require_open)
+        return call.read(await answered)
 
     def ask(self, endpoint: Endpoint, question: Question) -> None:
         """Asks one how it is, without waiting; the answer goes to `Endpoints.told`."""
@@ -133,6 +119,39 @@ class AsyncServers:
             asking.cancel()
         for endpoint in self.endpoints:
             await endpoint.channel.close()
+
+
+async def run_tries(
+    tries: Tries,
+    method: str,
+    request: Any,
+    metadata: tuple[tuple[str, str | bytes], ...],
+    require_open: Callable[[], None],
+) -> Any:
+    """Make a unary call, as often as it takes; returns the one that was answered, which has ended.
+
+    Args:
+        require_open: raises what ends the tries before the next.
+
+    Raises:
+        JpagedError: what the last try failed with.
+    """
+    while True:
+        require_open()
+        call = tries.enter().methods[method](request, timeout=tries.remaining_s, metadata=metadata)
+        try:
+            await call
+        except aio.AioRpcError as error:
+            wait_s = tries.wait_s(error)
+        except asyncio.CancelledError as error:
+            refuse_closed(error)
+            raise
+        else:
+            tries.answered()
+            return call
+        finally:
+            tries.leave()
+        await asyncio.sleep(wait_s)
 
 
 def refuse_closed(error: asyncio.CancelledError) -> None:

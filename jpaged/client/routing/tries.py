@@ -48,12 +48,12 @@ class Tries:
     """The tries of one call: where each goes, what time it has, and whether another follows.
 
     Args:
-        key: of the prompt's beginning; None is no prompt.
+        key: of the prompt's beginning, as the placement of the endpoints has it; None is no prompt.
         resuming: what a stream that has begun may do; None is nothing.
     """
 
     def __init__(
-        self, endpoints: Endpoints, key: bytes | None, timeout_s: float | None, resuming: Resuming | None = None
+        self, endpoints: Endpoints, key: Any, timeout_s: float | None, resuming: Resuming | None = None
     ) -> None:
         self._endpoints = endpoints
         self._key = key

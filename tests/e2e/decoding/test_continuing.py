@@ -78,7 +78,7 @@ def test_a_request_that_was_cut_goes_on_as_if_it_had_not_been(llm: LLM) -> None:
     for name, events in sent.items():
         progress = Progress()
         for number, event in enumerate(events[:-1]):
-            progress.add(event)
+            progress.add(event, event.finish is not None)
             if number % CUTS_OF == len(cuts) % CUTS_OF:
                 cuts[f"{name}/{number}"] = SHAPES[name], progress.generated()
     for cut, rest in run(llm, cuts).items():
