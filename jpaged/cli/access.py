@@ -19,44 +19,53 @@ class Credentials:
     tls: Tls | None = None
 
 
-def add_credential_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a group for a key and for TLS."""
-    group = parser.add_argument_group("access")
+def add_credential_flags(parser: argparse.ArgumentParser, *, prefix: str = "", title: str = "access") -> None:
+    """Add a group for a key and for TLS.
+
+    Args:
+        prefix: of the flags' names, for a command that is a server too.
+    """
+    group = parser.add_argument_group(title)
     group.add_argument(
-        "--api-key-file",
+        f"--{prefix}api-key-file",
         type=Path,
         metavar="FILE",
         help="a file with the key that the server lets in (default: JPAGED_API_KEY of the environment, if it is set)",
     )
-    group.add_argument("--tls", action="store_true", help="speak TLS, and believe whom the system believes")
-    group.add_argument("--tls-ca", metavar="FILE", help="speak TLS, and believe certificates signed by one of these")
-    group.add_argument("--tls-cert", metavar="FILE", help="speak TLS, and show this certificate")
-    group.add_argument("--tls-key", metavar="FILE", help="the private key of --tls-cert")
+    tls = f"--{prefix}tls"
+    group.add_argument(tls, action="store_true", help="speak TLS, and believe whom the system believes")
+    group.add_argument(f"{tls}-ca", metavar="FILE", help="speak TLS, and believe certificates signed by one of these")
+    group.add_argument(f"{tls}-cert", metavar="FILE", help="speak TLS, and show this certificate")
+    group.add_argument(f"{tls}-key", metavar="FILE", help=f"the private key of {tls}-cert")
 
 
-def credentials_from(arguments: argparse.Namespace) -> Credentials:
+def credentials_from(arguments: argparse.Namespace, *, prefix: str = "") -> Credentials:
     """Return what the flags, else the environment, say.
+
+    Args:
+        prefix: as of `add_credential_flags`.
 
     Raises:
         InvalidArgument: a file cannot be read, or two do not go together; names the flag.
     """
-    tls = None
-    if arguments.tls or arguments.tls_ca or arguments.tls_cert or arguments.tls_key:
+    tls, given, start = None, vars(arguments), prefix.replace("-", "_")
+    files = tuple(given[f"{start}tls_{name}"] for name in ("ca", "cert", "key"))
+    if given[f"{start}tls"] or any(files):
         try:
-            tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
+            tls = Tls(*files)
             tls.credentials()
         except InvalidArgument as error:
-            raise InvalidArgument(f"--{error.field.replace('.', '-')}", error.problem) from error
-    path = arguments.api_key_file
+            raise InvalidArgument(f"--{prefix}{error.field.replace('.', '-')}", error.problem) from error
+    flag, path = f"--{prefix}api-key-file", given[f"{start}api_key_file"]
     if path is None:
         return Credentials(api_key_from_environment(), tls)
     try:
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         problem = sentence_of(error) if isinstance(error, OSError) else f"{path}: is not ASCII"
-        raise InvalidArgument("--api-key-file", f"cannot be read: {problem}") from None
+        raise InvalidArgument(flag, f"cannot be read: {problem}") from None
     if not key:
-        raise InvalidArgument("--api-key-file", f"{path} is empty")
+        raise InvalidArgument(flag, f"{path} is empty")
     if " " in key or not key.isprintable():
-        raise InvalidArgument("--api-key-file", f"{path} holds no key: a key is one word")
+        raise InvalidArgument(flag, f"{path} holds no key: a key is one word")
     return Credentials(key, tls)

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from jpaged.cli import batch, convert, demo, generate, health, plan, serve
+from jpaged.cli import batch, convert, demo, generate, health, plan, route, serve
 from jpaged.cli.bench import command as bench
 from jpaged.cli.doctor import command as doctor
 from jpaged.cli.help import command as help_command
@@ -30,6 +30,7 @@ from jpaged.version import __version__
 
 COMMANDS: dict[str, ModuleType] = {
     "serve": serve,
+    "route": route,
     "generate": generate,
     "batch": batch,
     "health": health,

@@ -55,6 +55,10 @@ MAY_IMPORT = {
     "access": {"errors", "json_text", "config"},  # knows no protocol, and no request
     "service": VALUES | {"engine", "access"},
     "telemetry": VALUES | {"engine", "service"},
+    "route": VALUES
+    | {"_proto", "access", "client"}
+    | {f"server.{name}" for name in ("binding", "door", "health", "port", "probes", "status")}
+    | {"telemetry.scrapes"},
     "http": VALUES | {"engine", "service", "openai", "telemetry", "access"},
     "server": VALUES
     | {"engine", "service", "_proto", "telemetry", "http", "access"}
@@ -76,6 +80,7 @@ MAY_IMPORT = {
         "openai",
         "service",
         "server",
+        "route",
         "telemetry",
         "llm",
         "capacity",
@@ -89,7 +94,7 @@ MAY_IMPORT = {
 
 # Where a library may be imported; what is not listed may be imported anywhere.
 _ARRAYS = {"device", "models", "checkpoints", "kernels"}
-_WIRE = {"client", "server", "_proto"}
+_WIRE = {"client", "server", "route", "_proto"}
 LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),

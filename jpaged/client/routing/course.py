@@ -37,7 +37,7 @@ class Course:
     """
 
     def __init__(
-        self, request: inference_pb2.GenerateRequest, tries: Tries, metadata: tuple[tuple[str, str], ...]
+        self, request: inference_pb2.GenerateRequest, tries: Tries, metadata: tuple[tuple[str, str | bytes], ...]
     ) -> None:
         self._request = request
         self._tries = tries
@@ -55,6 +55,11 @@ class Course:
         self.has_ended = False
         self.num_tries = 0
         self.call = self._begin()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a server had taken it in, as far as one knows."""
+        return self._first is not None or self._was_accepted
 
     def begin_again(self) -> None:
         """Ask a server to go on behind what has come."""

@@ -3,9 +3,10 @@
     open ──lost──> away ──after a while: health? SERVING──> open      a client of one server calls it all the same
      │ full: not before the time that it names
 
-A call with a prompt goes where its beginning belongs, so that prefixes are computed once: to the server whose turn it is
-(the highest of one hash for each server, so that servers that come or go move few of them), or as another `Placement`
-says; one that is busier than others by more than a bound is passed over. Calls without a prompt go to the least busy.
+A call with a prompt goes where its beginning belongs, so that prefixes are computed once: to the server whose turn it
+is (the highest of one hash for each server, so that servers that come or go move few of them), or as another
+`Placement` says; one that is busier than others by more than a bound is passed over. Calls without a prompt go to the
+least busy.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Endpoints:
         self._ask = ask
         self._clock = clock
         self._lock = lock or threading.Lock()
-        self._placement = placement or Rendezvous()
+        self._placement = Rendezvous() if placement is None else placement
         self._is_watched = is_watched
         self._turn = itertools.count()
 

@@ -138,8 +138,8 @@ async def run_tries(
     """
     while True:
         require_open()
-        call = tries.enter().methods[method](request, timeout=tries.remaining_s, metadata=metadata)
         try:
+            call = tries.enter().methods[method](request, timeout=tries.remaining_s, metadata=metadata)
             await call
         except aio.AioRpcError as error:
             wait_s = tries.wait_s(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-Metadata = tuple[tuple[str, str], ...]
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 

@@ -1,0 +1,161 @@
+"""The subcommand `route`: one port in front of many servers, until it is told to end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import math
+import sys
+from typing import TYPE_CHECKING
+
+from jpaged.cli.access import add_credential_flags, credentials_from
+from jpaged.cli.options import add_config_flags, config_from, flag_of
+from jpaged.config import EngineConfig
+from jpaged.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from jpaged.route.router import RouteOptions
+
+HELP = "pass calls on to many servers"
+DESCRIPTION = """\
+The same gRPC API in front of many servers of one model: a prompt goes where its beginning was sent before, else to the
+least busy, and a stream goes on elsewhere when its server is gone.
+
+    jpaged route --target 10.0.0.7:50051 --target 10.0.0.8:50051
+    jpaged route --target dns:///jpaged-headless:50051 --metrics-port 9400
+
+SIGTERM or Ctrl-C drains; a second one cuts that short. docs/route.md has more.
+"""
+SECTIONS = ("server", "access", "telemetry")
+NOT_HERE = (
+    "served_model_name",
+    "max_messages_per_second",
+    "enable_open_inference",
+    "enable_vllm_engine",
+    "disable_control",
+    "isolate_tenants",
+    "max_pinned_blocks",
+    "pin_prefix",
+    "public_metrics",
+    "public_page",
+    "tenant_requests_per_minute",
+    "tenant_tokens_per_minute",
+    "tenant_max_streams",
+    "tenant_max_n",
+    "tenant_max_prompt_tokens",
+    "control_port",
+    "control_host",
+    "otlp_traces_endpoint",
+    "enable_log_requests",
+)
+"""Options of the sections that are a server's own affair."""
+MAX_RESUME_S, MAX_PREFIXES = 86400.0, 1 << 26
+_CREDENTIALS = "target-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The servers, how a stream goes on, and what a server's port has too."""
+    group = parser.add_argument_group("servers", "Whom calls go to.")
+    group.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="a server; dns:///NAME:PORT is each address of a name, looked up every 5 s; may come several times",
+    )
+    group.add_argument(
+        "--targets-file", metavar="FILE", help="a file of further ones, one a line, read again when it changes"
+    )
+    group.add_argument(
+        "--resume-within",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="a stream whose server is gone looks so long for one to go on at; 0 ends it (default: 60)",
+    )
+    group.add_argument(
+        "--max-known-prefixes",
+        type=int,
+        default=1 << 17,
+        metavar="N",
+        help=f"hashes of beginnings to keep, 200 bytes each; 0 places prompts by load alone (default: {1 << 17})",
+    )
+    add_credential_flags(parser, prefix=_CREDENTIALS, title="access to servers")
+    add_config_flags(parser, SECTIONS, without=NOT_HERE)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Pass calls on; returns 0 after a drain."""
+    from jpaged.telemetry.logs import set_up_logs
+
+    config = config_from(arguments)
+    options = options_from(arguments, config)
+    set_up_logs(config.telemetry.log_format, has_requests=False)
+    return asyncio.run(_route(options, config))
+
+
+def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOptions:
+    """Return what the flags say.
+
+    Raises:
+        InvalidArgument: a value is out of its limits; names the flag.
+    """
+    from jpaged.route.router import RouteOptions
+
+    within_s, num_prefixes = arguments.resume_within, arguments.max_known_prefixes
+    if not (math.isfinite(within_s) and 0 <= within_s <= MAX_RESUME_S):
+        raise InvalidArgument("--resume-within", f"{within_s} is not from 0 to {MAX_RESUME_S:g}")
+    if not 0 <= num_prefixes <= MAX_PREFIXES:
+        raise InvalidArgument("--max-known-prefixes", f"{num_prefixes} is not from 0 to {MAX_PREFIXES}")
+    if not arguments.target and arguments.targets_file is None:
+        raise InvalidArgument("--target", "is missing, and so is --targets-file: name a server")
+    shown = credentials_from(arguments, prefix=_CREDENTIALS)
+    own = {"target": ", ".join(arguments.target), "targets-file": arguments.targets_file or "none"}
+    own |= {"resume-within": f"{within_s:g}", "max-known-prefixes": str(num_prefixes)}
+    told = [(name, value, "the command line") for name, value in own.items()]
+    for name, value, source in config.explain():
+        if _is_here(name):
+            told.append((name, value, source))
+    return RouteOptions(
+        targets=tuple(arguments.target),
+        targets_file=arguments.targets_file,
+        tls=shown.tls,
+        api_key=shown.api_key,
+        resume_within_s=within_s,
+        max_known_prefixes=num_prefixes,
+        told=told,
+    )
+
+
+def _is_here(name: str) -> bool:
+    from jpaged.config import iter_options
+
+    sections = {flag_of(option)[2:]: section for option, section, _ in iter_options() if option not in NOT_HERE}
+    return sections.get(flag_of(name)[2:]) in SECTIONS
+
+
+async def _route(options: RouteOptions, config: EngineConfig) -> int:
+    from jpaged.cli.serve import LISTENING
+    from jpaged.cli.startup import PROBES
+    from jpaged.route.router import Router
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        router = Router(options, config.server, config.access)
+        port = await router.start()
+    except InvalidArgument as error:
+        raise InvalidArgument(flag_of(error.field), error.problem) from error
+    router.stop_on_signals()
+    host = config.server.host
+    if router.metrics_port is not None:
+        say(f"metrics on http://{host}:{router.metrics_port}/metrics")
+    if router.probe_port is not None:
+        say(f"{PROBES}{host}:{router.probe_port}")
+    say(f"{LISTENING}{host}:{port}, routing to {', '.join(options.targets) or options.targets_file}")
+    gc.freeze()  # what is loaded stays: a look at all of it holds up every stream
+    code = await router.run()
+    say("stopped")
+    return code

@@ -1,0 +1,292 @@
+"""The servers behind a router: who is one, who takes calls, and of which model they are.
+
+    named ──watch: SERVING──> its model? ──the fleet's──> what it has to keep ──> admitted ──> calls
+      ^                          └─another─> set aside                               │
+      └──────────────── NOT_SERVING (it loads, drains, stalls), or gone ─────────────┘
+
+Each server's health is watched, so that one that drains has no new call from then on; what it runs goes on. All are of
+one model, that of the first that was admitted, as long as one of it is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from grpc import aio
+from grpc_health.v1 import health_pb2
+
+from jpaged._proto.v1 import control_pb2
+from jpaged.client.channel import Backoff
+from jpaged.client.failures import translated
+from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question
+from jpaged.client.tls import Tls, open_channel
+from jpaged.client.wire import metadata_of
+from jpaged.errors import JpagedError, Unavailable, sentence_of
+from jpaged.route.counts import Counts
+from jpaged.route.directory import Directory
+from jpaged.route.methods import channel_methods
+from jpaged.route.targets import Address, Targets
+
+_LOG = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""How often what is due is asked."""
+_LOOKS_A_LIST = 4
+"""The list of targets is looked at once a second."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
+Bring = Callable[["Member"], Awaitable[None]]
+
+
+class Member:
+    """One server that is named. Written by `Fleet` alone.
+
+    Attributes:
+        endpoint: its connection, and how busy it is.
+        model: what it says of its model; empty until it has said it.
+        info: what it says of itself.
+        is_admitted: it is asked for everything that the fleet is asked for.
+        problem: why it is not admitted, in words.
+    """
+
+    def __init__(self, address: Address, endpoint: Endpoint) -> None:
+        self.address, self.endpoint = address, endpoint
+        self.model = b""
+        self.info = control_pb2.GetServerInfoResponse()
+        self.is_admitted = False
+        self.problem = "it has not answered yet"
+        self.following: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its target."""
+        return self.endpoint.name
+
+    @property
+    def life(self) -> int:
+        """When its process started, in nanoseconds: another number is another process."""
+        return int(self.info.start_time.ToNanoseconds())
+
+
+class Fleet:
+    """All servers of a router. Lives on its event loop: `run` until it is cancelled, then `close`.
+
+    Args:
+        bring: has a server keep what all have to keep, before it is admitted.
+
+    Attributes:
+        endpoints: those that are admitted.
+        members: all that are named, by target.
+        model: of the fleet, as a message; empty while none is known.
+        model_number: another one when the fleet has become one of another model.
+    """
+
+    def __init__(self, targets: Targets, directory: Directory, counts: Counts, tls: Tls | None, api_key: str) -> None:
+        self.directory, self.counts = directory, counts
+        self.endpoints = Endpoints((), self._ask, placement=directory, is_watched=True)
+        self.members: dict[str, Member] = {}
+        self.model = b""
+        self.model_number = 0
+        self._bring: Bring = _bring_nothing
+        self._targets = targets
+        self._tls = tls
+        self._metadata = metadata_of("", api_key)
+        self._tasks = set[asyncio.Task[None]]()
+        self._leaving: list[Member] = []
+        self._news = asyncio.Event()
+
+    def set_bring(self, bring: Bring) -> None:
+        """Who has a server keep what all have to keep; before `run`."""
+        self._bring = bring
+
+    def admitted(self) -> list[Member]:
+        """Those that are asked for everything that the fleet is asked for."""
+        return [one for one in self.members.values() if one.is_admitted]
+
+    def member_of(self, endpoint: Endpoint) -> Member | None:
+        """The server of an endpoint, if it still is one."""
+        return self.members.get(endpoint.name)
+
+    async def until_any(self, within_s: float) -> None:
+        """Wait until a server is there.
+
+        Raises:
+            Unavailable: none has come in time; says why of each.
+        """
+        until_s = time.monotonic() + within_s
+        while not self.endpoints.has_any():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise Unavailable(f"no server takes calls: {self.problems()}")
+            news = self._news
+            try:
+                async with asyncio.timeout(min(left_s, LOOK_S)):
+                    await news.wait()
+            except TimeoutError:
+                continue
+
+    def problems(self) -> str:
+        """Why servers are not admitted, of some of them."""
+        found = [f"{one.name}: {one.problem}" for one in self.members.values() if not one.is_admitted]
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        return "; ".join(found[:4]) + more if found else "they are away"
+
+    async def run(self) -> None:
+        """Follow the list of targets, and ask servers how they are; until it is cancelled."""
+        num_looks = 0
+        while True:
+            if num_looks % _LOOKS_A_LIST == 0:
+                self._follow_list(await self._targets.now())
+            num_looks += 1
+            self.endpoints.look()
+            await self._let_go()
+            await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        """End what is asked, and the connections."""
+        ending = [task for task in (*self._tasks, *(one.following for one in self.members.values())) if task]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        for member in (*self.members.values(), *self._leaving):
+            await member.endpoint.channel.close()
+
+    def _follow_list(self, addresses: tuple[Address, ...]) -> None:
+        wanted = {one.target: one for one in addresses}
+        for target in [name for name, one in self.members.items() if wanted.get(name) != one.address]:
+            self._drop(self.members.pop(target))
+        for target, address in wanted.items():
+            if target not in self.members:
+                channel = open_channel(aio, target, self._tls, name=address.name)
+                member = Member(address, Endpoint(target, channel, channel_methods(channel)))
+                member.following = asyncio.get_running_loop().create_task(self._follow(member))
+                self.members[target] = member
+
+    def _drop(self, member: Member) -> None:
+        """A server is not named any more: it has no new call, and is let go when its last has ended."""
+        _LOG.warning("%s is not named any more; %d calls go on there", member.name, member.endpoint.num_open)
+        self._dismiss(member, "it is not named any more")
+        self.directory.end(member.name)
+        if member.following is not None:
+            member.following.cancel()
+        self._leaving.append(member)
+
+    async def _let_go(self) -> None:
+        """Close the connections of those that are not named any more and have no call left."""
+        for member in [one for one in self._leaving if not one.endpoint.num_open]:
+            self._leaving.remove(member)
+            await member.endpoint.channel.close()
+            if member.name not in self.members:
+                self.counts.forget(member.name)
+
+    async def _follow(self, member: Member) -> None:
+        """Watch one server's health as long as it is named."""
+        pauses = _pauses()
+        while True:
+            watch = member.endpoint.health.Watch(health_pb2.HealthCheckRequest())
+            try:
+                async for answer in watch:
+                    if answer.status == SERVING:
+                        await self._admit(member)
+                        pauses = _pauses()
+                    else:
+                        self._dismiss(member, "it loads, drains or stalls: its health is not SERVING")
+                self._dismiss(member, "it has ended its watch")
+            except aio.AioRpcError as error:
+                self._dismiss(member, f"{error.code().name}: {error.details()}")
+            except JpagedError as error:
+                self._dismiss(member, sentence_of(error))
+            finally:
+                watch.cancel()
+            await asyncio.sleep(pauses.next_s())
+
+    async def _admit(self, member: Member) -> None:
+        """Have a server take part.
+
+        Raises:
+            JpagedError: it does not, and why.
+        """
+        methods, times = member.endpoint.methods, {"timeout": ASK_TIMEOUT_S, "metadata": self._metadata}
+        try:
+            model = await methods["model"](control_pb2.GetModelInfoRequest(), **times)
+            info = await methods["info"](control_pb2.GetServerInfoRequest(), **times)
+        except aio.AioRpcError as error:
+            raise translated(error) from error
+        self._note_identity(member, model, info)
+        others = [one for one in self.members.values() if one is not member and one.model == self.model]
+        if not (self.model and others) and member.model != self.model:
+            self._change_model(member.model)
+        if member.model != self.model:
+            raise Unavailable(f"it serves another model than the fleet: {_differences(self.model, member.model)}")
+        await self._bring(member)
+        if self.members.get(member.name) is not member or member.model != self.model:
+            return
+        if not member.is_admitted:
+            _LOG.warning("%s takes calls", member.name)
+        self._note_admitted(member)
+
+    def _note_identity(self, member: Member, model: Any, info: Any) -> None:
+        before = member.life
+        member.model, member.info = model.SerializeToString(deterministic=True), info
+        if member.life != before:
+            self.directory.begin(member.name)
+
+    def _note_admitted(self, member: Member) -> None:
+        member.is_admitted, member.problem = True, ""
+        self.endpoints.add(member.endpoint)
+        self.endpoints.note_answer(member.endpoint)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _change_model(self, model: bytes) -> None:
+        self.model, self.model_number = model, self.model_number + 1
+        for other in self.members.values():
+            if other.is_admitted and other.model != model:
+                self._dismiss(other, "it serves another model than the fleet")
+
+    def _dismiss(self, member: Member, problem: str) -> None:
+        """A server has no new call; what it runs goes on."""
+        if member.is_admitted or member.problem != problem:
+            _LOG.warning("%s takes no calls: %s", member.name, problem)
+        member.is_admitted, member.problem = False, problem
+        self.endpoints.remove(member.endpoint)
+
+    def _ask(self, endpoint: Endpoint, question: Question) -> None:
+        self._start(self._hear(endpoint, question))
+
+    async def _hear(self, endpoint: Endpoint, question: Question) -> None:
+        answer, failure = None, None
+        try:
+            if question == "health":
+                answer = await endpoint.health.Check(health_pb2.HealthCheckRequest(), timeout=ASK_TIMEOUT_S)
+            else:
+                ask = control_pb2.GetLoadRequest()
+                answer = await endpoint.methods["load"](ask, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+        except aio.AioRpcError as error:
+            failure = translated(error)
+        self.endpoints.told(endpoint, question, answer, failure)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _pauses() -> Backoff:
+    return Backoff(_FIRST_PAUSE_S, 2.0, _MAX_PAUSE_S)
+
+
+async def _bring_nothing(member: Member) -> None:
+    """The fleet has nothing to keep."""
+
+
+def _differences(fleet: bytes, other: bytes) -> str:
+    """Say in which fields two models differ."""
+    ours, theirs = (control_pb2.GetModelInfoResponse.FromString(content) for content in (fleet, other))
+    fields: Mapping[str, Any] = ours.DESCRIPTOR.fields_by_name
+    found = [f"{name} is {getattr(theirs, name)}, not {getattr(ours, name)}" for name in fields
+             if getattr(ours, name) != getattr(theirs, name)]  # fmt: skip
+    return ", ".join(found)

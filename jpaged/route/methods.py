@@ -1,0 +1,91 @@
+"""The methods of the services: how a router sends them on, and how it registers its own.
+
+What nothing has to be read of goes through as the bytes that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal
+
+import grpc
+from grpc import aio
+
+from jpaged._proto.v1 import control_pb2, inference_pb2
+
+Way = Literal["stream", "prompt", "one", "all", "knowing", "fleet"]
+"""How a method is answered:
+
+stream   by one server, where its prompt belongs, and by another where that is gone
+prompt   by one server, where its prompt belongs
+one      by any server
+all      by every server, or by none
+knowing  by the server that knows what it names
+fleet    by the router, of what it or all servers say
+"""
+
+WAYS: Mapping[str, Way] = {
+    "Generate": "stream",
+    "Score": "prompt",
+    "Embed": "one",
+    "Tokenize": "one",
+    "Detokenize": "one",
+    "GetModelInfo": "one",
+    "GetServerInfo": "fleet",
+    "GetLoad": "fleet",
+    "ListAdapters": "fleet",
+    "Abort": "knowing",
+    "PinPrefix": "all",
+    "UnpinPrefix": "all",
+    "LoadAdapter": "all",
+    "UnloadAdapter": "all",
+}
+"""A method that is not here is answered with UNIMPLEMENTED: it is one server's own affair."""
+
+SERVICES: tuple[Any, ...] = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+    control_pb2.DESCRIPTOR.services_by_name["ControlService"],
+)
+Handler = Callable[[Any, Any], Awaitable[Any]]
+"""Takes the request, as bytes or as a message, and the context of the call; returns the answer as bytes."""
+_READ: Mapping[str, Any] = {"Generate": inference_pb2.GenerateRequest, "Score": inference_pb2.ScoreRequest}
+"""Requests that are read: their prompts say where they go."""
+
+
+def channel_methods(channel: Any) -> dict[str, Any]:
+    """Return the methods of a server by name: bytes in and out, but for the requests of `Generate`.
+
+    What the router asks for itself is in messages: `model`, `info` and `load`.
+    """
+    made: dict[str, Any] = {}
+    for service in SERVICES:
+        for method in service.methods:
+            path = f"/{service.full_name}/{method.name}"
+            if method.server_streaming:
+                write = _READ[method.name].SerializeToString if method.name in _READ else None
+                made[method.name] = channel.unary_stream(path, request_serializer=write)
+            else:
+                made[method.name] = channel.unary_unary(path)
+    for name, method_name in (("model", "GetModelInfo"), ("info", "GetServerInfo"), ("load", "GetLoad")):
+        made[name] = channel.unary_unary(
+            f"/{control_pb2.DESCRIPTOR.package}.ControlService/{method_name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=vars(control_pb2)[f"{method_name}Response"].FromString,
+        )
+    return made
+
+
+def register(server: aio.Server, handler_of: Callable[[str], Handler]) -> None:
+    """Have a server answer all methods that a router answers."""
+    for service in SERVICES:
+        handlers: dict[str, Any] = {}
+        for method in service.methods:
+            if method.name not in WAYS:
+                continue
+            read = _READ[method.name].FromString if method.name in _READ else None
+            make = (
+                grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+            )
+            handlers[method.name] = make(handler_of(method.name), request_deserializer=read or bytes)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+        server.add_registered_method_handlers(service.full_name, handlers)

@@ -1,0 +1,167 @@
+"""Calls that one server answers: a stream goes on elsewhere when its server is gone, as a client of several has it.
+
+    caller ──request──> Course ──> server A ── bytes, bytes, gone
+           <─────────────── bytes, bytes
+                        Course ──> server B ── message ──> what is new of it
+           <────────────────────────────────── bytes
+
+A message is read, for the tokens that another server would need, and sent on as the bytes that it came as, unless what
+another server says has to be made to fit. One is in hand for each stream: a caller who does not read holds up its
+server, and nothing is kept here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from grpc import aio
+
+from jpaged._proto.v1 import inference_pb2
+from jpaged.client.routing.course import Course
+from jpaged.client.routing.endpoints import Endpoint
+from jpaged.client.routing.tasks import run_tries
+from jpaged.client.routing.tries import Resuming, Tries
+from jpaged.errors import AlreadyExists, Unavailable
+from jpaged.route.callers import owner_of, passed_on, told_by_servers
+from jpaged.route.fleet import Fleet
+from jpaged.route.prefixes import chain_of
+
+FIRST_WITHIN_S = 1.5
+"""So long a call that has not begun waits for a server: about as long as a client tries again."""
+_ACCEPTED_KEY = "x-jpaged-request-id"
+_parse = inference_pb2.GenerateResponse.FromString
+FlightKey = tuple[bytes, str]
+
+
+class CountedTries(Tries):
+    """The tries of one call, which are counted by server."""
+
+    def __init__(self, fleet: Fleet, key: Any, timeout_s: float | None, resuming: Resuming | None = None) -> None:
+        super().__init__(fleet.endpoints, key, timeout_s, resuming)
+        self._counts = fleet.counts
+        self.last: Endpoint | None = None
+
+    def enter(self) -> Endpoint:
+        """See `Tries`."""
+        self.last = super().enter()
+        self._counts.begun[self.last.name] += 1
+        return self.last
+
+    @property
+    def name(self) -> str:
+        """The server of the last try."""
+        return "" if self.last is None else self.last.name
+
+    def wait_s(self, error: Any, *, has_begun: bool = False) -> float:
+        """See `Tries`."""
+        wait_s = super().wait_s(error, has_begun=has_begun)
+        self._counts.retried[self.name] += 1
+        return wait_s
+
+
+class Relay:
+    """Passes calls on that one server answers.
+
+    Attributes:
+        flights: the server that runs each stream now, by whose it is and its id; None between two servers.
+    """
+
+    def __init__(self, fleet: Fleet, resuming: Resuming | None) -> None:
+        self._fleet = fleet
+        self._counts = fleet.counts
+        self._resuming = resuming
+        self.flights: dict[FlightKey, CountedTries] = {}
+
+    async def one(self, method: str, content: Any, context: Any) -> bytes:
+        """Pass on a call that any server answers.
+
+        Raises:
+            JpagedError: what it failed with there.
+        """
+        metadata = passed_on(context)
+        chain = None if isinstance(content, bytes) else chain_of(content, owner_of(metadata))
+        sent = content if isinstance(content, bytes) else content.SerializeToString()
+        tries = CountedTries(self._fleet, chain, context.time_remaining())
+        await self._fleet.until_any(FIRST_WITHIN_S)
+        call = await run_tries(tries, method, sent, metadata, lambda: None)
+        if trailing := told_by_servers(await call.trailing_metadata()):
+            context.set_trailing_metadata(trailing)
+        answer: bytes = await call
+        return answer
+
+    async def generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        """Pass on a stream, on as many servers as it takes.
+
+        Raises:
+            JpagedError: what it ended with.
+        """
+        metadata = passed_on(context)
+        owner = owner_of(metadata)
+        if not request.HasField("request_id"):
+            request.request_id = uuid.uuid4().hex  # the same at each server
+        key = (owner, request.request_id)
+        if key in self.flights:
+            raise AlreadyExists(f"request_id: a request {request.request_id!r} is in flight")
+        tries = CountedTries(self._fleet, chain_of(request, owner), context.time_remaining(), self._resuming)
+        self.flights[key] = tries
+        try:
+            await self._fleet.until_any(FIRST_WITHIN_S)
+            await self._run(Course(request, tries, metadata), tries, context)
+        finally:
+            tries.leave()
+            del self.flights[key]
+
+    async def _run(self, course: Course, tries: CountedTries, context: Any) -> None:
+        number, is_told = self._fleet.model_number, False
+        try:
+            while True:
+                call = course.call
+                try:
+                    if not is_told:
+                        is_told = await self._tell_accepted(call, context)
+                    await self._pass_messages(course, tries, context)
+                    if trailing := told_by_servers(await call.trailing_metadata()):
+                        context.set_trailing_metadata(trailing)
+                    return
+                except aio.AioRpcError as error:
+                    if course.has_ended:
+                        return
+                    await asyncio.sleep(course.wait_s(error))
+                await self._wait_for_server(course)
+                if self._fleet.model_number != number:
+                    raise Unavailable("the servers are of another model now, with which this stream cannot go on")
+                course.begin_again()
+                if course.is_elsewhere:
+                    self._counts.resumed[tries.name] += 1
+        finally:
+            course.call.cancel()
+            course.end()
+
+    async def _wait_for_server(self, course: Course) -> None:
+        is_resuming = self._resuming is not None and course.has_begun
+        within_s = self._resuming.within_s if self._resuming is not None and is_resuming else FIRST_WITHIN_S
+        await self._fleet.until_any(within_s)
+
+    async def _tell_accepted(self, call: Any, context: Any) -> bool:
+        """Tell the caller that its request was accepted, where it was, as soon as that is known."""
+        initial = told_by_servers(await call.initial_metadata())
+        if not any(key == _ACCEPTED_KEY for key, _ in initial):
+            return False
+        await context.send_initial_metadata(initial)
+        return True
+
+    async def _pass_messages(self, course: Course, tries: CountedTries, context: Any) -> None:
+        """Send on what a server says, until it has said all."""
+        messages, tokens, name = self._counts.messages, self._counts.tokens, tries.name
+        async for content in course.call:
+            message = _parse(content)
+            messages[name] += 1
+            tokens[name] += len(message.token_ids)
+            told = course.take(message)
+            if not course.is_elsewhere and len(told) == 1 and told[0] is message:
+                await context.write(content)
+                continue
+            for one in told:
+                await context.write(one.SerializeToString())

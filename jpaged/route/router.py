@@ -1,0 +1,279 @@
+"""A router's life: the port first, then its servers, then calls; at the end a drain and an exit code.
+
+grpc.health.v1 answers SERVING while any server takes calls, for "", for "readiness" and for each service, and
+NOT_SERVING else and in a drain; for "liveness" it always answers SERVING.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jpaged.access import entry as access
+from jpaged.access.gate import Gate
+from jpaged.access.keys import Role
+from jpaged.client.routing.tries import Resuming
+from jpaged.client.tls import Tls
+from jpaged.config import AccessOptions, ServerOptions
+from jpaged.errors import JpagedError, Unavailable, reason_of
+from jpaged.route.acts import Acts
+from jpaged.route.callers import passed_on, refuse_as_told
+from jpaged.route.counts import Counts, serve_counts
+from jpaged.route.directory import Directory
+from jpaged.route.fleet import Fleet
+from jpaged.route.fleetwide import Fleetwide, Options
+from jpaged.route.methods import SERVICES, WAYS, Handler, register
+from jpaged.route.relay import Relay
+from jpaged.route.targets import Targets
+from jpaged.server.binding import bind
+from jpaged.server.door import Door
+from jpaged.server.health import HealthServicer
+from jpaged.server.port import make_server
+from jpaged.server.probes import LIVENESS, READINESS, Health, ProbeServer
+from jpaged.server.status import error_for
+from jpaged.telemetry.scrapes import ScrapeServer
+
+_LOG = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 0.05
+_FLUSH_TIMEOUT_S = 2.0
+_OPERATES = ("Generate", "Score", "Embed", "Abort")
+"""Methods that a key of the role `observe` is not for; those that all servers answer need `control`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """What a router needs to know besides its port.
+
+    Attributes:
+        targets: servers, by the command line.
+        targets_file: of further ones; None is none.
+        tls: whom it believes of servers, and what it shows them; None connects in clear.
+        api_key: what servers let it in with, when it asks them of itself.
+        resume_within_s: so long a stream looks for another server; 0 ends it with its own.
+        max_known_prefixes: hashes of beginnings that are kept.
+        told: all options, as GetServerInfo tells them: name, value, where it came from.
+    """
+
+    targets: tuple[str, ...]
+    targets_file: str | None = None
+    tls: Tls | None = None
+    api_key: str = ""
+    resume_within_s: float = 60.0
+    max_known_prefixes: int = 1 << 17
+    told: Options = ()
+
+
+class Router:
+    """One gRPC server in front of many. Lives on one event loop: `start`, then `run`.
+
+    Attributes:
+        port: where calls come; 0 before `start`.
+        fleet: the servers.
+        counts: what it has done.
+    """
+
+    def __init__(self, options: RouteOptions, server: ServerOptions, access_options: AccessOptions) -> None:
+        self.port = 0
+        self.counts = Counts()
+        self._options, self._server_options = options, server
+        self._gate = Gate(access_options)
+        self._directory = Directory(options.max_known_prefixes)
+        targets = Targets(options.targets, options.targets_file)
+        self.fleet = Fleet(targets, self._directory, self.counts, options.tls, options.api_key)
+        resuming = Resuming(options.resume_within_s) if options.resume_within_s else None
+        self._relay = Relay(self.fleet, resuming)
+        self._acts = Acts(self.fleet)
+        self.fleet.set_bring(self._acts.bring)
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._fleetwide = Fleetwide(self.fleet, self._relay, options.told, self._stop.is_set)
+        self._calls = set[asyncio.Task[Any]]()
+        self._metrics: ScrapeServer | None = None
+        self._probes: ProbeServer | None = None
+
+    @property
+    def metrics_port(self) -> int | None:
+        """The port of metrics; None when nobody asked for it."""
+        return None if self._metrics is None else self._metrics.server_port
+
+    @property
+    def probe_port(self) -> int | None:
+        """The port of health alone; None when nobody asked for it."""
+        return None if self._probes is None else self._probes.port
+
+    async def start(self) -> int:
+        """Open the port, and look for servers; returns the port.
+
+        Raises:
+            InvalidArgument: the host or a port cannot be bound, or a file that the options name cannot be read.
+        """
+        options = self._server_options
+        self._gate.read()
+        max_bytes = int(options.max_request_size * 2**20)
+        self._grpc = make_server(options, max_bytes, Door(self._gate, takes_control=True))
+        register(self._grpc, self._handler)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        if options.enable_reflection:
+            names = (*_SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._grpc)
+        await self._tell_health(is_ready=False)
+        self.port = bind(self._grpc, "port", options.host, options.port, self._gate.certificates)
+        if options.metrics_port is not None:
+            self._metrics = serve_counts(self.fleet, options.host, options.metrics_port)
+        if options.probe_port is not None:
+            self._probes = ProbeServer(self._health_now, options.host, options.probe_port)
+        await self._grpc.start()
+        self._running = [asyncio.create_task(self.fleet.run()), asyncio.create_task(self._gate.watch())]
+        return self.port
+
+    def stop_on_signals(self) -> None:
+        """SIGTERM and SIGINT begin a drain; a second one cuts it short."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
+
+    def request_stop(self) -> None:
+        """Begin a drain; a second call cuts it short."""
+        (self._hurry if self._stop.is_set() else self._stop).set()
+
+    async def run(self) -> int:
+        """Pass calls on until `request_stop`; then end everything and return the exit code."""
+        is_ready = False
+        while not self._stop.is_set():
+            for task in self._running:
+                if task.done():
+                    task.result()  # raises: nobody cancels it
+            if (now_ready := self._health_now().is_ready) != is_ready:
+                is_ready = now_ready
+                await self._tell_health(is_ready)
+            await _wait(self._stop, _WATCH_INTERVAL_S)
+        await self._tell_health(is_ready=False)
+        await self._drain()
+        await self._close()
+        return 0
+
+    def _health_now(self) -> Health:
+        return Health(True, not self._stop.is_set() and self.fleet.endpoints.has_any())
+
+    async def _tell_health(self, is_ready: bool) -> None:
+        kinds = health_pb2.HealthCheckResponse
+        for name in ("", READINESS, *_SERVICE_NAMES):
+            await self._health.set(name, kinds.SERVING if is_ready else kinds.NOT_SERVING)
+        await self._health.set(LIVENESS, kinds.SERVING)
+
+    def _handler(self, method: str) -> Handler:
+        """Return what answers a method: lets it in, counts it, and ends it with one status."""
+
+        async def answer(request: Any, context: Any) -> Any:
+            task, code = asyncio.current_task(), "OK"
+            assert task is not None  # gRPC runs each call in a task of its own
+            self._calls.add(task)
+            self.counts.note_open(1)
+            try:
+                self._require_role(method)
+                return await self._answer(method, request, context)
+            except (aio.InternalError, aio.AbortError):  # the peer is gone, or has its status already
+                code = "CANCELLED"
+                raise
+            except asyncio.CancelledError:
+                code = "CANCELLED"
+                if not self._hurry.is_set():
+                    raise
+                gone = Unavailable("the router shut down before the call ended")
+                await refuse_as_told(context, gone)
+            except Exception as error:
+                told = error_for(error)
+                code = _code_of(told)
+                _note_error(told)
+                await refuse_as_told(context, told)
+            finally:
+                self._calls.discard(task)
+                self.counts.note_open(-1)
+                self.counts.ended[method, code] += 1
+
+        return answer
+
+    async def _answer(self, method: str, request: Any, context: Any) -> Any:
+        if self._stop.is_set() and method != "GetServerInfo" and method != "Abort":
+            raise Unavailable("the router is draining")
+        match WAYS[method]:
+            case "stream":
+                return await self._relay.generate(request, context)
+            case "prompt" | "one":
+                return await self._relay.one(method, request, context)
+            case "all":
+                return await self._acts.run(method, request, passed_on(context))
+            case "knowing":
+                return await self._fleetwide.abort(request, passed_on(context), context.time_remaining())
+        if method == "GetServerInfo":
+            return await self._fleetwide.server_info()
+        ask = self._fleetwide.load if method == "GetLoad" else self._fleetwide.adapters
+        return await ask(passed_on(context))
+
+    def _require_role(self, method: str) -> None:
+        """Hold a key that the router checks to its role: servers behind it may check none."""
+        if method in _OPERATES:
+            access.require(Role.INFERENCE, method)
+        elif WAYS[method] == "all":
+            access.require_control(method)
+
+    async def _drain(self) -> None:
+        """Wait until all calls have ended, up to the timeout or a second stop; those that are left are ended."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._server_options.shutdown_timeout
+        while self._calls and loop.time() < until_s and not self._hurry.is_set():
+            await _wait(self._hurry, min(_WATCH_INTERVAL_S, max(0.0, until_s - loop.time())))
+        self._hurry.set()
+        left = set(self._calls)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_FLUSH_TIMEOUT_S)
+
+    async def _close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._health.end_watches(_FLUSH_TIMEOUT_S)
+        await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
+        await self.fleet.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
+        await asyncio.to_thread(self._gate.end, _FLUSH_TIMEOUT_S)
+        if self._probes is not None:
+            await asyncio.to_thread(self._probes.stop)
+
+
+_SERVICE_NAMES: Sequence[str] = tuple(service.full_name for service in SERVICES)
+
+
+def _code_of(error: JpagedError) -> str:
+    """Return the status that the caller sees: the server's own, where one has told it."""
+    cause = error.__cause__
+    if isinstance(cause, aio.AioRpcError) and cause.code() is not grpc.StatusCode.CANCELLED:
+        return str(cause.code().name)
+    return error.grpc_status
+
+
+def _note_error(error: JpagedError) -> None:
+    entry = access.current()
+    if entry is not None:
+        entry.note_error(reason_of(error))
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for an event, for so long at most."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

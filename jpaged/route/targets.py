@@ -1,0 +1,143 @@
+"""Which servers there are: those that are named, those of a file that may change, and all addresses of a DNS name.
+
+A name of which nothing is found keeps the addresses that it had, and a file that cannot be understood the targets: what
+is really gone is found out by asking it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jpaged.access.watching import FileWatch
+from jpaged.client.channel import require_target
+from jpaged.errors import InvalidArgument, sentence_of
+
+_LOG = logging.getLogger(__name__)
+
+MAX_TARGETS = 4096
+"""Each is asked how it is once a second."""
+_DNS = re.compile(r"dns:(?:///)?(\[[^\s\[\]]+\]|[^\s:/\[\],]+):([0-9]+)")
+_RESOLVE_EVERY = 5
+"""Names are looked up at every so manieth look, files at each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One server.
+
+    Attributes:
+        target: what a channel is opened with.
+        name: what its certificate has to name, where `target` is an address that this name stands for.
+    """
+
+    target: str
+    name: str | None = None
+
+
+def read_targets(path: str) -> tuple[str, ...]:
+    """Return the targets of a file: one a line; what follows a # is left out, and so are empty lines.
+
+    Raises:
+        InvalidArgument: it cannot be read, names none, or one that is none or is there twice.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("targets_file", f"{path} cannot be read: {sentence_of(error)}") from None
+    found = tuple(word for line in lines if (word := line.partition("#")[0].strip()))
+    try:
+        require_targets("targets_file", found)
+    except InvalidArgument as error:
+        raise InvalidArgument("targets_file", f"{path}: {error.problem}") from None
+    return found
+
+
+def require_targets(field: str, targets: Sequence[str]) -> None:
+    """Refuse a list of targets that cannot be routed to.
+
+    Raises:
+        InvalidArgument: it is empty or too long, has one twice, or one that is no target.
+    """
+    if not targets:
+        raise InvalidArgument(field, "names no target")
+    if len(targets) > MAX_TARGETS:
+        raise InvalidArgument(field, f"names {len(targets)} targets; at most {MAX_TARGETS}")
+    for target in targets:
+        require_target(field, target)
+    twice = {target for target in targets if targets.count(target) > 1} if len(set(targets)) < len(targets) else set()
+    if twice:
+        raise InvalidArgument(field, f"names {', '.join(sorted(twice)[:4])} twice")
+
+
+class Targets:
+    """The servers as they are named now.
+
+    Args:
+        named: those of the command line.
+        path: of a file of further ones; None where there is none.
+
+    Raises:
+        InvalidArgument: they cannot be routed to; names the option.
+    """
+
+    def __init__(self, named: Sequence[str], path: str | None) -> None:
+        if named or path is None:
+            require_targets("target", named)
+        self._named = tuple(named)
+        self._path = path
+        self._watch = None if path is None else FileWatch([path])
+        self._of_file = () if path is None else read_targets(path)
+        self._resolved: dict[str, tuple[Address, ...]] = {}
+        self._num_looks = 0
+
+    async def now(self) -> tuple[Address, ...]:
+        """Look again, and return all; each once."""
+        if self._watch is not None and await asyncio.to_thread(self._watch.has_changed):
+            await asyncio.to_thread(self._read_again)
+        names = dict.fromkeys((*self._named, *self._of_file))
+        is_due = self._num_looks % _RESOLVE_EVERY == 0
+        self._num_looks += 1
+        for target in names:
+            if _DNS.fullmatch(target) and (is_due or target not in self._resolved):
+                await self._resolve(target)
+        self._resolved = {target: found for target, found in self._resolved.items() if target in names}
+        every = [one for target in names for one in self._resolved.get(target) or _plain(target)]
+        return tuple({one.target: one for one in every}.values())[:MAX_TARGETS]
+
+    def _read_again(self) -> None:
+        if self._path is None:
+            return
+        try:
+            self._of_file = read_targets(self._path)
+        except InvalidArgument as error:
+            _LOG.error("the targets stay as they were: %s", error)
+        else:
+            _LOG.warning("targets_file: %s was read again: %d targets", self._path, len(self._of_file))
+
+    async def _resolve(self, target: str) -> None:
+        match = _DNS.fullmatch(target)
+        if match is None:
+            return
+        host, port = match[1].strip("[]"), int(match[2])
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            if target not in self._resolved:
+                _LOG.warning("target: %s: nothing is found of it: %s", target, error)
+                self._resolved[target] = ()
+            return
+        # A server that has an address of each kind would be two.
+        of_ipv4 = [str(address[4][0]) for address in found if address[0] == socket.AF_INET]
+        chosen = of_ipv4 or [str(address[4][0]) for address in found]
+        addresses = {f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in chosen}
+        self._resolved[target] = tuple(Address(one, host) for one in sorted(addresses))
+
+
+def _plain(target: str) -> tuple[Address, ...]:
+    return () if _DNS.fullmatch(target) else (Address(target),)
