@@ -66,7 +66,7 @@ def _metavar(spec: Field[Any]) -> str:
 
 def config_values(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, by name."""
-    given = {"model": arguments.model, **vars(arguments)}
+    given = {"model": None, **vars(arguments)}
     names = [name for name, _, _ in iter_options()]
     values = {name: given.get(name if name == "model" else f"config_{name}") for name in names}
     return {name: value for name, value in values.items() if value is not None}

@@ -203,7 +203,7 @@ class Router:
         return answer
 
     async def _answer(self, method: str, request: Any, context: Any) -> Any:
-        if self._stop.is_set() and method != "GetServerInfo" and method != "Abort":
+        if self._stop.is_set() and method not in ("GetServerInfo", "Abort"):
             raise Unavailable("the router is draining")
         match WAYS[method]:
             case "stream":

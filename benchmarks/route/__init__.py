@@ -1,0 +1,6 @@
+"""What a router costs: processor time a token and memory a stream, between servers that only speak and callers that read.
+
+__main__.py  the measurement
+server.py    a server without a model: streams at a rate
+callers.py   streams that are read
+"""
