@@ -50,7 +50,7 @@ NOT_HERE = (
     "enable_log_requests",
 )
 """Options of the sections that are a server's own affair."""
-MAX_RESUME_S, MAX_PREFIXES = 86400.0, 1 << 26
+MAX_RESUME_S, MAX_PREFIXES, MAX_CALLS = 86400.0, 1 << 26, 1 << 20
 _CREDENTIALS = "target-"
 
 
@@ -81,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"hashes of beginnings to keep, 200 bytes each; 0 places prompts by load alone (default: {1 << 17})",
     )
+    group.add_argument(
+        "--max-calls",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="calls that may be open at one time; an open stream takes 50 KiB (default: 8192)",
+    )
     add_credential_flags(parser, prefix=_CREDENTIALS, title="access to servers")
     add_config_flags(parser, SECTIONS, without=NOT_HERE)
 
@@ -108,11 +115,13 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
         raise InvalidArgument("--resume-within", f"{within_s} is not from 0 to {MAX_RESUME_S:g}")
     if not 0 <= num_prefixes <= MAX_PREFIXES:
         raise InvalidArgument("--max-known-prefixes", f"{num_prefixes} is not from 0 to {MAX_PREFIXES}")
+    if not 1 <= arguments.max_calls <= MAX_CALLS:
+        raise InvalidArgument("--max-calls", f"{arguments.max_calls} is not from 1 to {MAX_CALLS}")
     if not arguments.target and arguments.targets_file is None:
         raise InvalidArgument("--target", "is missing, and so is --targets-file: name a server")
     shown = credentials_from(arguments, prefix=_CREDENTIALS)
     own = {"target": ", ".join(arguments.target), "targets-file": arguments.targets_file or "none"}
-    own |= {"resume-within": f"{within_s:g}", "max-known-prefixes": str(num_prefixes)}
+    own |= {"resume-within": f"{within_s:g}", "max-known-prefixes": str(num_prefixes), "max-calls": str(arguments.max_calls)}
     told = [(name, value, "the command line") for name, value in own.items()]
     for name, value, source in config.explain():
         if _is_here(name):
@@ -124,6 +133,7 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
         api_key=shown.api_key,
         resume_within_s=within_s,
         max_known_prefixes=num_prefixes,
+        max_calls=arguments.max_calls,
         told=told,
     )
 

@@ -63,13 +63,13 @@ class Acts:
         self._undone: dict[str, dict[Key, Act]] = {}
         self._running = set[asyncio.Future[bytes]]()
 
-    async def run(self, method: str, content: bytes, metadata: Metadata) -> bytes:
+    async def run(self, method: str, request: Any, metadata: Metadata) -> bytes:
         """Have all servers do it; the answer is that of one. It goes on although the caller goes away meanwhile.
 
         Raises:
             JpagedError: not all did; what the first of them failed with.
         """
-        act = Act(method, content, metadata)
+        act = Act(method, request.SerializeToString(), metadata)
         task = asyncio.ensure_future(self._do(act) if method in UNDOING else self._undo(act))
         self._running.add(task)
         task.add_done_callback(self._running.discard)

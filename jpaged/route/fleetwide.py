@@ -83,13 +83,13 @@ class Fleetwide:
         common = [adapter for adapter in lists[0] if adapter.name in names]
         return control_pb2.ListAdaptersResponse(adapters=common).SerializeToString()
 
-    async def abort(self, content: bytes, metadata: Metadata, remaining_s: float | None) -> bytes:
+    async def abort(self, request: control_pb2.AbortRequest, metadata: Metadata, remaining_s: float | None) -> bytes:
         """Have the server that runs a request end it; one that is between two servers is waited for.
 
         Raises:
             JpagedError: none runs it, or what the one that does says.
         """
-        key = owner_of(metadata), control_pb2.AbortRequest.FromString(content).request_id
+        key, content = (owner_of(metadata), request.request_id), request.SerializeToString()
         until_s = time.monotonic() + min(_ABORT_WITHIN_S, _ABORT_WITHIN_S if remaining_s is None else remaining_s)
         while True:
             error = await self._abort_once(content, metadata, self._relay.flights.get(key))

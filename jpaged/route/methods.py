@@ -47,13 +47,12 @@ SERVICES: tuple[Any, ...] = (
     control_pb2.DESCRIPTOR.services_by_name["ControlService"],
 )
 Handler = Callable[[Any, Any], Awaitable[Any]]
-"""Takes the request, as bytes or as a message, and the context of the call; returns the answer as bytes."""
-_READ: Mapping[str, Any] = {"Generate": inference_pb2.GenerateRequest, "Score": inference_pb2.ScoreRequest}
-"""Requests that are read: their prompts say where they go."""
+"""Takes the request and the context of the call; returns the answer as bytes. What any server answers comes as bytes."""
+_MESSAGES: Mapping[str, Any] = vars(inference_pb2) | vars(control_pb2)
 
 
 def channel_methods(channel: Any) -> dict[str, Any]:
-    """Return the methods of a server by name: bytes in and out, but for the requests of `Generate`.
+    """Return the methods of a server by name: bytes in and out, but for requests of streams.
 
     What the router asks for itself is in messages: `model`, `info` and `load`.
     """
@@ -62,7 +61,7 @@ def channel_methods(channel: Any) -> dict[str, Any]:
         for method in service.methods:
             path = f"/{service.full_name}/{method.name}"
             if method.server_streaming:
-                write = _READ[method.name].SerializeToString if method.name in _READ else None
+                write = _MESSAGES[method.input_type.name].SerializeToString
                 made[method.name] = channel.unary_stream(path, request_serializer=write)
             else:
                 made[method.name] = channel.unary_unary(path)
@@ -70,7 +69,7 @@ def channel_methods(channel: Any) -> dict[str, Any]:
         made[name] = channel.unary_unary(
             f"/{control_pb2.DESCRIPTOR.package}.ControlService/{method_name}",
             request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=vars(control_pb2)[f"{method_name}Response"].FromString,
+            response_deserializer=_MESSAGES[f"{method_name}Response"].FromString,
         )
     return made
 
@@ -82,10 +81,11 @@ def register(server: aio.Server, handler_of: Callable[[str], Handler]) -> None:
         for method in service.methods:
             if method.name not in WAYS:
                 continue
-            read = _READ[method.name].FromString if method.name in _READ else None
+            is_read = WAYS[method.name] != "one"  # else the server reads it
+            read = _MESSAGES[method.input_type.name].FromString if is_read else bytes
             make = (
                 grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
             )
-            handlers[method.name] = make(handler_of(method.name), request_deserializer=read or bytes)
+            handlers[method.name] = make(handler_of(method.name), request_deserializer=read)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
         server.add_registered_method_handlers(service.full_name, handlers)

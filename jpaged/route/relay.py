@@ -36,12 +36,18 @@ FlightKey = tuple[bytes, str]
 
 
 class CountedTries(Tries):
-    """The tries of one call, which are counted by server."""
+    """The tries of one call, which are counted by server.
+
+    Attributes:
+        last: the server of the last try.
+        flight: whose stream it is, and its id.
+    """
 
     def __init__(self, fleet: Fleet, key: Any, timeout_s: float | None, resuming: Resuming | None = None) -> None:
         super().__init__(fleet.endpoints, key, timeout_s, resuming)
         self._counts = fleet.counts
         self.last: Endpoint | None = None
+        self.flight: FlightKey = (b"", "")
 
     def enter(self) -> Endpoint:
         """See `Tries`."""
@@ -105,13 +111,14 @@ class Relay:
         if key in self.flights:
             raise AlreadyExists(f"request_id: a request {request.request_id!r} is in flight")
         tries = CountedTries(self._fleet, chain_of(request, owner), context.time_remaining(), self._resuming)
+        tries.flight = key
         self.flights[key] = tries
         try:
             await self._fleet.until_any(FIRST_WITHIN_S)
             await self._run(Course(request, tries, metadata), tries, context)
         finally:
             tries.leave()
-            del self.flights[key]
+            self._land(tries)
 
     async def _run(self, course: Course, tries: CountedTries, context: Any) -> None:
         number, is_told = self._fleet.model_number, False
@@ -139,6 +146,11 @@ class Relay:
             course.call.cancel()
             course.end()
 
+    def _land(self, tries: CountedTries) -> None:
+        """A stream's id is free again, though its caller may not have read all of it."""
+        if self.flights.get(tries.flight) is tries:
+            del self.flights[tries.flight]
+
     async def _wait_for_server(self, course: Course) -> None:
         is_resuming = self._resuming is not None and course.has_begun
         within_s = self._resuming.within_s if self._resuming is not None and is_resuming else FIRST_WITHIN_S
@@ -160,6 +172,8 @@ class Relay:
             messages[name] += 1
             tokens[name] += len(message.token_ids)
             told = course.take(message)
+            if course.has_ended:
+                self._land(tries)
             if not course.is_elsewhere and len(told) == 1 and told[0] is message:
                 await context.write(content)
                 continue

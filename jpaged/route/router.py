@@ -24,7 +24,7 @@ from jpaged.access.keys import Role
 from jpaged.client.routing.tries import Resuming
 from jpaged.client.tls import Tls
 from jpaged.config import AccessOptions, ServerOptions
-from jpaged.errors import JpagedError, Unavailable, reason_of
+from jpaged.errors import JpagedError, QueueFull, Unavailable, reason_of
 from jpaged.route.acts import Acts
 from jpaged.route.callers import passed_on, refuse_as_told
 from jpaged.route.counts import Counts, serve_counts
@@ -46,6 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.05
 _FLUSH_TIMEOUT_S = 2.0
+_RETRY_S = 1.0
 _OPERATES = ("Generate", "Score", "Embed", "Abort")
 """Methods that a key of the role `observe` is not for; those that all servers answer need `control`."""
 
@@ -61,6 +62,7 @@ class RouteOptions:
         api_key: what servers let it in with, when it asks them of itself.
         resume_within_s: so long a stream looks for another server; 0 ends it with its own.
         max_known_prefixes: hashes of beginnings that are kept.
+        max_calls: that may be open at one time; further ones are told that it is full.
         told: all options, as GetServerInfo tells them: name, value, where it came from.
     """
 
@@ -70,6 +72,7 @@ class RouteOptions:
     api_key: str = ""
     resume_within_s: float = 60.0
     max_known_prefixes: int = 1 << 17
+    max_calls: int = 8192
     told: Options = ()
 
 
@@ -180,6 +183,8 @@ class Router:
             self.counts.note_open(1)
             try:
                 self._require_role(method)
+                if len(self._calls) > self._options.max_calls:
+                    raise QueueFull(f"{self._options.max_calls} calls are open (max_calls)", retry_after_s=_RETRY_S)
                 return await self._answer(method, request, context)
             except (aio.InternalError, aio.AbortError):  # the peer is gone, or has its status already
                 code = "CANCELLED"
