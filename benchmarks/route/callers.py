@@ -2,7 +2,7 @@
 
     python -m benchmarks.route.callers --target HOST:PORT --streams 1000
 
-Each line of standard input is answered with how many messages and tokens have come so far, and how many streams are open.
+Each line of standard input is answered with how many messages have come so far, and how many streams are open.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Callers:
 
 async def main(target: str, num_streams: int) -> None:
     """Open all streams, then tell of them when asked, until standard input ends."""
-    callers, tasks, channels = Callers(), [], []
+    callers, tasks, channels = Callers(), list[asyncio.Task[None]](), list[aio.Channel]()
     for number in range(num_streams):
         if number % _STREAMS_OF_CHANNEL == 0:
             channels.append(aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]))
-            method = channels[-1].unary_stream("/jpaged.v1.InferenceService/Generate")
+            method: Any = channels[-1].unary_stream("/jpaged.v1.InferenceService/Generate")
         tasks.append(asyncio.create_task(callers.read(method, number)))
     while await asyncio.to_thread(sys.stdin.readline):
         failed = [str(task.exception()) for task in tasks if task.done()]

@@ -1,6 +1,6 @@
 """A server without a model: it tells all of its streams a token at one time, so many times a second, as an engine does.
 
-    python -m benchmarks.route.server --rate 1.5     prints its port; ends with its standard input
+python -m benchmarks.route.server --rate 1.5     prints its port; ends with its standard input
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Speaker:
 async def serve(rate: float) -> None:
     """Serve on a free port until standard input ends."""
     server, speaker = aio.server(), Speaker(rate)
-    handlers = {
+    handlers: dict[str, Any] = {
         "Generate": grpc.unary_stream_rpc_method_handler(
             speaker.generate, request_deserializer=inference_pb2.GenerateRequest.FromString
         )

@@ -5,6 +5,7 @@ options.py         flags, read off the options' definitions
 access.py          flags for a key and for TLS, of commands that are clients
 startup.py         what start-up says on stderr
 serve.py           serve
+route.py           route
 multihost.py       serve, where it is one of several processes
 demo.py            demo
 generate.py        generate

@@ -121,7 +121,8 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
         raise InvalidArgument("--target", "is missing, and so is --targets-file: name a server")
     shown = credentials_from(arguments, prefix=_CREDENTIALS)
     own = {"target": ", ".join(arguments.target), "targets-file": arguments.targets_file or "none"}
-    own |= {"resume-within": f"{within_s:g}", "max-known-prefixes": str(num_prefixes), "max-calls": str(arguments.max_calls)}
+    own |= {"resume-within": f"{within_s:g}", "max-known-prefixes": str(num_prefixes)}
+    own |= {"max-calls": str(arguments.max_calls)}
     told = [(name, value, "the command line") for name, value in own.items()]
     for name, value, source in config.explain():
         if _is_here(name):

@@ -10,5 +10,6 @@ targets.py     how they are named: words, a file, DNS
 prefixes.py    the beginnings of a prompt as hashes, without tokens
 directory.py   which server was sent which beginning; where a prompt goes
 callers.py     whose a call is, what of it goes on, and what comes back
-counts.py      numbers, for Prometheus
+counts.py      what is counted
+metrics.py     the same for Prometheus
 """

@@ -20,7 +20,7 @@ import grpc
 from grpc import aio
 
 from jpaged._proto.v1 import control_pb2
-from jpaged.client.failures import error_of, translated
+from jpaged.client.failures import error_of
 from jpaged.errors import (
     AlreadyExists,
     JpagedError,
@@ -30,7 +30,7 @@ from jpaged.errors import (
     Unauthenticated,
     Unavailable,
 )
-from jpaged.route.callers import Metadata, owner_of
+from jpaged.route.callers import Metadata, caused, owner_of
 from jpaged.route.fleet import Fleet, Member
 
 _LOG = logging.getLogger(__name__)
@@ -163,9 +163,7 @@ async def _each(members: Sequence[Member], act: Act) -> list[tuple[bytes, Jpaged
         try:
             return await member.endpoint.methods[act.method](act.content, metadata=act.metadata), None
         except aio.AioRpcError as error:
-            failure = translated(error)
-            failure.__cause__ = error
-            return b"", failure
+            return b"", caused(error)
 
     return list(await asyncio.gather(*(ask(one) for one in members)))
 

@@ -9,9 +9,9 @@ import grpc
 from grpc import aio
 
 from jpaged.access.entry import current
-from jpaged.client.failures import is_of_server
+from jpaged.client.failures import is_of_server, translated
 from jpaged.client.wire import TENANT_KEY
-from jpaged.errors import JpagedError, Unavailable
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unauthenticated, Unavailable
 from jpaged.server.status import refuse
 
 _LOG = logging.getLogger(__name__)
@@ -26,9 +26,23 @@ _AUTHORIZATION = "authorization"
 def passed_on(context: Any) -> Metadata:
     """Return the metadata that goes on to a server: all but what belongs to the connection.
 
-    Where the router checks keys the tenant is the key's, so that servers without keys keep tenants apart, too.
+    Where the router checks keys the tenant is the key's, so that servers without keys keep tenants apart, too. What is
+    no text, and means nothing to a server of ours, is left out.
+
+    Raises:
+        InvalidArgument: the tenant is no text, which a server would say as well.
+        Unauthenticated: the key is none.
     """
-    kept = [(key, value) for key, value in context.invocation_metadata() or () if _goes_on(key)]
+    kept: list[tuple[str, str | bytes]] = []
+    for key, value in context.invocation_metadata() or ():
+        if not _goes_on(key):
+            continue
+        if key.endswith("-bin") or (isinstance(value, str) and value.isascii() and value.isprintable()):
+            kept.append((key, value))
+        elif key == TENANT_KEY:
+            raise InvalidArgument(TENANT_KEY, "is not printable ASCII")
+        elif key == _AUTHORIZATION:
+            raise Unauthenticated("authorization: is not printable ASCII")
     entry = current()
     if entry is not None and entry.key is not None:
         kept = [pair for pair in kept if pair[0] != TENANT_KEY]
@@ -50,7 +64,14 @@ def told_by_servers(metadata: Any) -> Metadata:
     return tuple((key, value) for key, value in metadata or () if _goes_on(key) or key == "grpc-retry-pushback-ms")
 
 
-async def refuse_as_told(context: Any, error: JpagedError) -> NoReturn:
+def caused(error: aio.AioRpcError) -> JpagedError:
+    """Return the error that a server told, with its status behind it."""
+    failure = translated(error)
+    failure.__cause__ = error
+    return failure
+
+
+async def refuse_as_told(context: Any, error: Exception) -> NoReturn:
     """End a call with the status that a server ended it with, details and all, else with what the error becomes."""
     cause = error.__cause__
     if isinstance(cause, aio.AioRpcError):
@@ -59,8 +80,10 @@ async def refuse_as_told(context: Any, error: JpagedError) -> NoReturn:
             await context.abort(cause.code(), cause.details() or "", trailers)
         if cause.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             _LOG.debug("a call was lost: %s", cause.details())
-            error = Unavailable("the server of this call is gone, and no other has taken it")
-    await refuse(context, error)
+            await refuse(context, Unavailable("the server of this call is gone, and no other has taken it"))
+    await refuse(
+        context, error if isinstance(error, JpagedError) else InternalError(f"{type(error).__name__}: {error}")
+    )
 
 
 def _goes_on(key: str) -> bool:

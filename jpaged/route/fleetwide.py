@@ -11,10 +11,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
 from jpaged._proto.v1 import control_pb2
-from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import Endpoint
 from jpaged.errors import JpagedError, NotFound, Unavailable
-from jpaged.route.callers import Metadata, owner_of
+from jpaged.route.callers import Metadata, caused, owner_of
 from jpaged.route.fleet import Fleet
 from jpaged.route.relay import CountedTries, Relay
 from jpaged.version import __version__
@@ -157,7 +156,5 @@ async def _ask(endpoint: Endpoint, method: str, content: bytes, metadata: Metada
     try:
         answer: bytes = await endpoint.methods[method](content, timeout=_LIST_TIMEOUT_S, metadata=metadata)
     except aio.AioRpcError as error:
-        failure = translated(error)
-        failure.__cause__ = error
-        return failure
+        return caused(error)
     return answer

@@ -47,7 +47,7 @@ SERVICES: tuple[Any, ...] = (
     control_pb2.DESCRIPTOR.services_by_name["ControlService"],
 )
 Handler = Callable[[Any, Any], Awaitable[Any]]
-"""Takes the request and the context of the call; returns the answer as bytes. What any server answers comes as bytes."""
+"""Takes the request, as bytes where any server answers it, and the context; returns the answer as bytes."""
 _MESSAGES: Mapping[str, Any] = vars(inference_pb2) | vars(control_pb2)
 
 

@@ -106,7 +106,7 @@ class Relay:
         metadata = passed_on(context)
         owner = owner_of(metadata)
         if not request.HasField("request_id"):
-            request.request_id = uuid.uuid4().hex  # the same at each server
+            request.MergeFrom(inference_pb2.GenerateRequest(request_id=uuid.uuid4().hex))  # the same at each server
         key = (owner, request.request_id)
         if key in self.flights:
             raise AlreadyExists(f"request_id: a request {request.request_id!r} is in flight")

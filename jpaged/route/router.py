@@ -24,14 +24,15 @@ from jpaged.access.keys import Role
 from jpaged.client.routing.tries import Resuming
 from jpaged.client.tls import Tls
 from jpaged.config import AccessOptions, ServerOptions
-from jpaged.errors import JpagedError, QueueFull, Unavailable, reason_of
+from jpaged.errors import QueueFull, Unavailable, reason_of
 from jpaged.route.acts import Acts
 from jpaged.route.callers import passed_on, refuse_as_told
-from jpaged.route.counts import Counts, serve_counts
+from jpaged.route.counts import Counts
 from jpaged.route.directory import Directory
 from jpaged.route.fleet import Fleet
 from jpaged.route.fleetwide import Fleetwide, Options
 from jpaged.route.methods import SERVICES, WAYS, Handler, register
+from jpaged.route.metrics import serve_counts
 from jpaged.route.relay import Relay
 from jpaged.route.targets import Targets
 from jpaged.server.binding import bind
@@ -196,10 +197,8 @@ class Router:
                 gone = Unavailable("the router shut down before the call ended")
                 await refuse_as_told(context, gone)
             except Exception as error:
-                told = error_for(error)
-                code = _code_of(told)
-                _note_error(told)
-                await refuse_as_told(context, told)
+                code = _noted(error)
+                await refuse_as_told(context, error)
             finally:
                 self._calls.discard(task)
                 self.counts.note_open(-1)
@@ -261,18 +260,15 @@ class Router:
 _SERVICE_NAMES: Sequence[str] = tuple(service.full_name for service in SERVICES)
 
 
-def _code_of(error: JpagedError) -> str:
-    """Return the status that the caller sees: the server's own, where one has told it."""
+def _noted(failure: Exception) -> str:
+    """Note in the audit what a call has failed with; returns the status that its caller sees."""
+    error, entry = error_for(failure), access.current()
+    if entry is not None:
+        entry.note_error(reason_of(error))
     cause = error.__cause__
     if isinstance(cause, aio.AioRpcError) and cause.code() is not grpc.StatusCode.CANCELLED:
         return str(cause.code().name)
     return error.grpc_status
-
-
-def _note_error(error: JpagedError) -> None:
-    entry = access.current()
-    if entry is not None:
-        entry.note_error(reason_of(error))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

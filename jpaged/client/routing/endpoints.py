@@ -204,17 +204,30 @@ class Endpoints:
                 endpoint.is_there, endpoint.full_until_s, endpoint.backoff = True, 0.0, _backoff()
 
     def note_absence(self, endpoint: Endpoint) -> None:
-        """It is not there, or has ended a call by going: it is left for a while, which grows until it answers."""
+        """It is not there, or has ended a call by going: it is left for a while, which grows until it answers.
+
+        One that is watched is asked at once: calls of many come through here, and one may be lost for its own sake.
+        """
         with self._lock:
             now_s = self._clock()
             if endpoint.is_there or now_s >= endpoint.away_until_s:  # all its calls end at once, and count once
+                is_news = endpoint.is_there and self._is_watched
                 endpoint.is_there, endpoint.num_others = False, 0
-                endpoint.away_until_s = now_s + endpoint.backoff.next_s()
+                endpoint.away_until_s = now_s + (0.0 if is_news else endpoint.backoff.next_s())
+            questions = self._due(now_s) if self._is_watched else []
+        for asked, question in questions:
+            self._ask(asked, question)
 
-    def note_full(self, endpoint: Endpoint, retry_after_s: float) -> None:
-        """It takes no call before the time that it names."""
-        with self._lock:
-            endpoint.full_until_s = self._clock() + retry_after_s
+    def note_fault(self, endpoint: Endpoint) -> None:
+        """It has ended a call with a fault of its own; whoever watches it sees by its health whether it is more."""
+        if not self._is_watched:
+            self.note_absence(endpoint)
+
+    def note_full(self, endpoint: Endpoint, retry_after_s: float, *, is_for_all: bool) -> None:
+        """It takes no call before the time that it names, of this caller or of anybody."""
+        if is_for_all or not self._is_watched:  # else callers are many, and one of them has had its share
+            with self._lock:
+                endpoint.full_until_s = self._clock() + retry_after_s
 
     def told(self, endpoint: Endpoint, question: Question, answer: Any, error: Exception | None) -> None:
         """What came of a question; an answer is a health status as a number, or a GetLoadResponse."""

@@ -20,7 +20,7 @@ import grpc
 from jpaged.client.channel import Attempts, Backoff
 from jpaged.client.failures import is_of_server, translated
 from jpaged.client.routing.endpoints import Endpoint, Endpoints
-from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, TryLater
+from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, QueueFull, TryLater
 
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.1, 2.0
 
@@ -98,46 +98,54 @@ class Tries:
         Args:
             has_begun: it is a stream that a server had accepted, and can go on behind what has come of it.
         """
-        failure, retry_after_s = translated(error), 0.0
-        endpoint = self._endpoint
+        failure = translated(error)
+        try:
+            wait_s = self._after(failure, error, has_begun)
+            if wait_s is None:
+                raise failure from error
+            return wait_s
+        finally:
+            del failure  # or its trace would keep it, and the request
+
+    def _after(self, failure: JpagedError, error: grpc.RpcError, has_begun: bool) -> float | None:
+        """How long to wait before another try; None where there is none."""
+        retry_after_s, endpoint = 0.0, self._endpoint
         self.leave()
         is_fault = isinstance(failure, InternalError) and is_of_server(error)
         is_lost = not is_fault and _is_lost(error)
-        if endpoint is not None and (is_lost or is_fault):
+        if endpoint is not None and is_lost:
             self._endpoints.note_absence(endpoint)
+        if endpoint is not None and is_fault:
+            self._endpoints.note_fault(endpoint)
         if isinstance(failure, TryLater):
             retry_after_s = failure.retry_after_s
             if endpoint is not None:
-                self._endpoints.note_full(endpoint, retry_after_s)
+                self._endpoints.note_full(endpoint, retry_after_s, is_for_all=isinstance(failure, QueueFull))
         is_again = has_begun and isinstance(failure, AlreadyExists) and self._lost_s is not None
         self._num_faults += is_fault
         if (has_begun and self._resuming is None) or not (
             is_lost or is_again or isinstance(failure, TryLater) or (is_fault and self._num_faults == 1)
         ):
-            raise failure from error
-        if has_begun:
-            self._note_loss(failure)
+            return None
+        if has_begun and not self._may_be_lost():
+            return None
         if self._num_elsewhere < len(self._endpoints) - 1 and self._endpoints.has_open():
             self._num_elsewhere += 1
             return 0.0
-        wait_s = None
         if has_begun and not is_fault:
-            wait_s = self._attempts.within(self._backoff.next_s(retry_after_s))
-        elif is_lost:
-            wait_s = self._attempts.wait_s(grpc.StatusCode.UNAVAILABLE)
-        if wait_s is None:
-            raise failure from error
-        return wait_s
+            return self._attempts.within(self._backoff.next_s(retry_after_s))
+        return self._attempts.wait_s(grpc.StatusCode.UNAVAILABLE) if is_lost else None
 
-    def _note_loss(self, failure: JpagedError) -> None:
-        """Counts the loss of a server by a stream; raises where it has lost enough of them, or looked long enough."""
+    def _may_be_lost(self) -> bool:
+        """Counts the loss of a server by a stream; False where it has lost enough of them, or looked long enough."""
         now_s = time.monotonic()
         if self._lost_s is None:
             self._lost_s = now_s
             self._num_losses += 1
         resuming = self._resuming
-        if resuming is None or self._num_losses > resuming.max_times or now_s - self._lost_s >= resuming.within_s:
-            raise failure
+        if resuming is None:
+            return False
+        return self._num_losses <= resuming.max_times and now_s - self._lost_s < resuming.within_s
 
 
 def _is_lost(error: Any) -> bool:

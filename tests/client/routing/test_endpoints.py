@@ -152,9 +152,9 @@ def test_calls_that_end_together_are_one_absence():
 
 def test_a_full_server_has_no_calls_before_it_said():
     rig = Rig(2)
-    rig.endpoints.note_full(rig.all[0], 3.0)
+    rig.endpoints.note_full(rig.all[0], 3.0, is_for_all=True)
     assert {rig.call() for _ in range(4)} == {rig.all[1].name}
-    rig.endpoints.note_full(rig.all[1], 3.0)
+    rig.endpoints.note_full(rig.all[1], 3.0, is_for_all=True)
     assert not rig.endpoints.has_open()
     assert rig.call() in {one.name for one in rig.all}
     rig.clock.advance(3.1)
