@@ -1,0 +1,270 @@
+"""Who is one of a router's servers, and who of them takes calls."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
+from jpaged.route.targets import Targets, read_targets
+from jpaged.types import SamplingParams
+from tests.client.routing.test_resuming import server
+from tests.route.rig import Routed, routed
+from tests.server import harness as harness_module
+from tests.server.harness import collect, eventually, request, running
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health_of(router: Routed, service: str = "") -> Any:
+    stub: Any = health_pb2_grpc.HealthStub(router.channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def until_health(router: Routed, wanted: Any) -> None:
+    async with asyncio.timeout(60):
+        while await health_of(router) != wanted:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_router_serves_while_any_server_does():
+    async with server() as first:
+        async with server() as second, routed(first.target, second.target) as router:
+            await until_health(router, SERVING)
+            assert await health_of(router, "jpaged.v1.InferenceService") == SERVING
+            assert await health_of(router, "liveness") == SERVING
+            second.server.request_stop()
+            await router.until(1)
+            assert "health" in router.states()[second.target] or "ended" in router.states()[second.target]
+            assert await health_of(router) == SERVING
+            first.server.request_stop()
+            await until_health(router, NOT_SERVING)
+            assert await health_of(router, "liveness") == SERVING
+            with pytest.raises(aio.AioRpcError) as failure:
+                await collect(router.inference.Generate(request()))
+            assert failure.value.code().name == "UNAVAILABLE"
+
+
+async def test_a_server_that_drains_has_no_new_call_and_ends_those_that_it_has():
+    async with server() as first, server() as second, routed(first.target, second.target) as router:
+        for one in (first, second):
+            one.faults.hold_after(3)
+        same = "the same beginning " * 5
+        running_ = asyncio.ensure_future(collect(router.inference.Generate(request(same, max_tokens=30))))
+        await eventually(lambda: first.num_open_calls + second.num_open_calls == 1)
+        mine, other = (first, second) if first.num_open_calls else (second, first)
+        mine.server.request_stop()
+        await router.until(1)
+        other.faults.release()
+        for _ in range(4):  # its beginning is at the one that drains
+            assert await collect(router.inference.Generate(request(same)))
+        assert router.router.counts.begun[other.target] == 4
+        mine.faults.release()
+        assert (await running_)[-1].is_last
+        assert not router.router.counts.resumed
+
+
+async def test_a_server_that_comes_later_or_again_takes_part():
+    async with server() as first:
+        async with server() as gone:
+            port = gone.port
+        async with routed(first.target, f"127.0.0.1:{port}", wait_for=1) as router, router.client() as client:
+            await client.complete("x", GREEDY)
+            async with server(port=port) as again:
+                await router.until(2)
+                for i in range(12):
+                    await client.complete(f"prompt {i}", GREEDY)
+                assert again.serving.engine.load().num_generation_tokens > 0
+            await router.until(1)
+            await client.complete("x", GREEDY)
+
+
+async def test_a_server_of_another_model_is_set_aside_and_said_so(monkeypatch):
+    async with server() as first:
+        other = harness_module.MODEL.__class__(
+            **{name: getattr(harness_module.MODEL, name) for name in harness_module.MODEL.__slots__}
+            | {"name": "another", "max_model_len": 99}
+        )
+        monkeypatch.setattr(harness_module, "MODEL", other)
+        async with running() as second:
+            async with routed(first.target, second.target, wait_for=1) as router, router.client() as client:
+                await eventually(lambda: "another model" in "".join(router.states().values()))
+                (told,) = [text for text in router.states().values() if text]
+                assert "name is" in told
+                assert "max_model_len is" in told
+                served = (await client.model_info()).name
+                for i in range(6):
+                    await client.complete(f"prompt {i}", GREEDY)
+                with pytest.raises(NotFound):
+                    async with router.client(model="a third") as stranger:
+                        await stranger.complete("x", GREEDY)
+                idle = second if served == "fake" else first
+                assert idle.serving.engine.load().num_generation_tokens == 0
+                options = (await client.server_info()).options
+                assert "another model" in options[f"target {idle.target}"]
+
+
+async def test_when_the_last_server_of_its_model_is_not_named_any_more_the_fleet_is_of_the_next(tmp_path, monkeypatch):
+    path = tmp_path / "targets"
+    async with server() as first:
+        path.write_text(first.target + "\n")
+        async with routed(wait_for=1, targets_file=str(path)) as router, router.client() as client:
+            values = {name: getattr(harness_module.MODEL, name) for name in harness_module.MODEL.__slots__}
+            monkeypatch.setattr(harness_module, "MODEL", type(harness_module.MODEL)(**values | {"name": "another"}))
+            async with running() as second:
+                path.write_text(f"{first.target}\n{second.target}\n")
+                await eventually(lambda: "another model" in router.states().get(second.target, ""))
+                assert (await client.model_info()).name == "fake"
+                path.write_text(second.target)
+                await eventually(lambda: router.states() == {second.target: ""})
+                assert (await client.model_info()).name == "another"
+
+
+async def test_a_file_of_targets_is_followed_and_a_broken_one_changes_nothing(tmp_path, caplog):
+    path = tmp_path / "targets"
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(server()) for _ in range(3)]
+        path.write_text(f"# ours\n{servers[0].target}  # the first\n\n")
+        router = await stack.enter_async_context(routed(wait_for=1, targets_file=str(path)))
+        assert set(router.states()) == {servers[0].target}
+        servers[0].faults.hold_after(3)
+        running_ = asyncio.ensure_future(collect(router.inference.Generate(request(max_tokens=30))))
+        await eventually(lambda: servers[0].num_open_calls == 1)
+        path.write_text("\n".join(one.target for one in servers[1:]))
+        await eventually(lambda: router.states() == dict.fromkeys([one.target for one in servers[1:]], ""))
+        servers[0].faults.release()
+        assert (await running_)[-1].is_last  # it goes on where it was
+        with caplog.at_level(logging.ERROR):
+            path.write_text("nonsense")
+            await eventually(lambda: "stay as they were" in caplog.text)
+        assert len(router.states()) == 2
+        assert await collect(router.inference.Generate(request()))
+
+
+async def test_all_addresses_of_a_name_are_targets():
+    targets = Targets(["dns:///localhost:1234", "127.0.0.1:9"], None)
+    found = await targets.now()
+    assert [(one.target, one.name) for one in found] == [("127.0.0.1:1234", "localhost"), ("127.0.0.1:9", None)]
+    assert await Targets(["dns:///no-such-name.invalid:1"], None).now() == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [("", "names no target"), ("# none\n", "names no target"), ("a:1\nb\n", "'b' is not HOST:PORT"), ("a:1\na:1", "twice")],
+)
+def test_a_file_that_names_no_servers_well_is_refused(tmp_path: Path, content, problem):
+    path = tmp_path / "targets"
+    path.write_text(content)
+    with pytest.raises(InvalidArgument, match=problem) as failure:
+        read_targets(str(path))
+    assert str(path) in failure.value.problem
+
+
+@pytest.mark.parametrize("named", [[], ["a:1", "a:1"], ["nowhere"], [f"a:{i}" for i in range(1, 5000)]])
+def test_targets_are_named_well(named):
+    with pytest.raises(InvalidArgument, match="target"):
+        Targets(named, None)
+
+
+async def test_a_drain_lets_calls_end_and_takes_no_more():
+    async with server() as harness, routed(harness.target) as router:
+        harness.faults.hold_after(3)
+        running_ = asyncio.ensure_future(collect(router.inference.Generate(request(max_tokens=30))))
+        await eventually(lambda: harness.num_open_calls == 1)
+        router.router.request_stop()
+        await until_health(router, NOT_SERVING)
+        with pytest.raises(aio.AioRpcError) as failure:
+            await collect(router.inference.Generate(request()))
+        assert (failure.value.code().name, failure.value.details()) == ("UNAVAILABLE", "the router is draining")
+        harness.faults.release()
+        assert (await running_)[-1].is_last
+        assert await asyncio.wait_for(router.run, 60) == 0
+
+
+async def test_a_drain_that_is_cut_short_tells_who_is_left():
+    async with server() as harness, routed(harness.target, server={"shutdown_timeout": 0.05}) as router:
+        harness.faults.hold_after(3)
+        async with router.client(resuming=None) as client:
+            stream = client.generate("x", SamplingParams(max_tokens=90, ignore_eos=True))
+            await eventually(lambda: harness.num_open_calls == 1)
+            router.router.request_stop()
+            with pytest.raises(Unavailable, match="shut down"):
+                async for _ in stream:
+                    pass
+        assert await asyncio.wait_for(router.run, 60) == 0
+        harness.faults.release()
+        await eventually(lambda: harness.num_open_calls == 0)
+
+
+async def test_all_services_are_told_of_by_reflection():
+    async with server() as harness, routed(harness.target) as router:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(router.channel)
+        asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
+        call = stub.ServerReflectionInfo(iter(asked))
+        names = {one.name for one in (await call.read()).list_services_response.service}
+        assert {"jpaged.v1.InferenceService", "jpaged.v1.ControlService", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_router_says_what_all_servers_are_together():
+    async with server() as first, server() as second:
+        async with routed(first.target, second.target, told=[("port", "0", "the command line")]) as router:
+            info = await router.control.GetServerInfo(control_pb2.GetServerInfoRequest())
+            assert (info.state, info.backend.num_devices) == (control_pb2.SERVER_STATE_SERVING, 2)
+            told = {option.name: option.value for option in info.options}
+            assert told["port"] == "0"
+            assert told[f"target {first.target}"] == "takes calls"
+            for i in range(4):
+                await collect(router.inference.Generate(request(f"prompt {i}")))
+            loads = [await one.control.GetLoad(control_pb2.GetLoadRequest()) for one in (first, second)]
+            total = await router.control.GetLoad(control_pb2.GetLoadRequest())
+            assert total.num_generation_tokens == sum(one.num_generation_tokens for one in loads) == 32
+            assert total.num_blocks == sum(one.num_blocks for one in loads)
+            assert list(total.replicas) == [*loads[0].replicas, *loads[1].replicas]
+            assert min(one.slot_use for one in loads) <= total.slot_use <= max(one.slot_use for one in loads)
+
+
+async def test_without_a_server_everything_says_why():
+    async with routed("127.0.0.1:1", wait_for=0) as router:
+        await eventually(lambda: "UNAVAILABLE" in router.states().get("127.0.0.1:1", ""))
+        info = await router.control.GetServerInfo(control_pb2.GetServerInfoRequest())
+        assert info.state == control_pb2.SERVER_STATE_STARTING
+        assert (info.startup.what, info.startup.done, info.startup.total) == ("servers", 0, 1)
+        calls = [
+            router.inference.Tokenize(inference_pb2.TokenizeRequest(text="a")),
+            router.control.GetLoad(control_pb2.GetLoadRequest()),
+            router.control.GetModelInfo(control_pb2.GetModelInfoRequest()),
+            router.control.ListAdapters(control_pb2.ListAdaptersRequest()),
+            router.control.PinPrefix(control_pb2.PinPrefixRequest(name="p", text="x")),
+            router.control.Abort(control_pb2.AbortRequest(request_id="x")),
+        ]
+        for call in calls:
+            with pytest.raises(aio.AioRpcError) as failure:
+                await call
+            assert failure.value.code().name == "UNAVAILABLE"
+            assert "127.0.0.1:1" in failure.value.details()
+
+
+async def test_a_server_that_wants_a_key_is_set_aside_until_the_router_has_one(tmp_path):
+    from tests.access.test_keys import FILE, TOKEN
+
+    keys = tmp_path / "keys.toml"
+    keys.write_text(FILE)
+    async with running(api_keys=str(keys)) as harness:
+        async with routed(harness.target, wait_for=0) as router:
+            await eventually(lambda: "authorization" in router.states().get(harness.target, ""))
+        async with routed(harness.target, api_key=TOKEN) as router:
+            async with router.client(api_key=TOKEN) as client, router.client() as nobody:
+                assert (await client.complete("x", GREEDY)).usage.completion_tokens == 8
+                with pytest.raises(PermissionDenied):
+                    async with router.client(api_key=TOKEN, tenant="another") as liar:
+                        await liar.complete("x", GREEDY)
+                with pytest.raises(Exception, match="authorization: is missing"):
+                    await nobody.complete("x", GREEDY)
