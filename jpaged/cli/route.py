@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jpaged.cli.access import add_credential_flags, credentials_from
 from jpaged.cli.options import add_config_flags, config_from, flag_of
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -120,13 +120,12 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
     if not arguments.target and arguments.targets_file is None:
         raise InvalidArgument("--target", "is missing, and so is --targets-file: name a server")
     shown = credentials_from(arguments, prefix=_CREDENTIALS)
-    own = {"target": ", ".join(arguments.target), "targets-file": arguments.targets_file or "none"}
-    own |= {"resume-within": f"{within_s:g}", "max-known-prefixes": str(num_prefixes)}
-    own |= {"max-calls": str(arguments.max_calls)}
-    told = [(name, value, "the command line") for name, value in own.items()]
-    for name, value, source in config.explain():
-        if _is_here(name):
-            told.append((name, value, source))
+    own = {"target": ", ".join(arguments.target), "targets_file": arguments.targets_file or "None"}
+    own |= {"resume_within": f"{within_s:g} s", "max_known_prefixes": str(num_prefixes)}
+    own |= {"max_calls": str(arguments.max_calls)}
+    here = {name for name, section, _ in iter_options() if section in SECTIONS and name not in NOT_HERE}
+    told = [(name, value, "set or resolved") for name, value in own.items()]
+    told += [option for option in config.explain() if option[0] in here]
     return RouteOptions(
         targets=tuple(arguments.target),
         targets_file=arguments.targets_file,
@@ -137,13 +136,6 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
         max_calls=arguments.max_calls,
         told=told,
     )
-
-
-def _is_here(name: str) -> bool:
-    from jpaged.config import iter_options
-
-    sections = {flag_of(option)[2:]: section for option, section, _ in iter_options() if option not in NOT_HERE}
-    return sections.get(flag_of(name)[2:]) in SECTIONS
 
 
 async def _route(options: RouteOptions, config: EngineConfig) -> int:

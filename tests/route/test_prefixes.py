@@ -1,6 +1,6 @@
-"""Beginnings of prompts as chains of hashes: alike as far as prompts are, and never across tenants, salts or adapters."""
+"""Beginnings of prompts as chains of hashes: alike as far as prompts are, never across tenants, salts or adapters."""
 
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ def test_a_conversation_that_goes_on_has_the_chain_of_what_was_said():
         said.append({"role": "user", "content": f"question {turn} " * 20})
         chains.append(chain(Prompt(messages=tuple(said))))
         said.append({"role": "assistant", "content": f"answer {turn} " * 20})
-    for before, after in zip(chains, chains[1:], strict=False):
+    for before, after in pairwise(chains):
         assert num_alike(before, after) == len(before) < len(after)
 
 

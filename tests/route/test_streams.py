@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged._proto.v1 import control_pb2
 from jpaged.client import AsyncClient, GenerateChunk
 from jpaged.errors import (
     AlreadyExists,
@@ -26,7 +26,6 @@ from tests.route.rig import routed
 from tests.server.connections.raw_http2 import Connection, message
 from tests.server.harness import collect, details_of, eventually, failure_of, request
 
-
 WHOLE = {
     "beams": SamplingParams(max_tokens=20, temperature=0.0, beam_width=3, n=2),
     "best": SamplingParams(max_tokens=20, seed=4, n=2, best_of=4, ignore_eos=True),
@@ -42,14 +41,17 @@ async def told(client: AsyncClient, shape: str) -> Any:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *WHOLE])
+@pytest.mark.thinned(2)
 async def test_a_stream_has_the_messages_of_its_server(shape):
     sampling = (SHAPES | WHOLE)[shape]
-    async with server() as harness, routed(harness.target) as router:
-        async with AsyncClient(harness.target) as direct, router.client() as client:
-            assert await told(client, shape) == await told(direct, shape)
-            assert (await client.complete("hello", sampling)).outputs == (
-                await direct.complete("hello", sampling)
-            ).outputs
+    async with (
+        server() as harness,
+        routed(harness.target) as router,
+        AsyncClient(harness.target) as direct,
+        router.client() as client,
+    ):
+        assert await told(client, shape) == await told(direct, shape)
+        assert (await client.complete("hello", sampling)).outputs == (await direct.complete("hello", sampling)).outputs
 
 
 async def test_what_goes_ahead_of_a_stream_and_behind_an_error_goes_through():
@@ -76,25 +78,31 @@ async def test_a_request_without_an_id_gets_one_that_is_the_same_everywhere():
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *WHOLE])
+@pytest.mark.thinned(2)
 async def test_a_stream_that_is_cut_again_and_again_is_as_if_it_had_not_been(shape):
     rng = random.Random(shape)
-    async with server() as harness, wire(harness.port) as cut, routed(cut.target) as router:
-        async with AsyncClient(harness.target) as direct, router.client(resuming=None) as client:
-            undisturbed = await told(direct, shape)
-            harness.faults.hold_after(rng.randrange(1, 5))
-            reading = asyncio.ensure_future(told(client, shape))
-            for _ in range(3):
-                await eventually(lambda: harness.num_open_calls == 1 and not harness.faults.gate.is_set())
-                cut.kill()
-                harness.faults.release()
-                await eventually(lambda: harness.num_open_calls == 0)
-                harness.faults.hold_after(rng.randrange(1, 5))
-                cut.restart()
+    async with (
+        server() as harness,
+        wire(harness.port) as cut,
+        routed(cut.target) as router,
+        AsyncClient(harness.target) as direct,
+        router.client(resuming=None) as client,
+    ):
+        undisturbed = await told(direct, shape)
+        harness.faults.hold_after(rng.randrange(1, 5))
+        reading = asyncio.ensure_future(told(client, shape))
+        for _ in range(3):
+            await eventually(lambda: harness.num_open_calls == 1 and not harness.faults.gate.is_set())
+            cut.kill()
             harness.faults.release()
-            assert await reading == undisturbed
-            assert router.router.counts.ended == {("Generate", "OK"): 1}  # the client has seen nothing of it
             await eventually(lambda: harness.num_open_calls == 0)
-            await eventually(lambda: harness.num_blocks_used == 0)
+            harness.faults.hold_after(rng.randrange(1, 5))
+            cut.restart()
+        harness.faults.release()
+        assert await reading == undisturbed
+        assert router.router.counts.ended == {("Generate", "OK"): 1}  # the client has seen nothing of it
+        await eventually(lambda: harness.num_open_calls == 0)
+        await eventually(lambda: harness.num_blocks_used == 0)
 
 
 @pytest.mark.parametrize("end", ["kill", "drain", "die"])
@@ -149,17 +157,20 @@ async def test_a_stream_waits_for_its_only_server_to_come_again():
 
 @pytest.mark.parametrize("resume_within_s", [0.0, 0.2])
 async def test_a_stream_ends_with_unavailable_where_nobody_comes_again(resume_within_s):
-    async with server() as harness, wire(harness.port) as cut:
-        async with routed(cut.target, resume_within_s=resume_within_s) as router:
-            async with router.client(resuming=None) as client:
-                harness.faults.hold_after(20)
-                stream = client.generate("hello", SHAPES["greedy"])
-                assert (await anext(aiter(stream))).token_ids
-                cut.kill()
-                with pytest.raises(Unavailable):
-                    await all_of(stream)
-                harness.faults.release()
-            assert router.router._relay.flights == {}
+    async with (
+        server() as harness,
+        wire(harness.port) as cut,
+        routed(cut.target, resume_within_s=resume_within_s) as router,
+    ):
+        async with router.client(resuming=None) as client:
+            harness.faults.hold_after(20)
+            stream = client.generate("hello", SHAPES["greedy"])
+            assert (await anext(aiter(stream))).token_ids
+            cut.kill()
+            with pytest.raises(Unavailable):
+                await all_of(stream)
+            harness.faults.release()
+        assert router.router._relay.flights == {}
 
 
 async def test_a_caller_that_goes_away_ends_its_request():
@@ -177,7 +188,7 @@ async def test_a_caller_that_goes_away_ends_its_request():
 
 async def test_a_deadline_is_that_of_the_server_too():
     async with server() as harness, routed(harness.target) as router:
-        harness.faults.hold_after(5)
+        harness.faults.gate.clear()
         async with router.client(timeout_s=1.0, resuming=None) as client:
             with pytest.raises(DeadlineExceeded):
                 await all_of(client.generate("hello", SHAPES["greedy"]))
@@ -191,7 +202,7 @@ async def test_an_id_is_in_flight_once_and_an_abort_finds_its_server():
         router = await stack.enter_async_context(routed(*(one.target for one in servers)))
         client = await stack.enter_async_context(router.client(resuming=None))
         for one in servers:
-            one.faults.hold_after(5)
+            one.faults.gate.clear()
         streams = [client.generate(f"prompt {i}", SHAPES["greedy"], request_id=f"r{i}") for i in range(6)]
         reading = [asyncio.ensure_future(all_of(stream)) for stream in streams]
         await eventually(lambda: sum(one.num_open_calls for one in servers) == 6)
@@ -218,7 +229,7 @@ async def test_a_full_server_is_left_for_another_and_a_full_fleet_says_when():
         router = await stack.enter_async_context(routed(*(one.target for one in servers)))
         client = await stack.enter_async_context(router.client(resuming=None))
         for one in servers:
-            one.faults.hold_after(3)
+            one.faults.gate.clear()
         same = "the same beginning " * 5  # all belong to one server
         greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         streams = [asyncio.ensure_future(all_of(client.generate(same, greedy))) for _ in range(4)]
@@ -233,33 +244,44 @@ async def test_a_full_server_is_left_for_another_and_a_full_fleet_says_when():
 
 
 async def test_calls_of_one_server_go_to_the_least_busy_and_come_back_as_they_are():
-    async with server() as first, server() as second, routed(first.target, second.target) as router:
-        async with AsyncClient(first.target) as direct, router.client() as client:
-            assert await client.tokenize("hello") == await direct.tokenize("hello")
-            assert await client.detokenize((104, 105)) == "hi"
-            assert [one.tokens for one in await client.score("a", ["b", "c"])] == [
-                one.tokens for one in await direct.score("a", ["b", "c"])
-            ]
-            assert list(await client.embed(["a", "b"])) == list(await direct.embed(["a", "b"]))
-            assert await client.model_info() == await direct.model_info()
-            with pytest.raises(InvalidArgument) as failure:
-                await client.score("a", [])
-            assert failure.value.field == "continuations"
+    async with (
+        server() as first,
+        server() as second,
+        routed(first.target, second.target) as router,
+        AsyncClient(first.target) as direct,
+        router.client() as client,
+    ):
+        assert await client.tokenize("hello") == await direct.tokenize("hello")
+        assert await client.detokenize((104, 105)) == "hi"
+        assert [one.tokens for one in await client.score("a", ["b", "c"])] == [
+            one.tokens for one in await direct.score("a", ["b", "c"])
+        ]
+        assert list(await client.embed(["a", "b"])) == list(await direct.embed(["a", "b"]))
+        assert await client.model_info() == await direct.model_info()
+        with pytest.raises(InvalidArgument) as failure:
+            await client.score("a", [])
+        assert failure.value.field == "continuations"
 
 
 async def test_a_call_of_one_server_is_asked_elsewhere_when_its_server_is_killed():
-    async with server() as first, server() as second, wire(first.port) as one, wire(second.port) as two:
-        async with routed(one.target, two.target) as router, router.client() as client:
-            for harness in (first, second):
-                harness.faults.gate.clear()
-            asked = asyncio.ensure_future(client.score("a", ["b"]))
-            pairs = [(one, first), (two, second)]
-            await eventually(lambda: any(pair[1].server._service._num_several for pair in pairs))
-            cut, harness = next(pair for pair in pairs if pair[1].server._service._num_several)
-            cut.kill()
-            for each in (first, second):
-                each.faults.release()
-            assert len(await asked) == 1
+    async with (
+        server() as first,
+        server() as second,
+        wire(first.port) as one,
+        wire(second.port) as two,
+        routed(one.target, two.target) as router,
+        router.client() as client,
+    ):
+        for harness in (first, second):
+            harness.faults.gate.clear()
+        asked = asyncio.ensure_future(client.score("a", ["b"]))
+        pairs = [(one, first), (two, second)]
+        await eventually(lambda: any(pair[1].server._service._num_several for pair in pairs))
+        cut, harness = next(pair for pair in pairs if pair[1].server._service._num_several)
+        cut.kill()
+        for each in (first, second):
+            each.faults.release()
+        assert len(await asked) == 1
 
 
 async def test_who_calls_goes_along():
@@ -293,7 +315,7 @@ async def test_metadata_that_is_no_text_is_refused_by_name_or_left_out(key, code
 
 async def test_calls_beyond_the_bound_are_told_so():
     async with server() as harness, routed(harness.target, max_calls=3) as router:
-        harness.faults.hold_after(3)
+        harness.faults.gate.clear()
         calls = [router.inference.Generate(request(max_tokens=30)) for _ in range(3)]
         await eventually(lambda: harness.num_open_calls == 3)
         error = await failure_of(router.inference.Generate(request()))

@@ -1,0 +1,168 @@
+"""What all servers have to keep: pins and adapters, on all of them or on none, and on those that come later."""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.client import AsyncClient
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unsupported
+from jpaged.types import SamplingParams
+from tests.client.routing.cutting import wire
+from tests.client.test_adapters import executor
+from tests.route.rig import routed
+from tests.server.harness import Harness, eventually, running
+
+PREFIX = "a prefix"
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def server(**options: Any) -> Any:
+    return running(executor=executor(), max_loras=2, **options)
+
+
+async def has_pin(harness: Harness, name: str, tenant: str = "") -> bool:
+    """Whether a server keeps a prefix of this name; it keeps it still."""
+    async with AsyncClient(harness.target, tenant=tenant) as direct:
+        try:
+            await direct.pin_prefix(name, PREFIX)
+        except AlreadyExists:
+            return True
+        await direct.unpin_prefix(name)
+        return False
+
+
+async def adapters_of(harness: Harness) -> set[str]:
+    async with AsyncClient(harness.target) as direct:
+        return {one.name for one in await direct.list_adapters()}
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> str:
+    path = tmp_path / "adapter"
+    path.write_text("3")
+    return str(path)
+
+
+async def test_all_servers_do_what_one_is_asked_for(adapter):
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(server()) for _ in range(3)]
+        router = await stack.enter_async_context(routed(*(one.target for one in servers)))
+        client = await stack.enter_async_context(router.client())
+        assert await client.pin_prefix("p", PREFIX) > 0
+        assert await client.load_adapter("x", adapter) > 0
+        assert [await has_pin(one, "p") for one in servers] == [True] * 3
+        assert [await adapters_of(one) for one in servers] == [{"x"}] * 3
+        assert [one.name for one in await client.list_adapters()] == ["x"]
+        for i in range(6):
+            await client.complete(f"prompt {i}", GREEDY, adapter="x")
+        with pytest.raises(AlreadyExists):
+            await client.pin_prefix("p", PREFIX)
+        await client.unpin_prefix("p")
+        await client.unload_adapter("x")
+        assert [await has_pin(one, "p") for one in servers] == [False] * 3
+        with pytest.raises(NotFound):
+            await client.unpin_prefix("p")
+        with pytest.raises(NotFound):
+            await client.unload_adapter("x")
+
+
+async def test_where_one_server_does_not_none_does(adapter):
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(server()) for _ in range(2)]
+        strange = await stack.enter_async_context(server(disable_control=True))
+        router = await stack.enter_async_context(routed(*(one.target for one in (*servers, strange))))
+        client = await stack.enter_async_context(router.client())
+        with pytest.raises(PermissionDenied) as failure:
+            await client.load_adapter("x", adapter)
+        assert strange.target in str(failure.value)
+        assert "1 of 3 servers" in str(failure.value)
+        with pytest.raises(PermissionDenied):
+            await client.pin_prefix("p", PREFIX)
+        assert [await adapters_of(one) for one in servers] == [set()] * 2
+        assert [await has_pin(one, "p") for one in servers] == [False] * 2
+
+
+async def test_what_all_refuse_is_refused_as_one_does(tmp_path):
+    async with server() as first, server() as second, running() as plain:
+        async with routed(first.target, second.target) as router, router.client() as client:
+            with pytest.raises(InvalidArgument) as failure:
+                await client.pin_prefix("p", "")
+            assert failure.value.field == "token_ids"
+            with pytest.raises(InvalidArgument):
+                await client.load_adapter("x", str(tmp_path / "nothing"))
+        async with routed(plain.target) as router, router.client() as client:
+            with pytest.raises(Unsupported):
+                await client.load_adapter("x", str(tmp_path))
+
+
+async def test_a_server_that_comes_later_has_it_before_it_has_calls(adapter):
+    async with server() as first:
+        async with server() as gone:
+            port = gone.port
+        async with (
+            routed(first.target, f"127.0.0.1:{port}", wait_for=1) as router,
+            router.client() as client,
+            router.client(tenant="acme") as acme,
+        ):
+            await client.load_adapter("x", adapter)
+            await client.pin_prefix("p", PREFIX)
+            await acme.pin_prefix("p", PREFIX)
+            await acme.pin_prefix("q", PREFIX)
+            await acme.unpin_prefix("q")
+            async with server(port=port) as again:
+                await router.until(2)
+                assert await adapters_of(again) == {"x"}
+                assert await has_pin(again, "p")
+                assert await has_pin(again, "p", "acme")
+                assert not await has_pin(again, "q", "acme")
+
+
+async def test_a_server_that_was_away_undoes_what_was_undone_meanwhile(adapter):
+    async with (
+        server() as first,
+        server() as second,
+        wire(second.port) as cut,
+        routed(first.target, cut.target) as router,
+        router.client() as client,
+    ):
+        await client.load_adapter("x", adapter)
+        await client.pin_prefix("p", PREFIX)
+        cut.kill()
+        await router.until(1)
+        await client.unload_adapter("x")
+        await client.unpin_prefix("p")
+        await client.pin_prefix("q", PREFIX)
+        assert await adapters_of(second) == {"x"}
+        cut.restart()
+        await router.until(2)
+        assert await adapters_of(second) == set()
+        assert not await has_pin(second, "p")
+        assert await has_pin(second, "q")
+
+
+async def test_a_server_that_cannot_keep_it_has_no_calls(adapter):
+    async with server() as first, server() as gone:
+        port = gone.port
+        gone.server.request_stop()
+        await gone.run
+        async with routed(first.target, f"127.0.0.1:{port}", wait_for=1) as router, router.client() as client:
+            await client.load_adapter("x", adapter)
+            async with running(port=port):  # takes no adapters
+                await eventually(lambda: "LoadAdapter fails there" in router.states()[f"127.0.0.1:{port}"])
+                assert len(router.router.fleet.admitted()) == 1
+                for i in range(6):
+                    await client.complete(f"prompt {i}", GREEDY, adapter="x")
+
+
+async def test_what_who_asked_may_not_do_there_is_not_repeated(adapter):
+    async with server() as first, server() as gone:
+        port = gone.port
+        gone.server.request_stop()
+        await gone.run
+        async with routed(first.target, f"127.0.0.1:{port}", wait_for=1) as router, router.client() as client:
+            await client.load_adapter("x", adapter)
+            async with server(port=port, disable_control=True):
+                await router.until(2)
+                assert not router.router._acts._standing

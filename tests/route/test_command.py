@@ -1,0 +1,67 @@
+"""`jpaged route` as a process: what it prints, refuses and ends with."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from jpaged.cli.main import main, make_parser
+from jpaged.client import Client
+from jpaged.types import SamplingParams
+from tests.processes import Process
+
+FAKE = ("-m", "tests.cli.fake_jpaged", "serve", "fake-model", "--port", "0")
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "--target: is missing"),
+        (("--target", "nowhere"), "--target: 'nowhere' is not HOST:PORT"),
+        (("--target", "a:1", "--target", "a:1"), "--target: names a:1 twice"),
+        (("--targets-file", "/nothing"), "--targets-file: /nothing cannot be read"),
+        (("--target", "a:1", "--resume-within", "-1"), "--resume-within: -1.0 is not from 0 to 86400"),
+        (("--target", "a:1", "--max-known-prefixes", "-1"), "--max-known-prefixes: -1 is not from 0"),
+        (("--target", "a:1", "--max-calls", "0"), "--max-calls: 0 is not from 1"),
+        (("--target", "a:1", "--port", "70000"), "--port: 70000 is above the limit of 65535"),
+        (("--target", "a:1", "--target-tls-ca", "/nothing"), "--target-tls-ca: cannot be read"),
+        (("--target", "a:1", "--target-api-key-file", "/nothing"), "--target-api-key-file: cannot be read"),
+        (("--target", "a:1", "--tls-cert", "/nothing"), "--tls-key: is missing"),
+        (("--target", "a:1", "--host", "192.0.2.1"), "--host: '192.0.2.1' is no address of this machine"),
+    ],
+)
+def test_a_command_line_that_is_wrong_is_refused_by_name(capsys, words, problem):
+    assert main(["route", "--port", "0", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--pin-prefix", "--tenant-max-n", "--max-num-seqs", "--model"])
+def test_what_is_a_servers_own_affair_is_no_option_here(capsys, flag):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["route", "--target", "a:1", flag, "1"])
+    assert flag in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_it_says_where_it_listens_passes_calls_on_and_drains():
+    servers = [Process(FAKE) for _ in range(2)]
+    targets: list[Any] = [one.wait_for(r"^ready on (127\.0\.0\.1:\d+)$").group(1) for one in servers]
+    words = [word for target in targets for word in ("--target", target)]
+    router = Process(("-m", "jpaged", "route", "--port", "0", "--metrics-port", "0", "--probe-port", "0", *words))
+    target = router.wait_for(r"^listening on (127\.0\.0\.1:\d+), routing to ").group(1)
+    for line in (r"^metrics on http://127\.0\.0\.1:\d+/metrics$", r"^health on 127\.0\.0\.1:\d+$"):
+        assert router.find(line)
+    with Client(target) as client:
+        client.wait_until_ready(60)
+        for i in range(8):
+            assert len(client.complete(f"prompt {i}", GREEDY).outputs[0].token_ids) == 8
+        info = client.server_info()
+        assert {info.options[f"target {one}"] for one in targets} == {"takes calls"}
+        assert info.options["resume_within"] == "60 s"
+        assert info.options["max_request_size"] == "1.0 MiB"
+        assert "pin_prefix" not in info.options
+    assert router.end(signal.SIGTERM) == 0
+    assert router.find("^stopped$")
+    for one in servers:
+        one.end(signal.SIGTERM)
