@@ -94,11 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Pass calls on; returns 0 after a drain."""
-    from jpaged.telemetry.logs import set_up_logs
-
     config = config_from(arguments)
     options = options_from(arguments, config)
-    set_up_logs(config.telemetry.log_format, has_requests=False)
     return asyncio.run(_route(options, config))
 
 
@@ -142,6 +139,7 @@ async def _route(options: RouteOptions, config: EngineConfig) -> int:
     from jpaged.cli.serve import LISTENING
     from jpaged.cli.startup import PROBES
     from jpaged.route.router import Router
+    from jpaged.telemetry.logs import set_up_logs
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -151,6 +149,7 @@ async def _route(options: RouteOptions, config: EngineConfig) -> int:
         port = await router.start()
     except InvalidArgument as error:
         raise InvalidArgument(flag_of(error.field), error.problem) from error
+    set_up_logs(config.telemetry.log_format, has_requests=False)
     router.stop_on_signals()
     host = config.server.host
     if router.metrics_port is not None:

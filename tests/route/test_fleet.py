@@ -234,6 +234,8 @@ async def test_a_router_says_what_all_servers_are_together():
         assert told[f"target {first.target}"] == "takes calls"
         for i in range(4):
             await collect(router.inference.Generate(request(f"prompt {i}")))
+        engines = [one.serving.engine for one in (first, second)]
+        await eventually(lambda: sum(engine.load().num_generation_tokens for engine in engines) == 32)
         loads = [await one.control.GetLoad(control_pb2.GetLoadRequest()) for one in (first, second)]
         total = await router.control.GetLoad(control_pb2.GetLoadRequest())
         assert total.num_generation_tokens == sum(one.num_generation_tokens for one in loads) == 32
