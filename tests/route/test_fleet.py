@@ -262,7 +262,7 @@ async def test_without_a_server_everything_says_why():
             with pytest.raises(aio.AioRpcError) as failure:
                 await call
             assert failure.value.code().name == "UNAVAILABLE"
-            assert "127.0.0.1:1" in failure.value.details()
+            assert "127.0.0.1:1" in str(failure.value.details())
 
 
 async def test_a_server_that_wants_a_key_is_set_aside_until_the_router_has_one(tmp_path):
