@@ -228,6 +228,54 @@ class EngineLoad(LoadTotals):
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLoad:
+    """What a server of the role prefill or decode has done for others, or has had done, since it started.
+
+    Attributes:
+        num_asked: prompts that a decode server asked others for.
+        prefill_wait_s: from when they were asked for to their first tokens.
+        transfer_wait_s: from first tokens to when all blocks had come that did.
+        num_blocks_missing: of those that there was room for.
+        num_blocks_without_room: in the host's memory.
+    """
+
+    num_asked: int = counter(Metric("jpaged:prefills_asked", "Prompts that prefill servers were asked for."))
+    prefill_wait_s: float = counter(
+        Metric("jpaged:prefill_wait_seconds", "Seconds for which first tokens of prefill servers were waited for.")
+    )
+    transfer_wait_s: float = counter(
+        Metric(
+            "jpaged:transfer_wait_seconds", "Seconds for which blocks of prompts were waited for, behind first tokens."
+        )
+    )
+    num_blocks_received: int = counter(Metric("jpaged:blocks_received", "Blocks that came from prefill servers."))
+    num_bytes_received: int = counter(
+        Metric("jpaged:bytes_received", "Bytes of blocks that came from prefill servers.")
+    )
+    num_blocks_missing: int = counter(
+        Metric("jpaged:blocks_missing", "Blocks that did not come from prefill servers, and are computed again.")
+    )
+    num_blocks_without_room: int = counter(
+        Metric("jpaged:blocks_without_room", "Blocks of prompts for which the host's memory had no room.")
+    )
+    num_prefills_for_others: int = counter(
+        Metric("jpaged:prefills_for_others", "Prompts that decode servers have asked this one for.")
+    )
+    num_blocks_sent: int = counter(Metric("jpaged:blocks_sent", "Blocks that were sent to decode servers."))
+    num_bytes_sent: int = counter(Metric("jpaged:bytes_sent", "Bytes of blocks that were sent to decode servers."))
+    num_holds_expired: int = counter(
+        Metric("jpaged:prefill_holds_expired", "Prompts whose blocks were let go before decode servers had them.")
+    )
+
+
+PREFILLS_HERE = Metric("jpaged:prefills_here", "Prompts that a decode server has computed itself, by the rule.")
+PREFILL_FAILURES = Metric(
+    "jpaged:prefill_failures", "Prompts of which it has computed something because others failed."
+)
+"""Counters by reasons, in the label `reason`."""
+
+
 def metrics_of(kind: str, load: type = EngineLoad) -> list[tuple[str, Metric]]:
     """The fields of a load with a metric of a kind, "gauge", "counter" or "replica", and that metric."""
     return [(one.name, one.metadata[kind]) for one in fields(load) if one.metadata.get(kind)]

@@ -12,6 +12,7 @@ compiled.py      it, compiled for a target
 process.py       each target in a child of its own
 __main__.py      that child
 estimate.py      what a deployment serves, and its price
+roles.py         when prefill and decode are better apart
 report.py        a plan in words and as JSON
 simulator/       traces through the real engine in simulated time
 fleet/           days on many replicas, the same way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from jpaged.capacity.estimate import (
     serve,
     usd_per_million,
 )
+from jpaged.capacity.roles import Comparison, Goals, compare
+from jpaged.capacity.roles import lines as role_lines
 
 _GIB = 1 << 30
 
@@ -32,11 +35,13 @@ class Workload:
         lengths: of the sequences; a load is an even mix of them.
         tokens_per_s: of output to be served; None where there is no load.
         prices: USD for an hour of a chip, by target or family; the empty name is for all.
+        goals: by which prefill and decode apart are compared with mixed steps; None compares nothing.
     """
 
     lengths: tuple[Lengths, ...]
     tokens_per_s: float | None
     prices: Mapping[str, float]
+    goals: Goals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,9 @@ class Assessment:
         slice_tokens_per_s: of output, of all copies on the target, for the mix.
         usd_per_million: output tokens of the mix; None without a price.
         service: what carries the load; None without one.
+        roles: of the mix on the copies that carry the load, or on those of the target, and on two at least; None
+            where nobody asks, or nothing fits.
+        goals: that `roles` keeps.
     """
 
     plan: CompiledPlan
@@ -57,6 +65,8 @@ class Assessment:
     slice_tokens_per_s: float
     usd_per_million: float | None
     service: Service | None
+    roles: Comparison | None = None
+    goals: Goals | None = None
 
 
 def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
@@ -75,13 +85,18 @@ def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
     mix = estimate(mean_lengths(workload.lengths), pool, plan.step_times)
     tokens_per_s = mix.tokens_per_s * plan.num_copies
     num_chips, load = plan.target.num_chips, workload.tokens_per_s
+    service = None if load is None else serve(load, tokens_per_s, num_chips, price)
+    num_copies = plan.num_copies * (1 if service is None else service.num_slices)
+    goals, lengths = workload.goals, mean_lengths(workload.lengths)
     return Assessment(
         plan,
         tuple(estimate(lengths, pool, plan.step_times) for lengths in workload.lengths),
         price,
         tokens_per_s,
         None if price is None else usd_per_million(price, num_chips, tokens_per_s),
-        None if load is None else serve(load, tokens_per_s, num_chips, price),
+        service,
+        None if goals is None else compare(lengths, pool, plan.step_times, num_copies, goals),
+        goals,
     )
 
 
@@ -133,7 +148,15 @@ def lines(found: Assessment) -> list[str]:
     )
     if found.service is not None:
         text.append(f"  the load takes {_service(found.service, plan)}")
+    if found.goals is not None and deployment.fits:
+        text += _role_lines(found.roles, found.goals)
     return text
+
+
+def _role_lines(roles: Comparison | None, goals: Goals) -> list[str]:
+    if roles is None:
+        return ["  roles: not compared, for no sequence fits or outputs have one token"]
+    return [f"  {line}" for line in role_lines(roles, goals)]
 
 
 def comparison(assessments: Sequence[Assessment], workload: Workload) -> list[str]:
@@ -206,12 +229,20 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "price_per_chip_hour": found.price,
         "usd_per_million_output_tokens": found.usd_per_million,
         "service": None if found.service is None else dataclasses.asdict(found.service),
+        "roles": None if found.roles is None else _roles_json(found.roles),
         "num_programs": deployment.num_programs,
         "compiled_programs": [dataclasses.asdict(program) for program in deployment.programs],
         "compile_seconds": round(deployment.seconds, 1),
         "bytes_of_a_summed_number": deployment.number_bytes,
         "versions": dict(plan.versions),
     }
+
+
+def _roles_json(roles: Comparison) -> dict[str, Any]:
+    values = {**dataclasses.asdict(roles), "choose": "apart" if roles.chooses_apart else "both"}
+    for way in ("mixed", "apart"):  # what is infinite has no number in JSON
+        values[way] = {name: None if value == math.inf else value for name, value in values[way].items()}
+    return values
 
 
 def _estimate_json(one: Estimate) -> dict[str, Any]:

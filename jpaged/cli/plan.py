@@ -15,6 +15,7 @@ from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from jpaged.capacity.estimate import Lengths
+    from jpaged.capacity.roles import Goals
 
 HELP = "plan a deployment on TPUs or GPUs that are not here"
 DESCRIPTION = """\
@@ -23,6 +24,7 @@ Plan a deployment on devices that are not here: does it fit, how much does it ho
     jpaged plan llama-3.1-8b --topology v5e:2x2 --max-model-len 8192
     jpaged plan llama-3.1-70b --topology v6e:2x4,v5p:2x2x2 --input-len 1000 --output-len 300 \\
         --price v6e=2.7,v5p=4.2 --request-rate 20
+    jpaged plan llama-3.1-8b --topology h200 --input-len 8000 --output-len 200 --roles --max-itl-ms 30
 
 The real step programs are compiled for the devices, by libtpu (TPU) or jax's CUDA packages (GPUs); nothing runs.
 Without a --tensor-parallel-size one copy of the model takes as many of a topology's devices as its heads allow. Times
@@ -39,6 +41,12 @@ _OPTIONS = {
 }
 """The engine's options that programs or memory depend on."""
 _INPUT_LEN, _OUTPUT_LEN = 1024, 256
+_GOALS = (
+    ("--max-ttft-ms", 1000.0, "milliseconds to a first token at most, in the mean"),
+    ("--max-itl-ms", 50.0, "milliseconds between two tokens at most, of 99 in 100"),
+    ("--network-gbits-per-second", 100.0, "of the network between two servers"),
+)
+"""The flags that go with --roles, their defaults, and what they are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price", metavar="USD", help="for an hour of a chip: 2.7, or by generation or topology: v6e=2.7,v5p:2x2x2=4.2"
     )
+    parser.add_argument(
+        "--roles",
+        action="store_true",
+        help="compare servers that prefill and servers that decode (`--role`) with servers that do both, and choose",
+    )
+    for flag, default, what in _GOALS:
+        parser.add_argument(flag, type=float, metavar="N", help=f"with --roles: {what} (default: {default:g})")
     parser.add_argument("--all-programs", action="store_true", help="compile every program, not only those that decide")
     parser.add_argument(
         "--save", metavar="DIR", help="write every program to a new folder, for `jpaged serve --compiled DIR` there"
@@ -82,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan of every topology; 0 if one fits, else 1."""
     config_from(arguments)  # says what is wrong in the words of the command line
-    prices = prices_from(arguments.price)
+    prices, goals = prices_from(arguments.price), _goals(arguments)
 
     from jpaged.capacity.compiled import Question  # imports jax
     from jpaged.capacity.named_model import find_config
@@ -101,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in names:
             find_target(name)
         lengths = _lengths(arguments, options.get("max_model_len") or model_config.max_model_len)
-        workload = Workload(lengths, _load(arguments, lengths), prices)
+        workload = Workload(lengths, _load(arguments, lengths), prices, goals)
         for name in names:
             question = Question(model, name, options, arguments.all_programs, arguments.save)
             found.append(assess(compile_plan(question, report.line), workload))
@@ -157,6 +172,22 @@ def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float 
     if arguments.request_rate is not None:
         return arguments.request_rate * sum(pair.output_len for pair in lengths) / len(lengths)
     return arguments.tokens_per_second
+
+
+def _goals(arguments: argparse.Namespace) -> Goals | None:
+    """What the comparison of roles keeps; None where nobody asks for one."""
+    from jpaged.capacity.roles import Goals
+
+    values = []
+    for flag, default, _ in _GOALS:
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and not arguments.roles:
+            raise InvalidArgument(flag, "goes with --roles, which is not there")
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InvalidArgument(flag, f"{value:g} is not above the limit of 0")
+        values.append(default if value is None else value)
+    ttft_ms, itl_ms, gbits_per_s = values
+    return Goals(ttft_ms / 1e3, itl_ms / 1e3, gbits_per_s * 1e9 / 8) if arguments.roles else None
 
 
 def prices_from(text: str | None) -> dict[str, float]:

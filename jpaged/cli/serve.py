@@ -15,6 +15,7 @@ from jpaged.cli.startup import PROBES, Progress, StartupReport
 from jpaged.config import EngineConfig
 from jpaged.errors import EngineHung, InvalidArgument
 from jpaged.launchers import MultiHost
+from jpaged.peers.prefill import Prefills
 from jpaged.server.lifecycle import Server
 from jpaged.server.progress import show_stacks
 from jpaged.service.loaded_model import LoadedModel
@@ -93,7 +94,10 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
         end.start()
 
     try:
-        server = Server(config, load, on_progress=report.progress, on_serving=on_serving, on_hang=give_up)
+        prefills = Prefills(config.roles) if config.roles.role == "decode" else None
+        server = Server(
+            config, load, on_progress=report.progress, on_serving=on_serving, on_hang=give_up, prefills=prefills
+        )
         leading = None if multihost is None else Leading(config, multihost, server)
         port = await server.start()
     except InvalidArgument as error:

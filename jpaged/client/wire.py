@@ -82,6 +82,7 @@ class ServerInfo:
         startup: (what, done, total) while the server starts.
         platform: None, like what follows it, until the model is loaded.
         options: option -> effective value.
+        role: what it computes: "both", "prefill" or "decode"; "" from a server that does not say.
     """
 
     server_version: str
@@ -95,6 +96,7 @@ class ServerInfo:
     attention: str | None
     jax_version: str | None
     options: dict[str, str] = field(default_factory=dict)
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +364,7 @@ def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
         attention=backend.attention if is_loaded else None,
         jax_version=backend.jax_version if is_loaded else None,
         options={option.name: option.value for option in message.options},
+        role=message.role,
     )
 
 

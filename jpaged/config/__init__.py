@@ -4,6 +4,7 @@ engine_config.py   all of them together: loaded, resolved, explained; and the en
 groups.py          the sections of an engine
 serving.py         those of a server
 speculative.py     how tokens are proposed before they are drawn
+roles.py           prefill and decode on servers of their own
 timeouts.py        how long requests, steps and silences may take
 option.py          what a field of a section is, and how it is checked
 """
@@ -47,6 +48,7 @@ from jpaged.config.option import (
     option,
     option_type,
 )
+from jpaged.config.roles import Role, RoleOptions
 from jpaged.config.serving import AccessOptions, HttpOptions, KVEventsOptions, ServerOptions, TelemetryOptions
 from jpaged.config.speculative import SpeculativeOptions
 from jpaged.config.timeouts import TimeoutOptions
@@ -70,6 +72,8 @@ __all__ = [
     "ParallelOptions",
     "Policy",
     "PreemptionMode",
+    "Role",
+    "RoleOptions",
     "SchedulerOptions",
     "ServerOptions",
     "SpeculativeOptions",

@@ -28,6 +28,7 @@ from jpaged.config.groups import (
     StartupOptions,
 )
 from jpaged.config.option import checked, section_of
+from jpaged.config.roles import RoleOptions
 from jpaged.config.serving import AccessOptions, HttpOptions, KVEventsOptions, ServerOptions, TelemetryOptions
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
 from jpaged.config.timeouts import TimeoutOptions
@@ -78,6 +79,7 @@ class EngineConfig:
     timeouts: TimeoutOptions = section_of(
         TimeoutOptions, "How long a request may take, and how long the engine may be silent."
     )
+    roles: RoleOptions = section_of(RoleOptions, "Prefill and decode on servers of their own.")
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -157,6 +159,8 @@ class EngineConfig:
                 f"{NAME}.method",
                 f"{problem}; num_scheduler_steps is {self.scheduler.num_scheduler_steps}, the limit with it is 1",
             )
+        if self.roles.role != "both":
+            raise InvalidArgument(f"{NAME}.method", f"{problem}, and not behind a prefix; role is {self.roles.role}")
         if given.get("swap_space") not in (None, 0, CacheOptions().swap_space):
             raise InvalidArgument(
                 f"{NAME}.method", f"{problem}, and not when it comes back from the host; swap_space is to be 0"
@@ -236,6 +240,8 @@ class EngineConfig:
             raise InvalidArgument("enable_lora", f"True: adapters are served by one process, {several}")
         if self.speculation is not None and self.has_draft:
             raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} runs in one process, {several}")
+        if self.roles.role != "both":
+            raise InvalidArgument("role", f"{self.roles.role}: blocks go to other servers from one process, {several}")
         place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
         return self.replace(**place)
 
@@ -261,7 +267,7 @@ class EngineConfig:
 
 
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
-SERVER_SECTIONS = ("server", "http", "access", "telemetry", "kv_events", "timeouts")
+SERVER_SECTIONS = ("server", "http", "access", "telemetry", "kv_events", "timeouts", "roles")
 """Sections that an engine without a server has no use for."""
 
 

@@ -14,6 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.executor import Executor, Geometry
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.grammars import MakeMasks
+from jpaged.engine.handover.handover import Handover
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.kv.tiers.travels import Travel, Travels
 from jpaged.engine.loop import Clock, EngineLoop
@@ -142,6 +143,7 @@ class Engine:
         prefixes: what may be asked of cached prefixes; None where nothing is cached.
         eyes: what may be asked about the pool.
         travels: what may be asked of prefixes that come from other servers, and go there.
+        handover: prompts that are computed on one server and go on on another; None where none can.
 
     Args:
         config: scheduler, cache and `max_pinned_blocks` are read; sizes that are left out are the executor's.
@@ -192,6 +194,7 @@ class Engine:
         )
         loop = self._loop
         self.travels = Travels([Travel(loop.memory, geometry, executor.host_blocks, self._thread.ask)])
+        self.handover: Handover | None = Handover.of(executor, loop, self._thread.ask, self.submit)
         self.eyes = Eyes([Eye(loop.watch, loop.memory, loop.stats, loop.groups, geometry, self._thread.ask)])
 
     @property
@@ -233,6 +236,7 @@ class Engine:
     def drop(self, request_id: str) -> None:
         """Forgets a request that nobody listens to any more: no further event, its blocks free by the next step."""
         dropped_s = self.clock()
+        self._in_flight.give_up(request_id)
         self._thread.ask(lambda: self._loop.forget(request_id, dropped_s))
 
     def pin_prefix(

@@ -80,6 +80,7 @@ class InFlight:
         self._pulse = pulse
         self._lock = threading.Lock()
         self._ids: set[str] = set()
+        self._expected: set[str] = set()
         self._is_closed = False
         self._is_idle = threading.Event()
         self._is_idle.set()
@@ -90,10 +91,17 @@ class InFlight:
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._ids)
+            return len(self._ids) + len(self._expected)
+
+    def expect(self, request_id: str, retry_after_s: Callable[[], float]) -> None:
+        """Keeps a place for a request that enters later: its prompt is computed elsewhere. Raises what `enter` does."""
+        with self._lock:
+            self._check(request_id, retry_after_s)
+            self._expected.add(request_id)
+            self._is_idle.clear()
 
     def enter(self, request_id: str, then: Callable[[], None], retry_after_s: Callable[[], float]) -> None:
-        """Accepts an id and calls `then`, before anything that closes can come between.
+        """Accepts an id, an expected one in any case but a failure, and calls `then` before anything that closes.
 
         Raises:
             Unavailable: nothing is accepted any more.
@@ -101,22 +109,30 @@ class InFlight:
             QueueFull: too many are.
         """
         with self._lock:
-            if self._is_closed or self.failure is not None:
-                raise Unavailable("the engine has failed" if self.failure else "the server is shutting down")
-            if request_id in self._ids:
-                raise AlreadyExists(f"request {request_id!r} is in flight")
-            # Counted here and not by the scheduler, so that a burst is bounded as well.
-            if len(self._ids) >= self.max_num:
-                raise QueueFull(
-                    f"{len(self._ids)} requests are in flight, the limit is {self.max_num} "
-                    f"(max_num_queued_reqs {self._num_queued})",
-                    retry_after_s=retry_after_s(),
-                )
+            if request_id not in self._expected or self.failure is not None:
+                self._check(request_id, retry_after_s)
+            self._expected.discard(request_id)
             if not self._ids:
                 self._pulse.begin()
             self._ids.add(request_id)
             self._is_idle.clear()
             then()
+
+    def _check(self, request_id: str, retry_after_s: Callable[[], float]) -> None:
+        if self._is_closed or self.failure is not None:
+            raise Unavailable("the engine has failed" if self.failure else "the server is shutting down")
+        if request_id in self._ids or request_id in self._expected:
+            raise AlreadyExists(f"request {request_id!r} is in flight")
+        # Counted here and not by the scheduler, so that a burst is bounded as well.
+        if (count := len(self._ids) + len(self._expected)) >= self.max_num:
+            limit = f"the limit is {self.max_num} (max_num_queued_reqs {self._num_queued})"
+            raise QueueFull(f"{count} requests are in flight, {limit}", retry_after_s=retry_after_s())
+
+    def give_up(self, request_id: str) -> None:
+        """Keeps no place for a request any longer, if one was kept."""
+        with self._lock:
+            self._expected.discard(request_id)
+        self.note_idle()
 
     def leave(self, request_ids: Collection[str]) -> None:
         """These ids are free; who waits for all to end waits for `note_idle`."""
@@ -128,7 +144,7 @@ class InFlight:
     def note_idle(self) -> None:
         """Notes that requests that ended have given back all that they held."""
         with self._lock:
-            if not self._ids:
+            if not (self._ids or self._expected):
                 self._is_idle.set()
 
     def close(self, failure: Exception | None = None) -> None:

@@ -5,6 +5,7 @@ binding.py      its address, with TLS where there are certificates
 door.py         who is let in at a port
 servicer.py     proto <-> types, and one method for each RPC
 chat.py         proto <-> types of chats
+prefill.py      prompts for servers that go on from them
 evaluations.py  Score and Embed
 status.py       errors -> status codes with details
 replica.py      a loaded model without a port, for a host with a server of its own

@@ -31,6 +31,7 @@ from jpaged._proto.v1 import (
     control_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
+    prefill_pb2_grpc,
     prefixes_pb2,
     prefixes_pb2_grpc,
 )
@@ -44,6 +45,8 @@ from jpaged.server.door import Door
 from jpaged.server.faces.faces import Faces, descriptors
 from jpaged.server.health import HealthServicer
 from jpaged.server.port import make_server
+from jpaged.server.prefill import SERVICE_NAME as PREFILL_NAME
+from jpaged.server.prefill import PrefillServicer
 from jpaged.server.probes import LIVENESS, READINESS, Health, ProbeServer
 from jpaged.server.progress import EngineState, ProgressWatch, show_stacks
 from jpaged.server.servicer import ControlServicer, InferenceServicer
@@ -52,6 +55,9 @@ from jpaged.server.travel.servicer import PrefixServicer
 from jpaged.service.auditing import NotedRequests
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.prefixes.travelling import Travelling
+from jpaged.service.roles.answers import PrefillServers
+from jpaged.service.roles.decoding import DecodeRole
+from jpaged.service.roles.prefilling import PrefillRole
 from jpaged.service.service import Service
 from jpaged.service.state import ServiceState, Stage
 from jpaged.telemetry.metrics import serve_metrics
@@ -83,6 +89,10 @@ class Server:
         on_progress: told what `load` reports, on that thread.
         on_serving: told the port once requests are taken.
         on_hang: called when a step hangs, before anything else is done about it.
+        prefills: who computes prompts for the role decode, which needs them; closed in the end.
+
+    Raises:
+        InvalidArgument: options of roles do not go together.
 
     Attributes:
         state: where it is in its life.
@@ -98,12 +108,17 @@ class Server:
         on_progress: Progress = lambda what, done, total: None,
         on_serving: Callable[[int, LoadedModel], None] = lambda port, serving: None,
         on_hang: Callable[[], None] = show_stacks,
+        prefills: PrefillServers | None = None,
     ) -> None:
         self.state = ServiceState(config)
+        self._prefills = prefills
+        self._role = _role_of(config, prefills)
         self._gate = Gate(config.access)
         config.kv_events.check()
         self._observers = Observers(config.telemetry)
-        self._service = Service(self.state, [NotedRequests(self._gate), *self._observers.all], self._gate.quotas)
+        self._service = Service(
+            self.state, [NotedRequests(self._gate), *self._observers.all], self._gate.quotas, self._role
+        )
         self._config = config
         self._load = load
         self._on_progress = on_progress
@@ -152,12 +167,16 @@ class Server:
         self._travelling = Travelling(self._service, self._peers)
         prefixes = PrefixServicer(self._travelling)
         prefixes_pb2_grpc.add_PrefixServiceServicer_to_server(prefixes, self._grpc)
+        if isinstance(self._role, PrefillRole):
+            servicer = PrefillServicer(self._service, self._role)
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, self._grpc)
         self._faces = Faces(self._service, self._config.server, max_bytes)
         self._faces.add_to(self._grpc)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         if self._config.server.enable_reflection:
-            names = (*SERVICE_NAMES, *self._faces.names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            own = (*SERVICE_NAMES, PREFILL_NAME) if isinstance(self._role, PrefillRole) else SERVICE_NAMES
+            names = (*own, *self._faces.names, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._grpc, descriptors())
         await self._enter(Stage.STARTING)
         options, certificates = self._config, self._gate.certificates
@@ -283,6 +302,9 @@ class Server:
     async def _prepare(self, serving: LoadedModel) -> None:
         """What the options ask for before the first request: a pinned prefix, metrics."""
         options = self._config.server
+        if self._role is not None:
+            self._note_progress(f"what blocks mean, for the role {self._config.roles.role}", 0, 1)
+            await self._role.prepare(serving)
         if self._prefix is not None:
             try:
                 token_ids = await asyncio.to_thread(serving.input_processor.prefix, Prompt(text=self._prefix))
@@ -345,6 +367,8 @@ class Server:
             await self._control.stop(grace=_FLUSH_TIMEOUT_S)
         await self._peers.close()
         await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
+        if self._prefills is not None:
+            await self._prefills.close()
         if self.state.model is not None:
             await asyncio.to_thread(self.state.model.engine.stop)
         self._looking.cancel()  # not before: the engine may hang in its last step
@@ -354,6 +378,17 @@ class Server:
         await asyncio.to_thread(self._observers.stop)
         if self._probes is not None:
             await asyncio.to_thread(self._probes.stop)
+
+
+def _role_of(config: EngineConfig, prefills: PrefillServers | None) -> DecodeRole | PrefillRole | None:
+    config.roles.check(config.cache, config.parallel)
+    if config.roles.role == "prefill":
+        return PrefillRole()
+    if config.roles.role == "both":
+        return None
+    if prefills is None:
+        raise InternalError("a server of the role decode is not told who computes prompts for it")
+    return DecodeRole(config.roles, prefills)
 
 
 def _text_of(path: str | None) -> str | None:

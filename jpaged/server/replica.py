@@ -15,7 +15,7 @@ from contextlib import aclosing, contextmanager
 import grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.errors import Unavailable
+from jpaged.errors import Unavailable, Unsupported
 from jpaged.server.evaluations import asker_of, embedded, scored
 from jpaged.server.servicer import call_from, detokenized, load_of, responses, tenant_from, tokenized
 from jpaged.server.status import Trailers, error_for, status_of, trailers_of
@@ -47,6 +47,8 @@ class Replica:
     """One engine that runs, and its service; the engine is started and stopped here."""
 
     def __init__(self, model: LoadedModel) -> None:
+        if (role := model.config.roles.role) != "both":
+            raise Unsupported(f"role: {role} needs a port of its own, which a replica in another host has not")
         self._model = model
         self._state = ServiceState(model.config, model)
         self._service = Service(self._state)

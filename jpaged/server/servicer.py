@@ -223,6 +223,7 @@ def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
         else None,
         backend=None if model is None else _message_of(control_pb2.Backend, model.backend),
         options=options_of(state.config),
+        role=state.config.roles.role,
     )
 
 

@@ -13,6 +13,7 @@ evaluations.py     calls that score and embed
 scoring.py         scores and embeddings as requests
 continuing.py      requests that go on behind what was generated elsewhere
 input_processor.py what a caller sends -> a request that can run
+roles/             prefill and decode on servers of their own
 tokenizing/        texts to tokens
 chat/              chat templates, in a process of their own
 grammars/          constraints on what is generated, compiled and followed

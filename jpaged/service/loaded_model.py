@@ -9,6 +9,7 @@ from typing import Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Geometry
+from jpaged.engine.handover.handover import Handover
 from jpaged.engine.kv.tiers.travels import Travels
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
@@ -18,6 +19,7 @@ from jpaged.load import EngineLoad
 from jpaged.service.adapters import Adapters
 from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
+from jpaged.service.roles.counts import RoleCounts
 from jpaged.types import LoadedAdapter, ModelInfo, Request
 
 
@@ -29,12 +31,14 @@ class EngineClient(Protocol):
         max_num_in_flight: requests that are accepted at one time.
         eyes: what may be asked about its pools.
         travels: what may be asked of prefixes that come from other servers, and go there.
+        handover: hands prompts over to other servers; None where it cannot.
     """
 
     clock: Callable[[], float]
     max_num_in_flight: int
     eyes: Eyes
     travels: Travels
+    handover: Handover | None
 
     @property
     def geometry(self) -> Geometry:
@@ -109,6 +113,7 @@ class LoadedModel:
     Attributes:
         adapters: those that requests may name.
         grammars: those that requests ask for; None where the engine fills no masks.
+        role_counts: what a server has done for others, or has had done.
     """
 
     engine: EngineClient
@@ -119,3 +124,4 @@ class LoadedModel:
     config: EngineConfig
     adapters: Adapters = field(default_factory=Adapters)
     grammars: ServedGrammars | None = None
+    role_counts: RoleCounts = field(default_factory=RoleCounts)

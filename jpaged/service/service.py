@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jpaged.access import entry as access
 from jpaged.access.keys import Role
@@ -39,6 +39,7 @@ from jpaged.service.continuing import move_grammars
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_name, require_salt, told_name
 from jpaged.service.records import NOBODY, Caller, Records, RequestObserver, RequestRecord
+from jpaged.service.roles.role import AskedPrefill, ServerRole
 from jpaged.service.state import ServiceState
 from jpaged.service.streams import Bridge, OutputStream
 from jpaged.service.workers import Workers, detached
@@ -74,6 +75,7 @@ class Call:
         adapter: the name of an adapter, or the load that its name meant; "" is the model as it is.
         caller: who asks.
         record: of the call that this is a part of; None where it is one by itself.
+        asked: it is a prompt that another server asks for.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -86,6 +88,7 @@ class Call:
     adapter: str | LoadedAdapter = ""
     caller: Caller = NOBODY
     record: RequestRecord | None = None
+    asked: AskedPrefill | None = None
 
     def begins(self) -> RequestRecord:
         """Return the record of a call that begins."""
@@ -123,7 +126,7 @@ class Generation:
     prompt_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     answers: ChatAnswers | None = None
-    preparing: asyncio.Task[tuple[Request, ChatAnswers | None]] | None = None
+    preparing: asyncio.Task[Any] | None = None
     is_over: bool = False
 
     def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
@@ -131,6 +134,12 @@ class Generation:
         self.stream.end(OutputEvent(self.engine_id, finish=finish, is_last=True, error=error))
         if self.preparing is not None:
             self.preparing.cancel()
+
+    def goes_on_by(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
+        """Have a task make the engine's request of the call; None ends it, unless it says itself that it is done."""
+        if task is None and self.preparing is not None and not is_done:
+            self.preparing.cancel()
+        self.preparing = task
 
     def __aiter__(self) -> AsyncIterator[OutputEvent]:
         return self
@@ -156,6 +165,7 @@ class Service:
     Args:
         observers: are told of every call.
         quotas: what each tenant may have; no limits when left out.
+        role: begins requests; None gives them to the engine.
 
     Attributes:
         state: what runs, or why nothing does.
@@ -163,9 +173,14 @@ class Service:
     """
 
     def __init__(
-        self, state: ServiceState, observers: Sequence[RequestObserver] = (), quotas: Quotas | None = None
+        self,
+        state: ServiceState,
+        observers: Sequence[RequestObserver] = (),
+        quotas: Quotas | None = None,
+        role: ServerRole | None = None,
     ) -> None:
         self.state = state
+        self._role = role
         self._quotas = quotas or Quotas()
         self._records = Records(observers)
         self.is_idle = asyncio.Event()
@@ -202,12 +217,17 @@ class Service:
                     request = await self._prepare(model, generation, call)
                     if request is not None:
                         stay.reserve(len(request.prompt_token_ids), *_most_generated(request))
-                        model.engine.submit(request, generation.stream.put)
+                        if self._role is None:
+                            model.engine.submit(request, generation.stream.put)
+                        else:
+                            self._role.begin(model, request, generation, call.asked)
                         generation.prompt_token_ids, generation.seed = request.prompt_token_ids, request.sampling.seed
                     try:
                         yield generation
                     finally:
                         stay.settle(record.usage.prompt_tokens + record.usage.completion_tokens)
+                        if self._role is not None:
+                            self._role.end(model, generation)
                         if not generation.is_over:
                             model.engine.drop(generation.engine_id)
                 finally:
@@ -368,7 +388,8 @@ class Service:
     def _admit(self, model: LoadedModel, call: Call, record: RequestRecord) -> Generation:
         if call.request_id is not None:
             require_name("request_id", call.request_id)
-        request_id, cache_tenant = call.request_id or uuid.uuid4().hex, cache_tenant_of(model, call.tenant)
+        cache_tenant = cache_tenant_of(model, call.tenant) if call.asked is None else call.asked.cache_tenant
+        request_id = call.request_id or uuid.uuid4().hex
         other = self._open.get((cache_tenant, request_id))
         if other is not None and not other.stream.is_ended:  # one that has ended may not be read yet
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")

@@ -15,7 +15,16 @@ from prometheus_client.registry import Collector
 
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import InvalidArgument
-from jpaged.load import DISTRIBUTIONS, PER_POSITION, EngineLoad, SpeculationLoad, metrics_of
+from jpaged.load import (
+    DISTRIBUTIONS,
+    PER_POSITION,
+    PREFILL_FAILURES,
+    PREFILLS_HERE,
+    EngineLoad,
+    RoleLoad,
+    SpeculationLoad,
+    metrics_of,
+)
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.telemetry.scrapes import ScrapeServer
 
@@ -49,8 +58,22 @@ class EngineCollector(Collector):
         for field, distribution in DISTRIBUTIONS.items():
             yield self._histogram(distribution.metric.name, distribution.metric.help, engine.histogram(field))
         yield self._cache_config()
+        if self._serving.config.roles.role != "both":
+            yield from self._roles()
         if (max_loras := self._serving.model.max_loras) > 0:
             yield self._adapters(load, max_loras)
+
+    def _roles(self) -> Iterator[Metric]:
+        counts, name = self._serving.role_counts, self._serving.model.name
+        for field, metric in metrics_of("counter", RoleLoad):
+            counter = CounterMetricFamily(metric.name, metric.help, labels=("model_name",))
+            counter.add_metric((name,), getattr(counts.load(), field))
+            yield counter
+        for metric, by_reason in ((PREFILLS_HERE, counts.num_here), (PREFILL_FAILURES, counts.num_failed)):
+            counter = CounterMetricFamily(metric.name, metric.help, labels=("model_name", "reason"))
+            for reason, count in sorted(by_reason.items()):
+                counter.add_metric((name, reason), count)
+            yield counter
 
     def _speculation(self, load: SpeculationLoad) -> Iterator[Metric]:
         name = self._serving.model.name

@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "_proto": set(),
     "openai": VALUES,
     "client": VALUES | {"_proto", "openai"},
+    "peers": VALUES | {"_proto", "client", "service"},
     "access": {"errors", "json_text", "config"},  # knows no protocol, and no request
     "service": VALUES | {"engine", "access"},
     "telemetry": VALUES | {"engine", "service"},
@@ -81,6 +82,7 @@ MAY_IMPORT = {
         "service",
         "server",
         "route",
+        "peers",
         "telemetry",
         "llm",
         "capacity",
@@ -94,7 +96,7 @@ MAY_IMPORT = {
 
 # Where a library may be imported; what is not listed may be imported anywhere.
 _ARRAYS = {"device", "models", "checkpoints", "kernels"}
-_WIRE = {"client", "server", "route", "_proto"}
+_WIRE = {"client", "server", "route", "peers", "_proto"}
 LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),

@@ -192,6 +192,27 @@ def test_adapters_are_weights_that_every_step_reads(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("on_cpus")
+def test_roles_are_compared_where_somebody_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--topology", "v6e:1x1,v5e:1x1", "--roles", "--max-ttft-ms", "100"]
+    assert main([*DEMO, *words]) == 0
+    said = capsys.readouterr().out
+    assert said.count("roles for 64 + 32 tokens on 2 copies: a first token within 100 ms (mean)") == 1  # v5e: no room
+    assert "  choose: --role both; apart carries 0." in said
+    assert main([*DEMO, *words, "--json"]) == 0
+    fits, does_not = json.loads(capsys.readouterr().out)["plans"]
+    assert (fits["roles"]["choose"], fits["roles"]["num_copies"]) == ("both", 2)
+    assert fits["roles"]["mixed"]["ttft_s"] <= 0.1
+    assert does_not["roles"] is None
+
+
+def test_goals_of_roles_without_them_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DEMO, "--topology", "v6e:1x1", "--max-itl-ms", "20"]) == 2
+    assert "--max-itl-ms: goes with --roles, which is not there" in capsys.readouterr().err
+    assert main([*DEMO, "--topology", "v6e:1x1", "--roles", "--max-itl-ms", "nan"]) == 2
+    assert "--max-itl-ms: nan is not above the limit of 0" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("on_cpus")
 def test_it_fails_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DEMO, "--topology", "v5e:1x1"]) == 1
     assert "does not fit" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
+from jpaged.peers.prefill import Prefills
 from jpaged.server.lifecycle import Server
 from jpaged.service.adapters import Adapters
 from jpaged.service.chat.answering import ChatAnswering
@@ -130,7 +131,8 @@ async def running(
         return make_serving(executor, config, tokenizer, answer_format)
 
     loaded: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
-    server = Server(config, load, on_serving=lambda port, serving: loaded.set_result(serving))
+    prefills = Prefills(config.roles) if config.roles.role == "decode" else None
+    server = Server(config, load, on_serving=lambda port, serving: loaded.set_result(serving), prefills=prefills)
     port = await server.start()
     run = asyncio.create_task(server.run())
     channel = aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])

@@ -31,7 +31,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "api_version", "state", "start_time", "startup", "backend", "options")
+    __slots__ = ("server_version", "api_version", "state", "start_time", "startup", "backend", "options", "role")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class GetServerInfoResponse(_message.Message):
     STARTUP_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     api_version: str
     state: ServerState
@@ -46,7 +47,8 @@ class GetServerInfoResponse(_message.Message):
     startup: StartupProgress
     backend: Backend
     options: _containers.RepeatedCompositeFieldContainer[Option]
-    def __init__(self, server_version: _Optional[str] = ..., api_version: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., startup: _Optional[_Union[StartupProgress, _Mapping]] = ..., backend: _Optional[_Union[Backend, _Mapping]] = ..., options: _Optional[_Iterable[_Union[Option, _Mapping]]] = ...) -> None: ...
+    role: str
+    def __init__(self, server_version: _Optional[str] = ..., api_version: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., startup: _Optional[_Union[StartupProgress, _Mapping]] = ..., backend: _Optional[_Union[Backend, _Mapping]] = ..., options: _Optional[_Iterable[_Union[Option, _Mapping]]] = ..., role: _Optional[str] = ...) -> None: ...
 
 class StartupProgress(_message.Message):
     __slots__ = ("what", "done", "total")

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from jpaged.engine.data_parallel.routing import Route, Router
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Geometry
+from jpaged.engine.handover.handover import Handover
 from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.pinned import Pin
 from jpaged.engine.kv.tiers.travels import Travels
@@ -39,6 +40,7 @@ class DataParallelEngine:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.failure: Exception | None = None
+        self.handover: Handover | None = None  # blocks come to one pool; which it would be is decided later
         self._engines = tuple(engines)
         buckets = self.geometry.buckets  # grow while programs compile in the background, at each in its own time
         alike = [dataclasses.replace(engine.geometry, buckets=buckets) for engine in engines]

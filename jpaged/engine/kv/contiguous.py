@@ -25,6 +25,7 @@ from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import Held
 from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 from jpaged.pool import MemoryMarks
@@ -113,6 +114,7 @@ class ReservedMemory:
         self.swapping = None
         self.windows = None
         self.aside = None
+        self.travelling: Travelling | None = None
         self.num_blocks = self.limit = geometry.num_blocks
         self._block_size = geometry.block_size
         self._max_model_len = geometry.max_model_len

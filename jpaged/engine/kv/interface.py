@@ -12,6 +12,7 @@ from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
@@ -40,12 +41,14 @@ class KVMemory(Protocol):
     Attributes:
         host: prefixes in host memory; None where there is none.
         held: cached blocks that somebody outside reads; None where nothing is cached.
+        travelling: prompts on their way between servers; None without a prefix cache, or blocks of the host.
     """
 
     num_blocks: int
     counts: MemoryCounts
     host: HostTier | None
     held: Held | None
+    travelling: Travelling | None
 
     @property
     def limit(self) -> int:

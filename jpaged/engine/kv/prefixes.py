@@ -281,6 +281,10 @@ class Held:
         self._prefixes = prefixes
         self._tables: dict[BlockTable, None] = {}
 
+    def find(self, key: Key) -> int | None:
+        """The block of the device that holds what a key names; None where there is none."""
+        return self._prefixes._cache.find(key)
+
     def hold(self, keys: Iterable[Key]) -> BlockTable:
         """Keeps the blocks that hold what these keys name, each in the place of its key.
 

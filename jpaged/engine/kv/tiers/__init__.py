@@ -5,4 +5,5 @@ chain.py      what a prefix is called that travels
 leaving.py    one that is read for another server
 arriving.py   one that comes from there
 travels.py    what may be asked of both, by any thread
+travelling.py prompts that go on elsewhere: what is held of them, and how long
 """

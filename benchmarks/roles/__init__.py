@@ -1,0 +1,6 @@
+"""Prefill and decode on servers of their own, against two servers that do both.
+
+__main__.py   the measurement and its table
+servers.py    the processes
+load.py       what is asked of them, and what their clients saw
+"""

@@ -1,0 +1,257 @@
+"""When prefill and decode are better apart: the requests a second that copies of a model carry within latency goals.
+
+Of each way the rows b that decode on a copy are given, and from them follows what the copy carries. I and O are the
+tokens of a prompt and of its output, T those of a step's chunk of prompts, d(b) a step that decodes, m(b, T) one that
+has a chunk besides, s(T) one of a chunk alone.
+
+    mixed     q = b I / (O T)              share of steps with a chunk; not over 1
+              E = d + q (m - d)            mean time of a step, and between two tokens
+              requests/s of a copy = b / (O E)
+              first token: ceil(I / T) steps m, behind half a step and a queue (M/D/1) of them
+              99 of 100 tokens come within m where q is above 0.01, else d
+    apart     requests/s of a decode copy = b / (O d(b));  p copies prefill what d copies decode
+              first token: ceil(I / T) steps s, behind a queue of them
+              99 of 100 tokens come within d, or d and the transfer where that is one token of 100
+    transfer  bytes of the prompt's full blocks: out of a device over its host link, the network, and in again
+
+The goals are held by the largest b that keeps them; T is whichever power of two does best. The transfer goes on behind
+the first token, so that it delays the second. Nothing was measured: steps take what the plan says, and what a server
+does besides (its host, its network's latency, uneven arrivals between copies) is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
+
+from jpaged.capacity.cost import ASSUMED, StepLoad
+from jpaged.capacity.estimate import Lengths, Pool
+from jpaged.capacity.step_times import StepTimes
+
+MIN_GAIN = 1.05
+"""Two kinds of servers are more to run than one: they are chosen for more than this many times the requests."""
+_MIN_CHUNK = 128
+_RARE = 0.01
+_MAX_COPIES = 64
+"""Ratios of prefill to decode are tried for so many copies; of more the best ratio is hardly another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What a user should see, and how fast prompts travel.
+
+    Attributes:
+        ttft_s: the mean time to a first token.
+        itl_s: within which 99 of 100 further tokens come.
+        network_bytes_per_s: between two servers.
+    """
+
+    ttft_s: float
+    itl_s: float
+    network_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run copies of a model, at the most requests that it carries within the goals.
+
+    Attributes:
+        num_prefill: copies that compute prompts for others; 0 where each does both.
+        num_decode: the others.
+        chunk_tokens: of prompts in a step.
+        requests_per_s: of all copies; 0 where the goals cannot be met at all, and then the rest says what is least.
+        num_rows: that decode at one time on a copy that decodes.
+        transfer_s: of a prompt's blocks; it lies between a first token and the second. 0 where nothing travels.
+    """
+
+    num_prefill: int
+    num_decode: int
+    chunk_tokens: int
+    requests_per_s: float
+    num_rows: int
+    ttft_s: float
+    itl_s: float
+    itl_p99_s: float
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Both ways on the same copies.
+
+    Attributes:
+        num_copies: at least two.
+        transfer_bytes: of one prompt.
+    """
+
+    lengths: Lengths
+    num_copies: int
+    mixed: Way
+    apart: Way
+    transfer_bytes: float
+
+    @property
+    def chooses_apart(self) -> bool:
+        """Prefill and decode apart carry clearly more."""
+        return self.apart.requests_per_s > MIN_GAIN * self.mixed.requests_per_s
+
+
+def compare(lengths: Lengths, pool: Pool, times: StepTimes, num_copies: int, goals: Goals) -> Comparison | None:
+    """Both ways for sequences of these lengths; None where not one fits, or none has a second token."""
+    most = min(pool.num_fitting(lengths.input_len + lengths.output_len), pool.max_num_seqs)
+    if most < 1 or lengths.output_len < 2:
+        return None
+    model = _Model(lengths, times, goals)
+    num_copies = min(max(2, num_copies), _MAX_COPIES)
+    chunks = _chunks(pool.max_num_batched_tokens)
+
+    def mixed(chunk: int) -> Way:
+        return _most_rows(lambda rows: model.mixed(rows, chunk, num_copies), most, goals)
+
+    def apart(chunk: int, num_prefill: int) -> Way:
+        return _most_rows(lambda rows: model.apart(rows, chunk, num_prefill, num_copies - num_prefill), most, goals)
+
+    num_bytes = model.transfer_bytes(pool.block_size)
+    return Comparison(
+        lengths,
+        num_copies,
+        _best(mixed(chunk) for chunk in chunks),
+        _best(apart(chunk, number) for chunk in chunks for number in range(1, num_copies)),
+        num_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The equations above, for given rows."""
+
+    lengths: Lengths
+    times: StepTimes
+    goals: Goals
+
+    def mixed(self, rows: int, chunk: int, num_copies: int) -> Way | None:
+        """Every copy does both; None where prompts come faster than they are computed."""
+        input_len, output_len = self.lengths.input_len, self.lengths.output_len
+        share = rows * input_len / (output_len * chunk)
+        decode_s, both_s = self._decode_s(rows), self._step_s(chunk, rows)
+        step_s = decode_s + share * (both_s - decode_s)
+        rate = rows / (output_len * step_s)
+        wait_s = _queue_s(rate * input_len / chunk * both_s, prompt_s := self._prompt_s(chunk, rows))
+        if share > 1 or wait_s is None:
+            return None
+        p99_s = both_s if share > _RARE else decode_s
+        return Way(0, num_copies, chunk, num_copies * rate, rows, step_s / 2 + wait_s + prompt_s, step_s, p99_s)
+
+    def apart(self, rows: int, chunk: int, num_prefill: int, num_decode: int) -> Way | None:
+        """Some copies compute prompts, the others go on; None where prompts come faster than they are computed."""
+        input_len, output_len = self.lengths.input_len, self.lengths.output_len
+        decode_s, transfer_s = self._decode_s(rows), self.transfer_s
+        rate = num_decode * rows / (output_len * decode_s)
+        use = rate / num_prefill * input_len / chunk * self._step_s(chunk, 0)
+        wait_s = _queue_s(use, prompt_s := self._prompt_s(chunk, 0))
+        if wait_s is None:
+            return None
+        share = 1 / (output_len - 1)
+        p99_s = decode_s + transfer_s if share > _RARE else decode_s
+        mean_s = decode_s + share * transfer_s
+        return Way(num_prefill, num_decode, chunk, rate, rows, wait_s + prompt_s, mean_s, p99_s, transfer_s)
+
+    def transfer_bytes(self, block_size: int) -> float:
+        """Keys and values of a prompt's full blocks."""
+        return self.lengths.input_len // block_size * block_size * self.times.roofline.shape.kv_bytes_per_token
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds for which a prompt's blocks are on their way, each part of it after the other."""
+        roofline = self.times.roofline
+        num_bytes = self.lengths.input_len * roofline.shape.kv_bytes_per_token
+        host_s = num_bytes / (roofline.num_devices * roofline.hardware.host_bytes_per_s * ASSUMED.host_link_efficiency)
+        return 2 * host_s + num_bytes / self.goals.network_bytes_per_s
+
+    def _decode_s(self, rows: int) -> float:
+        return self.times.step_s(self._decoding(rows))
+
+    def _decoding(self, rows: int) -> StepLoad:
+        return StepLoad.decoding(rows, self.lengths.input_len + self.lengths.output_len / 2)
+
+    def _step_s(self, chunk: int, rows: int) -> float:
+        prompts = StepLoad.prompts(chunk, self.lengths.input_len)
+        if not rows:
+            return self.times.step_s(prompts)
+        pairs = zip(astuple(prompts), astuple(self._decoding(rows)), strict=True)
+        return self.times.step_s(StepLoad(*(one + other for one, other in pairs)))
+
+    def _prompt_s(self, chunk: int, rows: int) -> float:
+        """A prompt that does not wait; one that is shorter than a chunk has its step alone."""
+        input_len = self.lengths.input_len
+        return math.ceil(input_len / chunk) * self._step_s(min(chunk, input_len), rows)
+
+
+def _queue_s(use: float, service_s: float) -> float | None:
+    """The mean wait of an M/D/1 queue; None where more comes than is served."""
+    return None if use >= 1 else use * service_s / (2 * (1 - use))
+
+
+def _most_rows(way: Callable[[int], Way | None], most: int, goals: Goals) -> Way:
+    """The way with the most rows that keeps the goals; where none does, that of one row, with 0 requests a second."""
+
+    def keeps(found: Way | None) -> bool:
+        return found is not None and found.ttft_s <= goals.ttft_s and found.itl_p99_s <= goals.itl_s
+
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if keeps(way(middle)) else (low, middle - 1)
+    found = way(max(low, 1))
+    if found is None:
+        return Way(0, 0, 0, 0.0, 0, math.inf, math.inf, math.inf)
+    if low:
+        return found
+    return replace(found, requests_per_s=0.0)
+
+
+def _best(ways: Iterable[Way]) -> Way:
+    return max(ways, key=lambda way: (way.requests_per_s, -way.itl_p99_s, -way.ttft_s))
+
+
+def _chunks(max_num_batched_tokens: int) -> list[int]:
+    """Tokens of a chunk to try: powers of two, and as many as a step may have."""
+    powers = (1 << power for power in range(_MIN_CHUNK.bit_length() - 1, max_num_batched_tokens.bit_length()))
+    return sorted({max_num_batched_tokens, *(power for power in powers if power <= max_num_batched_tokens)})
+
+
+def lines(found: Comparison, goals: Goals) -> list[str]:
+    """A comparison in text, with what the plan would choose."""
+    mixed, apart, lengths = found.mixed, found.apart, found.lengths
+    text = [
+        f"roles for {lengths.input_len} + {lengths.output_len} tokens on {found.num_copies} copies: a first token "
+        f"within {goals.ttft_s * 1e3:g} ms (mean), 99 of 100 others within {goals.itl_s * 1e3:g} ms",
+        f"  both everywhere: {_way_line(mixed)}",
+        f"  {apart.num_prefill} prefill + {apart.num_decode} decode: {_way_line(apart)}",
+        f"  a prompt's blocks are {found.transfer_bytes / 1e6:.1f} MB, on their way for {apart.transfer_s * 1e3:.1f} "
+        f"ms at {goals.network_bytes_per_s * 8 / 1e9:g} Gbit/s between servers, in which the second token waits",
+    ]
+    if not (mixed.requests_per_s or apart.requests_per_s):
+        return [*text, "  choose: neither keeps the goals"]
+    gain = apart.requests_per_s / mixed.requests_per_s if mixed.requests_per_s else math.inf
+    if found.chooses_apart:
+        what = f"--role prefill on {apart.num_prefill} and --role decode on {apart.num_decode} of {found.num_copies}"
+    else:
+        what = "--role both"
+    times = "they alone keep the goals" if math.isinf(gain) else f"apart carries {gain:.2f} times as many requests"
+    return [*text, f"  choose: {what}; {times}"]
+
+
+def _way_line(way: Way) -> str:
+    if not way.requests_per_s:
+        if math.isinf(way.ttft_s):
+            return "does not keep the goals: one row's prompts take longer than its output"
+        return (
+            f"does not keep the goals: of one row the first token takes {way.ttft_s * 1e3:.1f} ms, 99 of 100 others "
+            f"{way.itl_p99_s * 1e3:.2f} ms"
+        )
+    return (
+        f"{way.requests_per_s:.2f} requests/s, {way.num_rows} rows a copy, chunks of {way.chunk_tokens}; first token "
+        f"{way.ttft_s * 1e3:.1f} ms, others {way.itl_s * 1e3:.2f} ms (mean), {way.itl_p99_s * 1e3:.2f} ms (99 of 100)"
+    )

@@ -1,0 +1,232 @@
+"""Servers of the role prefill, as a decode server asks them: the least busy that is there, and one after the other.
+
+A server that cannot be reached is left alone for a second; where none is there, nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from jpaged._proto.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
+from jpaged.client import wire
+from jpaged.client.channel import require_target
+from jpaged.client.failures import translated
+from jpaged.client.tls import Tls, open_channel
+from jpaged.config import RoleOptions
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, sentence_of
+from jpaged.service.roles.answers import Block
+from jpaged.service.roles.first_tokens import FirstToken, prompt_alone
+from jpaged.types import Request
+
+_LOG = logging.getLogger(__name__)
+
+_ABSENT_S = 1.0
+_MAX_KEY_BYTES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    """One of them.
+
+    Attributes:
+        num_open: calls that it works on for us.
+        absent_until_s: until then it is not asked, but where all are absent.
+    """
+
+    target: str
+    channel: aio.Channel
+    stub: Any
+    num_open: int = 0
+    absent_until_s: float = 0.0
+    num_asked: int = 0
+
+    def enter(self) -> None:
+        """A call to it begins."""
+        self.num_open += 1
+        self.num_asked += 1
+
+    def leave(self) -> None:
+        """A call to it is over."""
+        self.num_open -= 1
+
+    def note_absence(self) -> None:
+        """It could not be reached."""
+        if self.absent_until_s == 0.0:
+            _LOG.warning("prefill server %s is not there", self.target)
+        self.absent_until_s = time.monotonic() + _ABSENT_S
+
+    def note_answer(self) -> None:
+        """It has answered."""
+        if self.absent_until_s:
+            _LOG.warning("prefill server %s is there again", self.target)
+        self.absent_until_s = 0.0
+
+
+class Answer:
+    """Implements `jpaged.service.roles.answers.PrefillAnswer`, over one call."""
+
+    def __init__(self, server: _Server, call: Any) -> None:
+        self.target = server.target
+        self.tokens: Sequence[FirstToken] = ()
+        self.num_cached_tokens = 0
+        self._server: _Server | None = server
+        self._call = call
+        server.enter()
+
+    async def begin(self, num_sequences: int) -> None:
+        """Wait for the first token of each sequence.
+
+        Raises:
+            JpagedError: they do not come.
+        """
+        tokens = list[FirstToken]()
+        with _translating():
+            while len(tokens) < num_sequences:
+                message = await self._call.read()
+                if message is aio.EOF or not message.HasField("told"):
+                    raise InternalError(f"{self.target} told {len(tokens)} first tokens of {num_sequences}")
+                chunk = wire.chunk_of(message.told)
+                if len(chunk.token_ids) != 1 or len(chunk.logprobs) > 1:
+                    raise InternalError(f"{self.target} told {len(chunk.token_ids)} first tokens of a sequence")
+                logprobs = chunk.logprobs[0] if chunk.logprobs else None
+                tokens.append(FirstToken(chunk.index, chunk.token_ids[0], logprobs))
+                self.num_cached_tokens = chunk.usage.cached_tokens
+        self.tokens = tokens
+
+    async def blocks(self) -> AsyncIterator[Sequence[Block]]:
+        """The blocks of the prompt, some at a time."""
+        with _translating():
+            while (message := await self._call.read()) is not aio.EOF:
+                yield [Block(one.key, one.contents, one.digest) for one in message.blocks.blocks]
+
+    def close(self) -> None:
+        """Let the server go."""
+        if self._server is not None:
+            self._server.leave()
+            self._server = None
+            self._call.cancel()
+
+
+class Prefills:
+    """Implements `jpaged.service.roles.answers.PrefillServers`. Made on the event loop that it is used on.
+
+    Raises:
+        InvalidArgument: a target is none, or a file cannot be read.
+    """
+
+    def __init__(self, options: RoleOptions) -> None:
+        for target in options.prefill_target:
+            require_target("prefill_target", target)
+        tls, self._key = _tls_of(options), _key_of(options)
+        self._servers = []
+        for target in options.prefill_target:
+            channel = open_channel(aio, target, tls)
+            self._servers.append(_Server(target, channel, prefill_pb2_grpc.PrefillServiceStub(channel)))
+
+    async def ask(self, request: Request, num_known: int, kv_identity: bytes, timeout_s: float) -> Answer:
+        """Have a prompt computed by one of them; see `PrefillServers.ask`."""
+        message = _message_of(request, num_known, kv_identity)
+        # A key has a tenant of its own, which speaks for all; without keys the policy `fair` knows whose prompt it is.
+        metadata = wire.metadata_of("" if self._key else request.tenant, self._key)
+        failure: JpagedError = Unavailable(f"no prefill server is there: {', '.join(self._names)}")
+        for server in self._in_order():
+            answer = Answer(server, server.stub.Prefill(message, timeout=timeout_s, metadata=metadata))
+            try:
+                await answer.begin(request.sampling.n)
+            except (Unavailable, TryLater) as error:
+                answer.close()
+                failure = error
+                if isinstance(error, Unavailable):
+                    server.note_absence()
+            except BaseException:
+                answer.close()
+                raise
+            else:
+                server.note_answer()
+                return answer
+        raise failure
+
+    async def close(self) -> None:
+        """End the connections."""
+        for server in self._servers:
+            await server.channel.close()
+
+    @property
+    def _names(self) -> list[str]:
+        return [server.target for server in self._servers]
+
+    def _in_order(self) -> list[_Server]:
+        """Those that are there, the least busy first, and of those the one that was asked least."""
+        now_s = time.monotonic()
+        there = [server for server in self._servers if server.absent_until_s <= now_s]
+        return sorted(there, key=lambda server: (server.num_open, server.num_asked))
+
+
+def _message_of(request: Request, num_known: int, kv_identity: bytes) -> prefill_pb2.PrefillRequest:
+    adapter = request.adapter
+    return prefill_pb2.PrefillRequest(
+        request=inference_pb2.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            token_ids=inference_pb2.TokenIds(ids=request.prompt_token_ids),
+            sampling=wire.sampling_message(prompt_alone(request.sampling)),
+            adapter="" if adapter is None else adapter.name,
+        ),
+        kv_identity=kv_identity,
+        adapter_digest=request.adapter_digest,
+        cache_tenant=request.cache_tenant,
+        num_known_blocks=num_known,
+    )
+
+
+@contextlib.contextmanager
+def _translating() -> Any:
+    """Raise the errors of the tree of jpaged.errors, and Unavailable where the connection was closed."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise translated(error) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Unavailable("the connection was closed") from error
+
+
+def _tls_of(options: RoleOptions) -> Tls | None:
+    files = options.prefill_tls_ca, options.prefill_tls_cert, options.prefill_tls_key
+    if not options.prefill_tls and not any(files):
+        return None
+    try:
+        tls = Tls(*files)
+        tls.credentials()
+    except InvalidArgument as error:
+        raise InvalidArgument(f"prefill_{error.field.replace('.', '_')}", error.problem) from error
+    return tls
+
+
+def _key_of(options: RoleOptions) -> str:
+    path = options.prefill_api_key_file
+    if path is None:
+        return ""
+    try:
+        key = Path(path).read_bytes()[: _MAX_KEY_BYTES + 1].decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("prefill_api_key_file", f"{path} cannot be read: {sentence_of(error)}") from None
+    if not 0 < len(key) <= _MAX_KEY_BYTES:
+        raise InvalidArgument("prefill_api_key_file", f"{path} has {len(key)} characters, not 1 to {_MAX_KEY_BYTES}")
+    try:
+        wire.metadata_of("", key)
+    except InvalidArgument as error:
+        raise InvalidArgument("prefill_api_key_file", f"{path} {error.problem}") from error
+    return key

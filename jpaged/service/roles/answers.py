@@ -1,0 +1,63 @@
+"""What a decode server asks of prefill servers, whatever the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jpaged.service.roles.first_tokens import FirstToken
+from jpaged.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a prompt as it travels.
+
+    Attributes:
+        key: what it is known by, of its KV group.
+        digest: SHA-256 of key and contents.
+    """
+
+    key: bytes
+    contents: bytes
+    digest: bytes
+
+
+class PrefillAnswer(Protocol):
+    """One prompt that was computed; its blocks are held there until they have come, or `close`.
+
+    Attributes:
+        target: which server has computed it.
+        tokens: the first of each sequence.
+        num_cached_tokens: of the prompt that were cached there.
+    """
+
+    target: str
+    tokens: Sequence[FirstToken]
+    num_cached_tokens: int
+
+    def blocks(self) -> AsyncIterator[Sequence[Block]]:
+        """The blocks of the prompt, some at a time; raises JpagedError where they end before their time."""
+
+    def close(self) -> None:
+        """Let the server go; a second time nothing happens."""
+
+
+class PrefillServers(Protocol):
+    """Servers of the role prefill."""
+
+    async def ask(self, request: Request, num_known: int, kv_identity: bytes, timeout_s: float) -> PrefillAnswer:
+        """Have a prompt computed by one of them, and wait for the first token of each sequence.
+
+        Args:
+            num_known: leading blocks of the prompt that are not to be sent.
+            kv_identity: of this server's blocks.
+            timeout_s: of the whole call, the blocks included.
+
+        Raises:
+            JpagedError: none of them could.
+        """
+
+    async def close(self) -> None:
+        """End the connections."""

@@ -1,0 +1,197 @@
+"""The role decode: long prompts are computed by prefill servers, and requests go on here behind their first token.
+
+    ask ──> first tokens ──> told at once
+                        └──> blocks ──> host memory ──> the engine, which finds them as it finds any prefix
+    whatever fails      the engine computes what is missing: the same tokens, later
+
+A request has its place among those in flight from the beginning, so that none is turned away behind its first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jpaged.config import RoleOptions
+from jpaged.engine.handover.handover import Handover
+from jpaged.engine.handover.keys import PromptKeys
+from jpaged.errors import DeadlineExceeded, InternalError, JpagedError
+from jpaged.service.roles.answers import PrefillAnswer, PrefillServers
+from jpaged.service.roles.first_tokens import Begun, begun
+from jpaged.service.roles.landing import Landing
+from jpaged.service.roles.ready import handover_of, identity_of
+from jpaged.service.roles.role import AskedPrefill, Generation
+from jpaged.service.roles.rule import why_here
+from jpaged.service.workers import Workers
+from jpaged.types import OutputEvent, Request
+
+if TYPE_CHECKING:
+    from jpaged.engine.sequence import Sink
+    from jpaged.service.loaded_model import LoadedModel
+
+_BIG = 1 << 62
+"""The size of work that always belongs on a thread."""
+
+
+class DecodeRole:
+    """Has prompts computed elsewhere.
+
+    Args:
+        servers: who computes them.
+    """
+
+    def __init__(self, options: RoleOptions, servers: PrefillServers) -> None:
+        self._options = options
+        self._servers = servers
+        self._identity = b""
+        self._workers = Workers()
+        self._landings: dict[str, Landing] = {}
+
+    async def prepare(self, model: LoadedModel) -> None:
+        """Find out what blocks of this server mean."""
+        self._identity = await identity_of(model)
+
+    def begin(self, model: LoadedModel, request: Request, generation: Generation, asked: AskedPrefill | None) -> None:
+        """Give a request to the engine, or begin it elsewhere on a task of its own."""
+        if asked is not None:
+            raise InternalError("a decode server is asked for a prompt")
+        reason = why_here(request, self._options.prefill_min_tokens)
+        if reason is not None:
+            model.role_counts.here(reason)
+            model.engine.submit(request, generation.stream.put)
+            return
+        handover_of(model).keep_place(request.request_id)
+        generation.goes_on_by(asyncio.create_task(self._run(model, request, generation)))
+
+    def end(self, model: LoadedModel, generation: Generation) -> None:
+        """Nothing is told, written or held of a request any more."""
+        generation.goes_on_by(None)
+        landing = self._landings.pop(generation.engine_id, None)
+        if landing is not None:
+            landing.end()
+            handover_of(model).let_go(generation.engine_id)
+
+    async def _run(self, model: LoadedModel, request: Request, generation: Generation) -> None:
+        try:
+            left, sink = await self._begun(model, request, generation)
+            if left is None:
+                model.engine.drop(request.request_id)
+            else:
+                model.engine.submit(left, sink)
+        except JpagedError as error:
+            generation.end(error=error)
+        except Exception as error:  # its reader must hear of it
+            generation.end(error=InternalError(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            generation.goes_on_by(None, is_done=True)
+
+    async def _begun(self, model: LoadedModel, request: Request, generation: Generation) -> tuple[Request | None, Sink]:
+        """What is left of a request, as far as it has begun elsewhere, and who is told of the rest."""
+        handover, counts, put = handover_of(model), model.role_counts, generation.stream.put
+        keys = await self._workers.run(lambda: handover.keys(request), len(request.prompt_token_ids))
+        num_new = len(request.prompt_token_ids) - keys.num_known * handover.block_size
+        if num_new < self._options.prefill_min_tokens:
+            counts.here("cached")
+            return request, put
+        began_s, clock = model.engine.clock(), model.engine.clock
+        counts.add(num_asked=1)
+        try:
+            answer = await self._ask(request, keys, began_s)
+        except (JpagedError, TimeoutError) as error:
+            counts.failed("prefill", error)
+            return request, put
+        try:
+            try:
+                behind = await self._tell(model, request, answer, generation)
+            except InternalError as error:
+                counts.failed("prefill", error)
+                return request, put
+            first_s = clock()
+            counts.add(prefill_wait_s=first_s - began_s)
+            if behind.request is not None:
+                await self._fetch(model, generation.engine_id, keys, answer)
+                counts.add(transfer_wait_s=clock() - first_s)
+        finally:
+            answer.close()
+        rest = _Rest(handover, generation, began_s, first_s, answer.num_cached_tokens, put)
+        return behind.request, rest.pass_on
+
+    async def _ask(self, request: Request, keys: PromptKeys, now_s: float) -> PrefillAnswer:
+        options = self._options
+        wait_s = options.prefill_timeout
+        if request.deadline_s is not None:
+            wait_s = min(wait_s, request.deadline_s - now_s)
+        if wait_s <= 0:
+            raise DeadlineExceeded("there is no time left to ask")
+        async with asyncio.timeout(wait_s):
+            whole_s = wait_s + options.transfer_timeout
+            return await self._servers.ask(request, keys.num_known, self._identity, whole_s)
+
+    async def _tell(self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation) -> Begun:
+        """Tell the first tokens; raises InternalError before anything is told where they cannot be the request's."""
+        eos, vocab_size = model.input_processor.eos_token_ids, model.engine.geometry.vocab_size
+
+        def work() -> Begun:
+            tokens = answer.tokens
+            return begun(request, tokens, answer.num_cached_tokens, model.tokenizer, eos, vocab_size)
+
+        behind = await self._workers.run(work, len(request.prompt_token_ids))
+        for event in behind.events:
+            generation.stream.put(event)
+        return behind
+
+    async def _fetch(self, model: LoadedModel, name: str, keys: PromptKeys, answer: PrefillAnswer) -> None:
+        """Bring the blocks over, as many as come: what is missing is computed, and why is counted."""
+        handover, counts = handover_of(model), model.role_counts
+        homes = await asyncio.wrap_future(handover.expect(name, keys))
+        landing = self._landings[name] = Landing(handover.host_blocks, keys.wanted, homes)
+        if len(homes) < len(keys.wanted):
+            counts.add(num_blocks_without_room=len(keys.wanted) - len(homes))
+        num_blocks = 0
+        try:
+            async with asyncio.timeout(self._options.transfer_timeout):
+                async for blocks in answer.blocks():
+                    whole = await self._workers.run(lambda blocks=blocks: landing.take(blocks), _BIG)  # type: ignore[misc]
+                    handover.arrived(name, whole)
+                    num_blocks += len(blocks)
+                    num_bytes = sum(len(block.contents) for block in blocks)
+                    counts.add(num_blocks_received=len(blocks), num_bytes_received=num_bytes)
+            if num_blocks < len(homes):
+                counts.add(num_blocks_missing=len(homes) - num_blocks)
+        except (JpagedError, TimeoutError) as error:
+            counts.failed("transfer", error)
+        finally:
+            landing.end()
+
+
+@dataclasses.dataclass(slots=True)
+class _Rest:
+    """Tells what comes behind the first tokens as the engine would have told it, had it begun the request.
+
+    The first event says that the engine has what it needs of the blocks that came: they need not be held any more.
+    """
+
+    handover: Handover
+    generation: Generation
+    began_s: float
+    first_s: float
+    num_cached_tokens: int
+    put: Sink
+    has_begun: bool = False
+
+    def pass_on(self, event: OutputEvent) -> None:
+        """Take an event, on the engine's thread."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.handover.let_go_now(self.generation.engine_id)
+        if event.usage.cached_tokens != self.num_cached_tokens:
+            usage = dataclasses.replace(event.usage, cached_tokens=self.num_cached_tokens)
+            event = dataclasses.replace(event, usage=usage)
+        if event.times is not None:
+            times = dataclasses.replace(
+                event.times, arrival_s=self.began_s, first_scheduled_s=self.began_s, first_token_s=self.first_s
+            )
+            event = dataclasses.replace(event, times=times)
+        self.put(event)

@@ -1,0 +1,97 @@
+"""A request behind the first token of each of its sequences, which another server has sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jpaged.engine.output.processor import OutputState
+from jpaged.engine.output.text import RememberedTexts
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.service.continuing import move_grammars
+from jpaged.types import Continued, Generated, OutputEvent, PositionLogprobs, Request, SamplingParams, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of a sequence. `logprobs` is None where the request asks for none."""
+
+    index: int
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that has begun elsewhere.
+
+    Attributes:
+        events: what its caller is told of the first tokens.
+        request: what is left of it; None where nothing is.
+    """
+
+    events: tuple[OutputEvent, ...]
+    request: Request | None
+
+
+def prompt_alone(sampling: SamplingParams) -> SamplingParams:
+    """The parameters by which the first token is sampled as by `sampling`, and no other."""
+    return dataclasses.replace(
+        sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens), truncate_prompt_tokens=None
+    )
+
+
+def begun(
+    request: Request,
+    tokens: Sequence[FirstToken],
+    num_cached_tokens: int,
+    tokenizer: Tokenizer,
+    eos_token_ids: frozenset[int],
+    vocab_size: int,
+) -> Begun:
+    """What is told of the first tokens, and what is left of the request; it grows with the prompt's tail alone.
+
+    Raises:
+        InternalError: these are no first tokens of this request.
+    """
+    _check(request, tokens, vocab_size)
+    texts = None if isinstance(tokenizer, NoTokenizer) else RememberedTexts(tokenizer)
+    events, continued = list[OutputEvent](), list[Continued]()
+    for number, one in enumerate(tokens, start=1):
+        state = OutputState(texts, request.prompt_token_ids, request.sampling, eos_token_ids)
+        text, finish = state.push(one.token_id)
+        told_sum = min(0.0, one.logprobs.chosen.logprob) if one.logprobs is not None else 0.0
+        events.append(
+            OutputEvent(
+                request.request_id,
+                one.index,
+                text,
+                (one.token_id,),
+                () if one.logprobs is None else (one.logprobs,),
+                finish,
+                told_sum if request.sampling.needs_logprobs else None,
+                Usage(len(request.prompt_token_ids), number, num_cached_tokens),
+            )
+        )
+        generated = Generated(one.index, (one.token_id,), told_sum, finish is not None)
+        continued.append(Continued(generated) if finish else Continued(generated, text, state.text))
+    if all(one.generated.has_finished for one in continued):
+        return Begun((*events[:-1], dataclasses.replace(events[-1], is_last=True)), None)
+    try:
+        left = move_grammars(dataclasses.replace(request, continued=tuple(continued)))
+    except InvalidArgument as error:
+        raise InternalError(f"the prefill server sampled what the request does not allow: {error}") from error
+    return Begun(tuple(events), left)
+
+
+def _check(request: Request, tokens: Sequence[FirstToken], vocab_size: int) -> None:
+    found, wanted = sorted(one.index for one in tokens), list(range(request.sampling.n))
+    if found != wanted:
+        raise InternalError(f"the prefill server told the sequences {found}, and not {wanted}")
+    for one in tokens:
+        if not 0 <= one.token_id < vocab_size:
+            raise InternalError(f"the prefill server sampled token {one.token_id}, which is not below {vocab_size}")
+        if (one.logprobs is None) != (not request.sampling.needs_logprobs):
+            raise InternalError("the prefill server told other log-probabilities than the request asks for")
