@@ -3,7 +3,8 @@
 python -m benchmarks.eviction [--seconds 600] [--seeds 3] [--blocks 2000 4000 8000] [--save]
 python -m benchmarks.eviction chat mixed --policies lru worth     some of it
 python -m benchmarks.eviction --host-blocks 4000                  with a host tier below the pool, ordered alike
-python -m benchmarks.eviction --figures-only                      table and picture again, from what was saved
+python -m benchmarks.eviction --kept-only [--save]                what has ended so far of a run that was interrupted
+python -m benchmarks.eviction --figures-only                      tables and picture again, from what was saved
 
 Runs that have ended are kept in --kept and not run again; --afresh forgets them. Seconds are those before time is made
 six times as fast.
@@ -19,9 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.eviction import decisions
+from benchmarks.eviction.device import measured_costs
 from benchmarks.eviction.hindsight import bound
 from benchmarks.eviction.plots import draw
-from benchmarks.eviction.rows import BOUND, Row, decision_table, gains, table
+from benchmarks.eviction.rows import BOUND, Row, decision_table, gains, seconds_table, table
 from benchmarks.eviction.serving import DEVICE, HINDSIGHT, MODEL, costs_of_device, serve
 from benchmarks.eviction.traces import BLOCK_SIZE, TRACES, Coming, make_trace
 from benchmarks.record import RESULTS, put_on_page, save
@@ -42,13 +44,15 @@ def main() -> None:
         kept.unlink(missing_ok=True)
     rows = list(_all_rows(arguments, kept))
     timed = [asdict(decisions.measure(policy, n)) for policy in POLICIES[:4] for n in POOLS_OF_DECISIONS]
-    record = {"rows": rows, "decisions": timed}
-    print(table(rows), decision_table(timed), sep="\n\n")
+    here = {"model": arguments.rates, **asdict(measured_costs(arguments.rates))}
+    record = {"rows": rows, "decisions": timed, "measured_costs": here}
+    print(table(rows), seconds_table(rows, here), decision_table(timed), sep="\n\n")
     for row in gains(rows, "worth"):
         print(f"{row['trace']:<8} {row['num_blocks']:>6}  worth - lru {row['points']:+.1f} points, {row['least']:+.1f}")
     if arguments.save:
         about = {"model": MODEL, "device": DEVICE, "block_size": BLOCK_SIZE, "seconds": arguments.seconds}
-        save("eviction", "python -m benchmarks.eviction --save", {**about, **record})
+        command = f"python -m benchmarks.eviction --seeds {arguments.seeds} --save"
+        save("eviction", command, {**about, **record})
         _show(record)
 
 
@@ -61,6 +65,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, nargs="+", default=[2000, 4000, 8000], help="of the pool")
     parser.add_argument("--host-blocks", type=int, default=0, help="of host memory (default: 0)")
     parser.add_argument("--kept", default="build/eviction.jsonl", help="runs that have ended (default: %(default)s)")
+    parser.add_argument("--kept-only", action="store_true", help="run nothing: take what has ended")
+    parser.add_argument("--rates", default="demo", help="a model whose blocks are timed here (default: demo)")
     parser.add_argument("--afresh", action="store_true", help="run everything again")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/eviction.json and the page")
     parser.add_argument("--figures-only", action="store_true", help="from benchmarks/results/eviction.json")
@@ -84,6 +90,8 @@ def _all_rows(arguments: argparse.Namespace, kept: Path) -> Iterator[Row]:
                     about = {"trace": trace, "seed": seed, "num_blocks": num_blocks, "policy": policy}
                     about |= {"seconds": arguments.seconds, "num_host_blocks": arguments.host_blocks}
                     row = done.get(_key(about))
+                    if row is None and arguments.kept_only:
+                        continue
                     if row is None:
                         requests = requests or make_trace(trace, arguments.seconds, seed)
                         row = about | _measure(requests, policy, num_blocks, arguments.host_blocks)
@@ -118,7 +126,12 @@ def _measure(trace: list[Coming], policy: str, num_blocks: int, num_host_blocks:
 def _show(record: Row) -> None:
     """Puts the tables on the page, and draws the picture."""
     draw(record["rows"], RESULTS / "eviction.png")
-    put_on_page({"eviction": table(record["rows"]), "eviction decisions": decision_table(record["decisions"])})
+    texts = {
+        "eviction": table(record["rows"]),
+        "eviction seconds": seconds_table(record["rows"], record["measured_costs"]),
+        "eviction decisions": decision_table(record["decisions"]),
+    }
+    put_on_page(texts)
 
 
 if __name__ == "__main__":

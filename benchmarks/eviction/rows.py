@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -36,6 +36,22 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def seconds_table(rows: Sequence[Row], costs: Mapping[str, float]) -> str:
+    """Seconds of prefill that hits save on a device with these costs, by trace, pool and policy: means over seeds."""
+    rows = [row for row in rows if "num_hit_blocks" in row]
+    policies = _in_order(row["policy"] for row in rows)
+    lines = ["| trace | blocks | " + " | ".join(policies) + " |", "|---|---|" + "---|" * len(policies)]
+    for trace, num_blocks in _in_order((row["trace"], row["num_blocks"]) for row in rows):
+        cells = []
+        for policy in policies:
+            blocks = values(rows, trace, num_blocks, policy, "num_hit_blocks")
+            places = values(rows, trace, num_blocks, policy, "sum_of_places")
+            saved = [n * costs["first_s"] + p * costs["further_s"] for n, p in zip(blocks, places, strict=True)]
+            cells.append(f"{statistics.fmean(saved):.1f}" if saved else "")
+        lines.append(f"| {trace} | {num_blocks} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def decision_table(rows: Sequence[Row]) -> str:
     """Microseconds of decisions, by policy and pool."""
     lines = ["| policy | blocks | a block's turn, us | a choice, us | the longest, us |", "|---|---|---|---|---|"]
@@ -49,7 +65,7 @@ def _cell(numbers: Sequence[float]) -> str:
     if not numbers:
         return ""
     mean, low, high = spread(numbers)
-    return f"{100 * mean:.1f} ± {50 * (high - low):.1f}"
+    return f"{100 * mean:.1f}" + (f" ± {50 * (high - low):.1f}" if len(numbers) > 1 else "")
 
 
 def _in_order(names: Iterable[Any]) -> list[Any]:

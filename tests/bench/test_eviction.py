@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.eviction import decisions
 from benchmarks.eviction.hindsight import bound, chain
-from benchmarks.eviction.rows import decision_table, gains, table
+from benchmarks.eviction.rows import decision_table, gains, seconds_table, table
 from benchmarks.eviction.serving import HINDSIGHT, chain_s, costs_of_device, serve
 from benchmarks.eviction.traces import BLOCK_SIZE, TRACES, Coming, make_trace
 from jpaged.engine.kv.eviction.costs import BlockCosts
@@ -113,5 +113,9 @@ def test_tables_say_the_mean_and_the_spread():
     rows += [about | {"policy": "worth", "saved_share": share} for share in (0.5, 0.56)]
     assert table(rows).splitlines()[2] == "| chat | 9 | 45.0 ± 5.0 | 53.0 ± 3.0 |"
     assert gains(rows, "worth") == [about | {"points": pytest.approx(8.0), "least": pytest.approx(6.0)}]
+    assert table(rows[:1]).splitlines()[2] == "| chat | 9 | 40.0 |"
+    hits = [about | {"policy": "lru", "num_hit_blocks": n, "sum_of_places": 10 * n} for n in (2, 4)]
+    seconds = seconds_table([*hits, about | {"policy": "bound"}], {"first_s": 1.0, "further_s": 0.5})
+    assert seconds.splitlines()[0] == "| trace | blocks | lru |" and seconds.splitlines()[2] == "| chat | 9 | 18.0 |"
     row = {"policy": "lru", "num_blocks": 1, "turn_us": 1.04, "choice_us": 2.0, "longest_us": 30.0}
     assert decision_table([row]).splitlines()[2] == "| lru | 1 | 1.0 | 2.0 | 30.0 |"

@@ -92,6 +92,15 @@ def test_preemption_changes_nothing(folder: Path, alone: list[CompletionOutput],
     assert_same(completions, alone)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["lfu", "2q", "worth"])
+def test_what_is_evicted_changes_nothing(folder: Path, alone: list[CompletionOutput], policy: str) -> None:
+    with open_llm(folder, num_blocks=LONGEST_ALONE + 2, eviction_policy=policy, **OPTIONS) as llm:
+        for _ in range(2):
+            assert_same(generate(llm, PROMPTS, PARAMS), alone)
+        assert engine_of(llm).load().num_prefix_hit_tokens > 0
+
+
 def test_steps_without_overlap_change_nothing(folder: Path, alone: list[CompletionOutput]) -> None:
     with open_llm(folder, num_blocks=ENOUGH_BLOCKS, overlap=False, **OPTIONS) as llm:
         assert_same(generate(llm, PROMPTS, PARAMS), alone)
