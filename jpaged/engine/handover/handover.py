@@ -61,33 +61,35 @@ class Handover:
 
     # --- where a prompt is computed ---------------------------------------------------------------------------------
 
-    def submit_held(self, request: Request, sink: Sink, num_known: int) -> Future[int]:
+    def submit_held(self, request: Request, sink: Sink, num_known: int, num_staged: int) -> Future[Portion]:
         """Takes a request whose prompt's blocks are held from its first token on, until `let_go`.
 
         Args:
             num_known: leading blocks that need not be held.
+            num_staged: blocks that are brought to the host at once.
 
         Returns:
-            how many blocks there are to be staged, once the first token is there; never done where there is none.
+            the first of them, as `stage` gives the others; none where the prompt cannot be held.
 
         Raises:
             what `Engine.submit` does.
         """
-        held: Future[int] = Future()
-        held.set_running_or_notify_cancel()
+        first: Future[Portion] = Future()
+        first.set_running_or_notify_cancel()
+        has_begun = False
 
         def pass_on(event: OutputEvent) -> None:
-            if not held.done():
-                group = self._loop.groups.get(request.request_id)
-                is_held = group is not None and event.error is None and event.token_ids
-                groups = self._loop.groups.values()
-                held.set_result(
-                    self._travelling.hold(request.request_id, group, num_known, groups) if is_held and group else 0
-                )
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                group, name = self._loop.groups.get(request.request_id), request.request_id
+                if group is not None and event.error is None and event.token_ids:
+                    self._travelling.hold(name, group, num_known, self._loop.groups.values())
+                self._travelling.stage(name, num_staged, first.set_result)
             sink(event)
 
         self._submit(request, pass_on)
-        return held
+        return first
 
     def stage(self, name: str, num_blocks: int) -> Future[Portion]:
         """Has up to so many blocks brought to the host, where their bytes may be read: see `Travelling.stage`."""

@@ -6,6 +6,7 @@ stage ──> has landed? ──> bytes on a thread ──> sent        the next
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _MESSAGE_BYTES = 256 << 10
 """Blocks of a message: the event loop copies it twice, in 0.1 ms."""
+_STAGED_BYTES, _STAGED_BLOCKS = 16 << 20, 256
+"""Blocks that are copied to the host beside one step."""
 _BIG = 1 << 62
 """The size of work that always belongs on a thread."""
 
@@ -36,7 +39,7 @@ class PrefillRole:
 
     def __init__(self) -> None:
         self._identity = b""
-        self._held: dict[str, asyncio.Future[int]] = {}
+        self._held: dict[str, asyncio.Future[Portion]] = {}
         self._workers = Workers()
 
     async def prepare(self, model: LoadedModel) -> None:
@@ -64,7 +67,7 @@ class PrefillRole:
             raise InvalidArgument("request", f"{reason}: such a prompt is computed where its request runs")
         if request.adapter_digest != asked.adapter_digest:
             raise InvalidArgument("adapter_digest", "the adapter of this name has other contents here")
-        held = handover_of(model).submit_held(request, put, asked.num_known)
+        held = handover_of(model).submit_held(request, put, asked.num_known, _num_staged(model))
         self._held[generation.engine_id] = asyncio.wrap_future(held)
         model.role_counts.add(num_prefills_for_others=1)
 
@@ -76,22 +79,28 @@ class PrefillRole:
     async def blocks(self, model: LoadedModel, generation: Generation) -> AsyncIterator[Sequence[Block]]:
         """The blocks of a request that has told its first tokens, some at a time, as far as they can be had."""
         handover, name = handover_of(model), generation.engine_id
-        if not await self._held[name]:
-            return
-        num_blocks = max(1, _MESSAGE_BYTES // handover.host_blocks.bytes_per_block)
-        staged = asyncio.wrap_future(handover.stage(name, num_blocks))
-        while (portion := await staged).blocks:
-            staged = asyncio.wrap_future(handover.stage(name, num_blocks))
-            sent = await self._workers.run(lambda portion=portion: _read(handover.host_blocks, portion), _BIG)  # type: ignore[misc]
+        at_once = max(1, _MESSAGE_BYTES // handover.host_blocks.bytes_per_block)
+        portion = await self._held[name]
+        while portion.blocks:
+            staged = asyncio.wrap_future(handover.stage(name, _num_staged(model)))
+            for start in range(0, len(portion.blocks), at_once):
+                part = portion.blocks[start : start + at_once]
+                read = functools.partial(_read, handover.host_blocks, part)
+                sent = await self._workers.run(read, _BIG)
+                yield sent
+                num_bytes = sum(len(block.contents) for block in sent)
+                model.role_counts.add(num_blocks_sent=len(sent), num_bytes_sent=num_bytes)
             handover.sent(name, portion)
-            yield sent
-            num_bytes = sum(len(block.contents) for block in sent)
-            model.role_counts.add(num_blocks_sent=len(sent), num_bytes_sent=num_bytes)
+            portion = await staged
 
 
-def _read(blocks: HostBlocks, portion: Portion) -> list[Block]:
+def _num_staged(model: LoadedModel) -> int:
+    return max(1, min(_STAGED_BLOCKS, _STAGED_BYTES // handover_of(model).host_blocks.bytes_per_block))
+
+
+def _read(blocks: HostBlocks, part: Sequence[tuple[bytes, int]]) -> list[Block]:
     read = []
-    for key, home in portion.blocks:
+    for key, home in part:
         contents = bytes(blocks.view(home))
         read.append(Block(key, contents, digest_of(key, contents)))
     return read

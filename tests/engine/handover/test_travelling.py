@@ -30,9 +30,11 @@ class Server:
 
     def prefill(self, name: str, prompt: tuple[int, ...] = PROMPT, num_known: int = 0) -> int:
         """Computes a prompt that travels from here; how many blocks will."""
-        held = self.handover.submit_held(one_token(name, prompt), self.events.append, num_known)
+        first = self.handover.submit_held(one_token(name, prompt), self.events.append, num_known, 0)
         self.rest()
-        return held.result(timeout=0)
+        assert first.result(timeout=0) == Portion() or not first.result().blocks
+        journey = self.handover._travelling._journeys.get(name)
+        return 0 if journey is None else len(journey.keys)
 
     def stage(self, name: str, num_blocks: int) -> Portion:
         staged = self.handover.stage(name, num_blocks)
@@ -115,6 +117,14 @@ def test_an_older_journey_makes_room_for_a_younger_and_for_requests() -> None:
     sender.rest()
     assert sender.events[-1].error is None
     assert sender.num_used == 0
+
+
+def test_the_first_blocks_are_staged_with_the_first_token() -> None:
+    sender = Server()
+    first = sender.handover.submit_held(one_token("a"), sender.events.append, 1, 3)
+    sender.rest()
+    assert len(first.result(timeout=0).blocks) == 3
+    assert len(sender.stage("a", 9).blocks) == 1
 
 
 def test_where_the_host_has_no_room_fewer_come() -> None:

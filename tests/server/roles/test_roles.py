@@ -14,7 +14,6 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.config import EngineConfig
-from jpaged.engine.kv.tiers.travelling import Portion
 from jpaged.errors import InvalidArgument
 from jpaged.load import RoleLoad
 from jpaged.server.lifecycle import Server
@@ -255,7 +254,7 @@ async def test_a_block_under_a_key_that_nobody_asked_for_is_refused(monkeypatch:
     read = prefilling._read
 
     def stale(blocks: Any, portion: Any) -> Any:
-        return read(blocks, Portion(tuple((bytes(32), home) for _, home in portion.blocks), portion.tables))
+        return read(blocks, [(bytes(32), home) for _, home in portion])
 
     monkeypatch.setattr(prefilling, "_read", stale)
     async with pair() as both:

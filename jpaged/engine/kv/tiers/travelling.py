@@ -93,7 +93,10 @@ class Travelling:
         self._begin(name, _Journey(wanted[::-1]), wanted)
         needed = max((other.num_blocks_alone(self._geometry) for other in others if other is not group), default=0)
         self.make_room(max(needed, self._limit() // 2))
-        return len(wanted) if self._journeys[name].on_device is not None else 0
+        journey = self._journeys[name]
+        if journey.on_device is None:
+            journey.keys.clear()
+        return len(journey.keys)
 
     def stage(self, name: str, num_blocks: int, then: Callable[[Portion], None]) -> None:
         """Brings up to so many of the next blocks to the host, and says which when their bytes may be read.
