@@ -61,8 +61,11 @@ class Seen:
 
 
 async def drive(targets: Sequence[str], shape: Shape, rate: float, count: int, seed: int) -> Seen:
-    """Sends so many requests, so many a second, whose times and prompts are functions of the seed."""
-    rng = np.random.default_rng(seed)
+    """Sends so many requests, so many a second, whose times and prompts are functions of the arguments.
+
+    No two loads share prompts, or the prefix cache would answer for the model.
+    """
+    rng = np.random.default_rng([seed, round(rate * 1e6), count, shape.prompt_len, shape.output_len])
     arrivals = Arrivals(rate).times_s(count, rng)
     prompts = rng.integers(_FIRST_ID, _FIRST_ID + _NUM_IDS, (count, shape.prompt_len)).tolist()
     sampling = SamplingParams(max_tokens=shape.output_len, temperature=0.0, ignore_eos=True)
