@@ -4,6 +4,9 @@ import pytest
 
 from jpaged.engine.executor import Move
 from jpaged.engine.kv.blocks import MemoryOps
+from jpaged.engine.kv.eviction.costs import BlockCosts
+from jpaged.engine.kv.eviction.policies import MAKERS, Eviction
+from jpaged.engine.kv.eviction.policy import Entry
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor
@@ -37,6 +40,26 @@ def tier():
     landing, ops = Landing(), MemoryOps()
     tier = HostTier(6, 4, ops, blocks=landing)
     return tier, ops, landing
+
+
+@pytest.mark.parametrize("policy", MAKERS)
+def test_of_what_is_taken_in_the_end_of_a_chain_goes_first_and_what_is_unknown_too(policy):
+    ranked = Eviction(policy, BlockCosts(1.0, 0.5, 0.1)).free_list(6)
+    tier = HostTier(6, 4, MemoryOps(), blocks=Landing(), ranked=ranked)
+    table = tier.reserve(4)
+    for i, block_id in enumerate(table.block_ids()[:3]):
+        assert tier.take_in(KEYS[i], block_id, Entry(KEYS[i], KEYS[i - 1] if i else None, i, b""))
+    assert tier.take_in(KEYS[3], table.block_ids()[3])
+    tier.let_go(table)
+    tier.check([])
+    gone = []
+    for num_blocks in range(3, 7):
+        held = tier.reserve(num_blocks)
+        tier.let_go(held)
+        tier.check([])
+        gone.append([key in tier for key in KEYS[:3]])
+    assert all(kept == sorted(kept, reverse=True) for kept in gone), "a block was kept behind a gap"
+    assert not any(gone[-1]) and KEYS[3] not in tier
 
 
 def test_a_reserved_block_is_found_once_it_is_taken_in(tier):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from jpaged.engine.kv.blocks import BlockTable, Key, key_in_group
+from jpaged.engine.kv.eviction.policy import Entry
 from jpaged.engine.kv.tiers.chain import Chain, Place
 from jpaged.engine.kv.tiers.leaving import Tiers
 from jpaged.errors import Cancelled, InternalError
@@ -86,8 +87,8 @@ class Arriving:
             if not self._reserved.issuperset(block_ids):
                 raise InternalError(f"host blocks {list(block_ids)[:8]} are entered, and not all are reserved")
             self._reserved.difference_update(block_ids)
-        named = [(self.chain.key(place), block_id) for place, block_id in zip(places, block_ids, strict=True)]
-        self._tiers.ask(lambda: self._enter(named))
+        known = [(self._entry(place), block_id) for place, block_id in zip(places, block_ids, strict=True)]
+        self._tiers.ask(lambda: self._enter(known))
 
     def close(self) -> Future[int]:
         """Lets go of all blocks; how many of the prefix's a request would find. Any thread may, and again."""
@@ -119,7 +120,14 @@ class Arriving:
                 self._reserved.update(block_ids)
         future.set_result(block_ids)
 
-    def _enter(self, named: Sequence[tuple[bytes, int]]) -> None:
+    def _entry(self, place: Place) -> Entry:
+        """What eviction knows of a block that somebody else has computed; whose it was is not told."""
+        parent = None
+        if place.index and self._tiers.reaches[place.kv_group].num_seen is None:
+            parent = self.chain.key(Place(place.index - 1, place.kv_group))
+        return Entry(self.chain.key(place), parent, place.index, b"")
+
+    def _enter(self, known: Sequence[tuple[Entry, int]]) -> None:
         if self._tables:  # it is not closed: the blocks are this prefix's
-            for key, block_id in named:
-                self._tiers.host.take_in(key, block_id)
+            for entry, block_id in known:
+                self._tiers.host.take_in(entry.key, block_id, entry)
