@@ -106,6 +106,7 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
         InvalidArgument: a value is out of its limits; names the flag.
     """
     from jpaged.route.router import RouteOptions
+    from jpaged.route.targets import require_targets
 
     within_s, num_prefixes = arguments.resume_within, arguments.max_known_prefixes
     if not (math.isfinite(within_s) and 0 <= within_s <= MAX_RESUME_S):
@@ -116,6 +117,8 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
         raise InvalidArgument("--max-calls", f"{arguments.max_calls} is not from 1 to {MAX_CALLS}")
     if not arguments.target and arguments.targets_file is None:
         raise InvalidArgument("--target", "is missing, and so is --targets-file: name a server")
+    if arguments.target:
+        require_targets("--target", arguments.target)
     shown = credentials_from(arguments, prefix=_CREDENTIALS)
     own = {"target": ", ".join(arguments.target), "targets_file": arguments.targets_file or "None"}
     own |= {"resume_within": f"{within_s:g} s", "max_known_prefixes": str(num_prefixes)}

@@ -21,7 +21,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import MultiHost
 from tests.deploy import dockerfile
-from tests.deploy.servers import Server, num_devices, parse, serve_config
+from tests.deploy.servers import Server, num_devices, parse, route_targets, serve_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -158,13 +158,14 @@ def _server(pod: Pod, config: EngineConfig) -> Server:
     """What the pod says about its server; a follower opens nothing, and a group's devices are `group_problems`'."""
     container, probes = pod.container, ("startupProbe", "readinessProbe", "livenessProbe")
     memory = str(container.get("resources", {}).get("limits", {}).get("memory", "0Gi"))
+    is_router = bool(route_targets(command_of(container)))  # it has no pool, and swaps nothing
     asked = {name: container.get(name, {}).get("grpc", {}).get("port") for name in probes}
     return Server(
         config,
         probed={} if is_follower(pod) else asked,
         grace_s=pod.spec.get("terminationGracePeriodSeconds", 30),
         sleep_s=container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0),
-        memory_gib=float(memory.removesuffix("Gi")) if memory.endswith("Gi") else None,
+        memory_gib=float(memory.removesuffix("Gi")) if memory.endswith("Gi") and not is_router else None,
         num_devices=None if "LeaderWorkerSet" in pod.where else _num_devices(pod),
     )
 
@@ -287,6 +288,23 @@ def selector_problems(documents: list[Document]) -> list[str]:
     return found
 
 
+def route_problems(documents: list[Document]) -> list[str]:
+    """A router's targets are the addresses of pods, by a Service that has no address of its own."""
+    headless = {
+        f"dns:///{each['metadata']['name']}:{port['port']}"
+        for each in documents
+        if each["kind"] == "Service" and each["spec"].get("clusterIP") == "None"
+        for port in each["spec"]["ports"]
+    }
+    return [
+        f"{pod.where}: {target} is no Service without an address of its own"
+        for each in documents
+        for pod in pods(each)
+        for target in route_targets(command_of(pod.container))
+        if target not in headless
+    ]
+
+
 def autoscaler_problems(documents: list[Document], exposed: set[str]) -> list[str]:
     """An autoscaler's metric is what the adapter makes of a metric that the server has."""
     found, offered = [], set()
@@ -324,4 +342,4 @@ def document_problems(document: Document) -> list[str]:
 
 def problems_together(documents: list[Document], exposed: set[str]) -> list[str]:
     """What documents say of each other and of the server's metrics, and is not so."""
-    return [*selector_problems(documents), *autoscaler_problems(documents, exposed)]
+    return [*selector_problems(documents), *route_problems(documents), *autoscaler_problems(documents, exposed)]

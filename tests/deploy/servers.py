@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from jpaged.cli.main import make_parser
 from jpaged.cli.options import config_from
+from jpaged.cli.route import options_from
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 
@@ -37,9 +38,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def serve_config(words: Sequence[str]) -> EngineConfig | None:
-    """The options of a `jpaged serve`, checked; None for another subcommand."""
+    """The options of a `jpaged serve`, or of the port of a `jpaged route`, checked; None for another subcommand."""
     arguments = parse(words)
-    return config_from(arguments) if arguments.command == "serve" else None
+    if arguments.command == "route":
+        options_from(arguments, config_from(arguments))
+    return config_from(arguments) if arguments.command in ("serve", "route") else None
+
+
+def route_targets(words: Sequence[str]) -> list[str]:
+    """Whom a `jpaged route` passes calls on to; none for another subcommand."""
+    arguments = parse(words)
+    return list(arguments.target) if arguments.command == "route" else []
 
 
 def health_port(words: Sequence[str]) -> int | None:

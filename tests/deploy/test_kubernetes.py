@@ -82,6 +82,13 @@ def plant(document: Document, path: str, value: Any) -> None:
         part[last] = value
 
 
+def routed(place: int, word: str) -> list[str]:
+    """A router's arguments with another word in one place."""
+    words = list(FILES["router.yaml"][0]["spec"]["template"]["spec"]["containers"][0]["args"])
+    words[place] = word
+    return words
+
+
 # File, kind, path -> what is planted there, and what is said about it.
 MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
     ("deployment", "Deployment"): [
@@ -132,6 +139,25 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
         ("spec.network.subdomain", "other", "the server is jpaged-batch-server-0-0.other:50051"),
         ("spec.replicatedJobs.1.dependsOn", MISSING, "does not wait for server"),
         ("spec.successPolicy.targetReplicatedJobs", MISSING, "is not complete when batch is"),
+    ],
+    ("router", "Deployment"): [
+        (f"{SERVER}.command", ["jpaged", "root"], "invalid choice: 'root'"),
+        (f"{SERVER}.args", routed(0, "--target=jpaged"), "'jpaged' is not HOST:PORT"),
+        (
+            f"{SERVER}.args",
+            routed(0, "--target=dns:///jpaged:50051"),
+            "dns:///jpaged:50051 is no Service without an address",
+        ),
+        (
+            f"{SERVER}.args",
+            routed(0, "--target=dns:///jpaged-headless:50052"),
+            "is no Service without an address of its own",
+        ),
+        (f"{SERVER}.args", routed(1, "--host=127.0.0.1"), "listens on 127.0.0.1"),
+        (f"{SERVER}.args", routed(2, "--port=50052"), "readinessProbe asks port 50051; the server listens on 50052"),
+        (f"{SERVER}.args", routed(4, "--shutdown-timeout=90"), "is killed after 90 s, not above the 97 s"),
+        (f"{SERVER}.args", routed(3, "--pin-prefix=x"), "unrecognized arguments: --pin-prefix=x"),
+        (f"{SERVER}.livenessProbe.grpc.service", MISSING, "livenessProbe asks for '', not for 'liveness'"),
     ],
     ("kustomization", "Kustomization"): [("resource", [], "'resource' was unexpected")],
     ("services", "Service"): [

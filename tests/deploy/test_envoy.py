@@ -1,0 +1,80 @@
+"""Envoy's configuration names clusters that are there, asks servers how they are, and cuts no stream off."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.manifests import ROOT, load
+
+FILE = ROOT / "deploy" / "envoy" / "envoy.yaml"
+
+
+def read() -> dict[str, Any]:
+    return dict(yaml.safe_load(FILE.read_text()))
+
+
+def routes_of(written: dict[str, Any]) -> list[dict[str, Any]]:
+    (listener,) = written["static_resources"]["listeners"]
+    (host,) = listener["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
+    return list(host["routes"])
+
+
+def problems(written: dict[str, Any]) -> list[str]:
+    """What is wrong with a configuration."""
+    clusters = {one["name"]: one for one in written["static_resources"]["clusters"]}
+    (headless,) = [
+        one for one in load(ROOT / "deploy" / "kubernetes" / "services.yaml") if one["spec"].get("clusterIP") == "None"
+    ]
+    where = {"address": headless["metadata"]["name"], "port_value": headless["spec"]["ports"][0]["port"]}
+    found = []
+    for one in routes_of(written):
+        name = one["route"]["cluster"]
+        if name not in clusters:
+            found.append(f"{name}: there is no such cluster")
+        if one["route"].get("timeout") != "0s":
+            found.append(f"{name}: streams are cut off after {one['route'].get('timeout')}")
+        by_hash = clusters.get(name, {}).get("lb_policy") in ("MAGLEV", "RING_HASH")
+        if by_hash != ("hash_policy" in one["route"]):
+            found.append(f"{name}: the policy and the hash do not go together")
+    if "headers" in routes_of(written)[-1]["match"]:
+        found.append("the last route does not take every call")
+    for name, one in clusters.items():
+        endpoint = one["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
+        if endpoint["address"]["socket_address"] != where:
+            found.append(f"{name}: its servers are not those of the headless Service")
+        if not any("grpc_health_check" in check for check in one.get("health_checks", ())):
+            found.append(f"{name}: nobody asks servers how they are")
+        (options,) = one["typed_extension_protocol_options"].values()
+        if "http2_protocol_options" not in options["explicit_http_config"]:
+            found.append(f"{name}: does not speak HTTP/2")
+    return found
+
+
+def test_the_file_is_in_order():
+    assert problems(read()) == []
+
+
+PLANTED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda it: routes_of(it)[0]["route"].update(cluster="gone"), "gone: there is no such cluster"),
+    (lambda it: routes_of(it)[1]["route"].pop("timeout"), "streams are cut off after None"),
+    (lambda it: routes_of(it)[0]["route"].pop("hash_policy"), "do not go together"),
+    (lambda it: routes_of(it)[1]["match"].update(headers=[]), "does not take every call"),
+    (lambda it: it["static_resources"]["clusters"][0].pop("health_checks"), "nobody asks servers how they are"),
+    (lambda it: it["static_resources"]["clusters"][1].update(lb_policy="RING_HASH"), "do not go together"),
+    (
+        lambda it: it["static_resources"]["clusters"][1]["load_assignment"]["endpoints"][0]["lb_endpoints"][0][
+            "endpoint"
+        ].update(address={"socket_address": {"address": "other", "port_value": 1}}),
+        "are not those of the headless Service",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plant", "message"), PLANTED)
+def test_a_planted_mistake_is_found(plant, message):
+    written = copy.deepcopy(read())
+    plant(written)
+    assert any(message in problem for problem in problems(written)), problems(written)
