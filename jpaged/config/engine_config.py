@@ -139,11 +139,12 @@ class EngineConfig:
         """Refuses what does not go with a draft model or a head, which is on the device of the model."""
         if self.speculation is None or not self.has_draft:
             return
-        method, size = self.speculation.method, self.parallel.tensor_parallel_size
-        if method == "eagle3" and size > 1:
-            raise InvalidArgument(
-                f"{NAME}.method", f"eagle3 runs on one device; tensor_parallel_size is {size}, the limit with it is 1"
-            )
+        method = self.speculation.method
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            if method == "eagle3" and (size := getattr(self.parallel, name)) > 1:
+                raise InvalidArgument(
+                    f"{NAME}.method", f"eagle3 runs on one device; {name} is {size}, the limit with it is 1"
+                )
         if self.lora.enable_lora or self.lora.lora:
             raise InvalidArgument(f"{NAME}.method", f"{method} does not go with adapters (enable_lora is True)")
 

@@ -201,6 +201,14 @@ class SchedulerOptions:
 class ParallelOptions:
     """How many devices run the model: the product of the sizes."""
 
+    context_parallel_size: int = option(
+        1,
+        "devices that share the keys and values of every sequence, each with a part of the slots of every block: a "
+        "context may be so many times as long as one device has memory for; weights are whole on each, or split over "
+        "tensor_parallel_size of them",
+        low=1,
+        high=256,
+    )
     tensor_parallel_size: int = option(
         1,
         "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them; "
@@ -254,6 +262,12 @@ class ParallelOptions:
         Raises:
             InvalidArgument: one is missing, malformed or beyond another.
         """
+        if self.context_parallel_size > 1 and (self.num_processes or 1) > 1:
+            raise InvalidArgument(
+                "context_parallel_size",
+                f"{self.context_parallel_size}: contexts are split over the devices of one process, and num_processes "
+                f"is {self.num_processes}",
+            )
         if self.heartbeat_timeout < 2 * self.heartbeat_interval:
             raise InvalidArgument(
                 "heartbeat_timeout",

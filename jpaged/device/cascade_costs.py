@@ -42,7 +42,7 @@ _THIRD_PASS = 1.5
 
 
 def cascade_costs(
-    backend: Backend, layout: KVLayout, kinds: Sequence[AttentionKind], num_heads: int
+    backend: Backend, layout: KVLayout, kinds: Sequence[AttentionKind], num_heads: int, num_context_parts: int = 1
 ) -> CascadeCosts | None:
     """The costs on a backend; None where rows do not share.
 
@@ -51,11 +51,19 @@ def cascade_costs(
         layout: one device's part of the pool.
         kinds: of attention, a layer each.
         num_heads: query heads of one device.
+        num_context_parts: devices that share each context: what takes one of them as long as some tokens do, takes as
+            long as so many times the tokens of a whole context.
     """
     joint = IMPLEMENTATIONS[backend].attend_parts is not None
     if layout.form == "gpu" and not joint:
         return None
     costs = _full_costs(backend, layout, num_heads)
+    costs = dataclasses.replace(
+        costs,
+        granule_tokens=costs.granule_tokens * num_context_parts,
+        query_tokens=costs.query_tokens * num_context_parts,
+        step_tokens=costs.step_tokens * num_context_parts,
+    )
     windows = Counter(kind.sliding_window for kind in kinds if kind.sliding_window is not None)
     if not windows:
         return costs

@@ -171,7 +171,8 @@ class JaxExecutor:
         if saved is not None and options.cache.num_blocks is None:
             cache = dataclasses.replace(options.cache, num_blocks=saved.target.num_blocks)
             options = dataclasses.replace(options, cache=cache)
-        mesh = mesh or serving_mesh(options.parallel.tensor_parallel_size)
+        parallel = options.parallel
+        mesh = mesh or serving_mesh(parallel.tensor_parallel_size, parallel.context_parallel_size)
         layer_mode: LayerMode = "loop" if isinstance(params["layers"], list) else "scan"
 
         def assemble(num_blocks: int) -> tuple[Step, Geometry]:

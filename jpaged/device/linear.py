@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import LinearBackend
-from jpaged.device.mesh import first_device, num_shards, replicated
+from jpaged.device.mesh import first_device, num_context_parts, num_shards, replicated
 from jpaged.device.step.forward import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import product
@@ -121,6 +121,8 @@ def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:
         return f"it runs on CPUs, not on {platform}"
     if num_shards(mesh) > 1:
         return f"the model is split over {num_shards(mesh)} devices"
+    if mesh.size > 1:
+        return f"contexts are split over {num_context_parts(mesh)} devices"
     if layer_mode == "scan":
         return "weights of layers that are scanned are stacked"
     found = product.kernel()

@@ -1,10 +1,11 @@
 """Devices as a mesh, and where each logical axis of an array goes on it.
 
     data     always 1: copies of the model (replicas) have meshes of their own
+    context  parts of every context: the slots of a block (`jpaged.device.step.context`); weights are whole in each
     model    parts of one copy: heads, feed-forward width, vocabulary
 
 Every array of the serving programs has a sharding that is made here; what is not split over `model` is whole on every
-device. All parts of the pool have the same blocks, so one block table serves them all.
+device, but for the pool. All parts of the pool have the same blocks, so one block table serves them all.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from jpaged.models.stack import LayerMode
 
 _HALF_BYTES = (jnp.dtype(jnp.int4), jnp.dtype(jnp.float4_e2m1fn))
 MODEL_AXIS = "model"
-MESH_AXES = ("data", MODEL_AXIS)
+CONTEXT_AXIS = "context"
+MESH_AXES = ("data", CONTEXT_AXIS, MODEL_AXIS)
 
 LOGICAL_AXES: Mapping[str, str | None] = {
     "tokens": None,
     "rows": None,
     "blocks": None,
+    "slots": CONTEXT_AXIS,
     "layers": None,
     "embed": None,
     "heads": MODEL_AXIS,
@@ -50,44 +53,64 @@ LOGICAL_AXES: Mapping[str, str | None] = {
 """Mesh axis of each logical axis; None is whole on every device."""
 
 
-def build_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    """One copy of the model over the devices; those of a topology description make a mesh to compile for."""
-    return Mesh(np.asarray(devices).reshape(1, len(devices)), MESH_AXES)
+def build_mesh(devices: Sequence[jax.Device], context_parallel_size: int = 1) -> Mesh:
+    """One copy of the model over the devices; those of a topology description make a mesh to compile for.
+
+    Devices that share heads, and so meet in most collectives, are neighbours.
+    """
+    return Mesh(np.asarray(devices).reshape(1, context_parallel_size, -1), MESH_AXES)
 
 
-def serving_mesh(tensor_parallel_size: int) -> Mesh:
+def serving_mesh(tensor_parallel_size: int, context_parallel_size: int = 1) -> Mesh:
     """A mesh of so many of jax's devices, the first ones; `serving_meshes` says of which, where processes are several.
 
     Raises:
         InvalidArgument: there are not so many.
     """
-    return serving_meshes(tensor_parallel_size, 1)[0]
+    return serving_meshes(tensor_parallel_size, 1, context_parallel_size)[0]
 
 
-def serving_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh]:
+def serving_meshes(
+    tensor_parallel_size: int, data_parallel_size: int, context_parallel_size: int = 1
+) -> list[Mesh]:
     """A mesh for each copy of the model: jax's devices in their order, none of them in two.
 
     Several processes have one copy, and each of them a part of it: as many devices of each, all of them where
-    tensor_parallel_size is 1.
+    tensor_parallel_size is 1. Contexts are split over the devices of one process alone.
 
     Raises:
         InvalidArgument: there are not so many, or the processes cannot share them evenly.
     """
     devices, size, num_processes = jax.devices(), tensor_parallel_size, jax.process_count()
+    if context_parallel_size > 1 and num_processes > 1:
+        raise InvalidArgument(
+            "context_parallel_size",
+            f"{context_parallel_size}: contexts are split over the devices of one process, and num_processes is "
+            f"{num_processes}",
+        )
     if num_processes > 1 and size == 1:
         size = len(devices)
-    num_devices, has = size * data_parallel_size, f"{devices[0].platform} has {len(devices)}"
+    of_copy, has = size * context_parallel_size, f"{devices[0].platform} has {len(devices)}"
+    num_devices = of_copy * data_parallel_size
     if size > len(devices):
         raise InvalidArgument("tensor_parallel_size", f"{size} devices are asked for; {has}")
+    if of_copy > len(devices):
+        raise InvalidArgument(
+            "context_parallel_size",
+            f"{context_parallel_size} parts of {size} devices each (tensor_parallel_size) ask for {of_copy} devices; "
+            f"{has}",
+        )
     if num_processes > 1:
         return [build_mesh(_of_each_process(devices, size, num_processes))]
     if num_devices > len(devices):
         raise InvalidArgument(
             "data_parallel_size",
-            f"{data_parallel_size} copies of the model on {size} devices each (tensor_parallel_size) ask for "
-            f"{num_devices} devices; {has}",
+            f"{data_parallel_size} copies of the model on {of_copy} devices each (tensor_parallel_size"
+            f"{' times context_parallel_size' if context_parallel_size > 1 else ''}) ask for {num_devices} devices; "
+            f"{has}",
         )
-    return [build_mesh(devices[first : first + size]) for first in range(0, num_devices, size)]
+    firsts = range(0, num_devices, of_copy)
+    return [build_mesh(devices[first : first + of_copy], context_parallel_size) for first in firsts]
 
 
 def _of_each_process(devices: Sequence[jax.Device], size: int, num_processes: int) -> list[jax.Device]:
@@ -107,6 +130,11 @@ def num_shards(mesh: Mesh) -> int:
     return mesh.shape[MODEL_AXIS]
 
 
+def num_context_parts(mesh: Mesh) -> int:
+    """Parts that every context is in."""
+    return mesh.shape[CONTEXT_AXIS]
+
+
 def first_device(mesh: Mesh) -> jax.Device:
     """Stands for all of them: they are of one kind. Of several processes' devices it is one of this process."""
     device: jax.Device = mesh.devices.flat[0]
@@ -121,8 +149,8 @@ def partition_spec(*logical_axes: str | None) -> PartitionSpec:
     return PartitionSpec(*(None if axis is None else LOGICAL_AXES[axis] for axis in logical_axes))
 
 
-POOL_SPEC = partition_spec("blocks", None, "kv_heads")
-CONTENTS_SPEC = partition_spec("blocks", "layers", None, "kv_heads")
+POOL_SPEC = partition_spec("blocks", "slots", "kv_heads")
+CONTENTS_SPEC = partition_spec("blocks", "layers", "slots", "kv_heads")
 """How the result of `KVLayout.read_blocks` is split."""
 SCALES_SPEC = partition_spec("layers", "kv_heads", None)
 HEADS_SPEC = partition_spec("tokens", "heads", None)
@@ -295,7 +323,7 @@ def _local_bytes(leaf: jax.Array) -> int:
 
 def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """The function run by each device on its own parts; on one device the function as it is."""
-    if num_shards(mesh) == 1:
+    if mesh.size == 1:
         return function
     # Kernels do not say over which axes their results vary, so that cannot be checked.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

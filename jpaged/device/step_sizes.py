@@ -36,7 +36,8 @@ from jax.sharding import Mesh
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.config import EngineConfig, iter_options, platform_default
 from jpaged.device.kv_scales import kv_dtype
-from jpaged.device.mesh import first_device, num_shards
+from jpaged.device.mesh import first_device, num_context_parts, num_shards
+from jpaged.device.step.context import most_rows
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.hardware import Hardware, find_hardware
 from jpaged.kernels.kv_layout import KVLayout
@@ -82,17 +83,19 @@ class Attention:
         options: `attention_backend`, `kv_cache_dtype` and the sizes are read.
         device: of the kind that it is for; it need not be there.
         num_parts: devices that share the heads.
+        num_context_parts: devices that share the slots of every block.
     """
 
     model: Model
     options: EngineConfig
     device: jax.Device
     num_parts: int
+    num_context_parts: int = 1
 
     @classmethod
     def on(cls, model: Model, options: EngineConfig, mesh: Mesh) -> Attention:
         """The attention of each device of a mesh."""
-        return cls(model, options, first_device(mesh), num_shards(mesh))
+        return cls(model, options, first_device(mesh), num_shards(mesh), num_context_parts(mesh))
 
     def sizes(self) -> StepSizes:
         """The sizes that were chosen, and those of the rule where none was.
@@ -143,7 +146,7 @@ class Attention:
         if hardware is None:
             return [f"{steps}: as on any {self.device.platform.upper()}; {self.device.device_kind} is not in the table"]
         length = min(_SEQUENCE_TOKENS, sizes.max_model_len)
-        block_kib = self._layout(sizes.block_size).bytes_per_block / self.model.config.num_layers / 1024
+        block_kib = self._layout(sizes.block_size // self.num_context_parts).bytes_per_block / self.model.config.num_layers / 1024
         return [
             f"{steps}: {hardware.name} has room for {self._num_fitting(hardware, sizes.max_model_len)} sequences of "
             f"{length} tokens beside the weights, and {hardware.ridge_tokens:.0f} FLOPs a byte of memory; a block is "
@@ -152,13 +155,18 @@ class Attention:
 
     def _block_size(self, max_model_len: int) -> int:
         """The block size that was chosen, or the rule's."""
+        num_parts = self.num_context_parts
         if (chosen := self.options.cache.block_size) is not None:
+            if chosen % num_parts:
+                raise InvalidArgument(
+                    "block_size", f"{chosen} slots cannot be shared evenly by {num_parts} devices (context_parallel_size)"
+                )
             return chosen
         platform = self.device.platform
         default, larger = platform_default("block_size", platform), _LARGER_BLOCKS.get(platform)
         is_small = self._layout(default).bytes_per_block < _LEAST_BLOCK_BYTES * self.model.config.num_layers
-        num_entries = platform_default("max_num_seqs", platform) * -(-max_model_len // default)
-        return larger if larger and (is_small or num_entries >= _MOST_TABLE_ENTRIES) else default
+        num_entries = platform_default("max_num_seqs", platform) * -(-max_model_len // (default * num_parts))
+        return num_parts * (larger if larger and (is_small or num_entries >= _MOST_TABLE_ENTRIES) else default)
 
     def _of_device(self, max_model_len: int, table_width: int) -> tuple[int, int]:
         """The rows and tokens of a step that fit the device, or its platform where it is not in the table."""
@@ -179,7 +187,7 @@ class Attention:
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
         held = weight_bytes(self.model.config, self.model.dtype.itemsize) / self.num_parts
         sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
-        return max(0, int((share * hardware.usable_bytes - held) // sequence_bytes))
+        return max(0, int((share * hardware.usable_bytes - held) * self.num_context_parts // sequence_bytes))
 
     def _layout(self, block_size: int) -> KVLayout:
         config = pad_for_sharding(self.model.config, self.num_parts)
@@ -195,11 +203,11 @@ class Attention:
 
     def _choice(self, sizes: StepSizes) -> Choice:
         config = pad_for_sharding(self.model.config, self.num_parts)
-        layout = self._layout(sizes.block_size)
+        layout = self._layout(sizes.block_size // self.num_context_parts)
         queries = Queries(
             config.num_heads // self.num_parts,
             self.model.dtype,
-            sizes.max_num_seqs,
+            most_rows(sizes.max_num_seqs, sizes.max_num_batched_tokens, self.num_context_parts),
             sizes.blocks_per_seq,
             sizes.max_num_batched_tokens,
         )
@@ -221,9 +229,11 @@ class Attention:
     def _others(self) -> Iterator[tuple[str, Attention]]:
         """This with one option changed, and its flag; of limits the highest that would do, larger blocks first."""
         sizes = self.sizes()
+        own = sizes.block_size // self.num_context_parts
         for block_size in sorted(
-            _BLOCK_SIZES, key=lambda size: (size < sizes.block_size, abs(size - sizes.block_size))
+            _BLOCK_SIZES, key=lambda size: (size < own, abs(size - own))
         ):
+            block_size *= self.num_context_parts
             yield f"--block-size {block_size}", self._with(block_size=block_size)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             highest = self._highest(name, getattr(sizes, name))

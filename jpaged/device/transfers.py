@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jpaged.device.host_pool import HostPool
-from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, replicated
+from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, on_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.runner import KVPool
@@ -122,14 +122,16 @@ def _check_ids(name: str, block_ids: list[int], num_blocks: int) -> None:
 def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lowered:
     """Traces and lowers the program of a move. Every device moves its own part of the blocks."""
 
+    local, whole = layout.local, PartitionSpec()
+
     def copy(pool: jax.Array, ids_2c: jax.Array) -> jax.Array:
-        return layout.write_blocks(pool, ids_2c[1], layout.read_blocks(pool, ids_2c[0]))
+        return local.write_blocks(pool, ids_2c[1], local.read_blocks(pool, ids_2c[0]))
 
     def swap_out(pool: jax.Array, ids_c: jax.Array) -> jax.Array:
-        return layout.read_blocks(pool, ids_c)
+        return local.read_blocks(pool, ids_c)
 
     def swap_in(pool: jax.Array, contents: jax.Array, ids_c: jax.Array) -> jax.Array:
-        return layout.write_blocks(pool, ids_c, contents)
+        return local.write_blocks(pool, ids_c, contents)
 
     of_pool, of_contents = NamedSharding(mesh, POOL_SPEC), NamedSharding(mesh, CONTENTS_SPEC)
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
@@ -137,9 +139,10 @@ def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lo
     contents = jax.ShapeDtypeStruct((spec.size, *layout.block_shape), layout.storage_dtype, sharding=of_contents)
     pair = jax.ShapeDtypeStruct((2, spec.size), np.int32, sharding=replicated(mesh))
     if spec.kind in ("copy", "draft_copy"):
-        return jax.jit(copy, donate_argnums=0, out_shardings=of_pool).lower(pool, pair)
+        return jax.jit(on_shards(copy, mesh, (POOL_SPEC, whole), POOL_SPEC), donate_argnums=0, out_shardings=of_pool).lower(pool, pair)
     if spec.kind == "swap_out":
-        return jax.jit(swap_out, out_shardings=of_contents).lower(pool, ids)
+        return jax.jit(on_shards(swap_out, mesh, (POOL_SPEC, whole), CONTENTS_SPEC), out_shardings=of_contents).lower(pool, ids)
     if spec.kind == "swap_in":
-        return jax.jit(swap_in, donate_argnums=0, out_shardings=of_pool).lower(pool, contents, ids)
+        run = on_shards(swap_in, mesh, (POOL_SPEC, CONTENTS_SPEC, whole), POOL_SPEC)
+        return jax.jit(run, donate_argnums=0, out_shardings=of_pool).lower(pool, contents, ids)
     raise InternalError(f"{spec} moves no blocks")

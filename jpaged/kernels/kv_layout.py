@@ -52,6 +52,7 @@ MAX_NUMBER = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 _DTYPES = ("float32", "bfloat16", "float16", *MAX_NUMBER)
 _LANES = 128
+_COUNTS = ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "num_shards", "num_context_parts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class KVLayout:
         dtype: of keys and values, as they are written and read. In 8 bits they are kept divided by their scales.
         form: how the rows of a token are laid out.
         num_shards: equal parts into which the heads are split over devices; each part is padded to tiles by itself.
+        num_context_parts: equal parts into which the slots of a block are split over devices, each with its own tokens
+            of every context.
         value_dim: keys are latents whose first so many numbers are the value, as in DeepSeek-V2 (2024); each device has
             one head, the same. None keeps values beside keys.
     """
@@ -80,15 +83,20 @@ class KVLayout:
     form: KVForm = "cpu"
     num_shards: int = 1
     value_dim: int | None = None
+    num_context_parts: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.dtype.name not in _DTYPES:
             raise InvalidArgument("dtype", f"is {self.dtype.name}; the pool holds {', '.join(_DTYPES)}")
-        for name in ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "num_shards"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value < 1:
                 raise InvalidArgument(name, f"{value} is below the limit of 1")
+        if self.block_size % self.num_context_parts:
+            raise InvalidArgument(
+                "num_context_parts", f"{self.num_context_parts} does not divide the {self.block_size} slots of a block"
+            )
         if self.num_kv_heads % self.num_shards:
             raise InvalidArgument(
                 "num_shards", f"{self.num_shards} does not divide the {self.num_kv_heads} key/value heads"
@@ -110,12 +118,23 @@ class KVLayout:
 
     @property
     def local(self) -> KVLayout:
-        """What one device holds of it: one shard's heads."""
-        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // self.num_shards, num_shards=1)
+        """What one device holds of it: one shard's heads, of its own slots of every block."""
+        return dataclasses.replace(
+            self,
+            block_size=self.block_size // self.num_context_parts,
+            num_kv_heads=self.num_kv_heads // self.num_shards,
+            num_shards=1,
+            num_context_parts=1,
+        )
+
+    @property
+    def num_parts(self) -> int:
+        """Equal parts of a block, one on each device."""
+        return self.num_shards * self.num_context_parts
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the pool. Axis 2 is the one that is split over devices."""
+        """The shape of the pool. Axis 2 is split over devices by heads, axis 1 by context."""
         return (self.num_layers * self.blocks_per_layer, self.block_size, *self.token_shape)
 
     @property

@@ -12,7 +12,7 @@ from jpaged.errors import InvalidArgument
 
 def test_devices_share_one_copy_of_the_model() -> None:
     built = mesh.build_mesh(jax.devices())
-    assert built.shape == {"data": 1, "model": len(jax.devices())}
+    assert built.shape == {"data": 1, "context": 1, "model": len(jax.devices())}
     assert mesh.replicated(built).spec == PartitionSpec()
     assert mesh.first_device(built) == jax.devices()[0]
 

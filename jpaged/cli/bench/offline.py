@@ -87,7 +87,7 @@ class Offline:
         model = values.pop("model")
         dtype = config.model.dtype
         parallel = config.parallel
-        num_devices = parallel.tensor_parallel_size * parallel.data_parallel_size
+        num_devices = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.data_parallel_size
         if arguments.hardware in ("auto", "cpu"):
             report.line("measuring the machine")
         limits, reason = limits_of(arguments.hardware, "bfloat16" if dtype == "bfloat16" else "float32", num_devices)

@@ -19,10 +19,20 @@ from jpaged.device.adapters import AdapterRoom, fill_slot, matrices_of
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.host_pool import num_host_blocks
 from jpaged.device.linear import choose_linear_backend, params_for
-from jpaged.device.mesh import LOGITS_SPEC, POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
+from jpaged.device.mesh import (
+    LOGITS_SPEC,
+    POOL_SPEC,
+    SCALES_SPEC,
+    Placement,
+    first_device,
+    num_context_parts,
+    num_shards,
+    replicated,
+)
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
 from jpaged.device.speculation.draft import DRAFT, abstract_draft_params, split_params, with_draft
 from jpaged.device.speculation.lowered import lower_speculation
+from jpaged.device.step.context import check_windows
 from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
@@ -75,8 +85,10 @@ def sized_step(
 def _sized_step(
     model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
 ) -> tuple[Step, Geometry]:
-    num_parts, attention = num_shards(mesh), Attention.on(model, options, mesh)
+    num_parts, num_contexts = num_shards(mesh), num_context_parts(mesh)
+    attention = Attention.on(model, options, mesh)
     sizes = attention.sizes()
+    check_windows(model.config.attention_kinds, sizes.max_model_len, num_contexts)
     chosen = attention.choose(sizes)
     vocab_size, model = model.config.vocab_size, Placement.of(model, mesh, layer_mode).model
     config = model.config  # what was chosen is one device's part
@@ -87,15 +99,17 @@ def _sized_step(
         chosen.layout,
         num_layers=groups.num_layers,
         num_blocks=num_blocks,
+        block_size=sizes.block_size,
         num_kv_heads=config.num_kv_heads,
         num_shards=num_parts,
+        num_context_parts=num_contexts,
     )
     cascade = None
     if options.cache.enable_cascade_attention:
         num_heads = config.num_heads // num_parts
-        cascade = cascade_costs(chosen.backend, layout.local, config.attention_kinds, num_heads)
+        cascade = cascade_costs(chosen.backend, layout.local, config.attention_kinds, num_heads, num_contexts)
     max_num_steps = max_steps_of_dispatch(options, mesh)
-    sampler = choose_kernel(chosen.backend, num_parts, vocab_size)
+    sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,

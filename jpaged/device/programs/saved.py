@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from jpaged import json_text
 from jpaged.device.kv_scales import name_of_kv_dtype
-from jpaged.device.mesh import first_device, num_shards
+from jpaged.device.mesh import first_device, num_context_parts, num_shards
 from jpaged.device.programs.compile import ProgramSpec, compiler_options
 from jpaged.device.programs.store import CompiledProgram
 from jpaged.device.step.forward import Draft, Step
@@ -66,6 +66,7 @@ class Target:
     model: str
     dtype: str
     tensor_parallel_size: int
+    context_parallel_size: int
     attention_backend: str
     linear_backend: str
     kv_cache_dtype: str
@@ -96,6 +97,7 @@ class Target:
             model=_digest_of_model(model.config),
             dtype=model.dtype.name,
             tensor_parallel_size=num_shards(step.mesh),
+            context_parallel_size=num_context_parts(step.mesh),
             attention_backend=step.backend,
             linear_backend=step.linear_backend,
             kv_cache_dtype=name_of_kv_dtype(step.layout.dtype),

@@ -9,6 +9,7 @@ import jax
 from jpaged.config import EngineConfig, SpeculativeOptions
 from jpaged.device.linear import choose_linear_backend, params_for
 from jpaged.device.mesh import Placement, check_params, first_device, num_shards, replicated
+from jpaged.device.step.context import most_rows
 from jpaged.device.step.forward import Draft, Step
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Geometry
@@ -192,9 +193,14 @@ def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineCon
     groups = KVGroups((None,), config.num_layers, tuple((0, layer) for layer in range(config.num_layers)))
     num_parts = num_shards(step.mesh)
     layout = dataclasses.replace(  # what was chosen is one device's part
-        chosen.layout, num_blocks=step.layout.num_blocks, num_kv_heads=config.num_kv_heads, num_shards=num_parts
+        chosen.layout,
+        num_blocks=step.layout.num_blocks,
+        block_size=step.layout.block_size,
+        num_kv_heads=config.num_kv_heads,
+        num_shards=num_parts,
+        num_context_parts=step.layout.num_context_parts,
     )
-    sampler = choose_kernel(chosen.backend, num_parts, step.vocab_size)
+    sampler = choose_kernel(chosen.backend, step.mesh.size, step.vocab_size)
     return dataclasses.replace(
         step,
         model=where.model,
@@ -222,7 +228,8 @@ def _fits(step: Step, draft: Step, geometry: Geometry, num_in_round: int) -> boo
 
     def can_run(step: Step) -> bool:
         num_heads = step.model.config.num_heads // num_shards(step.mesh)
-        queries = Queries(num_heads, step.model.dtype, num_in_round, geometry.max_blocks_per_seq, num_in_round)
+        num_rows = most_rows(num_in_round, num_in_round, step.layout.num_context_parts)
+        queries = Queries(num_heads, step.model.dtype, num_rows, geometry.max_blocks_per_seq, num_in_round)
         return IMPLEMENTATIONS[step.backend].unsupported_reason(step.layout.local, queries) is None
 
     return num_in_round <= geometry.max_num_batched_tokens and can_run(step) and can_run(draft)

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jpaged.device.mesh import MODEL_AXIS, first_device, num_shards, on_shards, partition_spec
+from jpaged.device.mesh import MODEL_AXIS, first_device, on_shards, partition_spec
 from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, StackedExperts, sum_experts
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.paged_attention.triton.attention import unsupported_device_reason
@@ -46,7 +46,7 @@ def experts_kernel(mixture: Mixture | None, mesh: Mesh) -> ExpertsKernel | None:
     if mixture is None:
         return None
     compute = functools.partial(sum_experts, backend=experts_backend(first_device(mesh)))
-    if num_shards(mesh) == 1:
+    if mesh.size == 1:
         return compute
 
     def run(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: Gate) -> jax.Array:

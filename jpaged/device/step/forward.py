@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpaged.config import Backend, LinearBackend
 from jpaged.device.adapters import AdapterRoom
 from jpaged.device.mesh import (
+    CONTEXT_AXIS,
     HEADS_SPEC,
     LOGITS_SPEC,
     MODEL_AXIS,
@@ -28,11 +29,13 @@ from jpaged.device.mesh import (
     PROJECTION_SPEC,
     SCALES_SPEC,
     SINKS_SPEC,
+    num_context_parts,
     num_shards,
     on_shards,
     replicated,
 )
 from jpaged.device.step import sampling
+from jpaged.device.step.context import ContextOrder, kind_of_part, merged, own_slots
 from jpaged.device.step.edits import RowEdits, TokenCounts, edited
 from jpaged.device.step.experts import experts_kernel
 from jpaged.device.step.products import in_parts
@@ -170,7 +173,12 @@ class Step:
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         kinds, places = self.model.config.attention_kinds, self.kv_groups.places
         pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=True)}
-        rows = {pair: self._prepare(*pair, inputs) for pair in pairs}
+        order, num_parts = None, num_context_parts(self.mesh)
+        if num_parts > 1:
+            order = ContextOrder.of(inputs["query_starts_s1"], inputs["num_rows"], len(ids_t), num_parts)
+            inputs, ids_t = order.ordered(inputs), ids_t[order.tokens_t]
+            states_te = None if states_te is None else states_te[order.tokens_t]
+        rows = {pair: self._prepare(*pair, inputs, order) for pair in pairs}
 
         def attend(
             q_thd: jax.Array,
@@ -197,7 +205,12 @@ class Step:
             states_te=states_te,
         )
         params = in_parts(params, self.model, self.layer_mode, self.mesh)
-        return self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
+        hidden_te, pool, seen = self.model.run_watched(
+            params, tokens, attend, pool, self.layer_mode, watched, places
+        )
+        if order is None:
+            return hidden_te, pool, seen
+        return hidden_te[order.places_t], pool, [states[order.places_t] for states in seen]
 
     def packed_sample(
         self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, detail: Detail
@@ -365,8 +378,13 @@ class Step:
         turn = on_shards(heads.turn, self.mesh, (PROJECTION_SPEC, whole, whole), (HEADS_SPEC,) * 3)
         return HeadsKernel(heads.angles, turn)
 
-    def _prepare(self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array]) -> RaggedRows | CascadeRows:
-        """The rows as the layers of a kind in a KV group take them: what depends on the step alone is made once."""
+    def _prepare(
+        self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: ContextOrder | None
+    ) -> RaggedRows | CascadeRows:
+        """The rows as the layers of a kind in a KV group take them: what depends on the step alone is made once.
+
+        Where contexts are split each device has its own, one after the other on a first axis.
+        """
         rows = RaggedRows(
             query_starts_s1=inputs["query_starts_s1"],
             kv_lens_s=inputs["kv_lens_s"],
@@ -374,14 +392,40 @@ class Step:
             num_rows=inputs["num_rows"],
             kv_begins_s=inputs.get("kv_begins_s"),
         )
-        spec, config, slots_t = AttentionSpec(self.layout.local, kind), self.model.config, inputs["slots_gt"][group]
+        slots_t = inputs["slots_gt"][group]
+        runs = (inputs["run_starts_s1"], inputs["num_runs"]) if "num_runs" in inputs else None
+        if order is None:
+            return self._prepared(kind, rows, slots_t, runs)
+        num_parts = num_context_parts(self.mesh)
+
+        def of_part(order: Any, rows: Any, slots: Any, runs: Any) -> RaggedRows | CascadeRows:
+            part = jax.lax.axis_index(CONTEXT_AXIS)
+            runs = None if runs is None else (order.run_starts(runs[0]), runs[1])
+            own = order.rows_of(rows, part, num_parts)
+            prepared = self._prepared(kind, own, own_slots(slots, part, num_parts), runs)
+            found: RaggedRows | CascadeRows = jax.tree.map(lambda leaf: leaf[None], prepared)
+            return found
+
+        of_parts = on_shards(of_part, self.mesh, PartitionSpec(), PartitionSpec(CONTEXT_AXIS))
+        prepared: RaggedRows | CascadeRows = of_parts(order, rows, slots_t, runs)
+        return prepared
+
+    def _prepared(
+        self,
+        kind: AttentionKind,
+        rows: RaggedRows,
+        slots_t: jax.Array,
+        runs: tuple[jax.Array, jax.Array] | None,
+    ) -> RaggedRows | CascadeRows:
+        """The rows of one device, with their runs if any: where those begin, and how many there are."""
+        spec = self._spec(kind)
         num_rows, table_width = rows.block_tables_sm.shape
-        num_heads = config.num_heads // num_shards(self.mesh)
+        num_heads = self.model.config.num_heads // num_shards(self.mesh)
         queries = Queries(num_heads, jnp.dtype(self.model.dtype), num_rows, table_width, slots_t.shape[0])
         prepared = prepare_rows(rows, slots_t, spec, queries, backend=self.backend)
-        if "num_runs" not in inputs:
+        if runs is None:
             return prepared
-        cascade = CascadeRows.of(rows, inputs["run_starts_s1"], inputs["num_runs"], spec)
+        cascade = CascadeRows.of(rows, *runs, spec)
         prefixes = prepare_rows(cascade.prefixes, None, prefix_spec(spec), queries, backend=self.backend)
         edges = cascade.edges and prepare_rows(cascade.edges, None, spec, queries, backend=self.backend)
         return dataclasses.replace(cascade, rows=prepared, prefixes=prefixes, edges=edges)
@@ -396,20 +440,32 @@ class Step:
         scales_lk2: jax.Array | None,
         sinks_h: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Attention and the pool that it updated: each device has its own heads, and all have the same blocks."""
-        spec = AttentionSpec(self.layout.local, place.attention)
+        """Attention and the pool that it updated: each device has its own heads, and all have the same blocks.
+
+        Where contexts are split each has its own slots of them as well, and what they found is merged.
+        """
+        spec, num_parts = self._spec(place.attention), num_context_parts(self.mesh)
 
         def attend(
             q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any, sinks: Any
         ) -> tuple[jax.Array, jax.Array]:
+            if num_parts > 1:
+                k, v, slots = new_kv
+                new_kv = k, v, own_slots(slots, jax.lax.axis_index(CONTEXT_AXIS), num_parts)
+                rows = jax.tree.map(lambda leaf: leaf[0], rows)
             update = cascade_attention_update if isinstance(rows, CascadeRows) else paged_attention_update
-            o_thd, lse_th, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
+            *attended, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
+            o_thd, lse_th = attended if num_parts == 1 else merged((attended[0], attended[1]), CONTEXT_AXIS)
             return (o_thd if sinks is None else add_sinks((o_thd, lse_th), sinks)[0]), pool
 
-        whole = PartitionSpec()
-        in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, whole, SCALES_SPEC, SINKS_SPEC)
+        whole, of_rows = PartitionSpec(), PartitionSpec(*((CONTEXT_AXIS,) if num_parts > 1 else ()))
+        in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, of_rows, SCALES_SPEC, SINKS_SPEC)
         run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
         return run(q_thd, new_kv, pool, place.index, rows, scales_lk2, sinks_h)
+
+    def _spec(self, kind: AttentionKind) -> AttentionSpec:
+        """Attention of a kind as one device computes it, over its part of the pool."""
+        return AttentionSpec(self.layout.local, kind_of_part(kind, num_context_parts(self.mesh)))
 
 
 @dataclass(frozen=True, slots=True)

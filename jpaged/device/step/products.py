@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.device.mesh import first_device, num_shards, partition_spec
+from jpaged.device.mesh import first_device, partition_spec
 from jpaged.kernels.product import QuantisedMatrix
 from jpaged.kernels.product.on_device import PartedMatrix, kernel_takes
 from jpaged.models.layers import Params
@@ -23,7 +23,7 @@ def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) ->
     Of others XLA divides the products; experts are divided layer by layer (`experts.py`).
     """
     config = model.config
-    if num_shards(mesh) == 1 or layer_mode != "loop" or config.quantisation is None:
+    if mesh.size == 1 or layer_mode != "loop" or config.quantisation is None:
         return params
     specs = {
         path: _specs(leaf_axes(config.quantisation, leaf, model.dtype, is_stacked=False))
