@@ -264,9 +264,7 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
 def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     """The model, and where each copy of it goes."""
     parallel = options.parallel
-    meshes = serving_meshes(
-        parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size
-    )
+    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
     source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
     source = replace(source, config=quantised_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config

@@ -61,6 +61,7 @@ class CompiledPlan:
 
     Attributes:
         num_devices: that share one copy of the model.
+        num_context_parts: of them, those that each have a part of every context and the same of the model.
         dtype: of weights and activations.
         kv_dtype: of the pool.
         notes: what was decided that was not asked for.
@@ -70,6 +71,7 @@ class CompiledPlan:
     model: str
     target: Target
     num_devices: int
+    num_context_parts: int
     dtype: str
     kv_dtype: str
     notes: tuple[str, ...]
@@ -96,7 +98,9 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
     draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
-    num_devices, notes = _num_devices([config] if draft is None else [config, draft], target, chosen)
+    num_parts = options.parallel.context_parallel_size
+    num_sharing, notes = _num_devices([config] if draft is None else [config, draft], target, chosen, num_parts)
+    num_devices = num_sharing * num_parts
     dtype = options.model.dtype
     if dtype == "auto":
         dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
@@ -108,7 +112,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         if target.platform == "tpu"
         else compile_only_gpus(target.num_devices, target.family)
     )
-    mesh = build_mesh(devices[:num_devices])
+    mesh = build_mesh(devices[:num_devices], num_parts)
     notes += Attention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
         Models(model, None if draft is None else Model(draft, model.dtype)),
@@ -129,6 +133,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         model=name,
         target=target,
         num_devices=num_devices,
+        num_context_parts=num_parts,
         dtype=dtype,
         kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
         notes=tuple(notes),
@@ -138,10 +143,11 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
             kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
             itemsize=model.dtype.itemsize,
             target=target,
-            num_devices=num_devices,
+            num_devices=num_sharing,
+            num_context_parts=num_parts,
             weight_bytes=deployment.memory.request.weight_bytes,
             bytes_per_block=deployment.memory.request.bytes_per_block // deployment.block_layers * config.num_layers,
-            block_size=deployment.geometry.block_size,
+            block_size=deployment.geometry.block_size // num_parts,
             number_bytes=deployment.number_bytes or model.dtype.itemsize,
             adapter_bytes=deployment.adapter_bytes,
         ).step_times(),
@@ -149,23 +155,25 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     )
 
 
-def _num_devices(configs: Sequence[ModelConfig], target: Target, chosen: int | None) -> tuple[int, list[str]]:
-    """Devices of one copy of the model, over which its draft is split too, and what there is to say of it."""
+def _num_devices(
+    configs: Sequence[ModelConfig], target: Target, chosen: int | None, num_context_parts: int
+) -> tuple[int, list[str]]:
+    """Devices that share the heads of a model, over which its draft is split too, and what there is to say of it."""
+    most = target.num_devices // num_context_parts
+    if most < (chosen or 1):
+        raise InvalidArgument(
+            "tensor_parallel_size" if num_context_parts == 1 else "context_parallel_size",
+            f"{(chosen or 1) * num_context_parts} devices are asked for; {target.name} has {target.num_devices}",
+        )
     if chosen is not None:
-        if chosen > target.num_devices:
-            raise InvalidArgument(
-                "tensor_parallel_size", f"{chosen} devices are asked for; {target.name} has {target.num_devices}"
-            )
         for config in configs:
             pad_for_sharding(config, chosen)
         return chosen, []
-    largest = next(n for n in range(target.num_devices, 0, -1) if all(largest_split(one, n) == n for one in configs))
-    if largest == target.num_devices:
+    largest = next(n for n in range(most, 0, -1) if all(largest_split(one, n) == n for one in configs))
+    if largest == most:
         return largest, []
     heads = " and ".join(str(config.num_heads) for config in configs)
-    return largest, [
-        f"{heads} heads are not split over {target.num_devices} devices: tensor_parallel_size is {largest}"
-    ]
+    return largest, [f"{heads} heads are not split over {most} devices: tensor_parallel_size is {largest}"]
 
 
 def _draft_config(options: EngineConfig) -> ModelConfig | None:

@@ -91,6 +91,15 @@ class StepLoad:
         num_rows = max(1.0, num_tokens / prompt_len)
         return cls(int(num_rows), num_tokens, num_rows * prompt_len / 2, num_tokens * prompt_len / 2)
 
+    def in_parts(self, num_parts: int) -> StepLoad:
+        """What one of the devices has of it that share every context: all tokens, and a part of what they see."""
+        return dataclasses.replace(
+            self,
+            num_kv_tokens=self.num_kv_tokens / num_parts,
+            num_pairs=self.num_pairs / num_parts,
+            num_decoding_kv_tokens=self.num_decoding_kv_tokens / num_parts,
+        )
+
     def within(self, window: int | None) -> StepLoad:
         """The load as a layer has it whose queries see so many tokens, themselves included; None is everything.
 

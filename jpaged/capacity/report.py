@@ -120,6 +120,8 @@ def lines(found: Assessment) -> list[str]:
         f"  {copies}, each over {plan.num_devices} of {plan.target.num_devices} devices; {plan.dtype}, KV cache "
         f"{plan.kv_dtype}, attention {deployment.backend}, sequences of up to {sizes.max_model_len} tokens"
     )
+    if plan.num_context_parts > 1:
+        text.append(f"  contexts are split over {plan.num_context_parts} of them, which each have the same weights")
     text += [f"  {line}" for line in deployment.passed_over]
     text.append(
         f"  steps of up to {sizes.max_num_seqs} rows and {sizes.max_num_batched_tokens} tokens, blocks of "
@@ -199,7 +201,8 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "compiler_needs_bytes": None if deployment.refusal is None else deployment.refusal.needs_bytes,
         "num_chips": plan.target.num_chips,
         "num_devices": plan.target.num_devices,
-        "tensor_parallel_size": plan.num_devices,
+        "tensor_parallel_size": plan.num_devices // plan.num_context_parts,
+        "context_parallel_size": plan.num_context_parts,
         "num_copies": plan.num_copies,
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.kv_dtype,

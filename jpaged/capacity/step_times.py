@@ -5,6 +5,8 @@
     glue      = a share of products and attention: norms, rotations, layouts
     sums      = (2 * layers + 1) all-reduces of [tokens, E] in the type that the program sums in, each 2 * (n - 1) / n
                 of its bytes over the links and 2 * (size - 1) hops along every axis
+    merges    = a layer's outputs [tokens, H, D] added up over the devices that share contexts, and their log-sum-exp
+                [tokens, H] gathered, in float32; each of those devices reads its part of the contexts
     step      = all of these, and no less than the host's part
 
 Where no cycles are known, as of GPUs, attention is in the products' roofline, with lower efficiencies, and sampling and
@@ -30,6 +32,7 @@ from jpaged.models.sharding import pad_for_sharding
 LINK_EFFICIENCY = 0.5
 """The share of a device's links that is in use: small slices have no wrap-around, a ring uses not all at once."""
 HOP_S = 1e-6
+_FLOAT32 = 4
 GLUE_SHARE = 0.03
 """The part of products and attention that norms, rotations and layouts take besides."""
 HOST_S, HOST_ROW_S = 0.1e-3, 0.01e-3
@@ -51,11 +54,13 @@ class StepParts:
     glue_s: float
     sums_s: float
     host_s: float
+    merges_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return max(self.host_s, self.products_s + self.attention_s + self.sampling_s + self.glue_s + self.sums_s)
+        on_device_s = self.products_s + self.attention_s + self.sampling_s + self.glue_s + self.sums_s + self.merges_s
+        return max(self.host_s, on_device_s)
 
     def __str__(self) -> str:
         named = dataclasses.asdict(self)
@@ -73,9 +78,11 @@ class PlannedModel:
         itemsize: bytes of a weight.
         num_devices: that share the copy.
         weight_bytes: of one device.
+        block_size: slots of a block on one device.
         bytes_per_block: of all layers, on one device.
         number_bytes: of each number that is summed over devices.
         adapter_bytes: of weight_bytes, what adapters in their slots take.
+        num_context_parts: parts of every context, each on so many devices that share the copy.
     """
 
     config: ModelConfig
@@ -88,6 +95,7 @@ class PlannedModel:
     block_size: int
     number_bytes: float
     adapter_bytes: int = 0
+    num_context_parts: int = 1
 
     def step_times(self, counted: CountedCycles | None = None) -> StepTimes:
         """The time of each step; an embedding that is only looked up counts for nothing: little of it is read.
@@ -98,7 +106,9 @@ class PlannedModel:
         config, num_devices, hardware = self.config, self.num_devices, self.target.hardware
         head_params = config.vocab_size * config.hidden_size
         looked_up = 0 if config.tie_word_embeddings else head_params
-        windows = tuple(kind.sliding_window for kind in config.attention_kinds)
+        num_parts = self.num_context_parts
+        seen = (kind.sliding_window for kind in config.attention_kinds)
+        windows = tuple(None if window is None else -(-window // num_parts) for window in seen)
         shape = Shape(
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
@@ -133,7 +143,17 @@ class PlannedModel:
             )
         )
         roofline = Roofline(shape, hardware, num_devices)
-        return StepTimes(roofline, self.target, config.hidden_size, self.number_bytes, times)
+        outputs = local.num_heads // num_devices * (local.value_dim or local.head_dim)
+        numbers = OutputNumbers(outputs, local.num_heads // num_devices)
+        return StepTimes(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputNumbers:
+    """What attention gives of a token on one device: numbers of all heads, and a log-sum-exp of each."""
+
+    outputs: int = 0
+    heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +166,8 @@ class StepTimes:
         hidden_size: width of what is summed over devices.
         number_bytes: of each number that is summed over devices.
         counted: attention and sampling of one device; None where no cycles are known.
+        num_context_parts: parts of every context.
+        numbers: that are merged over them.
     """
 
     roofline: Roofline
@@ -153,15 +175,21 @@ class StepTimes:
     hidden_size: int
     number_bytes: float
     counted: CountedTimes | None = None
+    num_context_parts: int = 1
+    numbers: OutputNumbers = OutputNumbers()
 
     def parts(self, load: StepLoad) -> StepParts:
         """Where the time of a step goes."""
         sums_s, host_s = self._sums_s(load.num_tokens), HOST_S + HOST_ROW_S * load.num_rows
+        merges_s = self._merges_s(load.num_tokens)
+        load = load.in_parts(self.num_context_parts)
         if self.counted is None:
-            return StepParts(self.roofline.step_s(load), 0.0, 0.0, 0.0, sums_s, host_s)
+            return StepParts(self.roofline.step_s(load), 0.0, 0.0, 0.0, sums_s, host_s, merges_s)
         products_s, attention_s = self.roofline.products_s(load), self.counted.attention_s(load)
         glue_s = GLUE_SHARE * (products_s + attention_s)
-        return StepParts(products_s, attention_s, self.counted.sampling_s(load.num_rows), glue_s, sums_s, host_s)
+        return StepParts(
+            products_s, attention_s, self.counted.sampling_s(load.num_rows), glue_s, sums_s, host_s, merges_s
+        )
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of a step."""
@@ -192,6 +220,15 @@ class StepTimes:
         axes = self.target.shape if n == self.target.num_devices else (n,)
         hops = sum(2 * (size - 1) for size in axes)
         return (2 * self.roofline.shape.num_layers + 1) * (moved_s + max(hops, 2) * HOP_S)
+
+    def _merges_s(self, num_tokens: int) -> float:
+        n = self.num_context_parts
+        if n == 1:
+            return 0.0
+        summed, gathered = (_FLOAT32 * num_tokens * num for num in (self.numbers.outputs, self.numbers.heads))
+        num_bytes = 2 * (n - 1) / n * summed + (n - 1) * gathered
+        moved_s = num_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY)
+        return self.roofline.shape.num_layers * (moved_s + 3 * (n - 1) * HOP_S)
 
 
 def expert_shape(config: ModelConfig) -> dict[str, Any]:

@@ -70,9 +70,7 @@ def serving_mesh(tensor_parallel_size: int, context_parallel_size: int = 1) -> M
     return serving_meshes(tensor_parallel_size, 1, context_parallel_size)[0]
 
 
-def serving_meshes(
-    tensor_parallel_size: int, data_parallel_size: int, context_parallel_size: int = 1
-) -> list[Mesh]:
+def serving_meshes(tensor_parallel_size: int, data_parallel_size: int, context_parallel_size: int = 1) -> list[Mesh]:
     """A mesh for each copy of the model: jax's devices in their order, none of them in two.
 
     Several processes have one copy, and each of them a part of it: as many devices of each, all of them where

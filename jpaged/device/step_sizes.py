@@ -146,7 +146,11 @@ class Attention:
         if hardware is None:
             return [f"{steps}: as on any {self.device.platform.upper()}; {self.device.device_kind} is not in the table"]
         length = min(_SEQUENCE_TOKENS, sizes.max_model_len)
-        block_kib = self._layout(sizes.block_size // self.num_context_parts).bytes_per_block / self.model.config.num_layers / 1024
+        block_kib = (
+            self._layout(sizes.block_size // self.num_context_parts).bytes_per_block
+            / self.model.config.num_layers
+            / 1024
+        )
         return [
             f"{steps}: {hardware.name} has room for {self._num_fitting(hardware, sizes.max_model_len)} sequences of "
             f"{length} tokens beside the weights, and {hardware.ridge_tokens:.0f} FLOPs a byte of memory; a block is "
@@ -159,7 +163,8 @@ class Attention:
         if (chosen := self.options.cache.block_size) is not None:
             if chosen % num_parts:
                 raise InvalidArgument(
-                    "block_size", f"{chosen} slots cannot be shared evenly by {num_parts} devices (context_parallel_size)"
+                    "block_size",
+                    f"{chosen} slots cannot be shared evenly by {num_parts} devices (context_parallel_size)",
                 )
             return chosen
         platform = self.device.platform
@@ -230,10 +235,8 @@ class Attention:
         """This with one option changed, and its flag; of limits the highest that would do, larger blocks first."""
         sizes = self.sizes()
         own = sizes.block_size // self.num_context_parts
-        for block_size in sorted(
-            _BLOCK_SIZES, key=lambda size: (size < own, abs(size - own))
-        ):
-            block_size *= self.num_context_parts
+        for of_device in sorted(_BLOCK_SIZES, key=lambda size: (size < own, abs(size - own))):
+            block_size = of_device * self.num_context_parts
             yield f"--block-size {block_size}", self._with(block_size=block_size)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             highest = self._highest(name, getattr(sizes, name))

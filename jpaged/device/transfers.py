@@ -121,7 +121,6 @@ def _check_ids(name: str, block_ids: list[int], num_blocks: int) -> None:
 
 def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lowered:
     """Traces and lowers the program of a move. Every device moves its own part of the blocks."""
-
     local, whole = layout.local, PartitionSpec()
 
     def copy(pool: jax.Array, ids_2c: jax.Array) -> jax.Array:
@@ -139,9 +138,13 @@ def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lo
     contents = jax.ShapeDtypeStruct((spec.size, *layout.block_shape), layout.storage_dtype, sharding=of_contents)
     pair = jax.ShapeDtypeStruct((2, spec.size), np.int32, sharding=replicated(mesh))
     if spec.kind in ("copy", "draft_copy"):
-        return jax.jit(on_shards(copy, mesh, (POOL_SPEC, whole), POOL_SPEC), donate_argnums=0, out_shardings=of_pool).lower(pool, pair)
+        return jax.jit(
+            on_shards(copy, mesh, (POOL_SPEC, whole), POOL_SPEC), donate_argnums=0, out_shardings=of_pool
+        ).lower(pool, pair)
     if spec.kind == "swap_out":
-        return jax.jit(on_shards(swap_out, mesh, (POOL_SPEC, whole), CONTENTS_SPEC), out_shardings=of_contents).lower(pool, ids)
+        return jax.jit(on_shards(swap_out, mesh, (POOL_SPEC, whole), CONTENTS_SPEC), out_shardings=of_contents).lower(
+            pool, ids
+        )
     if spec.kind == "swap_in":
         run = on_shards(swap_in, mesh, (POOL_SPEC, CONTENTS_SPEC, whole), POOL_SPEC)
         return jax.jit(run, donate_argnums=0, out_shardings=of_pool).lower(pool, contents, ids)

@@ -205,9 +205,7 @@ class Step:
             states_te=states_te,
         )
         params = in_parts(params, self.model, self.layer_mode, self.mesh)
-        hidden_te, pool, seen = self.model.run_watched(
-            params, tokens, attend, pool, self.layer_mode, watched, places
-        )
+        hidden_te, pool, seen = self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
         if order is None:
             return hidden_te, pool, seen
         return hidden_te[order.places_t], pool, [states[order.places_t] for states in seen]
