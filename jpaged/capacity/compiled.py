@@ -107,12 +107,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         if config.checkpoint_dtype not in (None, dtype):
             notes.append(f"the checkpoint is {config.checkpoint_dtype}: planned as with --dtype {dtype}")
     model = Model(config, np.dtype(dtype))
-    devices = (
-        compile_only_devices(find_topology(target.name))
-        if target.platform == "tpu"
-        else compile_only_gpus(target.num_devices, target.family)
-    )
-    mesh = build_mesh(devices[:num_devices], num_parts)
+    mesh = build_mesh(_devices(target)[:num_devices], num_parts)
     notes += Attention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
         Models(model, None if draft is None else Model(draft, model.dtype)),
@@ -174,6 +169,12 @@ def _num_devices(
         return largest, []
     heads = " and ".join(str(config.num_heads) for config in configs)
     return largest, [f"{heads} heads are not split over {most} devices: tensor_parallel_size is {largest}"]
+
+
+def _devices(target: Target) -> Sequence[Any]:
+    if target.platform == "tpu":
+        return compile_only_devices(find_topology(target.name))
+    return compile_only_gpus(target.num_devices, target.family)
 
 
 def _draft_config(options: EngineConfig) -> ModelConfig | None:

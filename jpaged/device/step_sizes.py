@@ -37,7 +37,7 @@ from jpaged.checkpoints.names import weight_bytes
 from jpaged.config import EngineConfig, iter_options, platform_default
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import first_device, num_context_parts, num_shards
-from jpaged.device.step.context import most_rows
+from jpaged.device.step.context import check_windows, most_rows
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.hardware import Hardware, find_hardware
 from jpaged.kernels.kv_layout import KVLayout
@@ -101,13 +101,14 @@ class Attention:
         """The sizes that were chosen, and those of the rule where none was.
 
         Raises:
-            InvalidArgument: max_model_len is beyond the model's.
+            InvalidArgument: max_model_len is beyond the model's, or blocks or windows cannot be cut into parts.
         """
         scheduler = self.options.scheduler
         limit = self.model.config.max_model_len
         max_model_len = self.options.model.max_model_len or limit
         if max_model_len > limit:
             raise InvalidArgument("max_model_len", f"{max_model_len} is above the limit of the model, {limit}")
+        check_windows(self.model.config.attention_kinds, max_model_len, self.num_context_parts)
         block_size = self._block_size(max_model_len)
         own_rows, own_tokens = self._of_device(max_model_len, -(-max_model_len // block_size))
         tokens = scheduler.max_num_batched_tokens

@@ -128,11 +128,6 @@ class KVLayout:
         )
 
     @property
-    def num_parts(self) -> int:
-        """Equal parts of a block, one on each device."""
-        return self.num_shards * self.num_context_parts
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the pool. Axis 2 is split over devices by heads, axis 1 by context."""
         return (self.num_layers * self.blocks_per_layer, self.block_size, *self.token_shape)

@@ -32,7 +32,6 @@ from jpaged.device.mesh import (
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
 from jpaged.device.speculation.draft import DRAFT, abstract_draft_params, split_params, with_draft
 from jpaged.device.speculation.lowered import lower_speculation
-from jpaged.device.step.context import check_windows
 from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
@@ -88,7 +87,6 @@ def _sized_step(
     num_parts, num_contexts = num_shards(mesh), num_context_parts(mesh)
     attention = Attention.on(model, options, mesh)
     sizes = attention.sizes()
-    check_windows(model.config.attention_kinds, sizes.max_model_len, num_contexts)
     chosen = attention.choose(sizes)
     vocab_size, model = model.config.vocab_size, Placement.of(model, mesh, layer_mode).model
     config = model.config  # what was chosen is one device's part
@@ -104,10 +102,8 @@ def _sized_step(
         num_shards=num_parts,
         num_context_parts=num_contexts,
     )
-    cascade = None
-    if options.cache.enable_cascade_attention:
-        num_heads = config.num_heads // num_parts
-        cascade = cascade_costs(chosen.backend, layout.local, config.attention_kinds, num_heads, num_contexts)
+    num_heads = config.num_heads // num_parts
+    cascade = cascade_costs(chosen.backend, layout.local, config.attention_kinds, num_heads, num_contexts)
     max_num_steps = max_steps_of_dispatch(options, mesh)
     sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
@@ -124,7 +120,7 @@ def _sized_step(
             halves_from=None if first_device(mesh).platform == "cpu" else _HALVES_FROM,
         ),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
-        cascade=cascade,
+        cascade=cascade if options.cache.enable_cascade_attention else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
         windows=groups.windows,

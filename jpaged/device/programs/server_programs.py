@@ -146,7 +146,7 @@ class ServerPrograms:
         outputs = results["forward"] + max(results["sample"], results["edited"], results.get("speculate", 0))
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
         # Some on their way to the host, one being read from the pool, one from the host.
-        moving = (MAX_ON_THE_WAY + 2) * (content_bytes(layout) // layout.num_parts)
+        moving = (MAX_ON_THE_WAY + 2) * content_bytes(layout) * layout.local.bytes_per_block // layout.bytes_per_block
         last_tokens = 4 * self.step.num_places
         loading = of_kind.get("load_adapter")
         if loading is not None:  # one adapter on its way to its slot

@@ -61,6 +61,30 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
     assert all(int(width) <= 32 for _, width in widths)
 
 
+@pytest.mark.parametrize(("num_contexts", "num_parts"), [(4, 1), (2, 2)])
+def test_contexts_in_parts_cost_two_exchanges_a_layer(num_contexts: int, num_parts: int) -> None:
+    """Log-sum-exp of each head from every device, and one sum of outputs in float32; weights and pool stay in place."""
+    mesh = build_mesh(jax.devices()[: num_contexts * num_parts], num_contexts)
+    step, geometry, params = abstract_serving(model_of("llama3_tied"), EngineConfig.load(OPTIONS), mesh, "loop")
+    layout, config = step.layout, step.model.config
+    lowerings = program_lowerings(step, params, geometry)
+    executable = lowerings[ProgramSpec("forward", 16)]().compile()
+    of_model = 2 * config.num_layers + 1 if num_parts > 1 else 0
+    assert opcodes(executable) == {"all-reduce": of_model + config.num_layers, "all-gather": config.num_layers}
+    num_heads = config.num_heads // num_parts
+    exchanged = [(one.opcode, math.prod(dims)) for one in collectives(executable) for dims in one.dims]
+    assert exchanged.count(("all-gather", num_contexts * 16 * num_heads)) == config.num_layers
+    assert exchanged.count(("all-reduce", 16 * num_heads * config.head_dim)) >= config.num_layers
+    memory = executable.memory_analysis()
+    assert memory is not None
+    in_parts = num_contexts * num_parts
+    assert memory.alias_size_in_bytes == layout.local.num_bytes == layout.num_bytes // in_parts
+    assert pool_sized_operations(executable, math.prod(layout.local.shape)) == set()
+    for kind in ("copy", "swap_out", "swap_in"):
+        moved = lower_move(ProgramSpec(kind, 8), layout, mesh).compile()
+        assert collectives(moved) == []
+
+
 @pytest.mark.parametrize("num_parts", [2, 4])
 @pytest.mark.thinned(2)
 def test_what_edits_and_tells_is_split_over_the_vocabulary(num_parts: int) -> None:

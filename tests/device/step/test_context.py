@@ -57,7 +57,7 @@ def test_the_queries_of_a_row_lie_together_by_their_distance_from_its_first(num_
 @pytest.mark.parametrize("num_parts", [2, 3, 4, 8])
 @pytest.mark.parametrize("window", [None, 24])
 def test_every_query_sees_each_key_on_one_device(num_parts: int, window: int | None) -> None:
-    """Of each device the keys of a causal row, with the part of a window: together those that it saw before."""
+    """Each device has the keys of a causal row, with the part of a window: together those that it saw before."""
     begins = [0, 0, 0, 0, BLOCK, 0, 0, 0]
     rows = step_rows(begins)
     order = order_of(rows, num_parts)
@@ -141,7 +141,7 @@ def test_a_window_that_cannot_be_cut_evenly_is_refused() -> None:
 
 def test_a_block_is_cut_into_equal_parts() -> None:
     layout = KVLayout(2, 4, 24, 4, 16, jnp.dtype("float32"), num_shards=2, num_context_parts=3)
-    assert (layout.local.block_size, layout.local.num_kv_heads, layout.num_parts) == (8, 2, 6)
+    assert (layout.local.block_size, layout.local.num_kv_heads) == (8, 2)
     assert layout.local.num_bytes == layout.num_bytes // 6
     with pytest.raises(InvalidArgument, match="num_context_parts: 5 does not divide the 24 slots of a block"):
         dataclasses.replace(layout, num_context_parts=5)

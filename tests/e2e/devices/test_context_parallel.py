@@ -54,21 +54,24 @@ def test_any_number_of_devices_samples_what_one_device_samples(sizes: tuple[int,
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "settings", "options", "checks"),
     [
-        ("llama3_tied", {"attention_backend": "xla"}),
-        ("llama3_tied", {"kv_cache_dtype": "int8"}),
-        ("deepseek_v2", {}),
-        ("mistral_window", {}),
-        ("mixtral", {}),
-        ("opt", {}),
+        ("llama3_tied", {}, {"attention_backend": "xla"}, ["cached", "swapped"]),
+        ("llama3_tied", {}, {"kv_cache_dtype": "int8"}, ["cached", "swapped"]),
+        ("deepseek_v2", {"num_hidden_layers": 3}, {}, ["cached", "swapped"]),
+        ("mistral_window", {}, {}, ["chunked", "recomputed"]),  # gives up the blocks that rows would share
+        ("gemma2", {"sliding_window": 12}, {}, ["cached", "swapped"]),
+        ("mixtral", {}, {}, ["cached", "swapped"]),
+        ("opt", {}, {}, ["cached", "swapped"]),
     ],
 )
-def test_any_attention_is_the_same_in_parts(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Another backend, 8 bits, latents, windows, experts, positions that are learned."""
+def test_any_attention_is_the_same_in_parts(
+    name: str, settings: dict[str, Any], options: dict[str, Any], checks: list[str], tmp_path: Path
+) -> None:
+    """Another backend, 8 bits, latents, windows alone and beside layers without, experts, positions that are learned."""
     case = tiny_case(name)
-    case = two_layers(name) if name != "deepseek_v2" else case
-    check_same(case, [(2, 1), (4, 2)], ["cached", "swapped"], tmp_path, **options)
+    case = dataclasses.replace(case, config={**case.config, "num_hidden_layers": 2, **settings})
+    check_same(case, [(2, 1), (4, 2)], checks, tmp_path, **options)
 
 
 @pytest.mark.long
