@@ -90,9 +90,8 @@ def _sized_step(
     chosen = attention.choose(sizes)
     vocab_size, model = model.config.vocab_size, Placement.of(model, mesh, layer_mode).model
     config = model.config  # what was chosen is one device's part
-    windows = [kind.sliding_window for kind in config.attention_kinds]
     stacks = list(stacks_of(config.layer_kinds).values()) if layer_mode == "scan" else None
-    groups = group_layers(windows, sizes.max_model_len, stacks)
+    groups = group_layers([kind.sliding_window for kind in config.attention_kinds], sizes.max_model_len, stacks)
     layout = dataclasses.replace(
         chosen.layout,
         num_layers=groups.num_layers,

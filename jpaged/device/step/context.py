@@ -4,14 +4,14 @@
     device 0    0   2   4   6   | 8 ...           its slots 0 1 2 3 of the first block, 0 of the second
     device 1      1   3   5   7 |   9 ...
 
-So block tables, and whoever gives blocks out, know of one kind of block; a device holds 1 / c of any context, whatever its
-length. Each attends to what it holds, and the parts are merged by the logarithms of their sums of exponentials (lse).
+So block tables, and whoever gives blocks out, know of one kind of block; a device holds 1 / c of any context, however
+long it is. Each attends to what it holds, and the parts are merged by the logarithms of their sums of exponentials.
 
 Of queries that are c positions apart each sees one key more than the one before, on every device. A row of many is
 therefore taken apart into c rows, and to each of those a device's own keys are a causal context like any other:
 
     packed      5 6 7 8 9          one row, whose queries have these positions
-    in order    5 7 9 | 6 8        two rows; the first sees 3 4 5 keys on device 0, 3 4 5 on device 1, the second 4 5, 3 4
+    in order    5 7 9 | 6 8        two rows; the first sees 3 4 5 keys on both devices, the second 4 5 and 3 4
 
 No kernel has to know of it: a row's first query is at (p - d) // c among a device's keys, and a window is as long
 there as its part, W / c. All devices have equal work, prompts included. That tokens dealt out in turn balance causal
