@@ -99,6 +99,14 @@ def test_options_of_several_processes_are_refused(name: str) -> None:
         LLM("no such folder", **{name: PROCESS_VALUES[name]})
 
 
+@flips("context_parallel_size")
+@pytest.mark.long
+def test_context_parallel_size_is_how_many_devices_share_a_context(base: LLM, folder: Path) -> None:
+    with open_llm(folder, context_parallel_size=2, **BASE) as llm:
+        assert (llm._serving.backend.num_devices, device_executor_of(llm).step.layout.local.block_size) == (2, 16)
+        assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
+
+
 @flips("data_parallel_size")
 def test_data_parallel_size_is_how_many_copies_there_are(folder: Path) -> None:
     with open_llm(folder, data_parallel_size=2, **BASE) as llm:
