@@ -87,8 +87,11 @@ class Arriving:
             if not self._reserved.issuperset(block_ids):
                 raise InternalError(f"host blocks {list(block_ids)[:8]} are entered, and not all are reserved")
             self._reserved.difference_update(block_ids)
-        known = [(self._entry(place), block_id) for place, block_id in zip(places, block_ids, strict=True)]
-        self._tiers.ask(lambda: self._enter(known))
+        reaches = self._tiers.reaches
+        named = [
+            (self.chain.entry(place, reaches), block_id) for place, block_id in zip(places, block_ids, strict=True)
+        ]
+        self._tiers.ask(lambda: self._enter(named))
 
     def close(self) -> Future[int]:
         """Lets go of all blocks; how many of the prefix's a request would find. Any thread may, and again."""
@@ -120,14 +123,7 @@ class Arriving:
                 self._reserved.update(block_ids)
         future.set_result(block_ids)
 
-    def _entry(self, place: Place) -> Entry:
-        """What eviction knows of a block that somebody else has computed; whose it was is not told."""
-        parent = None
-        if place.index and self._tiers.reaches[place.kv_group].num_seen is None:
-            parent = self.chain.key(Place(place.index - 1, place.kv_group))
-        return Entry(self.chain.key(place), parent, place.index, b"")
-
-    def _enter(self, known: Sequence[tuple[Entry, int]]) -> None:
+    def _enter(self, named: Sequence[tuple[Entry, int]]) -> None:
         if self._tables:  # it is not closed: the blocks are this prefix's
-            for entry, block_id in known:
+            for entry, block_id in named:
                 self._tiers.host.take_in(entry.key, block_id, entry)

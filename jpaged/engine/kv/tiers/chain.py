@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jpaged.engine.kv.blocks import Key, block_key, key_in_group
+from jpaged.engine.kv.eviction.policy import Entry
+from jpaged.engine.reach import Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,10 +15,12 @@ class Chain:
     """Full blocks from the first on.
 
     Attributes:
+        root: the parent of the first.
         token_ids: of all of them, and no more.
         keys: of each.
     """
 
+    root: Key
     token_ids: tuple[int, ...]
     keys: tuple[Key, ...]
 
@@ -29,11 +33,17 @@ class Chain:
         for start in range(0, num_blocks * block_size, block_size):
             parent = block_key(parent, token_ids[start : start + block_size])
             keys.append(parent)
-        return cls(tuple(token_ids[: num_blocks * block_size]), tuple(keys))
+        return cls(root, tuple(token_ids[: num_blocks * block_size]), tuple(keys))
 
     def key(self, place: Place) -> Key:
         """What a block is known by."""
         return key_in_group(self.keys[place.index], place.kv_group)
+
+    def entry(self, place: Place, reaches: Sequence[Reach]) -> Entry:
+        """What eviction knows of a block; of a window nobody needs what is in front of it."""
+        is_needed = place.index > 0 and reaches[place.kv_group].num_seen is None
+        above = key_in_group(self.keys[place.index - 1], place.kv_group) if is_needed else None
+        return Entry(self.key(place), above, place.index, self.root)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -197,7 +197,7 @@ def _that_fit(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> 
         if num_short <= 0:
             return num_blocks, places
         fewer = max(0, num_blocks - max(1, num_short // num_kv_groups))
-        num_blocks = tiers.num_known(Chain(chain.token_ids, chain.keys[:fewer]))
+        num_blocks = tiers.num_known(Chain(chain.root, chain.token_ids, chain.keys[:fewer]))
 
 
 def _places(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> tuple[Place, ...]:
