@@ -3,8 +3,8 @@
 computed   the server computes all of it
 fetched    FetchPrefix from the other server, and then the request; both together are the time to its first token
 
-Every prompt is new. Each server has a core; streams run at the server that fetches, or at the one that is fetched from, and
-the gaps between their messages are compared: alone, beside fetches, and beside prompts that are computed.
+Every prompt is new. Streams run at the server that fetches, and the gaps between their messages are compared: alone, beside
+fetches, and beside prompts that are computed.
 """
 
 from __future__ import annotations
