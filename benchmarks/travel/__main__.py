@@ -3,8 +3,8 @@
 computed   the server computes all of it
 fetched    FetchPrefix from the other server, and then the request; both together are the time to its first token
 
-Every prompt is new. Streams run at the server that fetches, and the gaps between their messages are compared: alone, beside
-fetches, and beside prompts that are computed.
+Every prompt is new. Streams run at the server that fetches, and the gaps between their messages are compared: alone,
+beside fetches, and beside prompts that are computed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jpaged.client import Client
 from jpaged.types import SamplingParams
 
 MODEL = "S"
-LENGTHS = (1024, 4096, 8192)
-_OPTIONS = ("--max-num-seqs", "16", "--max-model-len", "8448", "--num-blocks", "4096", "--swap-space", "0.5")
+LENGTHS = (1000, 2000, 4000)
+_OPTIONS = ("--max-num-seqs", "16", "--num-blocks", "4096", "--swap-space", "0.5")
 _NUM_STREAMS, _STREAM_TOKENS = 4, 256
 _FIRST = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -46,7 +46,7 @@ class Measurement:
         """Seconds to the first token of a prompt that is computed."""
         prompt, begin_s = self.prompt(length), time.perf_counter()
         self._here.complete(prompt_token_ids=prompt, sampling=_FIRST)
-        return {"ttft_s": time.perf_counter() - begin_s}
+        return {"begin_s": begin_s, "ttft_s": time.perf_counter() - begin_s}
 
     def fetched(self, length: int) -> dict[str, float]:
         """Seconds to the first token of one that the other server has, and how many of them the fetch took."""
@@ -60,15 +60,18 @@ class Measurement:
         num_cached = here.usage.cached_tokens
         if num_cached < length - 32 or here.outputs[0].token_ids != there.outputs[0].token_ids:
             raise RuntimeError(f"{num_cached} of {length} tokens were found, {arrival}; or other tokens came")
-        return {"ttft_s": ttft_s, "fetch_s": fetched_s}
+        return {"begin_s": begin_s, "ttft_s": ttft_s, "fetch_s": fetched_s}
 
 
 def median_of(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The median of each number."""
-    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    """The median of each number, but for when it began."""
+    names = [name for name in rounds[0] if name != "begin_s"]
+    return {name: statistics.median(one[name] for one in rounds) for name in names}
 
 
-def gaps(streamed: Client, measurement: Measurement, act: Callable[[int], Any] | None, num_rounds: int) -> dict:
+def gaps(
+    streamed: Client, measurement: Measurement, act: Callable[[int], dict[str, float]] | None, num_rounds: int
+) -> dict[str, float]:
     """Gaps of streams at a server while something is done again and again; None is nothing."""
     prompts = [measurement.prompt(64) for _ in range(_NUM_STREAMS)]
     with Streams(streamed, prompts, _STREAM_TOKENS) as streams:
@@ -79,7 +82,7 @@ def gaps(streamed: Client, measurement: Measurement, act: Callable[[int], Any] |
             if act is None:
                 time.sleep(2.0)
             else:
-                act(4096)
+                begin_s = act(4000)["begin_s"]
             seen += streams.gaps_ms(begin_s, time.perf_counter())
     seen.sort()
     return {"num": len(seen), "p50_ms": _at(seen, 0.5), "p99_ms": _at(seen, 0.99), "max_ms": seen[-1]}
@@ -102,7 +105,7 @@ def measure(home: Path, options: argparse.Namespace) -> dict[str, Any]:
     ):
         measurement = Measurement(there, source, here, options.seed)
         for act in (measurement.computed, measurement.fetched):  # what comes first reads weights and warms up
-            act(1024)
+            act(1000)
         lengths = {
             str(length): {
                 "computed": median_of([measurement.computed(length) for _ in range(options.rounds)]),
@@ -138,7 +141,7 @@ def table(results: dict[str, Any]) -> str:
     lines += ["", f"| gaps of {_NUM_STREAMS} streams | median | 99 % | most |", "|---|---|---|---|"]
     for name, told in (
         ("alone", "nothing else"),
-        ("fetched", "prompts of 4096 tokens come from the other server"),
+        ("fetched", "prompts of 4000 tokens come from the other server"),
         ("computed", "such prompts are computed"),
     ):
         one = results["streams"]["here"][name]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jpaged.client import Client
+from jpaged.errors import DeadlineExceeded
 from jpaged.types import SamplingParams
 
 _READY_S, _END_S = 600.0, 30.0
@@ -33,7 +34,7 @@ def serving(model: Path, port: int, log: Path, core: int | None, options: Sequen
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
         try:
             with Client(f"127.0.0.1:{port}") as client:
-                client.wait_until_ready(_READY_S)
+                _await(client, process, log)
                 yield client
         finally:
             process.terminate()
@@ -41,6 +42,19 @@ def serving(model: Path, port: int, log: Path, core: int | None, options: Sequen
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _await(client: Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Waits until a server takes requests; raises RuntimeError where it ends before."""
+    until_s = time.monotonic() + _READY_S
+    while True:
+        try:
+            client.wait_until_ready(1.0)
+        except DeadlineExceeded:
+            if process.poll() is not None or time.monotonic() > until_s:
+                raise RuntimeError(f"no server came up: {log.read_text()[-1000:]}") from None
+        else:
+            return
 
 
 class Streams:

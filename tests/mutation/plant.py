@@ -17,6 +17,7 @@ from tests.mutation.memory_faults import MEMORY_FAULTS
 from tests.mutation.planting import Bed
 from tests.mutation.policy_faults import POLICY_FAULTS
 from tests.mutation.product_faults import PRODUCT_FAULTS
+from tests.mutation.travel_faults import TRAVEL_FAULTS
 from tests.mutation.triton_faults import TRITON_FAULTS
 
 _ATTENTION = "jpaged/kernels/paged_attention"
@@ -27,7 +28,15 @@ BEDS = {
         tests="tests/engine",
         left_out=("device", "models", "kernels"),
         words=lambda fault: [f"tests/engine/{name}" for name in fault.tests],
-        faults=(*MEMORY_FAULTS, *EVICTION_FAULTS, *POLICY_FAULTS, *DRAFT_FAULTS, *FEED_FAULTS, *ADAPTER_FAULTS),
+        faults=(
+            *MEMORY_FAULTS,
+            *EVICTION_FAULTS,
+            *POLICY_FAULTS,
+            *DRAFT_FAULTS,
+            *FEED_FAULTS,
+            *ADAPTER_FAULTS,
+            *TRAVEL_FAULTS,
+        ),
     ),
     "gpu": Bed(
         sources=f"{_ATTENTION}/gpu",

@@ -1,0 +1,102 @@
+"""Faults of prefixes that travel: who holds their blocks, and what is entered of them."""
+
+from __future__ import annotations
+
+from tests.mutation.planting import Fault
+
+TRAVELS = ("kv/test_travels.py",)
+
+TRAVEL_FAULTS = (
+    Fault(
+        "a block is freed while it travels",
+        "kv/prefixes.py",
+        "            prefixes.num_cached -= prefixes.pool.acquire(block_id)\n            block_ids",
+        "            block_ids",
+        TRAVELS,
+    ),
+    Fault(
+        "blocks of the device are held until they are read",
+        "kv/tiers/leaving.py",
+        "        self._tiers.held.let_go(part.at_device)\n        part.at_device = None\n        self._num_staged",
+        "        self._num_staged",
+        TRAVELS,
+    ),
+    Fault(
+        "a prefix is read before it has come to host memory",
+        "kv/tiers/leaving.py",
+        "        self._tiers.host.when_settled(homes, lambda: self._staged(part))",
+        "        self._staged(part)",
+        TRAVELS,
+    ),
+    Fault(
+        "a reader that goes away keeps what it was given",
+        "kv/tiers/leaving.py",
+        "        for part in self._parts:\n            self._let_go(part)",
+        "        for part in self._parts[:1]:\n            self._let_go(part)",
+        TRAVELS,
+    ),
+    Fault(
+        "what was read is held for good",
+        "kv/tiers/leaving.py",
+        "            if table is not None:\n                self._tiers.host.let_go(table)",
+        "            if table is not None and table is part.staged:\n                self._tiers.host.let_go(table)",
+        TRAVELS,
+    ),
+    Fault(
+        "blocks of host memory are taken for those of the device",
+        "kv/tiers/leaving.py",
+        "part.homes = [home or next(free) for home in part.homes]",
+        "part.homes = [next(free, home) for home in part.homes]",
+        TRAVELS,
+    ),
+    Fault(
+        "all of a prefix moves in one step",
+        "kv/tiers/leaving.py",
+        "max(1, min(MAX_STAGED_BLOCKS, MAX_STAGED_BYTES // self.blocks.bytes_per_block))",
+        "1 << 20",
+        TRAVELS,
+    ),
+    Fault(
+        "a window's last block but one stays",
+        "kv/tiers/leaving.py",
+        "before = reach.first_block(max(0, num_blocks - 1))",
+        "before = first",
+        TRAVELS,
+    ),
+    Fault(
+        "what is here is evicted for the rest of the prefix",
+        "kv/tiers/arriving.py",
+        "                self._tables.append(host.hold(self._kept()))",
+        "                pass",
+        TRAVELS,
+    ),
+    Fault(
+        "a block is entered under its neighbour's key",
+        "kv/tiers/chain.py",
+        "return key_in_group(self.keys[place.index], place.kv_group)",
+        "return key_in_group(self.keys[max(0, place.index - 1)], place.kv_group)",
+        TRAVELS,
+    ),
+    Fault(
+        "whoever is late writes a block of somebody else",
+        "kv/tiers/arriving.py",
+        "        with self._lock:\n            if self._is_closed:\n"
+        '                raise Cancelled("the prefix that arrives was given up")\n            if block_id',
+        "        with self._lock:\n            if block_id",
+        TRAVELS,
+    ),
+    Fault(
+        "a block that is entered may still be written",
+        "kv/tiers/arriving.py",
+        "            self._reserved.difference_update(block_ids)\n",
+        "",
+        TRAVELS,
+    ),
+    Fault(
+        "a replica that has nothing of a prefix is asked for it",
+        "kv/tiers/travels.py",
+        "return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped)",
+        "return self.each[-1].leave(chain, num_skipped)",
+        TRAVELS,
+    ),
+)
