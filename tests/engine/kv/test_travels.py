@@ -136,6 +136,23 @@ def test_blocks_of_both_tiers_leave_and_those_of_host_memory_are_not_copied():
     assert compute(b) == 40
 
 
+def test_of_both_tiers_each_block_is_read_where_it_is():
+    a, b = make(num_blocks=14), make()
+    compute(a, "begin", PROMPT[:21])
+    for i in range(2):
+        compute(a, f"other {i}", [200 + i] * 30)
+    assert compute(a) == 20  # from host memory, where it still is; the rest is on the device alone
+    leaving = leave(a)
+    memory = a.engine._loop.memory
+    assert [key in memory.host for key in chain_of(a).keys] == [True] * 5 + [False] * 5
+    contents = bytes_of(a, leaving)
+    leaving.close()
+    assert_nothing_is_held(a)
+    assert bring(b, chain_of(b), contents) == 10
+    assert compute(b) == 40
+    assert b.tokens("first") == a.tokens("first") == expected_tokens(PROMPT, 4)
+
+
 def test_a_step_moves_a_part_at_most_and_running_rows_go_on(monkeypatch):
     monkeypatch.setattr(leaving_module, "MAX_STAGED_BLOCKS", 3)
     a = make()
@@ -246,6 +263,21 @@ def test_a_prefix_that_finds_no_room_is_taken_in_part_and_evicts_no_part_of_itse
     compute(a)
     assert carry(a, b) == 6
     assert compute(b) == 24
+
+
+def test_what_is_here_is_not_evicted_for_the_rest_of_its_prefix():
+    a, b = make(), make(num_host_blocks=8)
+    compute(a)
+    leaving = leave(a)
+    contents = bytes_of(a, leaving)
+    leaving.close()
+    assert bring(b, chain_of(b, PROMPT[:24]), dict([*contents.items()][:6])) == 6
+    chain = chain_of(b)
+    arriving = b.engine.travels.arrive(chain)
+    missing = {place: content for place, content in contents.items() if not arriving.is_known(place)}
+    assert len(missing) == 4
+    assert bring(b, chain, missing) == 8
+    assert compute(b) == 32
 
 
 def test_what_is_entered_twice_or_late_changes_nothing():
