@@ -162,7 +162,7 @@ def main() -> None:
         results = measure(Path(folder), options)
     print(table(results))
     if options.record:
-        save("travel", "python -m benchmarks.travel --cores 0 1 --record", results)
+        save("travel", "python -m benchmarks.travel --record", results)
         put_on_page({"travel": table(results)})
 
 
