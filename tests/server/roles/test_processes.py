@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from jpaged.client import Client
+from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
 from tests.processes import Process
 
@@ -21,6 +22,8 @@ SAMPLINGS = [
     SamplingParams(max_tokens=16, temperature=0.9, seed=8, n=3, logprobs=2),
     SamplingParams(max_tokens=16, temperature=0.0, presence_penalty=1.0, ignore_eos=True),
     SamplingParams(max_tokens=16, temperature=0.0, cache_salt="salt", ignore_eos=True),
+    SamplingParams(max_tokens=24, seed=9, structured_outputs=StructuredOutputs(regex="[a-z]{3}(, [a-z ]{4,8}){2,5}")),
+    SamplingParams(max_tokens=24, temperature=0.9, seed=9, stop=["e", "fo"], n=2),
 ]
 
 
