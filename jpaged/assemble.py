@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.blockstore.store import BlockStore
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
@@ -39,6 +40,8 @@ from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.kv.pinned import pin_limit
+from jpaged.engine.kv.tiers.disk import Disk, num_staged
+from jpaged.engine.reach import KeyLengths
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
@@ -119,7 +122,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         or platform_default("max_messages_per_second", device.platform),
     )
     grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids)
-    engines = _make_engines(source, resolved, runs, grammars)
+    engines = _make_engines(source, options, resolved, runs, grammars, progress)
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
         input_processor=_input_processor(source, geometry, options.model, answer_format),
@@ -139,22 +142,28 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
 
 
 def _make_engines(
-    source: Source, options: EngineConfig, runs: Sequence[Executor[Any, Any]], grammars: ServedGrammars
+    source: Source,
+    options: EngineConfig,
+    resolved: EngineConfig,
+    runs: Sequence[Executor[Any, Any]],
+    grammars: ServedGrammars,
+    progress: Progress,
 ) -> list[Engine]:
     """An engine for each executor, which tells which prefixes it holds where somebody is told."""
+    queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
     engines = [
         Engine(
             one,
             source.tokenizer,
-            options.replace(max_num_queued_reqs=queue),
-            max_cached_tokens=source.config.max_prefix_len,
-            outgrown_len=source.config.outgrown_len,
+            resolved.replace(max_num_queued_reqs=queue),
+            lengths=KeyLengths(source.config.max_prefix_len, source.config.outgrown_len),
             eos_token_ids=source.eos_token_ids,
             make_masks=grammars.make_masks,
+            disk=disk,
         )
-        for one, queue in zip(runs, shares(options.scheduler.max_num_queued_reqs, len(runs)), strict=True)
+        for one, queue, disk in zip(runs, queues, _disks(options, runs, progress), strict=True)
     ]
-    return _telling(options, engines)
+    return _telling(resolved, engines)
 
 
 def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
@@ -173,6 +182,19 @@ def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
             publisher.close()
         raise
     return engines
+
+
+def _disks(options: EngineConfig, runs: Sequence[Executor[Any, Any]], progress: Progress) -> list[Disk | None]:
+    """What each replica keeps prefixes in that outlive it: one store, which all share."""
+    cache, blocks = options.cache, runs[0].host_blocks
+    if not cache.kv_disk_space or cache.kv_disk_dir is None or blocks is None:
+        return [None] * len(runs)
+    num_staged(blocks.bytes_per_block, runs[0].geometry.num_host_blocks)
+    progress("what blocks on disk are known by", 0, 1)
+    identity, max_bytes = blocks.kv_identity(), int(cache.kv_disk_space * 2**30)
+    store = BlockStore(Path(cache.kv_disk_dir), identity, blocks.bytes_per_block, max_bytes)
+    progress(f"{store.counts.num_blocks} blocks found on disk", 1, 1)
+    return [Disk(store), *(Disk(store.share()) for _ in runs[1:])]
 
 
 def _adapters(options: EngineConfig, model: Model, where: Placement, progress: Progress) -> Adapters:

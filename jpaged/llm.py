@@ -223,8 +223,12 @@ class LLM:
         return forgotten.result()
 
     def close(self) -> None:
-        """Gives the device's memory back; the LLM is spent."""
-        self._serving.engine.stop()
+        """Gives the device's memory back; the LLM is spent. What is to be kept on disk is written before."""
+        engine, config = self._serving.engine, self._serving.config
+        if config.cache.kv_disk_space:
+            engine.step()  # what was dropped is gone with it
+            engine.drain(config.server.shutdown_timeout)
+        engine.stop()
         if self._serving.grammars is not None:
             self._serving.grammars.close()
 

@@ -35,6 +35,11 @@ def counter(metric: Metric | None = None) -> Any:
     return field(default=0, metadata={"counter": metric})
 
 
+def shared(metric: Metric, kind: str = "counter") -> Any:
+    """A number that replicas have together, which each of them tells."""
+    return field(default=0, metadata={kind: metric, "total": max})
+
+
 def mean(weight: str, metric: Metric | None = None) -> Any:
     """A mean over what the field `weight` counts; 0 before the first."""
     return field(default=0.0, metadata={"gauge": metric, "weight": weight})
@@ -95,6 +100,18 @@ class LoadTotals(ReplicaLoad):
     )
     num_blocks_swapped_out: int = counter(Metric("jpaged:blocks_swapped_out", "Blocks moved to host memory."))
     num_blocks_swapped_in: int = counter(Metric("jpaged:blocks_swapped_in", "Blocks moved back from host memory."))
+    num_host_hit_tokens: int = counter(
+        Metric("jpaged:host_prefix_hits", "Prompt tokens of num_prefix_hit_tokens that came back from host memory.")
+    )
+    num_disk_hit_tokens: int = counter(
+        Metric("jpaged:disk_prefix_hits", "Prompt tokens that came back from disk, to be found by their request.")
+    )
+    num_disk_blocks: int = shared(Metric("jpaged:disk_blocks", "Blocks that disk keeps."), "gauge")
+    disk_bytes_read: int = shared(Metric("jpaged:disk_read_bytes", "Bytes of blocks read from disk."))
+    disk_bytes_written: int = shared(Metric("jpaged:disk_written_bytes", "Bytes of blocks written to disk."))
+    num_disk_blocks_dropped: int = shared(
+        Metric("jpaged:disk_blocks_dropped", "Blocks on disk that were not what their hash says, and are gone.")
+    )
     num_cascade_steps: int = counter(
         Metric("jpaged:cascade_steps", "Steps in which rows read the blocks of a shared prefix together.")
     )
@@ -223,6 +240,20 @@ class EngineLoad(LoadTotals):
     num_kv_events_dropped: int = counter(
         Metric("jpaged:kv_events_dropped", "Blocks of prefixes that came or went, and nobody was told.")
     )
+    disk_is_on: int = shared(Metric("jpaged:disk_on", "1 while disk keeps blocks, 0 where none does."), "gauge")
+    num_disk_fallbacks: int = counter(
+        Metric("jpaged:disk_fallbacks", "Requests that computed what did not come from disk, or not in time.")
+    )
+    num_disk_blocks_read: int = shared(Metric("jpaged:disk_blocks_read", "Blocks read from disk."))
+    num_disk_blocks_written: int = shared(Metric("jpaged:disk_blocks_written", "Blocks written to disk."))
+    num_disk_blocks_evicted: int = shared(
+        Metric("jpaged:disk_blocks_evicted", "Blocks on disk that others took the place of.")
+    )
+    num_disk_failures: int = shared(
+        Metric("jpaged:disk_failures", "Errors of the disk; from the first one on it keeps nothing.")
+    )
+    disk_read_s: float = shared(Metric("jpaged:disk_read_seconds", "Seconds of reading from disk, threads added up."))
+    disk_write_s: float = shared(Metric("jpaged:disk_write_seconds", "Seconds of writing to disk."))
     device_idle_s: float = counter(
         Metric("jpaged:device_idle_seconds", "Seconds that the device waited for its next step, while requests ran.")
     )

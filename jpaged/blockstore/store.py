@@ -9,7 +9,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -135,9 +135,6 @@ class BlockStore:
         """What the next moment holds, nobody knows; it takes no lock."""
         return self._is_on and key in self._slots.known
 
-    def __len__(self) -> int:
-        return len(self._slots.known) if self._is_on else 0
-
     @property
     def is_on(self) -> bool:
         """The disk has not failed."""
@@ -147,7 +144,7 @@ class BlockStore:
     def counts(self) -> StoreCounts:
         """A snapshot."""
         with self._lock:
-            return replace(self._counts, num_blocks=len(self))
+            return replace(self._counts, num_blocks=len(self._slots.known) * self._is_on)
 
     def write(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Keeps a block, in place of the one used longest ago where there is no room.
@@ -193,6 +190,20 @@ class BlockStore:
         finally:
             with self._lock:
                 self._slots.end_read(slot)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Notes that these were used just now, as far as they are known: they were found elsewhere."""
+        with self._lock:
+            for key in keys:
+                slot = self._slots.known.get(key)
+                if slot is None or not self._is_on:
+                    continue
+                self._clock += 1
+                self._slots.known.move_to_end(key)
+                try:
+                    slot.segment.touch(slot.number, self._clock)
+                except OSError as error:
+                    self._turn_off(error)
 
     def forget(self, key: bytes) -> None:
         """Sees to it that a key is not found, and what is being written under it is not entered."""
@@ -311,9 +322,7 @@ class BlockStore:
         with self._lock:
             is_still = self._is_on and self._slots.known.get(key) is slot
             if is_still and is_sound:
-                self._clock += 1
-                self._slots.known.move_to_end(key)
-                slot.segment.touch(slot.number, self._clock)
+                self.touch([key])
             elif is_still:
                 logger.warning("blocks on disk: a block of %s is damaged, and dropped", slot.segment.path)
                 self._counts = replace(self._counts, num_dropped=self._counts.num_dropped + 1)

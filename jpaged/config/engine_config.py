@@ -162,6 +162,10 @@ class EngineConfig:
             )
         if self.roles.role != "both":
             raise InvalidArgument(f"{NAME}.method", f"{problem}, and not behind a prefix; role is {self.roles.role}")
+        if self.cache.kv_disk_space:
+            raise InvalidArgument(
+                f"{NAME}.method", f"{problem}, and not when it comes back from disk; kv_disk_space is to be 0"
+            )
         if given.get("swap_space") not in (None, 0, CacheOptions().swap_space):
             raise InvalidArgument(
                 f"{NAME}.method", f"{problem}, and not when it comes back from the host; swap_space is to be 0"
@@ -237,6 +241,12 @@ class EngineConfig:
             )
         if self.startup.compiled is not None:
             raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
+        if self.cache.kv_disk_space:
+            raise InvalidArgument(
+                "kv_disk_space",
+                f"{self.cache.kv_disk_space:g} GiB: each process has a part of every block; it works in one process, "
+                f"{several}",
+            )
         if self.lora.enable_lora:
             raise InvalidArgument("enable_lora", f"True: adapters are served by one process, {several}")
         if self.speculation is not None and self.has_draft:

@@ -112,6 +112,17 @@ class CacheOptions:
         high=4096.0,
         unit="GiB",
     )
+    kv_disk_space: float = option(
+        0.0,
+        "local disk that cached prefixes are kept on, which a server that starts again finds; of all replicas "
+        "together, and of all models in kv_disk_dir; 0 keeps none",
+        low=0.0,
+        high=65536.0,
+        unit="GiB",
+    )
+    kv_disk_dir: str | None = option(
+        None, "the folder for kv_disk_space, which one server has at a time; made if need be", path="new folder"
+    )
     enable_prefix_caching: bool = option(True, "share the blocks of prompts that begin alike")
     enable_cascade_attention: bool = option(
         True, "read the blocks that several rows of a step begin with once for all of them, where that is quicker"
@@ -129,11 +140,12 @@ class CacheOptions:
     )
 
     def check(self) -> None:
-        """Holds the policy of eviction to what there is to evict.
+        """Holds the policy of eviction to what there is to evict, and disk to what can come to it.
 
         Raises:
-            InvalidArgument: nothing is cached by the other options.
+            InvalidArgument: nothing is cached by the other options, or an option that disk needs is given otherwise.
         """
+        self._check_disk()
         if self.eviction_policy == "auto":
             return
         problem = f"{self.eviction_policy} has nothing to choose from: no prefix is cached with"
@@ -145,6 +157,23 @@ class CacheOptions:
             raise InvalidArgument(
                 "eviction_policy", f"{problem} enable_prefix_caching False; auto is the choice with it"
             )
+
+    def _check_disk(self) -> None:
+        if not self.kv_disk_space:
+            if self.kv_disk_dir is not None:
+                raise InvalidArgument("kv_disk_dir", f"{self.kv_disk_dir}: kv_disk_space is 0, so that none is used")
+            return
+        needed = f"{self.kv_disk_space:g} GiB"
+        if self.kv_disk_dir is None:
+            raise InvalidArgument("kv_disk_space", f"{needed}: kv_disk_dir has to name the folder")
+        if not self.swap_space:
+            raise InvalidArgument(
+                "kv_disk_space", f"{needed}: blocks pass through host memory, of which swap_space (0) gives none"
+            )
+        if self.kv_policy != "paged":
+            raise InvalidArgument("kv_disk_space", f"{needed}: kv_policy {self.kv_policy} caches no prefixes")
+        if not self.enable_prefix_caching:
+            raise InvalidArgument("kv_disk_space", f"{needed}: enable_prefix_caching is False")
 
 
 @dataclass(frozen=True, slots=True)

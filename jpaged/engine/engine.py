@@ -16,8 +16,10 @@ from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.grammars import MakeMasks
 from jpaged.engine.handover.handover import Handover
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
+from jpaged.engine.kv.tiers.disk import Disk, DiskTier
 from jpaged.engine.kv.tiers.travels import Travel, Travels
 from jpaged.engine.loop import Clock, EngineLoop
+from jpaged.engine.reach import KeyLengths
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S, _ABANDONED_JOIN_S = 0.2, 1.0
 """How long to wait for the end of a loop that may hang in its executor."""
+_LOOK_S = 0.005
+_ANY_LENGTH = KeyLengths()
 
 
 class LoopThread:
@@ -120,6 +124,23 @@ class LoopThread:
             except queue.Empty:
                 """Nobody came."""
 
+    def flush(self, disk: DiskTier, until_s: float) -> bool:
+        """Has written what memory has and disk has not; False when that is not over at a time (of `time.monotonic`)."""
+        if self._thread is not None and not self._thread.is_alive():
+            return True
+        is_over = threading.Event()
+
+        def look() -> None:
+            if disk.flush():
+                is_over.set()
+
+        while not is_over.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            self.ask(look)
+            if self._thread is None:
+                self.step()
+            is_over.wait(min(left_s, _LOOK_S))
+        return is_over.is_set()
+
     def await_tiers(self) -> None:
         """Waits a moment where nothing runs and blocks are on their way between tiers of memory."""
         if self._loop.awaits_tiers and not self._loop.scheduler.queues.has_work:
@@ -147,10 +168,10 @@ class Engine:
 
     Args:
         config: scheduler, cache and `max_pinned_blocks` are read; sizes that are left out are the executor's.
-        max_cached_tokens: positions from here on are never shared by prefix; None is no limit.
-        outgrown_len: tokens beyond which all keys of a sequence are computed again; None is never.
+        lengths: up to which keys are what they are.
         eos_token_ids: every token that ends a sequence of this model.
         make_masks: makes what fills masks for grammars; None where requests have none.
+        disk: where prefixes are kept that outlive the engine, which is the engine's until `stop`; None is nowhere.
     """
 
     def __init__(
@@ -159,22 +180,22 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig,
         *,
-        max_cached_tokens: int | None = None,
-        outgrown_len: int | None = None,
+        lengths: KeyLengths = _ANY_LENGTH,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
         make_masks: MakeMasks | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self._executor = executor
         self._loop = EngineLoop(
             executor,
             tokenizer,
             config,
-            max_cached_tokens=max_cached_tokens,
-            outgrown_len=outgrown_len,
+            lengths=lengths,
             eos_token_ids=eos_token_ids,
             clock=clock,
             make_masks=make_masks,
+            disk=disk,
         )
         self._thread = LoopThread(self._loop)
         self._in_flight = self._loop.in_flight
@@ -310,14 +331,24 @@ class Engine:
         self._thread.fail(error, hangs=hangs)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for those in flight; False when some were left at the end of the time."""
+        """Refuses new requests and waits for those in flight, and for what is to be kept on disk.
+
+        Returns:
+            False when some of either were left at the end of the time.
+        """
+        until_s = time.monotonic() + timeout_s
         self._in_flight.close()
-        return self._in_flight.wait_idle(timeout_s)
+        if not self._in_flight.wait_idle(timeout_s):
+            return False
+        disk = self._loop.memory.disk
+        return disk is None or self._thread.flush(disk, until_s)
 
     def stop(self) -> None:
         """Ends the loop. Requests that are still in flight get Unavailable."""
         self._in_flight.close()
         if self._thread.stop():
+            if self._loop.memory.disk is not None:
+                self._loop.memory.disk.close()
             self._executor.shutdown()
         if self.prefixes is not None:
             self.prefixes.changes.close()

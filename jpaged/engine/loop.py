@@ -25,7 +25,9 @@ from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.reach import KeyLengths
 from jpaged.engine.scheduling.schedule import (
     Schedule,
     build_ending_ids,
@@ -173,15 +175,17 @@ class EngineLoop:
         tokenizer: Tokenizer,
         config: EngineConfig,
         *,
-        max_cached_tokens: int | None,
-        outgrown_len: int | None,
+        lengths: KeyLengths,
         eos_token_ids: frozenset[int],
         clock: Clock,
         make_masks: MakeMasks | None = None,
+        disk: Disk | None = None,
     ) -> None:
         geometry = executor.geometry
-        self.memory = _make_memory(executor, config.cache, max_cached_tokens)
-        self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, outgrown_len)
+        self.memory = _make_memory(executor, config.cache, lengths.max_cached_tokens, disk)
+        self.scheduler = Scheduler(
+            self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, lengths.outgrown_len
+        )
         options = config.speculation
         self.stats = StepStats(geometry, clock, 0 if options is None else options.num_speculative_tokens)
         self.pulse = Pulse(clock, config.timeouts.stall_timeout)
@@ -221,6 +225,9 @@ class EngineLoop:
         self._expire(start_s)
         if self.memory.host is not None:
             self.memory.host.advance()
+        if self.memory.disk is not None:
+            queues = self.scheduler.queues
+            queues.let_in(self.memory.disk.advance(start_s, is_alone=not queues.running))
         self.scheduler.lookahead.has_programs(self._executor.geometry)
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
@@ -274,7 +281,8 @@ class EngineLoop:
     @property
     def awaits_tiers(self) -> bool:
         """Blocks are on their way between tiers of memory, which steps have to see arrive."""
-        return self.memory.host is not None and self.memory.host.has_errands
+        host, disk = self.memory.host, self.memory.disk
+        return (host is not None and host.has_errands) or (disk is not None and disk.is_busy)
 
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())
@@ -425,7 +433,10 @@ class EngineLoop:
                 return
         self.groups[request.request_id] = group
         self._output.open(group)
-        self.scheduler.queues.add(group)
+        if self.memory.disk is not None and self.memory.disk.begin(group):
+            self.scheduler.queues.hold(group)
+        else:
+            self.scheduler.queues.add(group)
         if request.deadline_s is not None:
             self._deadlines.add(group, request.deadline_s)
         if self._queue_timeout_s is not None:
@@ -462,6 +473,8 @@ class EngineLoop:
         self.stats.count_end(group)
         self._send_last([group])
         self.scheduler.finish(group)
+        if self.memory.disk is not None:
+            self.memory.disk.leave(group)
         self.scheduler.rows.editing.forget(group)
         if self._drafting is not None:
             self._drafting.forget(group)
@@ -486,14 +499,18 @@ class EngineLoop:
             self._output.close(group)
 
 
-def _make_memory(executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None) -> KVMemory:
-    geometry = executor.geometry
+def _make_memory(
+    executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None, disk: Disk | None
+) -> KVMemory:
+    geometry, blocks = executor.geometry, executor.host_blocks
     if options.kv_policy != "paged":
         return ReservedMemory(geometry, options.kv_policy)
+    make_disk = None if disk is None or blocks is None else disk.tier(blocks, geometry, executor.rates)
     return PagedMemory(
         geometry,
         caches_prefixes=options.enable_prefix_caching,
         max_cached_tokens=max_cached_tokens,
-        host_blocks=executor.host_blocks,
+        host_blocks=blocks,
         eviction=Eviction.of(options.eviction_policy, executor.rates, geometry.block_size, geometry.bytes_per_block),
+        make_disk=make_disk,
     )

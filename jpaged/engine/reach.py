@@ -61,3 +61,16 @@ class Reach:
         at_once = len(own) * (self.num_seen + 2) + self.most_at_once // self.block_size + 1
         forked = min(num_shared, self.num_seen) + min(sum(map(self.num_held, own)), at_once)
         return max(self.num_held(-(-num_prompt_tokens // self.block_size)), forked)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLengths:
+    """Up to which lengths keys of a model are what they are; None is any.
+
+    Attributes:
+        max_cached_tokens: positions from here on are never shared by prefix.
+        outgrown_len: tokens beyond which all keys of a sequence are computed again.
+    """
+
+    max_cached_tokens: int | None = None
+    outgrown_len: int | None = None

@@ -30,6 +30,7 @@ from jpaged.engine.executor import (
     StepOutputs,
 )
 from jpaged.engine.executor.telling import TellInputs
+from jpaged.engine.reach import KeyLengths
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf
@@ -193,8 +194,7 @@ class Rig:
                 Share(one, num_blocks, num_host_blocks, cascade),
                 tokenizer,
                 EngineConfig().replace(**settings),
-                max_cached_tokens=max_cached_tokens,
-                outgrown_len=outgrown_len,
+                lengths=KeyLengths(max_cached_tokens, outgrown_len),
                 eos_token_ids=eos_token_ids,
             )
             for one in executors

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.engine.reach import KeyLengths
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.service.continuing import move_grammars
 from jpaged.service.input_processor import InputProcessor
@@ -49,6 +51,7 @@ class Harness:
     num_scheduler_steps: int = 1
     refuse_late: bool = True
     queue_timeout: float | None = None
+    disk: Disk | None = None
     num_speculative_tokens: int = 0  # of somebody who knows what comes, mostly
     nums_rounds: tuple[int, ...] = (16,)  # of each dispatch in turn, where the executor has a draft model
     max_num_steps: int = 20_000
@@ -78,8 +81,8 @@ class Harness:
             self.executor,
             self.tokenizer,
             config,
-            max_cached_tokens=self.max_cached_tokens,
-            outgrown_len=self.outgrown_len,
+            lengths=KeyLengths(self.max_cached_tokens, self.outgrown_len),
+            disk=self.disk,
             eos_token_ids=self.eos_token_ids,
             clock=self.clock,
             make_masks=lambda: FakeMasks(self.executor.geometry.vocab_size),

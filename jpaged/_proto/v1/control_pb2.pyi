@@ -129,7 +129,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "num_blocks", "num_blocks_free", "num_blocks_used", "peak_blocks_used", "slot_use", "num_steps", "num_preemptions", "num_prompt_tokens", "num_generation_tokens", "num_compiles_after_warm_up", "num_swapped", "num_blocks_cached", "num_copies_on_write", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_recomputed_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_cascade_steps", "num_cascade_tokens", "replicas", "num_nonfinite_requests")
+    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "num_blocks", "num_blocks_free", "num_blocks_used", "peak_blocks_used", "slot_use", "num_steps", "num_preemptions", "num_prompt_tokens", "num_generation_tokens", "num_compiles_after_warm_up", "num_swapped", "num_blocks_cached", "num_copies_on_write", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_recomputed_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_cascade_steps", "num_cascade_tokens", "replicas", "num_nonfinite_requests", "num_host_hit_tokens", "num_disk_hit_tokens", "num_disk_blocks", "disk_bytes_read", "disk_bytes_written", "num_disk_blocks_dropped")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,12 @@ class GetLoadResponse(_message.Message):
     NUM_CASCADE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     NUM_NONFINITE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_BLOCKS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     max_num_seqs: int
@@ -180,7 +186,13 @@ class GetLoadResponse(_message.Message):
     num_cascade_tokens: int
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaLoad]
     num_nonfinite_requests: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_used: _Optional[int] = ..., peak_blocks_used: _Optional[int] = ..., slot_use: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_compiles_after_warm_up: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_cascade_steps: _Optional[int] = ..., num_cascade_tokens: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ..., num_nonfinite_requests: _Optional[int] = ...) -> None: ...
+    num_host_hit_tokens: int
+    num_disk_hit_tokens: int
+    num_disk_blocks: int
+    disk_bytes_read: int
+    disk_bytes_written: int
+    num_disk_blocks_dropped: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_used: _Optional[int] = ..., peak_blocks_used: _Optional[int] = ..., slot_use: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_compiles_after_warm_up: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_cascade_steps: _Optional[int] = ..., num_cascade_tokens: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ..., num_nonfinite_requests: _Optional[int] = ..., num_host_hit_tokens: _Optional[int] = ..., num_disk_hit_tokens: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_read: _Optional[int] = ..., disk_bytes_written: _Optional[int] = ..., num_disk_blocks_dropped: _Optional[int] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_blocks", "num_blocks_free", "num_blocks_used", "num_blocks_cached", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_prompt_tokens", "num_generation_tokens")

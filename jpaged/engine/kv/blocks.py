@@ -384,6 +384,10 @@ class MemoryCounts:
     num_copies_on_write: int = 0
     num_swapped_out: int = 0
     num_swapped_in: int = 0
+    num_host_hit_tokens: int = 0
+
+    def brought_back(self, num_tokens: int) -> None:
+        self.num_host_hit_tokens += num_tokens
 
     def looked_up(self, num_tokens: int, num_found: int) -> None:
         self.num_prefix_query_tokens += num_tokens

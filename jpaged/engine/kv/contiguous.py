@@ -24,6 +24,7 @@ from jpaged.engine.executor import I32, Geometry, Move
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import Held
+from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.sequence import Group, Sequence
@@ -111,6 +112,7 @@ class ReservedMemory:
         self.prefixes = None
         self.host: HostTier | None = None
         self.held: Held | None = None
+        self.disk: DiskTier | None = None
         self.swapping = None
         self.windows = None
         self.aside = None

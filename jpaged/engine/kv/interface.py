@@ -11,6 +11,7 @@ from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
+from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.kv.windows import Windows
@@ -42,6 +43,7 @@ class KVMemory(Protocol):
         host: prefixes in host memory; None where there is none.
         held: cached blocks that somebody outside reads; None where nothing is cached.
         travelling: prompts on their way between servers; None without a prefix cache, or blocks of the host.
+        disk: prefixes on disk; None where there are none.
     """
 
     num_blocks: int
@@ -49,6 +51,7 @@ class KVMemory(Protocol):
     host: HostTier | None
     held: Held | None
     travelling: Travelling | None
+    disk: DiskTier | None
 
     @property
     def limit(self) -> int:

@@ -8,7 +8,7 @@ Composes the two pools with `Prefixes` and `Swapping`; the moves that their deci
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.needs import Needs
 from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
+from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.kv.windows import Windows
@@ -35,11 +36,13 @@ class PagedMemory:
         caches_prefixes: there are `prefixes`, up to max_cached_tokens.
         host_blocks: the bytes of host memory; None where the device alone has to do with them.
         eviction: which prefixes are given up first; None is the least recently used.
+        make_disk: makes a third tier beneath host memory; None where there is none.
     """
 
     prefixes: Prefixes | None
     host: HostTier | None
     held: Held | None
+    disk: DiskTier | None
     swapping: Swapping | None
     windows: Windows | None
     aside: Aside
@@ -53,6 +56,7 @@ class PagedMemory:
         max_cached_tokens: int | None = None,
         host_blocks: HostBlocks | None = None,
         eviction: Eviction | None = None,
+        make_disk: Callable[[HostTier], DiskTier] | None = None,
     ) -> None:
         self.num_blocks = geometry.num_blocks
         self.block_size = geometry.block_size
@@ -67,6 +71,7 @@ class PagedMemory:
             num_host_blocks, self.block_size, self._ops, blocks=host_blocks, ranked=in_host, changes=changes
         )
         self.host = self._host if num_host_blocks else None
+        self.disk = None if make_disk is None or not caches_prefixes else make_disk(self._host)
         self.prefixes = self.held = self.swapping = self.windows = self.travelling = None
         if caches_prefixes:
             is_below = self._host.__contains__ if num_host_blocks else None
@@ -78,8 +83,11 @@ class PagedMemory:
                 max_tokens=max_cached_tokens,
                 ranked=None if eviction is None else eviction.free_list(self.num_blocks, is_below),
                 changes=changes,
+                below=self.disk,
             )
             self.held = Held(self.prefixes)
+            if self.disk is not None:
+                self.disk.serve(self.prefixes, self._ops)
             self._pool = self.prefixes.pool
             if geometry.num_host_blocks:
                 self.travelling = Travelling(self.prefixes, self.held, self._host, geometry, lambda: self.limit)
@@ -223,3 +231,5 @@ class PagedMemory:
         self._host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:
             self.prefixes.check()
+        if self.disk is not None:
+            self.disk.check()

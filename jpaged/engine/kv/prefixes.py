@@ -8,11 +8,13 @@ when its block is reissued. Two tenants, and two salts of one, have different ro
 
     device pool   cached prefixes in the free list, and pinned ones
     host pool     cached prefixes that the device pool had to give up (second tier)
+    below         what a third tier keeps of either, if there is one
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol
 
 from jpaged.engine.executor import BEYOND_TOKENS, Move
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, KVHandle, MemoryOps, key_in_group
@@ -26,6 +28,26 @@ from jpaged.engine.sequence import Sequence as TokenSequence
 from jpaged.errors import InternalError
 
 
+class Below(Protocol):
+    """A tier beneath host memory, as it is told what becomes of prefixes."""
+
+    def note(self, key: Key) -> None:
+        """Keeps what is known under a key, now and while it is: it was just computed, or leaves the device."""
+        ...
+
+    def used(self, keys: Sequence[Key]) -> None:
+        """Notes that these are of use, though nobody has to ask for them below."""
+        ...
+
+    def forget(self, key: Key) -> None:
+        """Sees to it that a key is not found below, nor brought back from there."""
+        ...
+
+    def reset(self) -> int:
+        """Forgets everything; the number of blocks."""
+        ...
+
+
 class Prefixes:
     """Prefixes in paged memory: found for who is admitted, registered as blocks fill, evicted, pinned.
 
@@ -34,11 +56,14 @@ class Prefixes:
         num_cached: how many of the free ones do.
         marks: [N + 1] 1 where a block does, free or not; written by the cache alone.
         changes: what blocks of this tier and those beneath it begin and cease to hold.
+        cache: which blocks those are.
+        reaches: of each KV group.
 
     Args:
         num_blocks: of the device.
         reaches: of each KV group.
         host: where evicted ones go.
+        below: a third tier; None where there is none.
         max_tokens: positions from here on are never cached, nor is anything of a longer prompt: with position
             embeddings that depend on the prompt's length, equal tokens have unequal keys there. None is no limit.
         ranked: in which order they are evicted; None is as they were used, the least recently first.
@@ -55,10 +80,11 @@ class Prefixes:
         max_tokens: int | None,
         ranked: RankedFreeList | None = None,
         changes: Changes | None = None,
+        below: Below | None = None,
     ) -> None:
         self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
         self.num_cached = 0
-        self._reaches = reaches
+        self.reaches = reaches
         self._block_size = host.pool.block_size
         self.pool = BlockPool(
             num_blocks=num_blocks,
@@ -69,9 +95,10 @@ class Prefixes:
         )
         self._ranked = ranked
         self._host = host
+        self._below = below
         self._ops = ops
         self.changes = Changes() if changes is None else changes
-        self._cache = PrefixCache(reaches, num_blocks, ranked, self.changes)
+        self.cache = self._cache = PrefixCache(reaches, num_blocks, ranked, self.changes)
         self.marks = self._cache.marks
         self._pinned: dict[Hashable, BlockTable] = {}
 
@@ -81,7 +108,7 @@ class Prefixes:
         """Finds the cached blocks of the tokens that a group's leader has to run."""
         leader = group.live[0]
         if leader.kv.root is None:
-            return PrefixMatch(0, ([],) * len(self._reaches))
+            return PrefixMatch(0, ([],) * len(self.reaches))
         limit = _num_leading_tokens(group)
         # One more than can be cached: the last token of what is matched always runs.
         limit = min(limit, self.max_tokens + 1 if leader.rope_len <= self.max_tokens else 0)
@@ -92,7 +119,10 @@ class Prefixes:
         """Gives a group's leader every block that is known of its prompt; the tokens that need not run."""
         leader = group.runnable[0]
         match = self.match(group)
-        num_blocks = self._take(leader, self._num_in_both(group, match.num_blocks))
+        num_blocks = match.num_blocks
+        if self._host.is_used:
+            num_blocks = _num_in_both(self, self.findable(group), num_blocks)
+        self._take(leader, num_blocks)
         num_tokens = num_blocks * self._block_size
         if match.partial_block_ids is not None and num_blocks == match.num_blocks:
             _copy_partial(leader.kv, match.partial_block_ids, self.pool, self._ops)
@@ -107,15 +137,30 @@ class Prefixes:
         leader = group.runnable[0]
         position = self.match(group).num_blocks
         last = min(leader.num_prompt_tokens, _num_leading_tokens(group)) - 1
-        if position >= min(self._num_cacheable(leader), last // self._block_size):
+        if position >= min(_num_cacheable(self, leader), last // self._block_size):
             return False
         key = _keys(self._block_size, leader, position + 1)[position]
         for other in running:
             first = other.live[0]
             begin, end = first.kv.num_registered_blocks, first.num_prompt_tokens // self._block_size
-            if begin < end and key in _keys(self._block_size, first, min(self._num_cacheable(first), end))[begin:end]:
+            if begin < end and key in _keys(self._block_size, first, min(_num_cacheable(self, first), end))[begin:end]:
                 return True
         return False
+
+    def findable(self, group: Group) -> list[Key]:
+        """The chain of the blocks that may be found of a group's prompt, which ends short of the last token to run."""
+        leader = group.live[0]
+        end = min(_num_cacheable(self, leader), (_num_leading_tokens(group) - 1) // self._block_size)
+        return _keys(self._block_size, leader, end)[: max(0, end)]
+
+    def renew(self, keys: Iterable[Key]) -> None:
+        """Makes those of these that are cached and free the last to be evicted."""
+        free = [b for key in keys if (b := self._cache.find(key)) is not None and self.pool.is_free(b)]
+        for block_id in free:
+            self.num_cached -= self.pool.acquire(block_id)
+        table = BlockTable(len(free))
+        table.extend(free)
+        self.pool.release(table)
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
@@ -127,7 +172,7 @@ class Prefixes:
             return
         num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         # A sequence that was swapped out has learnt tokens since, of a dispatch of several steps, and has no blocks.
-        num_full = min(num_known // self._block_size, self._num_cacheable(sequence), kv.num_blocks)
+        num_full = min(num_known // self._block_size, _num_cacheable(self, sequence), kv.num_blocks)
         if first >= num_full:
             return
         keys = _keys(self._block_size, sequence, num_full)
@@ -135,6 +180,8 @@ class Prefixes:
             for kv_group, table in enumerate(kv.tables):
                 if i >= table.num_dropped:
                     self._cache.insert_of(sequence, i, table.block_id(i), keys[i], kv_group)
+                    if self._below is not None:
+                        self._below.note(key_in_group(keys[i], kv_group))
         kv.registered(num_full)
 
     def forget(self, sequence: TokenSequence) -> None:
@@ -144,8 +191,10 @@ class Prefixes:
         """
         pinned = self.pinned_blocks
         keys = _keys(self._block_size, sequence, len(sequence.token_ids) // self._block_size)
-        for key in (key_in_group(key, kv_group) for key in keys for kv_group in range(len(self._reaches))):
+        for key in (key_in_group(key, kv_group) for key in keys for kv_group in range(len(self.reaches))):
             self._host.forget(key)
+            if self._below is not None:
+                self._below.forget(key)
             block_id = self._cache.find(key)
             if block_id is not None and block_id not in pinned:
                 self._cache.forget(block_id)
@@ -165,7 +214,7 @@ class Prefixes:
         for block_id in free:
             self._cache.forget(block_id)
         self.num_cached -= len(free)
-        return len(free) + self._host.reset()
+        return len(free) + self._host.reset() + (0 if self._below is None else self._below.reset())
 
     def has_prefix(self, key: Key) -> bool:
         """A block with this key is here, on the device or in host memory. Any thread may ask.
@@ -190,8 +239,8 @@ class Prefixes:
         sequence.kv.registered(0)
         self.register_full_blocks(sequence)
         keys = _keys(self._block_size, sequence, self.num_cacheable_blocks(sequence.num_prompt_tokens))
-        table = BlockTable(len(self._reaches) * len(keys))
-        for kv_group, reach in enumerate(self._reaches):
+        table = BlockTable(len(self.reaches) * len(keys))
+        for kv_group, reach in enumerate(self.reaches):
             for key in keys[reach.first_block(len(keys)) :]:
                 block_id = self._cache.find(key_in_group(key, kv_group))
                 assert block_id is not None
@@ -230,32 +279,13 @@ class Prefixes:
         if key is not None:
             self.num_cached -= 1
             self._host.keep(key, block_id, None if self._ranked is None else self._ranked.evicted(block_id))
+            if self._below is not None:
+                self._below.note(key)
 
-    def _num_cacheable(self, sequence: TokenSequence) -> int:
-        """Blocks of a sequence that may be cached."""
-        if sequence.kv.root is None or sequence.rope_len > self.max_tokens:
-            return 0
-        return min(self.max_tokens, len(sequence.token_ids)) // self._block_size
-
-    def _num_in_both(self, group: Group, num_matched: int) -> int:
-        """Blocks of the longest prefix in both tiers for which the pool has room, given what is on the device."""
-        leader = group.live[0]
-        end = min(self._num_cacheable(leader), (_num_leading_tokens(group) - 1) // self._block_size)
-        if end <= num_matched or not self._host.is_used:
-            return num_matched
-        keys = _keys(self._block_size, leader, end)
-        while (num_blocks := num_usable(keys[:end], self._reaches, self.has_prefix)) > num_matched:
-            wanted = [self._cache.find(key) for key in keys_seen(keys, num_blocks, self._reaches)]
-            num_free_wanted = sum(block_id is None or self.pool.is_free(block_id) for block_id in wanted)
-            if self.pool.can_allocate(num_free_wanted):
-                return num_blocks
-            end = num_blocks - 1
-        return num_matched
-
-    def _take(self, leader: TokenSequence, num_blocks: int) -> int:
+    def _take(self, leader: TokenSequence, num_blocks: int) -> None:
         """Gives an empty sequence the known blocks that are seen behind so many; brings back those in host memory."""
         keys, kv = _keys(self._block_size, leader, num_blocks), leader.kv
-        wanted = keys_seen(keys, num_blocks, self._reaches)
+        wanted = keys_seen(keys, num_blocks, self.reaches)
         found = {key: block_id for key in wanted if (block_id := self._cache.find(key)) is not None}
         for block_id in found.values():
             self.num_cached -= self.pool.acquire(block_id)
@@ -263,7 +293,7 @@ class Prefixes:
             self._ranked.found([*found.values()])
         away = [key for key in wanted if key not in found]
         brought = dict(zip(away, self._host.bring_back(away, self.pool), strict=True))
-        for kv_group, (reach, table) in enumerate(zip(self._reaches, kv.tables, strict=True)):
+        for kv_group, (reach, table) in enumerate(zip(self.reaches, kv.tables, strict=True)):
             first = reach.first_block(num_blocks)
             table.begin_at(first)
             for i in range(first, num_blocks):
@@ -271,7 +301,27 @@ class Prefixes:
                 if key in brought:
                     self._cache.insert_of(leader, i, brought[key], keys[i], kv_group)
                 table.extend([found[key] if key in found else brought[key]])
-        return num_blocks
+        self._ops.counts.brought_back(self._block_size * len(brought) // len(self.reaches))
+        if self._below is not None:
+            self._below.used(wanted)
+
+
+def _num_cacheable(prefixes: Prefixes, sequence: TokenSequence) -> int:
+    """Blocks of a sequence that may be cached."""
+    if sequence.kv.root is None or sequence.rope_len > prefixes.max_tokens:
+        return 0
+    return min(prefixes.max_tokens, len(sequence.token_ids)) // prefixes.pool.block_size
+
+
+def _num_in_both(prefixes: Prefixes, keys: list[Key], num_matched: int) -> int:
+    """Blocks of the longest prefix in both tiers for which the pool has room, given what is on the device."""
+    end, pool = len(keys), prefixes.pool
+    while (num_blocks := num_usable(keys[:end], prefixes.reaches, prefixes.has_prefix)) > num_matched:
+        wanted = [prefixes.cache.find(key) for key in keys_seen(keys, num_blocks, prefixes.reaches)]
+        if pool.can_allocate(sum(block_id is None or pool.is_free(block_id) for block_id in wanted)):
+            return num_blocks
+        end = num_blocks - 1
+    return num_matched
 
 
 class Held:

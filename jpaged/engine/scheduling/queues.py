@@ -10,10 +10,15 @@ from jpaged.engine.sequence import Group, Status
 
 
 class Queues:
-    """Every group that has not been forgotten, by its status. Each verb moves a group and sets its status."""
+    """Every group that has not been forgotten, by its status. Each verb moves a group and sets its status.
+
+    Attributes:
+        fetched_for: groups that wait outside the queue while their prefix comes from disk; others go ahead of them.
+    """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.waiting: dict[Group, None] = {}  # in order of arrival
+        self.fetched_for: dict[Group, None] = {}
         self.running: list[Group] = []  # in the policy's order
         self.swapped: list[Group] = []
         # Running groups that have ended; in a static batch they keep rows and blocks until all of it has.
@@ -39,6 +44,7 @@ class Queues:
         yield from self.holders
         yield from self.swapped
         yield from self.waiting
+        yield from self.fetched_for
 
     def next_group(self) -> Group | None:
         """The next group: a swapped one, or a waiting one that was preempted and comes earlier or that it yields to."""
@@ -61,6 +67,17 @@ class Queues:
     def add(self, group: Group) -> None:
         self._policy.arrived(group, self.waiting)
         self.waiting[group] = None
+
+    def hold(self, group: Group) -> None:
+        """Keeps a group that has just arrived out of the queue until `let_in`."""
+        self.fetched_for[group] = None
+
+    def let_in(self, groups: Iterable[Group]) -> None:
+        """Groups that were held wait from now on, each in its place by arrival."""
+        for group in groups:
+            del self.fetched_for[group]
+            self._policy.arrived(group, self.waiting)
+            self._insert(group)
 
     def run(self, group: Group) -> None:
         """A waiting or swapped group gets its rows."""
@@ -85,6 +102,9 @@ class Queues:
     def put_back(self, group: Group) -> None:
         """A group that ran waits again, in its place by arrival."""
         group.move_to(Status.WAITING)
+        self._insert(group)
+
+    def _insert(self, group: Group) -> None:
         later = [other for other in self.waiting if other.arrival > group.arrival]
         self.waiting[group] = None
         for other in later:
@@ -99,6 +119,8 @@ class Queues:
             self.ended.append(group)
         elif group.status is Status.SWAPPED:
             self.swapped.remove(group)
+        elif group in self.fetched_for:
+            del self.fetched_for[group]
         else:
             del self.waiting[group]
         group.move_to(Status.FINISHED)

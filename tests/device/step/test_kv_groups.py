@@ -63,7 +63,7 @@ class Server:
     def __init__(self, executor: JaxExecutor, **options: Any) -> None:
         config = EngineConfig().replace(**options)
         self.engine = Engine(
-            executor, ByteTokenizer(), config, max_cached_tokens=None, eos_token_ids=frozenset(), clock=lambda: 0.0
+            executor, ByteTokenizer(), config, eos_token_ids=frozenset(), clock=lambda: 0.0
         )
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
 

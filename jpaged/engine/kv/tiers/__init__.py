@@ -6,4 +6,9 @@ leaving.py    one that is read for another server
 arriving.py   one that comes from there
 travels.py    what may be asked of both, by any thread
 travelling.py prompts that go on elsewhere: what is held of them, and how long
+disk.py       on local disk
+spilling.py   on their way to disk
+fetching.py   on their way back, while their groups wait
+bringing.py   what a waiting prompt misses, and how it comes to be cached
+staging.py    host memory that they pass through
 """

@@ -1,0 +1,218 @@
+"""Cached prefixes on local disk: the third tier, beneath host memory.
+
+    prefix cache ── known, evicted ──> Spilling ──> BlockStore     in the background, within a bound of bytes a second
+    waiting group <── cached blocks ── Fetching <── BlockStore     many reads under way; others run meanwhile
+
+Keys are the prefix cache's, so what tenants, salts and adapters do not share there they do not share here. Replicas of
+one server share one store: each writes what it computes, and finds what the others wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from jpaged.blockstore.store import BlockStore, StoreCounts
+from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks
+from jpaged.engine.kv.blocks import Key, MemoryOps
+from jpaged.engine.kv.prefix_cache import PrefixCache
+from jpaged.engine.kv.prefixes import Prefixes
+from jpaged.engine.kv.tiers.bringing import Bringing
+from jpaged.engine.kv.tiers.fetching import Fetching
+from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.engine.kv.tiers.spilling import Spilling
+from jpaged.engine.kv.tiers.staging import Staging
+from jpaged.engine.sequence import Group
+from jpaged.errors import InvalidArgument
+
+_NUM_READERS, _NUM_WRITERS = 8, 1
+_STAGING_BYTES, _STAGING_SHARE = 64 << 20, 4
+"""Host memory that blocks pass through: so much at most, and no more than that part of it."""
+_OUT_BYTES_PER_S, _OUT_BYTES_ALONE_PER_S = 64 << 20, 1 << 30
+"""Bytes a second that are begun to be written beside running groups, and where there are none."""
+_OUT_BYTES, _IN_BYTES = 2 << 20, 4 << 20
+"""The same of one step, and what one brings back: milliseconds of copying."""
+_BYTES_ALONE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCounts:
+    """What a tier did since the start.
+
+    Attributes:
+        num_tokens: of prompts, that came back.
+        num_fallbacks: groups that computed what did not come, or not in time.
+        store: of the store, which several tiers may share.
+    """
+
+    store: StoreCounts
+    num_tokens: int = 0
+    num_fallbacks: int = 0
+    is_on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A store for one engine.
+
+    Attributes:
+        store: is the engine's until it stops; others may have a share of it.
+        threads: who reads and who writes; None makes them.
+    """
+
+    store: BlockStore
+    threads: tuple[Executor, Executor] | None = None
+
+    def tier(self, blocks: HostBlocks, geometry: Geometry, rates: DeviceRates) -> Callable[[HostTier], DiskTier]:
+        """Makes the tier of an engine, once it has host memory."""
+        return lambda host: DiskTier(self, blocks, host, geometry, rates)
+
+
+def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
+    """Blocks of host memory that others pass through.
+
+    Raises:
+        InvalidArgument: there are too few.
+    """
+    num_blocks = min(_STAGING_BYTES // bytes_per_block, num_host_blocks // _STAGING_SHARE)
+    if num_blocks < 2:
+        raise InvalidArgument(
+            "swap_space",
+            f"host memory has {num_host_blocks} blocks of {bytes_per_block} bytes; kv_disk_space passes blocks through "
+            f"one of {_STAGING_SHARE} of them, and needs {2 * _STAGING_SHARE}",
+        )
+    return num_blocks
+
+
+class DiskTier:
+    """The disk as one engine sees it. Its thread alone calls.
+
+    Implements `jpaged.engine.kv.prefixes.Below`.
+
+    Args:
+        disk: its store is this tier's until `close`.
+        blocks: the bytes of host memory.
+
+    Raises:
+        InvalidArgument: host memory has too few blocks for others to pass through.
+    """
+
+    def __init__(self, disk: Disk, blocks: HostBlocks, host: HostTier, geometry: Geometry, rates: DeviceRates) -> None:
+        self._store = store = disk.store
+        self._bytes_per_block = blocks.bytes_per_block
+        self._readers, self._writers = disk.threads or (
+            ThreadPoolExecutor(_NUM_READERS, "jpaged-disk-read"),
+            ThreadPoolExecutor(_NUM_WRITERS, "jpaged-disk-write"),
+        )
+        num_blocks = num_staged(blocks.bytes_per_block, geometry.num_host_blocks)
+        num_out = max(1, num_blocks // 4)
+        self._stagings = Staging(host, num_out), Staging(host, num_blocks - num_out)
+        max_due = geometry.num_blocks + geometry.num_host_blocks
+        self._spilling = Spilling(store, blocks, host, self._stagings[0], max_due, self._writers)
+        self._fetching = Fetching(
+            store, blocks, self._stagings[1], rates, geometry.block_size, self._readers, self._count
+        )
+        self._counts = DiskCounts(store.counts)
+        self._cache: PrefixCache | None = None
+        self._bringing: Bringing | None = None
+        self._allowance_bytes = 0.0
+        self._last_s = 0.0
+        self._is_flushing = False
+
+    def serve(self, prefixes: Prefixes, ops: MemoryOps) -> None:
+        """Keeps what these know, and brings back what they miss, by moves that the device makes."""
+        self._cache, self._bringing = prefixes.cache, Bringing(prefixes, ops)
+
+    # --- what becomes of prefixes -----------------------------------------------------------------------------------
+
+    def note(self, key: Key) -> None:
+        if self._store.is_on:
+            self._spilling.note(key)
+
+    def used(self, keys: Sequence[Key]) -> None:
+        if keys and self._store.is_on:
+            self._writers.submit(self._store.touch, [*keys])
+
+    def forget(self, key: Key) -> None:
+        self._spilling.forget(key)
+        self._fetching.forget(key)
+        self._store.forget(key)
+
+    def reset(self) -> int:
+        self._spilling.forget_all()
+        self._fetching.forget(None)
+        return self._store.reset()
+
+    # --- who waits --------------------------------------------------------------------------------------------------
+
+    def begin(self, group: Group) -> bool:
+        """Begins to fetch what disk has of a waiting group's prompt; `advance` says when it goes on. False: at once."""
+        return self._bringing is not None and self._store.is_on and self._fetching.begin(group, self._bringing)
+
+    def leave(self, group: Group) -> None:
+        """A group has ended, whether or not it was fetched for."""
+        self._fetching.leave(group)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float, *, is_alone: bool) -> list[Group]:
+        """Does a step's part of what is under way, before the step is decided; the groups that go on.
+
+        Args:
+            is_alone: nothing runs that would have to wait.
+        """
+        if self._cache is None or self._bringing is None:
+            return []
+        max_bytes = self._allowed_bytes(now_s, is_alone)
+        if not self._store.is_on:
+            self._spilling.forget_all()
+        num_begun = self._spilling.advance(max_bytes // self._bytes_per_block, self._cache)
+        self._allowance_bytes -= num_begun * self._bytes_per_block
+        return self._fetching.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._bringing)
+
+    def flush(self) -> bool:
+        """Writes what memory has and disk has not as fast as it can, from now on; whether all of it is there."""
+        self._is_flushing = True
+        return not self._spilling.is_busy
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is under way, or waits for it: steps have to come, though nothing runs in them."""
+        return self._spilling.is_busy or self._fetching.is_busy
+
+    @property
+    def counts(self) -> DiskCounts:
+        """A snapshot."""
+        return replace(self._counts, store=self._store.counts, is_on=self._store.is_on)
+
+    def check(self) -> None:
+        """Raises InternalError where a block is lost between memory and disk, or free while it travels."""
+        for staging in self._stagings:
+            staging.check()
+        self._spilling.check()
+        self._store.check()
+
+    def close(self) -> None:
+        """Waits for what threads have begun, and leaves the store."""
+        for threads in (self._readers, self._writers):
+            threads.shutdown(cancel_futures=True)
+        self._store.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _allowed_bytes(self, now_s: float, is_alone: bool) -> int:
+        """What may begin to be written in this step."""
+        is_fast = is_alone or self._is_flushing
+        rate, most = (_OUT_BYTES_ALONE_PER_S, _BYTES_ALONE) if is_fast else (_OUT_BYTES_PER_S, _OUT_BYTES)
+        most = max(most, self._bytes_per_block)
+        self._allowance_bytes = min(float(most), self._allowance_bytes + (now_s - self._last_s) * rate)
+        self._last_s = now_s
+        return int(self._allowance_bytes)
+
+    def _count(self, num_tokens: int, is_fallback: bool) -> None:
+        self._counts = replace(
+            self._counts,
+            num_tokens=self._counts.num_tokens + num_tokens,
+            num_fallbacks=self._counts.num_fallbacks + is_fallback,
+        )

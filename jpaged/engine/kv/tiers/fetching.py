@@ -1,0 +1,205 @@
+"""Prefixes on their way back from disk, while their groups wait and others run.
+
+    places    [0][1][2][3][4][5][6][7]      of the prompt, which no memory has and disk does
+    reads      in  in  done .. .. ..        many under way at once, into blocks that pass them through
+    device    [a ][b ]                      cached and free, as if somebody had computed them and gone
+
+What is read and right is brought to the device in order, no more of it in a step than running streams bear. A group
+goes on when all of its places are there, when one of them is not on disk after all, or when waiting has taken as long
+as computing would have: it finds what came by then, and computes the rest. One whose beginning is being fetched for
+another waits for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from itertools import islice
+
+from jpaged.blockstore.store import BlockStore
+from jpaged.engine.executor import DeviceRates, HostBlocks
+from jpaged.engine.kv.blocks import Key
+from jpaged.engine.kv.tiers.bringing import Bringing, Place
+from jpaged.engine.kv.tiers.staging import Staging
+from jpaged.engine.sequence import Group
+
+_FIRST_BYTES_PER_S = 200e6
+_LATENCY_S = 0.002
+"""What a disk is taken for until it has shown what it does."""
+_LEAST_WAIT_S = 0.05
+"""Shorter waits are within what threads take to be woken."""
+_NUM_AT_ONCE = 16
+"""Groups that are attended to in a step; others wait for these."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """What comes back for one group.
+
+    Attributes:
+        homes, reads: of the first places: the block that each passes through, and whether it was right.
+        num_in: places that are dealt with.
+        is_over: nothing more is brought in; what is under way is waited for alone.
+        until_s: when the group goes on in any case; None before the first read.
+    """
+
+    group: Group
+    places: list[Place]
+    longest_s: float
+    behind: _Fetch | None = None
+    homes: list[int] = field(default_factory=list)
+    reads: list[Future[bool]] = field(default_factory=list)
+    num_in: int = 0
+    is_over: bool = False
+    has_gone_on: bool = False
+    began_s: float | None = None
+    until_s: float | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """The group need not wait any more."""
+        return self.is_over or (self.behind is None and self.num_in == len(self.places))
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is under way."""
+        return self.is_done and self.num_in == len(self.reads)
+
+
+class Fetching:
+    """Reads what waiting groups need. The engine's thread alone calls.
+
+    Args:
+        threads: as many as reads are to be under way.
+        count: told how many tokens came back, and whether a group went on without all of its own.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        blocks: HostBlocks,
+        staging: Staging,
+        rates: DeviceRates,
+        block_size: int,
+        threads: Executor,
+        count: Callable[[int, bool], None],
+    ) -> None:
+        self._store = store
+        self._blocks = blocks
+        self._staging = staging
+        self._rates = rates
+        self._block_size = block_size
+        self._threads = threads
+        self._count = count
+        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._fetches: dict[Group, _Fetch] = {}
+        self._leftover: list[_Fetch] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Somebody waits, or reads are under way for somebody who does not any more."""
+        return bool(self._fetches or self._leftover)
+
+    @property
+    def num_on_the_way(self) -> int:
+        """Blocks between disk and the device."""
+        return sum(len(fetch.reads) - fetch.num_in for fetch in (*self._fetches.values(), *self._leftover))
+
+    def begin(self, group: Group, bringing: Bringing) -> bool:
+        """Begins to fetch what disk has of a group's prompt; False where it has nothing that is worth it."""
+        places = bringing.missing(group, self._store.__contains__)
+        if not places:
+            return False
+        seconds = self._compute_s(places)
+        if seconds <= _LATENCY_S + len(places) * self._blocks.bytes_per_block / self._bytes_per_s:
+            return False
+        first = places[0].key
+        behind = next(
+            (other for other in self._fetches.values() if any(p.key == first for p in other.places[:1])), None
+        )
+        self._fetches[group] = _Fetch(group, places, max(seconds, _LEAST_WAIT_S), behind)
+        return True
+
+    def leave(self, group: Group) -> None:
+        """A group has ended, which need not be fetched for any more."""
+        fetch = self._fetches.pop(group, None)
+        if fetch is not None:
+            fetch.is_over = fetch.has_gone_on = True
+            self._leftover.append(fetch)
+
+    def forget(self, key: Key | None) -> None:
+        """Sees to it that a key is not brought in by what is under way; None is any key."""
+        for fetch in self._fetches.values():
+            if key is None or any(place.key == key for place in fetch.places):
+                fetch.is_over = True
+
+    def advance(self, now_s: float, max_bytes: int, bringing: Bringing) -> list[Group]:
+        """Brings in what is read, up to so many bytes, and reads on; the groups that go on now."""
+        going_on = []
+        for fetch in self._leftover:
+            self._clear(fetch)
+        self._leftover = [fetch for fetch in self._leftover if not fetch.is_empty]
+        for fetch in list(islice(self._fetches.values(), _NUM_AT_ONCE)):
+            if fetch.behind is not None:
+                if not fetch.behind.has_gone_on:
+                    continue
+                fetch.behind, fetch.places = None, bringing.missing(fetch.group, self._store.__contains__)
+            max_bytes -= self._bring_in(fetch, max_bytes, bringing)
+            self._read_on(fetch, now_s)
+            if fetch.until_s is not None and now_s > fetch.until_s:
+                fetch.is_over = True
+            if fetch.is_done:
+                self._end(fetch, now_s)
+                going_on.append(fetch.group)
+        return going_on
+
+    def _end(self, fetch: _Fetch, now_s: float) -> None:
+        fetch.has_gone_on = True
+        del self._fetches[fetch.group]
+        self._leftover.append(fetch)
+        self._count(0, fetch.is_over)
+        if fetch.began_s is not None and now_s > fetch.began_s:
+            seen = fetch.num_in * self._blocks.bytes_per_block / (now_s - fetch.began_s)
+            self._bytes_per_s = (self._bytes_per_s + seen) / 2
+
+    def _bring_in(self, fetch: _Fetch, max_bytes: int, bringing: Bringing) -> int:
+        """Brings in what is read, in order; the bytes that were moved."""
+        num_bytes = 0
+        while not fetch.is_over and num_bytes < max_bytes and fetch.num_in < len(fetch.reads):
+            read = fetch.reads[fetch.num_in]
+            if not read.done():
+                break
+            place, home = fetch.places[fetch.num_in], fetch.homes[fetch.num_in]
+            if read.result() and bringing.bring_in(fetch.group, place, home):
+                num_bytes += self._blocks.bytes_per_block
+                self._count(0 if place.kv_group else self._block_size, False)
+            else:
+                fetch.is_over = True
+            self._staging.give_back(home)
+            fetch.num_in += 1
+        return num_bytes
+
+    def _read_on(self, fetch: _Fetch, now_s: float) -> None:
+        while not fetch.is_over and len(fetch.reads) < len(fetch.places):
+            home = self._staging.take()
+            if home is None:
+                return
+            key = fetch.places[len(fetch.reads)].key
+            fetch.homes.append(home)
+            fetch.reads.append(self._threads.submit(self._store.read, key, self._blocks.view(home)))
+            if fetch.until_s is None:
+                fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
+
+    def _clear(self, fetch: _Fetch) -> None:
+        """Gives back the blocks of reads that nobody waits for."""
+        while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].done():
+            fetch.reads[fetch.num_in].result()
+            self._staging.give_back(fetch.homes[fetch.num_in])
+            fetch.num_in += 1
+
+    def _compute_s(self, places: list[Place]) -> float:
+        """Seconds to compute the tokens of these places."""
+        begin, end = places[0].index * self._block_size, (places[-1].index + 1) * self._block_size
+        size, seconds = self._rates.forward_s[-1]
+        return (end - begin) * seconds / size + self._rates.pair_s * (end**2 - begin**2) / 2

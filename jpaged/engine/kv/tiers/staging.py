@@ -1,0 +1,59 @@
+"""Blocks of host memory that others pass through on their way to disk and back.
+
+    ready     no move is under way to it or from it: any thread may have it
+    out       somebody has it
+    cooling   given back, and a move that was decided before may still read it
+
+They are reserved for good, so that passing through pushes no prefix out of host memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.errors import InternalError
+
+
+class Staging:
+    """Lends reserved blocks; the engine's thread alone asks.
+
+    Attributes:
+        num_blocks: all of them.
+    """
+
+    def __init__(self, host: HostTier, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._host = host
+        self._table = host.reserve(num_blocks)
+        self._ready: list[int] = []
+        self._out: set[int] = set()
+        self._cooling = deque((host.num_dispatched, block_id) for block_id in self._table.block_ids())
+
+    @property
+    def num_out(self) -> int:
+        """Blocks that somebody has."""
+        return len(self._out)
+
+    def take(self) -> int | None:
+        """A block that any thread may read and write; None where there is none now."""
+        while self._cooling and self._host.is_settled([self._cooling[0][1]], self._cooling[0][0]):
+            self._ready.append(self._cooling.popleft()[1])
+        if not self._ready:
+            return None
+        block_id = self._ready.pop()
+        self._out.add(block_id)
+        return block_id
+
+    def give_back(self, block_id: int) -> None:
+        """Takes a block back, which moves that are decided by now may still read."""
+        if block_id not in self._out:
+            raise InternalError(f"host block {block_id} is given back, and nobody has it")
+        self._out.remove(block_id)
+        self._cooling.append((self._host.num_dispatched, block_id))
+
+    def check(self) -> None:
+        """Raises InternalError where a block is lost, or in two places."""
+        places = sorted([*self._ready, *self._out, *(block_id for _, block_id in self._cooling)])
+        if places != sorted(self._table.block_ids()):
+            raise InternalError(f"blocks {places} pass others through, and {self._table.block_ids()} are reserved")
