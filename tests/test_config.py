@@ -106,7 +106,10 @@ def test_resolving_leaves_nothing_open():
     several = {"coordinator", "num_processes", "process_id"}
     of_server = set(server_field_names())
     # Nothing of the kind unless asked for.
-    assert left_out - of_server == {"compiled", "lora", "speculative_config", "cluster_secret_file"} | several
+    assert (
+        left_out - of_server
+        == {"compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"} | several
+    )
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})
 
 
@@ -219,6 +222,7 @@ def test_a_head_sees_each_token_once():
     [
         ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4, the limit with it is 1"),
         ({"swap_space": 2.0}, "swap_space is to be 0"),
+        ({"kv_disk_space": 2.0, "kv_disk_dir": "/kv"}, "kv_disk_space is to be 0"),
         ({"tensor_parallel_size": 2}, "eagle3 runs on one device; tensor_parallel_size is 2"),
         ({"enable_lora": True}, "eagle3 does not go with adapters"),
     ],

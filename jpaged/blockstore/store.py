@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES, _MIN_SEGMENTS, _MAX_SEGMENTS = 256 << 20, 8, 256
 """Files are made and removed whole: there are several however low the limit is, and not too many to hold open."""
+_LEAST_BYTES = 1 << 15
+"""A smaller one would be header for the most part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +358,7 @@ class BlockStore:
 def _form(identity: bytes, bytes_per_block: int, max_bytes: int) -> Form:
     """Files of a size that the limit has several of; one slot each where blocks are large."""
     wanted = min(max(_SEGMENT_BYTES, max_bytes // _MAX_SEGMENTS), max_bytes // _MIN_SEGMENTS)
+    wanted = max(wanted, min(_LEAST_BYTES, max_bytes))
     form = Form(identity, bytes_per_block, 1)
     if form.num_bytes > max_bytes:
         raise InvalidArgument(

@@ -45,4 +45,6 @@ def computed(memory, group):
 
 def num_swapped_blocks(memory: KVMemory) -> int:
     """Blocks of host memory that groups hold."""
-    return 0 if memory.swapping is None else memory.swapping._host_pool.num_used
+    if memory.swapping is None or memory.host is None:
+        return 0
+    return memory.host.pool.num_used - sum(table.num_blocks for table in memory.host._held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
@@ -51,7 +52,7 @@ class Harness:
     num_scheduler_steps: int = 1
     refuse_late: bool = True
     queue_timeout: float | None = None
-    disk: Disk | None = None
+    make_disk: Callable[[FakeExecutor], Disk | None] | None = None
     num_speculative_tokens: int = 0  # of somebody who knows what comes, mostly
     nums_rounds: tuple[int, ...] = (16,)  # of each dispatch in turn, where the executor has a draft model
     max_num_steps: int = 20_000
@@ -82,7 +83,7 @@ class Harness:
             self.tokenizer,
             config,
             lengths=KeyLengths(self.max_cached_tokens, self.outgrown_len),
-            disk=self.disk,
+            disk=None if self.make_disk is None else self.make_disk(self.executor),
             eos_token_ids=self.eos_token_ids,
             clock=self.clock,
             make_masks=lambda: FakeMasks(self.executor.geometry.vocab_size),
@@ -146,7 +147,7 @@ class Harness:
         num_dispatched = self.executor.num_steps
         did_something = self.engine.step()
         self.engine.check()
-        is_idle = did_something and self.executor.num_steps == num_dispatched
+        is_idle = did_something and self.executor.num_steps == num_dispatched and not self.engine._loop.awaits_tiers
         self.num_idle_steps = self.num_idle_steps + 1 if is_idle else 0
         if self.num_idle_steps > MAX_NUM_IDLE_STEPS:
             raise AssertionError(f"nothing has run for {self.num_idle_steps} steps, and there is work\n{self.state()}")
