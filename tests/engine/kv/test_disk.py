@@ -48,7 +48,7 @@ def test_others_run_while_a_prefix_is_read(tmp_path):
     second.submit("away", PROMPT)
     second.submit("here", [5, 4, 3, 2, 1], max_tokens=8)
     second.step(4)
-    assert [*second.queues.fetched_for][0].request.request_id == "away"
+    assert next(iter(second.queues.fetched_for)).request.request_id == "away"
     assert second.load().num_waiting == 1
     assert second.h.events["here"] and not second.h.events["away"]
     second.readers.release(3)

@@ -50,7 +50,7 @@ def live(seed, path, windows=(None,), **options):
     for _ in range(2):
         workers = Slack(seed), Slack(-seed)
         make_disk = functools.partial(_disk, seed, path, workers)
-        life = Life(seed, windows, kind=Slow, make_disk=make_disk, **options)
+        life = Life(seed, windows, kind=Slow, make_disk=make_disk, **{"enable_prefix_caching": True, **options})
         for owner, texts in known.items():
             life.texts[owner] += [(None, some) for _, some in texts]
         life.h.engine.step = functools.partial(_step_and_work, life.h, workers, life.h.engine.step)
