@@ -15,6 +15,7 @@ from jpaged.config import (
 )
 from jpaged.config.option import option_type
 from jpaged.errors import InvalidArgument
+from jpaged.launchers import MultiHost
 
 
 def test_what_nobody_sets_has_its_default():
@@ -207,7 +208,30 @@ def test_speculation_that_cannot_be_is_refused(value, field, problem):
     assert error.value.field == f"speculative_config{field}"
 
 
+DISK = {"kv_disk_space": 1.0, "kv_disk_dir": "/kv"}
 EAGLE3 = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "problem"),
+    [
+        ({"kv_disk_space": 1.0}, "kv_disk_space", "1 GiB: kv_disk_dir has to name the folder"),
+        ({"kv_disk_dir": "/kv"}, "kv_disk_dir", "/kv: kv_disk_space is 0, so that none is used"),
+        ({**DISK, "swap_space": 0.0}, "kv_disk_space", "1 GiB: blocks pass through host memory, of which swap_space"),
+        ({**DISK, "enable_prefix_caching": False}, "kv_disk_space", "1 GiB: enable_prefix_caching is False"),
+        ({**DISK, "kv_policy": "reserve-max"}, "kv_disk_space", "1 GiB: kv_policy reserve-max caches no prefixes"),
+    ],
+)
+def test_a_disk_that_prefixes_cannot_come_to_is_refused(options, field, problem):
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        EngineConfig.load(options)
+    assert error.value.field == field
+
+
+def test_a_disk_is_of_one_process():
+    several = MultiHost("host:1", 2, 0, "the options")
+    with pytest.raises(InvalidArgument, match="kv_disk_space: 1 GiB: each process has a part of every block"):
+        EngineConfig.load(DISK).for_multihost(several)
 
 
 def test_a_head_sees_each_token_once():

@@ -215,6 +215,8 @@ class EngineLoop:
         self._foresight = Foresight(self.scheduler, self.memory, geometry, at_once) if sees_ahead else None
         self._num_arrivals = 0
         self.watch = Watch(geometry, self.memory, self.scheduler, clock)
+        if self.memory.disk is not None:
+            self.stats.end_step(self.memory, self.scheduler)  # what disk has is known before the first
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from jpaged.blockstore.store import BlockStore
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.testing import SeveralStepsExecutor
-from tests.engine.kv.disks import IDENTITY, Inline
+from tests.engine.kv.tiers.disks import IDENTITY, Inline
 from tests.engine.lives import WINDOWS, Life
 
 

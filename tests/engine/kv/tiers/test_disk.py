@@ -8,7 +8,7 @@ from jpaged.engine.executor import DeviceRates
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.testing import FakeAdapter, FakeExecutor
 from jpaged.types import FinishReason, LoadedAdapter
-from tests.engine.kv.disks import Server
+from tests.engine.kv.tiers.disks import Server
 
 PROMPT = [i % 60 for i in range(7, 35)]  # seven blocks of four
 
