@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.blockstore.store import BlockStore
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
@@ -40,7 +39,7 @@ from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.kv.pinned import pin_limit
-from jpaged.engine.kv.tiers.disk import Disk, num_staged
+from jpaged.engine.kv.tiers.disk import open_disks
 from jpaged.engine.reach import KeyLengths
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
@@ -122,7 +121,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         or platform_default("max_messages_per_second", device.platform),
     )
     grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids)
-    engines = _make_engines(source, options, resolved, runs, grammars, progress)
+    engines = _make_engines(source, options, resolved, runs, grammars)
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
         input_processor=_input_processor(source, geometry, options.model, answer_format),
@@ -147,10 +146,10 @@ def _make_engines(
     resolved: EngineConfig,
     runs: Sequence[Executor[Any, Any]],
     grammars: ServedGrammars,
-    progress: Progress,
 ) -> list[Engine]:
     """An engine for each executor, which tells which prefixes it holds where somebody is told."""
     queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
+    disks = open_disks(options.cache, runs[0].host_blocks, runs[0].geometry, len(runs))
     engines = [
         Engine(
             one,
@@ -161,7 +160,7 @@ def _make_engines(
             make_masks=grammars.make_masks,
             disk=disk,
         )
-        for one, queue, disk in zip(runs, queues, _disks(options, runs, progress), strict=True)
+        for one, queue, disk in zip(runs, queues, disks, strict=True)
     ]
     return _telling(resolved, engines)
 
@@ -182,19 +181,6 @@ def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
             publisher.close()
         raise
     return engines
-
-
-def _disks(options: EngineConfig, runs: Sequence[Executor[Any, Any]], progress: Progress) -> list[Disk | None]:
-    """What each replica keeps prefixes in that outlive it: one store, which all share."""
-    cache, blocks = options.cache, runs[0].host_blocks
-    if not cache.kv_disk_space or cache.kv_disk_dir is None or blocks is None:
-        return [None] * len(runs)
-    num_staged(blocks.bytes_per_block, runs[0].geometry.num_host_blocks)
-    progress("what blocks on disk are known by", 0, 1)
-    identity, max_bytes = blocks.kv_identity(), int(cache.kv_disk_space * 2**30)
-    store = BlockStore(Path(cache.kv_disk_dir), identity, blocks.bytes_per_block, max_bytes)
-    progress(f"{store.counts.num_blocks} blocks found on disk", 1, 1)
-    return [Disk(store), *(Disk(store.share()) for _ in runs[1:])]
 
 
 def _adapters(options: EngineConfig, model: Model, where: Placement, progress: Progress) -> Adapters:

@@ -216,7 +216,7 @@ class EngineLoop:
         self._num_arrivals = 0
         self.watch = Watch(geometry, self.memory, self.scheduler, clock)
         if self.memory.disk is not None:
-            self.stats.end_step(self.memory, self.scheduler)  # what disk has is known before the first
+            self.stats.end_step(self.memory, self.scheduler)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -227,9 +227,8 @@ class EngineLoop:
         self._expire(start_s)
         if self.memory.host is not None:
             self.memory.host.advance()
-        if self.memory.disk is not None:
-            queues = self.scheduler.queues
-            queues.let_in(self.memory.disk.advance(start_s, is_alone=not queues.running))
+        if (disk := self.memory.disk) is not None:
+            self.scheduler.queues.let_in(disk.advance(start_s, is_alone=not self.scheduler.queues.running))
         self.scheduler.lookahead.has_programs(self._executor.geometry)
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
@@ -435,10 +434,8 @@ class EngineLoop:
                 return
         self.groups[request.request_id] = group
         self._output.open(group)
-        if self.memory.disk is not None and self.memory.disk.begin(group):
-            self.scheduler.queues.hold(group)
-        else:
-            self.scheduler.queues.add(group)
+        is_away = self.memory.disk is not None and self.memory.disk.begin(group)
+        (self.scheduler.queues.hold if is_away else self.scheduler.queues.add)(group)
         if request.deadline_s is not None:
             self._deadlines.add(group, request.deadline_s)
         if self._queue_timeout_s is not None:
@@ -504,15 +501,15 @@ class EngineLoop:
 def _make_memory(
     executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None, disk: Disk | None
 ) -> KVMemory:
-    geometry, blocks = executor.geometry, executor.host_blocks
+    geometry, rates, blocks = executor.geometry, executor.rates, executor.host_blocks
     if options.kv_policy != "paged":
         return ReservedMemory(geometry, options.kv_policy)
-    make_disk = None if disk is None or blocks is None else disk.tier(blocks, geometry, executor.rates)
+    make_disk = None if disk is None or blocks is None else disk.tier(blocks, geometry, rates)
     return PagedMemory(
         geometry,
         caches_prefixes=options.enable_prefix_caching,
         max_cached_tokens=max_cached_tokens,
         host_blocks=blocks,
-        eviction=Eviction.of(options.eviction_policy, executor.rates, geometry.block_size, geometry.bytes_per_block),
+        eviction=Eviction.of(options.eviction_policy, rates, geometry.block_size, geometry.bytes_per_block),
         make_disk=make_disk,
     )

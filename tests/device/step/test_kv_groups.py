@@ -62,9 +62,7 @@ class Server:
 
     def __init__(self, executor: JaxExecutor, **options: Any) -> None:
         config = EngineConfig().replace(**options)
-        self.engine = Engine(
-            executor, ByteTokenizer(), config, eos_token_ids=frozenset(), clock=lambda: 0.0
-        )
+        self.engine = Engine(executor, ByteTokenizer(), config, eos_token_ids=frozenset(), clock=lambda: 0.0)
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
 
     def submit(self, name: str, prompt: list[int], **sampling: Any) -> None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jpaged.blockstore.store import BlockStore, StoreCounts
+from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks
 from jpaged.engine.kv.blocks import Key, MemoryOps
 from jpaged.engine.kv.prefix_cache import PrefixCache
@@ -83,6 +85,24 @@ def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
             f"one of {_STAGING_SHARE} of them, and needs {2 * _STAGING_SHARE}",
         )
     return num_blocks
+
+
+def open_disks(
+    options: CacheOptions, blocks: HostBlocks | None, geometry: Geometry, num_engines: int
+) -> list[Disk | None]:
+    """What each of so many engines keeps prefixes in that outlive it: one store, which all share; None is nothing.
+
+    It reads every weight, to know what its blocks are of.
+
+    Raises:
+        InvalidArgument: the folder cannot be used, or there is too little room on disk or in host memory.
+    """
+    if not options.kv_disk_space or options.kv_disk_dir is None or blocks is None:
+        return [None] * num_engines
+    num_staged(blocks.bytes_per_block, geometry.num_host_blocks)
+    max_bytes = int(options.kv_disk_space * 2**30)
+    store = BlockStore(Path(options.kv_disk_dir), blocks.kv_identity(), blocks.bytes_per_block, max_bytes)
+    return [Disk(store), *(Disk(store.share()) for _ in range(num_engines - 1))]
 
 
 class DiskTier:

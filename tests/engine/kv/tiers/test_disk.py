@@ -1,6 +1,7 @@
 """Prefixes on disk: found by the next life, read while others run, and never anything but what was computed."""
 
 import os
+from typing import Any
 
 import pytest
 
@@ -132,8 +133,8 @@ def test_tenants_salts_and_adapters_share_nothing_on_disk_either(tmp_path):
     first.ask("a", PROMPT, cache_tenant="t", cache_salt="s", adapter=one, weight=5)
     first.kill()
     second = Server(tmp_path, max_loras=2)
-    whose = {"cache_tenant": "t", "cache_salt": "s", "adapter": same, "weight": 5}
-    strangers = [{"cache_tenant": "u"}, {"cache_salt": "r"}, {"adapter": other, "weight": 17}]
+    whose: dict[str, Any] = {"cache_tenant": "t", "cache_salt": "s", "adapter": same, "weight": 5}
+    strangers: list[dict[str, Any]] = [{"cache_tenant": "u"}, {"cache_salt": "r"}, {"adapter": other, "weight": 17}]
     for i, change in enumerate([*strangers, {"adapter": None, "weight": 0}]):
         assert second.ask(f"stranger {i}", PROMPT, **{**whose, **change}) == 0
     assert second.load().num_disk_hit_tokens == 0

@@ -3,6 +3,7 @@
 import functools
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,12 @@ class Slack(Inline):
         return future
 
     def do_some(self):
-        for one in [one for one in self.held or [] if self.random.random() < 0.5]:
-            self.held.remove(one)
-            self._run(*one)
+        held, self.held = self.held or [], []
+        for one in held:
+            if self.random.random() < 0.5:
+                self._run(*one)
+            else:
+                self.held.append(one)
 
 
 def live(seed, path, windows=(None,), **options):
@@ -46,14 +50,16 @@ def live(seed, path, windows=(None,), **options):
 
     Both live alike, so that the second begins where the first has left prefixes.
     """
-    known, counts = {}, None
+    known: dict[Any, Any] = {}
+    counts = None
     for _ in range(2):
         workers = Slack(seed), Slack(-seed)
         make_disk = functools.partial(_disk, seed, path, workers)
         life = Life(seed, windows, kind=Slow, make_disk=make_disk, **{"enable_prefix_caching": True, **options})
         for owner, texts in known.items():
             life.texts[owner] += [(None, some) for _, some in texts]
-        life.h.engine.step = functools.partial(_step_and_work, life.h, workers, life.h.engine.step)
+        engine: Any = life.h.engine
+        engine.step = functools.partial(_step_and_work, life.h, workers, life.h.engine.step)
         life.run()
         known = life.texts
         disk = life.h.engine._loop.memory.disk

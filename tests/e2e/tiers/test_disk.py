@@ -30,7 +30,7 @@ def be_patient(llm: LLM) -> None:
         fetching._rates = dataclasses.replace(fetching._rates, forward_s=((1, 1000.0),))
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "alone": {},
     "int8": {"kv_cache_dtype": "int8"},
     "replicas": {"data_parallel_size": 2},
