@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
-from jpaged.config import CacheOptions, EngineConfig
+from jpaged.config import EngineConfig
 from jpaged.engine.deadlines.ends import Deadlines, is_over
 from jpaged.engine.deadlines.foresight import Foresight
 from jpaged.engine.dispatches import Dispatched, Fed, Started
@@ -21,10 +21,7 @@ from jpaged.engine.executor import Executor, StepInputs
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.intake import Intake
-from jpaged.engine.kv.contiguous import ReservedMemory
-from jpaged.engine.kv.eviction.policies import Eviction
-from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.kv.paged import make_memory
 from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.reach import KeyLengths
@@ -182,7 +179,7 @@ class EngineLoop:
         disk: Disk | None = None,
     ) -> None:
         geometry = executor.geometry
-        self.memory = _make_memory(executor, config.cache, lengths.max_cached_tokens, disk)
+        self.memory = make_memory(executor, config.cache, lengths.max_cached_tokens, disk)
         self.scheduler = Scheduler(
             self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, lengths.outgrown_len
         )
@@ -496,20 +493,3 @@ class EngineLoop:
         self.in_flight.leave([group.request.request_id for group in ended])
         for group in ended:
             self._output.close(group)
-
-
-def _make_memory(
-    executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None, disk: Disk | None
-) -> KVMemory:
-    geometry, rates, blocks = executor.geometry, executor.rates, executor.host_blocks
-    if options.kv_policy != "paged":
-        return ReservedMemory(geometry, options.kv_policy)
-    make_disk = None if disk is None or blocks is None else disk.tier(blocks, geometry, rates)
-    return PagedMemory(
-        geometry,
-        caches_prefixes=options.enable_prefix_caching,
-        max_cached_tokens=max_cached_tokens,
-        host_blocks=blocks,
-        eviction=Eviction.of(options.eviction_policy, rates, geometry.block_size, geometry.bytes_per_block),
-        make_disk=make_disk,
-    )

@@ -9,19 +9,22 @@ Composes the two pools with `Prefixes` and `Swapping`; the moves that their deci
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
-from jpaged.engine.executor import I32, Geometry, HostBlocks, Move
+from jpaged.config import CacheOptions
+from jpaged.engine.executor import I32, Executor, Geometry, HostBlocks, Move
 from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import BlockPool, MemoryOps
 from jpaged.engine.kv.changes import Changes
+from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.eviction.policies import Eviction
-from jpaged.engine.kv.interface import MemoryUse, Shares
+from jpaged.engine.kv.interface import KVMemory, MemoryUse, Shares
 from jpaged.engine.kv.needs import Needs
 from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
-from jpaged.engine.kv.tiers.disk import DiskTier
+from jpaged.engine.kv.tiers.disk import Disk, DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.kv.windows import Windows
@@ -233,3 +236,21 @@ class PagedMemory:
             self.prefixes.check()
         if self.disk is not None:
             self.disk.check()
+
+
+def make_memory(
+    executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None, disk: Disk | None
+) -> KVMemory:
+    """The memory that options ask for, of an executor's blocks."""
+    geometry, rates, blocks = executor.geometry, executor.rates, executor.host_blocks
+    if options.kv_policy != "paged":
+        return ReservedMemory(geometry, options.kv_policy)
+    make_disk = None if disk is None or blocks is None else disk.tier(blocks, geometry, rates)
+    return PagedMemory(
+        geometry,
+        caches_prefixes=options.enable_prefix_caching,
+        max_cached_tokens=max_cached_tokens,
+        host_blocks=blocks,
+        eviction=Eviction.of(options.eviction_policy, rates, geometry.block_size, geometry.bytes_per_block),
+        make_disk=make_disk,
+    )
