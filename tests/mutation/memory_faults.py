@@ -228,7 +228,7 @@ MEMORY_FAULTS = (
     Fault(
         "a prompt that is too long to be cached is",
         "kv/prefixes.py",
-        "if sequence.kv.root is None or sequence.rope_len > self.max_tokens:",
+        "if sequence.kv.root is None or sequence.rope_len > prefixes.max_tokens:",
         "if sequence.kv.root is None:",
         ("kv/test_prefixes.py",),
     ),
