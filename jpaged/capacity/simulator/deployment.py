@@ -11,15 +11,20 @@ swap   = blocks * 2 * layers * latency + bytes / (devices * link * eff)         
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from jpaged.capacity.cost import ASSUMED, Assumptions, Roofline, StepLoad
 from jpaged.capacity.simulator.models import SimulatedModel
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import Hardware
 
-if TYPE_CHECKING:
-    from jpaged.capacity.step_times import StepTimes
+
+class Times(Protocol):
+    """How long steps take."""
+
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds of a step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ class Deployment:
         num_kv_slots: tokens that the pool holds.
         block_size: token slots in a block.
         num_host_blocks: blocks in host memory to swap out to.
-        times: of steps where a plan's are known; None for the paper's system.
+        times: of steps, where a plan's are known or they were measured; None for the paper's system.
     """
 
     model: SimulatedModel
@@ -39,7 +44,7 @@ class Deployment:
     num_kv_slots: int
     block_size: int
     num_host_blocks: int
-    times: StepTimes | None = None
+    times: Times | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -110,7 +115,7 @@ def deploy(
     return Deployment(model, roofline, num_kv_slots, block_size, num_host_blocks, times)
 
 
-def _planned_times(model: SimulatedModel, hardware: Hardware, num_devices: int, block_size: int) -> StepTimes:
+def _planned_times(model: SimulatedModel, hardware: Hardware, num_devices: int, block_size: int) -> Times:
     """The times of a plan in bfloat16 for devices in a line."""
     from jpaged.capacity.step_times import PlannedModel  # imports jax
     from jpaged.capacity.target import Target

@@ -33,7 +33,7 @@ DESCRIPTION = """\
 Serve a day of requests on many replicas in simulated time: the real scheduler and KV memory in each, routers, failures,
 drains, the autoscaler of deploy/, and what it costs.
 
-    jpaged bench fleet                                              1000 replicas, a day drawn together to 30 s
+    jpaged bench fleet                                              1000 replicas, a day drawn together to 20 s
     jpaged bench fleet --router random least-load prefix prefix+load --failures 20 --plot routers.png
     jpaged bench fleet --topology v6e:1x1=600 --topology h100=400 --price v6e=2.7,h100=3
     jpaged bench fleet --replicas 8 --day 3600 --rate 12 --autoscale deploy
@@ -112,7 +112,7 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
 def _add_day_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("day")
     group.add_argument(
-        "--day", type=float, default=30.0, metavar="S", help="simulated seconds that it has (default: 30)"
+        "--day", type=float, default=20.0, metavar="S", help="simulated seconds that it has (default: 20)"
     )
     group.add_argument("--rate", type=float, metavar="R", help="requests/s, the mean (default: 3 a replica)")
     group.add_argument("--tenants", type=int, default=200, metavar="N", help="(default: 200)")

@@ -1,0 +1,155 @@
+"""The simulator beside real processes: the same conversations to servers of the small model and to simulated ones.
+
+probes    one server's steps are timed while the others serve another day at the same rate
+real      a day is sent to all of them
+simulated the same day, with steps as long as the probes say
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.fleet.drive import Driver, Run
+from benchmarks.fleet.probes import MeasuredTimes, probe
+from benchmarks.fleet.servers import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    MODEL,
+    NUM_BLOCKS,
+    started,
+)
+from jpaged.capacity.fleet.day import Day, Lengths, draw_sessions
+from jpaged.capacity.fleet.fleet import Fleet, FleetOptions
+from jpaged.capacity.fleet.outcomes import Outcome, itl_s, ttft_s
+from jpaged.capacity.fleet.pods import PoolKind
+from jpaged.capacity.fleet.routing import Rule
+from jpaged.capacity.fleet.topology import Serving
+from jpaged.capacity.fleet.worker import Pool
+from jpaged.capacity.named_model import find_config
+from jpaged.capacity.simulator.deployment import deploy
+from jpaged.capacity.simulator.models import SimulatedModel
+from jpaged.client import AsyncClient
+from jpaged.hardware import HARDWARE
+
+WINDOW_S = 0.02
+"""The driver of real servers knows at once what has ended; the simulator so late."""
+PROBE_ROUNDS = 6
+
+
+def day_of(seconds: float, rate_per_s: float) -> Day:
+    """Conversations that fit into the small model's 1024 tokens."""
+    return Day(
+        seconds=seconds,
+        rate_per_s=rate_per_s,
+        max_model_len=MAX_MODEL_LEN,
+        swing=0.3,
+        num_tenants=12,
+        system=Lengths(160.0, 0.4),
+        said=Lengths(48.0, 0.7),
+        answered=Lengths(48.0, 0.5),
+        mean_turns=2.5,
+        mean_thinking_s=1.5,
+        min_thinking_s=0.3,
+    )
+
+
+def compare(num_replicas: int, rate_per_s: float, seconds: float, rule: Rule, seed: int) -> dict[str, Any]:
+    """Numbers of both, and how far apart they are."""
+    day = day_of(seconds, rate_per_s)
+    with started(num_replicas) as targets:
+        times, run = asyncio.run(_serve(targets, day, rule, seed))
+    outcome = simulated(num_replicas, day, rule, seed, times)
+    real, ours = _numbers_of_run(run), _numbers_of_outcome(outcome)
+    return {
+        "num_replicas": num_replicas,
+        "rate_per_s": rate_per_s,
+        "seconds": seconds,
+        "router": rule,
+        "steps": dataclasses.asdict(times),
+        "busy_percent": 100 * outcome.totals.busy_s / (num_replicas * outcome.elapsed_s),
+        "real": real,
+        "simulated": ours,
+        "apart_percent": {key: 100 * (ours[key] / real[key] - 1) for key in real},
+    }
+
+
+async def _serve(targets: Sequence[str], day: Day, rule: Rule, seed: int) -> tuple[MeasuredTimes, Run]:
+    clients = [AsyncClient(target) for target in targets]
+    try:
+        warm = dataclasses.replace(day, seconds=5.0)
+        await Driver(clients, rule, warm, seed + 1).run(draw_sessions(warm, seed + 1))
+        times = await _probe(clients, day, rule, seed)
+        return times, await Driver(clients, rule, day, seed).run(draw_sessions(day, seed))
+    finally:
+        for client in clients:
+            await client.close()
+
+
+async def _probe(clients: Sequence[AsyncClient], day: Day, rule: Rule, seed: int) -> MeasuredTimes:
+    """Times the first server while the others serve their share of another day, again and again."""
+    others = clients[1:]
+    share = dataclasses.replace(day, rate_per_s=day.rate_per_s * len(others) / len(clients))
+
+    async def serve() -> None:
+        number = 0
+        while True:
+            number += 1
+            sessions = draw_sessions(share, seed + 100 + number)
+            await Driver(others, rule, share, seed + 100 + number).run(sessions)
+
+    busy = asyncio.create_task(serve())
+    try:
+        await asyncio.sleep(2.0)  # until conversations have later turns
+        return await probe(clients[0], PROBE_ROUNDS, seed)
+    finally:
+        busy.cancel()
+        await asyncio.gather(busy, return_exceptions=True)
+
+
+def simulated(num_replicas: int, day: Day, rule: Rule, seed: int, times: MeasuredTimes) -> Outcome:
+    """The same day on replicas whose steps take what was measured."""
+    _, config = find_config(MODEL)
+    model = SimulatedModel(MODEL, config, 1e6)
+    deployment = deploy(model, HARDWARE["h100"], num_kv_slots=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE)
+    deployment = dataclasses.replace(deployment, times=times)
+    serving = Serving(MODEL, MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
+    kind = PoolKind(MODEL, MODEL, NUM_BLOCKS * BLOCK_SIZE, 1, 0.0, None)
+    options = FleetOptions(rule, seed=seed, window_s=WINDOW_S, replays=False)
+    pool = Pool(deployment, serving.engine)
+    return Fleet([pool], [kind], [0] * num_replicas, day, draw_sessions(day, seed), options).run()
+
+
+def _numbers_of_run(run: Run) -> dict[str, float]:
+    ttfts_s, itls_s = np.array([one.ttft_s for one in run.turns]), np.array([one.itl_s for one in run.turns])
+    num_tokens = sum(one.num_tokens for one in run.turns)
+    return _numbers(len(run.turns), num_tokens, run.elapsed_s, ttfts_s, itls_s) | {"hit_percent": run.hit_percent}
+
+
+def _numbers_of_outcome(outcome: Outcome) -> dict[str, float]:
+    ends, totals = outcome.ends, outcome.totals
+    elapsed_s = max(end.end_s for end in ends)
+    num_tokens = sum(end.num_tokens for end in ends)
+    hit_percent = 100 * totals.num_prefix_hit_tokens / max(1, totals.num_prefix_query_tokens)
+    numbers = _numbers(len(ends), num_tokens, elapsed_s, ttft_s(ends), itl_s(ends))
+    return numbers | {"hit_percent": hit_percent}
+
+
+def _numbers(
+    num_turns: int, num_tokens: int, elapsed_s: float, ttfts_s: np.ndarray[Any, Any], itls_s: np.ndarray[Any, Any]
+) -> dict[str, float]:
+    itls_s = itls_s[itls_s > 0]
+    return {
+        "requests_per_s": num_turns / elapsed_s,
+        "tokens_per_s": num_tokens / elapsed_s,
+        "ttft_mean_ms": 1e3 * float(ttfts_s.mean()),
+        "ttft_p90_ms": 1e3 * float(np.percentile(ttfts_s, 90)),
+        "itl_mean_ms": 1e3 * float(itls_s.mean()),
+        "itl_p90_ms": 1e3 * float(np.percentile(itls_s, 90)),
+    }

@@ -1,0 +1,84 @@
+"""The tables of docs/performance.md that `python -m benchmarks.fleet` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_COLUMNS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "routers": (
+        ("goodput, requests/s", "goodput_requests_per_s"),
+        ("good", "good_percent"),
+        ("TTFT p50 / p90 / p99, ms", "ttft"),
+        ("ITL p50 / p90 / p99, ms", "itl"),
+        ("hits", "prefix_hit_percent"),
+        ("busiest over mean", "busiest_over_mean"),
+    ),
+    "failures": (
+        ("good", "good_percent"),
+        ("TTFT p50 / p90 / p99, ms", "ttft"),
+        ("turns cut off", "num_turns_cut"),
+        ("tokens computed again", "tokens_computed_again"),
+        ("standstill, mean and most, s", "standstill"),
+        ("good of those cut off", "good_of_cut_percent"),
+        ("hits", "prefix_hit_percent"),
+    ),
+    "money": (
+        ("goodput, requests/s", "goodput_requests_per_s"),
+        ("good", "good_percent"),
+        ("TTFT p50 / p90 / p99, ms", "ttft"),
+        ("ITL p50 / p90 / p99, ms", "itl"),
+        ("busy", "busy_percent"),
+        ("replica hours", "replica_hours"),
+        ("USD a million tokens", "usd_per_million_tokens"),
+        ("of good turns alone", "usd_per_million_good_tokens"),
+    ),
+}
+_KINDS = {"routers": "routers", "busy": "routers", "failures": "failures", "mixes": "money", "autoscaling": "money"}
+
+
+def page_texts(record: Mapping[str, Any]) -> dict[str, str]:
+    """Each table by the name of its marks."""
+    texts = {f"fleet-{name}": _table(record[name], _COLUMNS[kind]) for name, kind in _KINDS.items() if name in record}
+    if "check" in record:
+        texts["fleet-check"] = _check(record["check"])
+    return texts
+
+
+def _table(runs: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> str:
+    lines = ["| | " + " | ".join(title for title, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for label, run in runs.items():
+        lines.append(f"| {label} | " + " | ".join(_cell(run, key) for _, key in columns) + " |")
+    return "\n".join(lines)
+
+
+def _cell(run: Mapping[str, Any], key: str) -> str:
+    interruptions = run["interruptions"]
+    if key in ("ttft", "itl"):
+        return " / ".join(f"{run[f'{key}_p{percent}_ms']:.1f}" for percent in (50, 90, 99))
+    if key == "standstill":
+        return f"{interruptions['mean_standstill_s']:.2f}, {interruptions['max_standstill_s']:.2f}"
+    value = run[key] if key in run else interruptions[key]
+    if value is None:
+        return "-"
+    if key.endswith("percent"):
+        return f"{value:.1f}%"
+    return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _check(runs: Mapping[str, Any]) -> str:
+    names = {
+        "requests_per_s": "requests/s",
+        "tokens_per_s": "tokens/s",
+        "ttft_mean_ms": "TTFT mean, ms",
+        "ttft_p90_ms": "TTFT p90, ms",
+        "itl_mean_ms": "ITL mean, ms",
+        "itl_p90_ms": "ITL p90, ms",
+        "hit_percent": "hits, %",
+    }
+    lines = ["| replicas | | processes | simulated | apart |", "|---|---|---|---|---|"]
+    for label, run in runs.items():
+        for key, name in names.items():
+            real, ours, apart = run["real"][key], run["simulated"][key], run["apart_percent"][key]
+            lines.append(f"| {label} | {name} | {real:.2f} | {ours:.2f} | {apart:+.1f}% |")
+    return "\n".join(lines)
