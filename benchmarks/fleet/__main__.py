@@ -23,7 +23,7 @@ from benchmarks.fleet.check import compare
 from benchmarks.fleet.page import page_texts
 from benchmarks.record import RESULTS, put_on_page, save
 from jpaged.capacity.fleet.pictures import draw
-from jpaged.capacity.fleet.routing import RULES
+from jpaged.capacity.fleet.routing import RULES, Rule
 from jpaged.cli.main import main as jpaged
 
 NAME = "fleet"
@@ -59,7 +59,8 @@ DAYS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 CHECKS = ((2, 4.0), (4, 6.0))
 """Replicas, and requests a second that two cores carry with them."""
-_CHECK_S, _CHECK_RULE, _CHECK_SEED = 60.0, "prefix+load", 0
+_CHECK_S, _CHECK_SEED = 60.0, 0
+_CHECK_RULE: Rule = "prefix+load"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Sends a day to real servers: conversations begin when they are to, and each turn goes where the rule says.
 
-What is timed is told by the servers (`RequestTimes`): from when a request was queued to its first token and its last, as
-the simulator counts it; networks and clients are not simulated.
+What is timed is told by the servers (`RequestTimes`): from when a request was queued to its first token and its last,
+as the simulator counts it; networks and clients are not simulated.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,8 +120,11 @@ class Fleet:
         self._moments: list[Moment] = []
         self._num_failures = self._num_drains = self._num_skipped = 0
 
-    def run(self) -> Outcome:
+    def run(self, told: Callable[[float], None] = lambda now_s: None) -> Outcome:
         """Everything that begins within the day, to its end.
+
+        Args:
+            told: is told the time at each window.
 
         Raises:
             InternalError: a turn was lost, or does not end.
@@ -138,6 +141,7 @@ class Fleet:
             if self._is_over(now_s):
                 break
             self._run_window(now_s, (window + 1) * self._options.window_s)
+            told(now_s)
             window += 1
         closings = [worker.close() for worker in self._workers]
         for closing in closings:

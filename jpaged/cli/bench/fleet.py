@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jpaged import json_text
@@ -129,7 +131,6 @@ def _add_day_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulates a day for each router and prints what came of it."""
     _check(arguments)
-    console = Console(stderr=True)
     scaling = None if arguments.autoscale is None else read_autoscaling(arguments.autoscale)
     pools, kinds, places = _fleet(arguments, scaling)
     day = _day(arguments, len(places))
@@ -141,9 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
     runs = []
     for rule in arguments.router:
         options = _options(arguments, rule, scaling)
-        outcome = Fleet(pools, kinds, places, day, sessions, options).run()
+        with _progress(rule, day) as told:
+            outcome = Fleet(pools, kinds, places, day, sessions, options).run(told)
         runs.append(summary(outcome, goals) | {"simulation": _effort(outcome), "curve": curve(outcome, goals)})
-        console.print(f"{rule}: {outcome.wall_s:.0f} s", highlight=False)
     result = results.header("fleet", arguments.seed) | {"setting": setting, "runs": runs}
     if arguments.json:
         print(json_text.dumps(result))
@@ -155,6 +156,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         draw(runs, arguments.plot, setting["what"])
     return 0
+
+
+@contextlib.contextmanager
+def _progress(rule: str, day: Day) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr; behind the day's end it stands while the last turns end."""
+    columns = (TextColumn(rule), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} s simulated"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), refresh_per_second=2) as bar:
+        task = bar.add_task("", total=day.seconds)
+        yield lambda now_s: bar.update(task, completed=min(now_s, day.seconds))
 
 
 def _check(arguments: argparse.Namespace) -> None:
