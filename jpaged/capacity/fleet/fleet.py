@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -113,6 +113,8 @@ class Fleet:
         self._ready = np.zeros(0, np.int64)
         self._changes: list[Change] = []
         scaling = options.autoscaling
+        if scaling is not None:
+            scaling = replace(scaling, max_replicas=min(scaling.max_replicas, len(kind_of)))
         self._autoscaler = None if scaling is None else Autoscaler(scaling)
         self._gauges = None if scaling is None else Gauges(scaling.scrape_s, scaling.mean_s)
         self._events = self._draw_events()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -212,13 +213,14 @@ def make_workers(num_processes: int, pools: Sequence[Pool], *, checks: bool = Fa
 
 def _serve(connection: Connection, pools: Sequence[Pool], checks: bool) -> None:
     """The life of a worker's process: ends with its coordinator's end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what interrupts the coordinator ends this one by its pipe
     replicas = Replicas(pools, checks=checks)
     gc.freeze()
     try:
         while (window := connection.recv()) is not None:
             connection.send(replicas.run(window))
         connection.send(replicas.close())
-    except (EOFError, KeyboardInterrupt, BrokenPipeError):
+    except (EOFError, BrokenPipeError):
         """Whoever asked is gone."""
     except Exception as error:  # told to whoever asked, who raises it
         connection.send(error)

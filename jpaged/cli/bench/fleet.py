@@ -72,7 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "2 GB/s)",
     )
     group.add_argument(
-        "--autoscale", type=Path, metavar="DIR", help="by the rules of a folder like deploy/; --replicas is the most"
+        "--autoscale",
+        type=Path,
+        metavar="DIR",
+        help="by the rules of a folder like deploy/; --replicas is the most",
     )
     group = parser.add_argument_group("results")
     group.add_argument("--goal-ttft", type=float, default=1000.0, metavar="MS", help="(default: 1000)")
@@ -92,7 +95,12 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         help="of each replica, as `jpaged plan` has them: v6e:1x1, h100, h100:2; several with how many replicas each "
         "has (default: v6e:1x1)",
     )
-    group.add_argument("--replicas", type=int, metavar="N", help="of a single topology (default: 1000)")
+    group.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="of a single topology (default: 1000, or maxReplicas)",
+    )
     group.add_argument("--price", metavar="USD", help="for an hour of a chip: 2.7, or v6e=2.7,h100=3")
     group.add_argument("--router", nargs="+", choices=RULES, default=["prefix+load"], help="(default: prefix+load)")
     group.add_argument(
@@ -206,13 +214,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[list[Pool], list[PoolKind], list[int]]:
     """What kinds of replicas there are, and of which kind each is."""
-    counts = _topologies(arguments)
+    counts = _topologies(arguments, 1000 if scaling is None else scaling.max_replicas)
     if scaling is not None:
         if len(counts) > 1:
             raise InvalidArgument("--autoscale", f"and {len(counts)} of --topology: a Deployment has one kind of pod")
-        if sum(counts.values()) < scaling.min_replicas:
-            text = f"{sum(counts.values())} is below minReplicas of --autoscale ({scaling.min_replicas})"
-            raise InvalidArgument("--replicas", text)
+        (count,) = counts.values()
+        if not scaling.min_replicas <= count <= scaling.max_replicas:
+            limits = f"from minReplicas to maxReplicas of --autoscale, {scaling.min_replicas} to {scaling.max_replicas}"
+            raise InvalidArgument("--replicas", f"{count} is out of range: must be {limits}")
     prices = prices_from(arguments.price)
     serving = Serving(
         arguments.model,
@@ -243,8 +252,8 @@ def _check_prices(prices: Mapping[str, float], kinds: Sequence[PoolKind]) -> Non
         raise InvalidArgument("--price", f"{without[0]} has none, and others have one")
 
 
-def _topologies(arguments: argparse.Namespace) -> dict[str, int]:
-    """Replicas of each topology."""
+def _topologies(arguments: argparse.Namespace, default: int) -> dict[str, int]:
+    """Replicas of each topology; the default is of a single one."""
     words = arguments.topology or ["v6e:1x1"]
     counts: dict[str, int] = {}
     for word in words:
@@ -254,7 +263,7 @@ def _topologies(arguments: argparse.Namespace) -> dict[str, int]:
         if not equals:
             if len(words) > 1:
                 raise InvalidArgument("--topology", f"{name} is one of several: say how many it has, as in {name}=10")
-            counts[name] = 1000 if arguments.replicas is None else arguments.replicas
+            counts[name] = default if arguments.replicas is None else arguments.replicas
             continue
         if arguments.replicas is not None:
             raise InvalidArgument("--replicas", f"and --topology {word} were given: one of them is enough")

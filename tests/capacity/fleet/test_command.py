@@ -60,6 +60,9 @@ def test_an_autoscaled_fleet_begins_with_the_fewest(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["setting"]["autoscaling"] == "2 to 8"
     assert told["runs"][0]["curve"]["ready"][0] == 2
+    words = ["bench", "fleet", "--topology", "h100", "--autoscale", str(DEPLOY), "--rate", "1", "--json"]
+    assert main([*words, "--processes", "1", "--day", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["setting"]["replicas"] == {"h100": 8}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,10 @@ def test_an_autoscaled_fleet_begins_with_the_fewest(capsys):
         (["--router", "random", "random"], "--router: random is given more than once"),
         (["--price", "much"], "--price: 'much' is not a number of USD"),
         (["--autoscale", "nowhere"], "--autoscale: nowhere/kubernetes/horizontalpodautoscaler.yaml cannot be read"),
-        (["--autoscale", "{deploy}"], "--replicas: 3 is below minReplicas of --autoscale (4)"),
+        (
+            ["--autoscale", "{deploy}"],
+            "--replicas: 3 is out of range: must be from minReplicas to maxReplicas",
+        ),
         (["--plot", "day.txt"], "--plot: day.txt does not end with one of"),
         (["--max-model-len", "200000"], "max_model_len: 200000 is over 131072, which llama-3.1-8b has"),
         (["--rate", "1e9"], "rate: 1.33e+09 conversations in a day are above the limit of 5000000"),
