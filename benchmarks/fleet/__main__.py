@@ -48,11 +48,11 @@ DAYS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "autoscaling": {
         "2 to 8": (
-            *("--replicas", "8", "--day", "3600", "--rate", "20", "--window", "1", "--max-num-seqs", "16"),
+            *("--replicas", "8", "--day", "3600", "--rate", "12", "--window", "1", "--max-num-seqs", "4"),
             *("--autoscale", "deploy", "--price", "v6e=2.7", "--thinking", "20"),
         ),
         "8": (
-            *("--replicas", "8", "--day", "3600", "--rate", "20", "--window", "1", "--max-num-seqs", "16"),
+            *("--replicas", "8", "--day", "3600", "--rate", "12", "--window", "1", "--max-num-seqs", "4"),
             *("--price", "v6e=2.7", "--thinking", "20"),
         ),
     },

@@ -38,10 +38,16 @@ _KINDS = {"routers": "routers", "busy": "routers", "failures": "failures", "mixe
 
 
 def page_texts(record: Mapping[str, Any]) -> dict[str, str]:
-    """Each table by the name of its marks."""
-    texts = {f"fleet-{name}": _table(record[name], _COLUMNS[kind]) for name, kind in _KINDS.items() if name in record}
-    if "check" in record:
-        texts["fleet-check"] = _check(record["check"])
+    """Each table, and its picture, by the name of its marks."""
+    texts = {}
+    for name in (*_KINDS, "check"):
+        if name not in record:
+            texts[f"fleet-{name}"] = f"Not recorded yet: `python -m benchmarks.fleet {name}`."
+        elif name == "check":
+            texts["fleet-check"] = _check(record[name])
+        else:
+            picture = f"[Drawn over the day](../benchmarks/results/fleet_{name}.png)."
+            texts[f"fleet-{name}"] = f"{_table(record[name], _COLUMNS[_KINDS[name]])}\n\n{picture}"
     return texts
 
 

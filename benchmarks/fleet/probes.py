@@ -75,7 +75,8 @@ async def probe(client: AsyncClient, rounds: int, seed: int) -> MeasuredTimes:
                 prompts_s[size].append((await ask([*before, *text(size)], 1)).ttft_s)
         for rows in _ROWS:
             answers = await asyncio.gather(*(ask(text(_CONTEXT), _NUM_TOKENS) for _ in range(rows)))
-            rows_s[rows].append(min(answer.itl_s for answer in answers))  # the last to begin waits for no prompt
+            last = max(answers, key=lambda answer: answer.ttft_s)  # which waits for no other's prompt
+            rows_s[rows].append(last.itl_s)
     return MeasuredTimes(_rising(rows_s), _rising(prompts_s))
 
 

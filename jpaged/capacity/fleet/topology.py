@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jpaged.capacity.fleet.pods import PoolKind
 from jpaged.capacity.fleet.worker import Pool
-from jpaged.capacity.simulator.deployment import deploy
+from jpaged.capacity.simulator.deployment import deploy, planned_times
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
@@ -78,6 +78,9 @@ def kind_of(
         model, config=dataclasses.replace(config, max_position_embeddings=serving.max_model_len)
     )
     deployment = deploy(model, hardware, num_devices=num_devices, block_size=serving.block_size)
+    if deployment.times is None:
+        times = planned_times(model, hardware, num_devices, serving.block_size)
+        deployment = dataclasses.replace(deployment, times=times)
     if cold_start_s is None:
         cold_start_s = START_S + model.shape.weight_bytes / serving.load_bytes_per_s
     price = price_of(prices, name, family)

@@ -111,11 +111,11 @@ def deploy(
     run_bytes = block_size * model.config.head_dim * 2
     gather_efficiency = run_bytes / (run_bytes + assumptions.half_rate_run_bytes)
     roofline = Roofline(shape, hardware, devices, assumptions, gather_efficiency)
-    times = _planned_times(model, hardware, devices, block_size) if hardware.clock_hz is not None else None
+    times = planned_times(model, hardware, devices, block_size) if hardware.clock_hz is not None else None
     return Deployment(model, roofline, num_kv_slots, block_size, num_host_blocks, times)
 
 
-def _planned_times(model: SimulatedModel, hardware: Hardware, num_devices: int, block_size: int) -> Times:
+def planned_times(model: SimulatedModel, hardware: Hardware, num_devices: int, block_size: int) -> Times:
     """The times of a plan in bfloat16 for devices in a line."""
     from jpaged.capacity.step_times import PlannedModel  # imports jax
     from jpaged.capacity.target import Target
