@@ -65,7 +65,10 @@ _CHECK_RULE: Rule = "prefix+load"
 
 def main() -> None:
     """Runs what is not recorded, and writes it down after each run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fleet",
+        description="Days on a fleet in simulated time, and the simulator beside real processes.",
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="which (default: all)")
     parser.add_argument("--again", action="store_true", help="also what is recorded")
     arguments = parser.parse_args()
