@@ -147,8 +147,8 @@ def test_a_product_over_two_devices_is_lowered_as_the_kernel(name: str, split: s
     axes = ("heads", None, None) if split == "depth" else (None, None, "heads")
     specs = _specs(component_axes(axes, -3, FORMS[name], matrix.dtype))
     assert specs is not None
-    device, types = AbstractDevice(KINDS["h200"], 132, "gpu"), (AxisType.Auto,) * 2
-    mesh = AbstractMesh((1, 2), MESH_AXES, types, abstract_device=device)
+    device, types = AbstractDevice(KINDS["h200"], 132, "gpu"), (AxisType.Auto,) * len(MESH_AXES)
+    mesh = AbstractMesh((1, 1, 2), MESH_AXES, types, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
         lowered = export.export(jax.jit(multiply_on_device), platforms=["cuda"], disabled_checks=checks)

@@ -78,7 +78,7 @@ TARGETS = {
 
 def on(target: Target) -> AbstractContextManager[object]:
     """What is lowered inside is for this device."""
-    mesh = AbstractMesh((1, 1), MESH_AXES, (AxisType.Auto,) * 2, abstract_device=target.device)
+    mesh = AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES), abstract_device=target.device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 

@@ -84,8 +84,8 @@ def test_a_depth_is_divided_where_a_gpu_would_pad_it(num_rows, depth, columns, p
 )
 def test_a_depth_is_divided_on_one_gpu(platform, num_devices, divides):
     x, matrix = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4544), (4544, 2, 8)))
-    device, types = AbstractDevice(platform, 1, platform), (AxisType.Auto,) * 2
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1, num_devices), MESH_AXES, types, abstract_device=device)):
+    device, types = AbstractDevice(platform, 1, platform), (AxisType.Auto,) * len(MESH_AXES)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, num_devices), MESH_AXES, types, abstract_device=device)):
         jaxpr = str(jax.make_jaxpr(lambda x, matrix: dot(x, matrix, 0))(x, matrix))
         assert ("8,4,1136" in jaxpr) is divides
         y = jax.eval_shape(lambda x, matrix: dot(x, matrix, 0), x, matrix)

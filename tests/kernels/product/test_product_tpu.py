@@ -180,9 +180,9 @@ def test_it_runs_on_one_tpu(num_devices: int, platform: str, runs: bool, monkeyp
 
     monkeypatch.setattr(grouped, "multiply_one", called)
     mesh = AbstractMesh(
-        (1, num_devices),
+        (1, 1, num_devices),
         MESH_AXES,
-        (AxisType.Auto,) * 2,
+        (AxisType.Auto,) * len(MESH_AXES),
         abstract_device=AbstractDevice("some", 1, platform),
     )
     with jax.sharding.use_abstract_mesh(mesh):

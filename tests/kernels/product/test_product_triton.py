@@ -193,7 +193,9 @@ def test_gpus_take_the_kernel_where_numbers_would_be_made_weights(
     kind: str, name: str, parts: int, takes: bool
 ) -> None:
     matrix = abstract_matrix(FORMATS[name], (DEPTH, 64), -2, np.dtype(jnp.bfloat16))
-    mesh = AbstractMesh((1, parts), MESH_AXES, (AxisType.Auto,) * 2, abstract_device=AbstractDevice(kind, 100, "gpu"))
+    mesh = AbstractMesh(
+        (1, 1, parts), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES), abstract_device=AbstractDevice(kind, 100, "gpu")
+    )
     with jax.sharding.use_abstract_mesh(mesh):
         assert on_device.takes_kernel(matrix) is takes
     assert not on_device.takes_kernel(matrix)
