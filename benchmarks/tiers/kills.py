@@ -2,8 +2,9 @@
 
     start ── finds what it left ── prompts that begin alike, over and over ── SIGKILL ── start ...
 
-Each life is a process of its own, with the demo model and one folder for all. It tells every answer as it comes; each is
-held to what the prompt gave before there was a disk. A life that does not start, or an answer that differs, is an error.
+Each life is a process of its own, with the demo model and one folder for all. It tells every answer as it comes; each
+is held to what the prompt gave before there was a disk. A life that does not start, or an answer that differs, is an
+error.
 
     python -m benchmarks.tiers.kills [--kills 200] [--seconds 2]
 """
@@ -113,7 +114,7 @@ def kill(num_kills: int, longest_s: float, folder: str, seed: int = 0) -> Kills:
         child = begin(folder, life)
         assert child.stdout is not None
         first = child.stdout.readline()
-        if not '"ready"' in first:
+        if '"ready"' not in first:
             raise SystemExit(f"life {life} did not start: {first!r}, status {child.wait()}")
         most_found = max(most_found, json.loads(first)["ready"])
         time.sleep(longest_s * choose.random() ** 2)
@@ -132,7 +133,9 @@ def kill(num_kills: int, longest_s: float, folder: str, seed: int = 0) -> Kills:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiers.kills", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tiers.kills", description="Kills a server with a disk at random moments."
+    )
     parser.add_argument("--kills", type=int, default=200, help="lives that are killed (%(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="the longest of them serves so long (%(default)s)")
     parser.add_argument("--live", help=argparse.SUPPRESS)
