@@ -19,6 +19,7 @@ from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
+TWO_LAYERS = {"num_hidden_layers": 2}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
 
 
@@ -56,13 +57,13 @@ def test_any_number_of_devices_samples_what_one_device_samples(sizes: tuple[int,
 @pytest.mark.parametrize(
     ("name", "settings", "options", "checks"),
     [
-        ("llama3_tied", {}, {"attention_backend": "xla"}, ["cached", "swapped"]),
-        ("llama3_tied", {}, {"kv_cache_dtype": "int8"}, ["cached", "swapped"]),
-        ("deepseek_v2", {"num_hidden_layers": 3}, {}, ["cached", "swapped"]),
-        ("mistral_window", {}, {}, ["chunked"]),  # gives up what would be shared
-        ("gemma2", {"sliding_window": 12}, {}, ["cached", "swapped"]),
+        ("llama3_tied", TWO_LAYERS, {"attention_backend": "xla"}, ["cached", "swapped"]),
+        ("llama3_tied", TWO_LAYERS, {"kv_cache_dtype": "int8"}, ["cached", "swapped"]),
+        ("deepseek_v2", {}, {}, ["cached", "swapped"]),
+        ("mistral_window", TWO_LAYERS, {}, ["chunked"]),  # gives up what would be shared
+        ("qwen2_window", TWO_LAYERS, {}, ["cached", "chunked"]),
         ("mixtral", {}, {}, ["cached", "swapped"]),
-        ("opt", {}, {}, ["cached", "swapped"]),
+        ("opt", TWO_LAYERS, {}, ["cached", "swapped"]),
     ],
 )
 def test_any_attention_is_the_same_in_parts(
@@ -70,7 +71,7 @@ def test_any_attention_is_the_same_in_parts(
 ) -> None:
     """Another backend, 8 bits, latents, windows, with and without layers that see all, experts, learned positions."""
     case = tiny_case(name)
-    case = dataclasses.replace(case, config={**case.config, "num_hidden_layers": 2, **settings})
+    case = dataclasses.replace(case, config={**case.config, **settings})
     check_same(case, [(2, 1), (4, 2)], checks, tmp_path, **options)
 
 
