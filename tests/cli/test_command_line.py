@@ -24,10 +24,13 @@ VALUES: dict[str, Any] = {"int": 99, "float": 0.5, "str": "name"}
 VALUES |= {"lora": ("name=path",), "max_cpu_loras": 300}
 VALUES |= {"coordinator": "host:1234", "join_timeout": 2.5, "num_scheduler_steps": 9}
 VALUES |= {"step_timeout": 99.5, "heartbeat_timeout": 9.5}
-VALUES |= {"http_cors_origins": ("https://example.com",)}
+VALUES |= {"http_cors_origins": ("https://example.com",), "tuple[str, ...]": ("localhost:1234",)}
 VALUES |= {"speculative_config": '{"method": "suffix"}'}
-TOGETHER = {"coordinator": "host:1234", "num_processes": "100", "process_id": "0"}
-"""What goes with each of these, so that the three make sense."""
+TOGETHER = (
+    {"coordinator": "host:1234", "num_processes": "100", "process_id": "0"},
+    {"kv_disk_space": "1", "kv_disk_dir": "folder"},
+)
+"""What goes with each other, so that they make sense."""
 
 
 @pytest.mark.parametrize(("name", "spec"), OPTIONS, ids=[name for name, _ in OPTIONS])
@@ -41,8 +44,8 @@ def test_every_option_has_a_flag(name, spec, spelling):
         value = spec.metadata["choices"][-1] if spec.metadata["choices"] else VALUES.get(name) or VALUES[kind]
         word = value[0] if isinstance(value, tuple) else str(value)
         words = [f"{flag}={word}"] if spelling == "equals" else [flag, word]
-    if name in TOGETHER:
-        words += [word for other in TOGETHER.keys() - {name} for word in (flag_of(other), TOGETHER[other])]
+    for others in (others for others in TOGETHER if name in others):
+        words += [word for other in others.keys() - {name} for word in (flag_of(other), others[other])]
     arguments = make_parser().parse_args(_with_dashes(["serve", *words]))
     config = config_from(arguments)
     sections = [getattr(config, section) for section in SECTIONS]

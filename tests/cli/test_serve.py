@@ -19,7 +19,7 @@ def test_what_was_loaded_is_left_out_of_collections(monkeypatch, capsys):
         metrics_port = http_port = control_port = probe_port = None
         leaves_threads = False
 
-        def __init__(self, config, load, *, on_progress, on_serving, on_hang):
+        def __init__(self, config, load, *, on_progress, on_serving, on_hang, prefills):
             self.on_serving = on_serving
 
         async def start(self):

@@ -49,7 +49,7 @@ def test_help_leads_to_commands_groups_and_options(capsys):
     assert told(capsys, "help") == told(capsys, "--help")
     assert told(capsys, "help", "bench", "serve") == told(capsys, "bench", "serve", "--help")
     assert told(capsys, "help", "serve", "cache") == told(capsys, "serve", "--help=cache")
-    assert "'fly' is none of serve, generate" in told(capsys, "help", "fly", code=2)
+    assert "'fly' is none of serve, route, generate" in told(capsys, "help", "fly", code=2)
     assert "'a b': one word after a command" in told(capsys, "help", "serve", "a", "b", code=2)
 
 
