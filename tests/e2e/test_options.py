@@ -100,19 +100,10 @@ def test_options_of_several_processes_are_refused(name: str) -> None:
 
 
 @flips("eviction_policy")
-@pytest.mark.parametrize("name", ["lfu", "2q", "worth"])
-def test_eviction_policy_ranks_what_is_cached(base: LLM, folder: Path, name: str) -> None:
-    prompt = random_prompts([20])
-
-    def free_list_of(llm: LLM) -> str:
-        prefixes = engine_of(llm).prefixes
-        assert prefixes is not None
-        return type(prefixes.pool._free).__name__
-
-    with open_llm(folder, eviction_policy=name, **BASE) as llm:
-        assert free_list_of(llm) == "RankedFreeList"
-        assert generate(llm, prompt, GREEDY)[0].token_ids == generate(base, prompt, GREEDY)[0].token_ids
-    assert free_list_of(base) == "LeastRecentlyUsed"
+def test_eviction_policy_ranks_what_is_cached(base: LLM, folder: Path) -> None:
+    with open_llm(folder, eviction_policy="worth", **BASE) as llm:
+        kinds = [type(one.prefixes.pool._free) for one in (engine_of(llm), engine_of(base)) if one.prefixes]
+    assert [kind.__name__ for kind in kinds] == ["RankedFreeList", "LeastRecentlyUsed"]
 
 
 @flips("context_parallel_size")
