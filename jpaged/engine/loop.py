@@ -373,8 +373,10 @@ class EngineLoop:
     def _collect(self, dispatched: Dispatched) -> None:
         schedule, begin_s, handle, tells, results = dispatched
         waiting_since_s = self._clock()
+        self.pulse.begin_wait(waiting_since_s)
         told = [(tell, collect()) for tell, collect in tells]
         outputs = self._executor.collect(handle) if results is None else results()
+        self.pulse.end_wait()
         now = self._clock()
         self._device_wait_s += now - waiting_since_s
         if handle is self._newest:

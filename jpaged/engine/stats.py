@@ -95,6 +95,7 @@ class Pulse:
         self._stall_s = stall_s
         self._num_stalls = 0
         self._since_s: float | None = None  # None while there is no work
+        self._awaited_s: float | None = None  # since when a step of the device is waited for
 
     def begin(self) -> None:
         """Notes that there is work from now on, where there was none."""
@@ -112,10 +113,19 @@ class Pulse:
         self.beat(self._clock())
         self._since_s = None
 
+    def begin_wait(self, now_s: float) -> None:
+        """Notes that a step is waited for: that is work, though the requests of it may have been dropped."""
+        self._awaited_s = now_s
+
+    def end_wait(self) -> None:
+        """Notes that it has ended."""
+        self._awaited_s = None
+
     @property
     def seconds_without(self) -> float:
         """Seconds since something has come of the work; 0 while there is none."""
-        since_s = self._since_s
+        since_s, awaited_s = self._since_s, self._awaited_s
+        since_s = awaited_s if since_s is None else since_s
         return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
 
     @property

@@ -1,6 +1,7 @@
 """The loop over the fake executor: right tokens whatever the company, one last event each, every block back."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -468,3 +469,23 @@ def test_tokens_without_text_are_the_same_tokens(overlap):
         assert h.text("text", index)
         assert not h.text("ids", index)
     assert h.last("ids").finish == h.last("text").finish
+
+
+def test_a_step_that_hangs_is_seen_though_all_its_requests_were_dropped():
+    """Who asked has gone between the dispatch of a step and its end: there is still something that ought to come."""
+    h = Harness()
+    h.submit("a", [1, 2, 3], max_tokens=9)
+    h.engine.step()
+    h.executor.faults.gate.clear()
+    h.engine.drop("a")
+    step = threading.Thread(target=h.engine.step)
+    step.start()
+    until_s = time.monotonic() + 60
+    while "a" in h.engine.in_flight or h.engine._loop.pulse._awaited_s is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    h.clock.advance(7.0)
+    assert h.engine.load().seconds_since_progress == 7.0
+    h.executor.faults.release()
+    step.join()
+    assert h.engine.load().seconds_since_progress == 0.0
