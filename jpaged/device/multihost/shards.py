@@ -8,6 +8,8 @@ Where every device is this process's own, an array and its local parts are the s
 
 from __future__ import annotations
 
+import math
+
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -25,8 +27,7 @@ class AddressableShards:
 
     def __init__(self, sharding: NamedSharding) -> None:
         self._sharding = sharding
-        names = tuple(sharding.spec)
-        split = [axis for axis, name in enumerate(names) if name is not None]
+        split = [axis for axis, name in enumerate(sharding.spec) if _num_parts(sharding, name) > 1]
         self._axis = split[0] if split else 0
         self._is_whole = sharding.is_fully_addressable or sharding.is_fully_replicated
 
@@ -64,3 +65,9 @@ class AddressableShards:
         """Where the part of each of this process's devices begins on the split axis."""
         indices = self._sharding.addressable_devices_indices_map(whole)
         return {device: (index or ())[self._axis].start or 0 for device, index in indices.items()}
+
+
+def _num_parts(sharding: NamedSharding, name: str | tuple[str, ...] | None) -> int:
+    """The parts that an axis is split into by the mesh's axes of this name."""
+    names = (name,) if isinstance(name, str) else name or ()
+    return math.prod(sharding.mesh.shape[one] for one in names)
