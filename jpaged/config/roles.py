@@ -9,7 +9,7 @@ from jpaged.config.option import option
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from jpaged.config.groups import CacheOptions, ParallelOptions
+    from jpaged.config.groups import CacheOptions
 
 Role = Literal["both", "prefill", "decode"]
 """What a server computes."""
@@ -63,7 +63,7 @@ class RoleOptions:
     )
     prefill_tls_key: str | None = option(None, "the private key of prefill_tls_cert, as PEM", path="file")
 
-    def check(self, cache: CacheOptions, parallel: ParallelOptions) -> None:
+    def check(self, cache: CacheOptions) -> None:
         """Refuse what does not go together.
 
         Raises:
@@ -88,12 +88,6 @@ class RoleOptions:
             raise InvalidArgument("role", f"{problem}; {what}")
         if cache.swap_space == 0:
             raise InvalidArgument("role", f"{problem} by way of the host's memory; swap_space is 0")
-        if parallel.data_parallel_size > 1:
-            raise InvalidArgument(
-                "role",
-                f"{problem}, of one pool; data_parallel_size is {parallel.data_parallel_size}, and each replica has "
-                "its own: start a server for each",
-            )
 
 
 _OF_DECODE = ("prefill_target", "prefill_api_key_file", "prefill_tls", "prefill_tls_ca", "prefill_tls_cert")

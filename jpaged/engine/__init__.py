@@ -1,7 +1,6 @@
 """Policy: who runs, in which blocks, and what comes of it. Plain Python and numpy; never imports jax.
 
 engine.py      what any thread may ask of it, and the thread of the loop
-handover/      prompts that are computed on one engine and go on on another
 loop.py        schedule, dispatch, collect, publish; who is in flight, and until when
 dispatches.py  what is under way
 turns.py       several steps between which masks are made

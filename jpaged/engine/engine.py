@@ -14,7 +14,6 @@ from jpaged.config import EngineConfig
 from jpaged.engine.executor import Executor, Geometry
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.grammars import MakeMasks
-from jpaged.engine.handover.handover import Handover
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.kv.tiers.disk import Disk, DiskTier
 from jpaged.engine.kv.tiers.travels import Travel, Travels
@@ -164,7 +163,8 @@ class Engine:
         prefixes: what may be asked of cached prefixes; None where nothing is cached.
         eyes: what may be asked about the pool.
         travels: what may be asked of prefixes that come from other servers, and go there.
-        handover: prompts that are computed on one server and go on on another; None where none can.
+        keep_place: keeps a place for a request whose prompt is computed elsewhere, until it is submitted, or dropped;
+            says where the prompt's blocks have to arrive, and raises what `submit` does.
 
     Args:
         config: scheduler, cache and `max_pinned_blocks` are read; sizes that are left out are the executor's.
@@ -215,7 +215,12 @@ class Engine:
         )
         loop = self._loop
         self.travels = Travels([Travel(loop.memory, geometry, executor.host_blocks, self._thread.ask)])
-        self.handover: Handover | None = Handover.of(executor, loop, self._thread.ask, self.submit)
+
+        def keep_place(request: Request) -> Travels:
+            self._in_flight.expect(request.request_id, loop.stats.seconds_per_request)
+            return self.travels
+
+        self.keep_place: Callable[[Request], Travels] = keep_place
         self.eyes = Eyes([Eye(loop.watch, loop.memory, loop.stats, loop.groups, geometry, self._thread.ask)])
 
     @property

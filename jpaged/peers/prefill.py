@@ -25,7 +25,7 @@ from jpaged.client.failures import translated
 from jpaged.client.tls import Tls, open_channel
 from jpaged.config import RoleOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, sentence_of
-from jpaged.service.roles.answers import Block
+from jpaged.service.prefixes.parts import Piece
 from jpaged.service.roles.first_tokens import FirstToken, prompt_alone
 from jpaged.types import Request
 
@@ -104,11 +104,14 @@ class Answer:
                 self.num_cached_tokens = chunk.usage.cached_tokens
         self.tokens = tokens
 
-    async def blocks(self) -> AsyncIterator[Sequence[Block]]:
-        """The blocks of the prompt, some at a time."""
+    async def pieces(self) -> AsyncIterator[Sequence[Piece]]:
+        """The blocks of the prompt in pieces, some at a time."""
         with _translating():
             while (message := await self._call.read()) is not aio.EOF:
-                yield [Block(one.key, one.contents, one.digest) for one in message.blocks.blocks]
+                yield [
+                    Piece(one.index, one.kv_group, one.offset, one.contents, one.key, one.hash)
+                    for one in message.pieces.pieces
+                ]
 
     def close(self) -> None:
         """Let the server go."""

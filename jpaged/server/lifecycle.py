@@ -381,7 +381,7 @@ class Server:
 
 
 def _role_of(config: EngineConfig, prefills: PrefillServers | None) -> DecodeRole | PrefillRole | None:
-    config.roles.check(config.cache, config.parallel)
+    config.roles.check(config.cache)
     if config.roles.role == "prefill":
         return PrefillRole()
     if config.roles.role == "both":

@@ -8,6 +8,7 @@ import dataclasses
 from jpaged._proto.v1 import prefill_pb2, prefill_pb2_grpc
 from jpaged.server.servicer import REQUEST_ID_KEY, call_from, response_of
 from jpaged.server.status import CallContext, answering
+from jpaged.server.travel.wire import pieces_of
 from jpaged.service.roles.prefilling import PrefillRole
 from jpaged.service.roles.role import AskedPrefill
 from jpaged.service.service import Generation, Service
@@ -42,13 +43,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         model = self._service.state.loaded()
         try:
             async with asyncio.timeout(model.config.roles.prefill_hold):
-                async for blocks in self._role.blocks(model, generation):
-                    message = prefill_pb2.PromptBlocks(
-                        blocks=[
-                            prefill_pb2.PromptBlock(key=block.key, contents=block.contents, digest=block.digest)
-                            for block in blocks
-                        ]
-                    )
-                    await context.write(prefill_pb2.PrefillResponse(blocks=message))
+                async for pieces in self._role.pieces(model, generation):
+                    await context.write(prefill_pb2.PrefillResponse(pieces=pieces_of(pieces)))
         except TimeoutError:  # what has not been sent is computed there
             model.role_counts.add(num_holds_expired=1)

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Geometry
-from jpaged.engine.handover.handover import Handover
 from jpaged.engine.kv.tiers.travels import Travels
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
@@ -31,14 +30,14 @@ class EngineClient(Protocol):
         max_num_in_flight: requests that are accepted at one time.
         eyes: what may be asked about its pools.
         travels: what may be asked of prefixes that come from other servers, and go there.
-        handover: hands prompts over to other servers; None where it cannot.
+        keep_place: keeps a place for a request whose prompt is computed elsewhere; where its blocks have to arrive.
     """
 
     clock: Callable[[], float]
     max_num_in_flight: int
     eyes: Eyes
     travels: Travels
-    handover: Handover | None
+    keep_place: Callable[[Request], Travels]
 
     @property
     def geometry(self) -> Geometry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -35,6 +35,10 @@ class Workers:
             return work()
         pool = self._chat if size is None else self._plain
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    def start(self, work: Callable[[], _T]) -> Future[_T]:
+        """Begins work on a thread, for whoever asks for it later."""
+        return self._plain.submit(work)
 
     async def read(self, work: Callable[[], _T]) -> _T:
         """Runs work that reads files, behind what others read; it is done although the caller goes away."""

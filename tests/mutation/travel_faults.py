@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 TRAVELS = ("kv/test_travels.py",)
+PLACES = ("data_parallel/test_places.py",)
 
 TRAVEL_FAULTS = (
     Fault(
@@ -60,7 +61,7 @@ TRAVEL_FAULTS = (
         "a window's last block but one stays",
         "kv/tiers/leaving.py",
         "before = reach.first_block(max(0, num_blocks - 1))",
-        "before = first",
+        "before = reach.first_block(num_blocks)",
         TRAVELS,
     ),
     Fault(
@@ -93,10 +94,59 @@ TRAVEL_FAULTS = (
         TRAVELS,
     ),
     Fault(
+        "what leaves beside others takes the whole pool",
+        "kv/tiers/leaving.py",
+        "return max(0, limit // 2 - num_held) if num_held else limit",
+        "return limit",
+        TRAVELS,
+    ),
+    Fault(
+        "what is on the device is evicted while the rest comes",
+        "kv/tiers/arriving.py",
+        "                self._tiers.prefixes.renew(self._keys())\n",
+        "",
+        TRAVELS,
+    ),
+    Fault(
+        "what somebody waits for goes as slowly as anything",
+        "kv/tiers/leaving.py",
+        "tiers.num_blocks_at_once * (HURRIED if is_hurried else 1)",
+        "tiers.num_blocks_at_once",
+        TRAVELS,
+    ),
+    Fault(
+        "what comes later takes all of host memory",
+        "kv/tiers/arriving.py",
+        "host.pool.num_blocks // 2 if is_early else 0",
+        "0",
+        TRAVELS,
+    ),
+    Fault(
+        "blocks arrive at another replica than their request",
+        "data_parallel/entrance.py",
+        "return self._engines[route.replica].travels",
+        "return self._engines[0].travels",
+        PLACES,
+    ),
+    Fault(
+        "a request runs elsewhere than where its place was kept",
+        "data_parallel/entrance.py",
+        "self._engines[kept.replica].submit",
+        "self._engines[-1].submit",
+        PLACES,
+    ),
+    Fault(
+        "a place that is dropped is kept",
+        "data_parallel/entrance.py",
+        "            self._kept.pop(request_id, None)\n",
+        "",
+        PLACES,
+    ),
+    Fault(
         "a replica that has nothing of a prefix is asked for it",
         "kv/tiers/travels.py",
-        "return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped)",
-        "return self.each[-1].leave(chain, num_skipped)",
+        "return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped, is_hurried)",
+        "return self.each[-1].leave(chain, num_skipped, is_hurried)",
         TRAVELS,
     ),
 )

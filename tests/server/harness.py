@@ -1,7 +1,7 @@
 """Starts the real server in this process, on a free port, with a real engine over the fake executor."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from grpc import aio
 
 from jpaged._proto.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
+from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
@@ -101,11 +102,13 @@ def make_serving(
     config: EngineConfig,
     tokenizer: ByteTokenizer | None = None,
     answer_format: AnswerFormat | None = None,
+    others: Sequence[FakeExecutor] = (),
 ) -> LoadedModel:
-    """An engine with all that the server needs beside it."""
+    """An engine with all that the server needs beside it; of several executors, as many replicas."""
     adapters = Adapters(read_fake, config.lora.max_cpu_loras) if executor.max_loras else Adapters()
     tokenizer = tokenizer or ByteTokenizer()
-    engine = Engine(executor, tokenizer, config, eos_token_ids=frozenset({EOS}))
+    engines = [Engine(one, tokenizer, config, eos_token_ids=frozenset({EOS})) for one in (executor, *others)]
+    engine = DataParallelEngine(engines) if others else engines[0]
     input_processor = InputProcessor(
         tokenizer,
         executor.geometry,
@@ -121,6 +124,7 @@ async def running(
     executor: FakeExecutor | None = None,
     tokenizer: ByteTokenizer | None = None,
     answer_format: AnswerFormat | None = None,
+    others: Sequence[FakeExecutor] = (),
     **options: Any,
 ) -> AsyncIterator[Harness]:
     """A server that takes requests; stopped at the end, whatever happened. `options` are EngineConfig's."""
@@ -128,7 +132,7 @@ async def running(
     config = EngineConfig.load({"port": 0, **options})
 
     def load(progress: Progress) -> LoadedModel:
-        return make_serving(executor, config, tokenizer, answer_format)
+        return make_serving(executor, config, tokenizer, answer_format, others)
 
     loaded: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
     prefills = Prefills(config.roles) if config.roles.role == "decode" else None

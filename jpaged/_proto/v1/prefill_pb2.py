@@ -23,23 +23,20 @@ _sym_db = _symbol_database.Default()
 
 
 from jpaged._proto.v1 import inference_pb2 as jpaged_dot_v1_dot_inference__pb2
+from jpaged._proto.v1 import prefixes_pb2 as jpaged_dot_v1_dot_prefixes__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jpaged/v1/prefill.proto\x12\tjpaged.v1\x1a\x19jpaged/v1/inference.proto\"\x9a\x01\n\x0ePrefillRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.jpaged.v1.GenerateRequest\x12\x13\n\x0bkv_identity\x18\x02 \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_tenant\x18\x04 \x01(\t\x12\x18\n\x10num_known_blocks\x18\x05 \x01(\r\"q\n\x0fPrefillResponse\x12+\n\x04told\x18\x01 \x01(\x0b\x32\x1b.jpaged.v1.GenerateResponseH\x00\x12)\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x17.jpaged.v1.PromptBlocksH\x00\x42\x06\n\x04what\"6\n\x0cPromptBlocks\x12&\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x16.jpaged.v1.PromptBlock\"<\n\x0bPromptBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x10\n\x08\x63ontents\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x32T\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.jpaged.v1.PrefillRequest\x1a\x1a.jpaged.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jpaged/v1/prefill.proto\x12\tjpaged.v1\x1a\x19jpaged/v1/inference.proto\x1a\x18jpaged/v1/prefixes.proto\"\x9a\x01\n\x0ePrefillRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.jpaged.v1.GenerateRequest\x12\x13\n\x0bkv_identity\x18\x02 \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_tenant\x18\x04 \x01(\t\x12\x18\n\x10num_known_blocks\x18\x05 \x01(\r\"q\n\x0fPrefillResponse\x12+\n\x04told\x18\x01 \x01(\x0b\x32\x1b.jpaged.v1.GenerateResponseH\x00\x12)\n\x06pieces\x18\x02 \x01(\x0b\x32\x17.jpaged.v1.PrefixPiecesH\x00\x42\x06\n\x04what2T\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.jpaged.v1.PrefillRequest\x1a\x1a.jpaged.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jpaged._proto.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLREQUEST']._serialized_start=66
-  _globals['_PREFILLREQUEST']._serialized_end=220
-  _globals['_PREFILLRESPONSE']._serialized_start=222
-  _globals['_PREFILLRESPONSE']._serialized_end=335
-  _globals['_PROMPTBLOCKS']._serialized_start=337
-  _globals['_PROMPTBLOCKS']._serialized_end=391
-  _globals['_PROMPTBLOCK']._serialized_start=393
-  _globals['_PROMPTBLOCK']._serialized_end=453
-  _globals['_PREFILLSERVICE']._serialized_start=455
-  _globals['_PREFILLSERVICE']._serialized_end=539
+  _globals['_PREFILLREQUEST']._serialized_start=92
+  _globals['_PREFILLREQUEST']._serialized_end=246
+  _globals['_PREFILLRESPONSE']._serialized_start=248
+  _globals['_PREFILLRESPONSE']._serialized_end=361
+  _globals['_PREFILLSERVICE']._serialized_start=363
+  _globals['_PREFILLSERVICE']._serialized_end=447
 # @@protoc_insertion_point(module_scope)

@@ -16,19 +16,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
-from jpaged.engine.data_parallel.routing import Route, Router
+from jpaged.engine.data_parallel.entrance import Entrance
+from jpaged.engine.data_parallel.routing import Router
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Geometry
-from jpaged.engine.handover.handover import Handover
 from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.pinned import Pin
 from jpaged.engine.kv.tiers.travels import Travels
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.watching.eyes import Eyes
-from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
+from jpaged.errors import AlreadyExists, InternalError, Unavailable
 from jpaged.load import EngineLoad, total_load
-from jpaged.types import LoadedAdapter, OutputEvent, Request
+from jpaged.types import LoadedAdapter, Request
 
 
 class DataParallelEngine:
@@ -40,7 +40,6 @@ class DataParallelEngine:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.failure: Exception | None = None
-        self.handover: Handover | None = None  # blocks come to one pool; which it would be is decided later
         self._engines = tuple(engines)
         buckets = self.geometry.buckets  # grow while programs compile in the background, at each in its own time
         alike = [dataclasses.replace(engine.geometry, buckets=buckets) for engine in engines]
@@ -49,15 +48,17 @@ class DataParallelEngine:
         self.clock = engines[0].clock
         self.eyes = Eyes(eye for engine in engines for eye in engine.eyes.each)
         self.max_num_in_flight = sum(engine.max_num_in_flight for engine in engines)
-        self._router = Router([engine.prefixes for engine in engines], self.geometry)
+        router = Router([engine.prefixes for engine in engines], self.geometry)
         # Guards what follows; engines take their own locks inside it, and never call back with theirs held.
         self._lock = threading.Lock()
         self._pinning: set[Pin] = set()
         self._pinned: set[Pin] = set()
+        self._entrance = Entrance(self._engines, router, self._lock)
+        self.keep_place: Callable[[Request], Travels] = self._entrance.keep_place
 
         def place(keys: Sequence[Key]) -> int:
             with self._lock:
-                return self._router.best(keys)
+                return router.best(keys)
 
         self.travels = Travels((travel for engine in engines for travel in engine.travels.each), place)
 
@@ -80,51 +81,18 @@ class DataParallelEngine:
             AlreadyExists: a request with this id is in flight, wherever it is.
             QueueFull: too many requests wait at every engine.
         """
-        request_id, refusals = request.request_id, []
-
-        def pass_on_from(route: Route) -> Sink:
-            def pass_on(event: OutputEvent) -> None:
-                if event.is_last:
-                    with self._lock:
-                        self._router.leave(event.request_id, route)
-                sink(event)
-
-            return pass_on
-
-        with self._lock:
-            if self.failure is not None:
-                raise Unavailable("the engine has failed")
-            # One that was dropped is still its engine's until the next step there.
-            is_routed = self._router.route_of(request_id) is not None
-            if is_routed or any(request_id in engine.in_flight for engine in self._engines):
-                raise AlreadyExists(f"request {request_id!r} is in flight")
-            for route in self._router.routes(request):
-                try:
-                    self._engines[route.replica].submit(request, pass_on_from(route))
-                except QueueFull as refusal:
-                    refusals.append(refusal)
-                    continue
-                self._router.enter(request_id, route)
-                return
-        # Each engine was at its limit when it refused: what it counts is known to it, not to the routes.
-        raise QueueFull(
-            f"{self.max_num_in_flight} requests are in flight, which is the limit of {len(self._engines)} replicas "
-            "(a prefix that is being pinned is one in each)",
-            retry_after_s=min(refusal.retry_after_s for refusal in refusals),
-        )
+        if self.failure is not None:
+            raise Unavailable("the engine has failed")
+        self._entrance.submit(request, sink)
 
     def abort(self, request_id: str) -> bool:
-        with self._lock:
-            route = self._router.route_of(request_id)
-        return route is not None and self._engines[route.replica].abort(request_id)
+        engine = self._entrance.engine_of(request_id)
+        return engine is not None and engine.abort(request_id)
 
     def drop(self, request_id: str) -> None:
-        with self._lock:
-            route = self._router.route_of(request_id)
-            if route is not None:
-                self._router.leave(request_id, route)
-        if route is not None:
-            self._engines[route.replica].drop(request_id)
+        engine = self._entrance.leave(request_id)
+        if engine is not None:
+            engine.drop(request_id)
 
     # --- pinned prefixes --------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import Held
 from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
-from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 from jpaged.pool import MemoryMarks
@@ -116,7 +115,6 @@ class ReservedMemory:
         self.swapping = None
         self.windows = None
         self.aside = None
-        self.travelling: Travelling | None = None
         self.num_blocks = self.limit = geometry.num_blocks
         self._block_size = geometry.block_size
         self._max_model_len = geometry.max_model_len

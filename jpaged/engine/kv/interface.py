@@ -13,7 +13,6 @@ from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
-from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
@@ -42,7 +41,6 @@ class KVMemory(Protocol):
     Attributes:
         host: prefixes in host memory; None where there is none.
         held: cached blocks that somebody outside reads; None where nothing is cached.
-        travelling: prompts on their way between servers; None without a prefix cache, or blocks of the host.
         disk: prefixes on disk; None where there are none.
     """
 
@@ -50,7 +48,6 @@ class KVMemory(Protocol):
     counts: MemoryCounts
     host: HostTier | None
     held: Held | None
-    travelling: Travelling | None
     disk: DiskTier | None
 
     @property

@@ -26,7 +26,6 @@ from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.tiers.disk import Disk, DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
-from jpaged.engine.kv.tiers.travelling import Travelling
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
@@ -49,7 +48,6 @@ class PagedMemory:
     swapping: Swapping | None
     windows: Windows | None
     aside: Aside
-    travelling: Travelling | None
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ class PagedMemory:
         )
         self.host = self._host if num_host_blocks else None
         self.disk = None if make_disk is None or not caches_prefixes else make_disk(self._host)
-        self.prefixes = self.held = self.swapping = self.windows = self.travelling = None
+        self.prefixes = self.held = self.swapping = self.windows = None
         if caches_prefixes:
             is_below = self._host.__contains__ if num_host_blocks else None
             self.prefixes = Prefixes(
@@ -92,8 +90,6 @@ class PagedMemory:
             if self.disk is not None:
                 self.disk.serve(self.prefixes, self._ops)
             self._pool = self.prefixes.pool
-            if geometry.num_host_blocks:
-                self.travelling = Travelling(self.prefixes, self.held, self._host, geometry, lambda: self.limit)
         else:
             self._pool = BlockPool(num_blocks=self.num_blocks, block_size=self.block_size)
         self.aside = Aside(self._pool)
@@ -190,14 +186,9 @@ class PagedMemory:
         return self.num_reserved_slots() - sum(empty.values()) - num_empty_of_own
 
     def can_ever_fit(self, group: Group) -> bool:
-        """The group could run alone, with every pinned prefix in its place, within the limit of the pool.
-
-        Prompts that travel make room for it.
-        """
+        """The group could run alone, with every pinned prefix in its place, within the limit of the pool."""
         needed = group.num_blocks_alone(self._geometry)
         num_pinned = 0 if self.prefixes is None else len(self.prefixes.pinned_blocks)
-        if self.travelling is not None and self.held is not None and any(True for _ in self.held.tables()):
-            self.travelling.make_room(needed)
         return needed <= self.limit - num_pinned
 
     def use(self) -> MemoryUse:

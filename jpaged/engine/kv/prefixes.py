@@ -364,6 +364,11 @@ class Held:
         del self._tables[table]
         self._prefixes.pool.release(table)
 
+    @property
+    def num_blocks(self) -> int:
+        """How many are held, one that is held twice counted twice."""
+        return sum(table.num_blocks for table in self._tables)
+
     def tables(self) -> Iterable[BlockTable]:
         """What is held."""
         return self._tables.keys()

@@ -16,6 +16,11 @@ def response_of(part: Header | Sequence[Piece]) -> prefixes_pb2.SavePrefixRespon
     """A part as a message."""
     if isinstance(part, Header):
         return prefixes_pb2.SavePrefixResponse(header=_header_of(part))
+    return prefixes_pb2.SavePrefixResponse(pieces=pieces_of(part))
+
+
+def pieces_of(part: Sequence[Piece]) -> prefixes_pb2.PrefixPieces:
+    """Pieces as a message."""
     pieces = [
         prefixes_pb2.PrefixPiece(
             index=piece.index,
@@ -27,7 +32,7 @@ def response_of(part: Header | Sequence[Piece]) -> prefixes_pb2.SavePrefixRespon
         )
         for piece in part
     ]
-    return prefixes_pb2.SavePrefixResponse(pieces=prefixes_pb2.PrefixPieces(pieces=pieces))
+    return prefixes_pb2.PrefixPieces(pieces=pieces)
 
 
 def part_from(message: _Part) -> Header | Sequence[Piece]:

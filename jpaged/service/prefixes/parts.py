@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.tiers.chain import Place
+from jpaged.engine.kv.tiers.leaving import Leaving
 
 MAX_PIECES_BYTES = 256 << 10
 """What a message has of contents, and of what goes with them."""
@@ -64,6 +65,13 @@ class Arrival:
 def hash_begin(key: Key, kv_group: int) -> hashlib._Hash:
     """The hash of a block of which no contents have been added yet."""
     return hashlib.sha256(key + kv_group.to_bytes(4, "little"))
+
+
+def cut(leaving: Leaving, part: int, keys: Sequence[Key]) -> list[list[Piece]]:
+    """The messages of a part that has come to host memory; on a thread, see `Leaving.read`."""
+    cutter = Cutter(keys)
+    leaving.read(part, cutter.add)
+    return list(cutter.messages())
 
 
 class Cutter:

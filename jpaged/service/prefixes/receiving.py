@@ -11,7 +11,7 @@ from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.tiers.arriving import Arriving
 from jpaged.engine.kv.tiers.chain import Place
 from jpaged.errors import InvalidArgument
-from jpaged.service.prefixes.parts import Header, Piece, hash_begin
+from jpaged.service.prefixes.parts import Piece, hash_begin
 
 if TYPE_CHECKING:
     import hashlib
@@ -36,14 +36,15 @@ class Receiving:
         is_full: there was no room for a block: no further piece is of use.
 
     Args:
+        num_expected: blocks that come.
         keys: of the blocks, on the way.
     """
 
-    def __init__(self, arriving: Arriving, header: Header, keys: Sequence[Key]) -> None:
+    def __init__(self, arriving: Arriving, num_expected: int, keys: Sequence[Key]) -> None:
         self.num_blocks = self.num_known = 0
         self.is_full = False
         self._arriving = arriving
-        self._header = header
+        self._num_expected = num_expected
         self._keys = keys
         self._homes: deque[int] = deque()
         self._seen: set[Place] = set()
@@ -53,14 +54,14 @@ class Receiving:
         """Host blocks that have to be reserved before these pieces can be taken."""
         num_begun = 0
         for piece in pieces:
-            if not piece.offset and piece.index < len(self._keys) and piece.kv_group < self._header.num_kv_groups:
+            if not piece.offset and piece.index < len(self._keys) and piece.kv_group < self._arriving.num_kv_groups:
                 num_begun += not self._arriving.is_known(Place(piece.index, piece.kv_group))
         return max(0, num_begun - len(self._homes))
 
     @property
     def num_to_come(self) -> int:
         """Blocks that have not begun to come, and have no host block yet."""
-        return max(0, self._header.num_blocks - len(self._seen) - len(self._homes))
+        return max(0, self._num_expected - len(self._seen) - len(self._homes))
 
     def give(self, homes: Iterable[int]) -> None:
         """Hands over host blocks that were reserved."""
@@ -97,16 +98,16 @@ class Receiving:
         Raises:
             InvalidArgument: something is missing.
         """
-        if not self.is_full and (self._block is not None or self.num_blocks < self._header.num_blocks):
-            raise InvalidArgument("pieces", f"end after {self.num_blocks} of {self._header.num_blocks} blocks")
+        if not self.is_full and (self._block is not None or self.num_blocks < self._num_expected):
+            raise InvalidArgument("pieces", f"end after {self.num_blocks} of {self._num_expected} blocks")
 
     def _begin(self, piece: Piece) -> _Block | None:
         """The block whose first piece it is; None where there is no room."""
         where = _name(piece)
         if piece.index >= len(self._keys):
             raise InvalidArgument(where, f"is beyond the {len(self._keys)} blocks of the tokens")
-        if piece.kv_group >= self._header.num_kv_groups:
-            raise InvalidArgument(f"{where}.kv_group", f"is none below {self._header.num_kv_groups}")
+        if piece.kv_group >= self._arriving.num_kv_groups:
+            raise InvalidArgument(f"{where}.kv_group", f"is none below {self._arriving.num_kv_groups}")
         if piece.key != self._keys[piece.index]:
             raise InvalidArgument(f"{where}.key", f"{piece.key.hex()[:16]}... is not the key of the block's tokens")
         place = Place(piece.index, piece.kv_group)

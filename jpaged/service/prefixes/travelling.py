@@ -25,7 +25,7 @@ from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, Queu
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_salt
 from jpaged.service.prefixes.likeness import header_of, require_alike
-from jpaged.service.prefixes.parts import Arrival, Cutter, Header, Piece
+from jpaged.service.prefixes.parts import Arrival, Header, Piece, cut
 from jpaged.service.prefixes.receiving import Receiving
 from jpaged.service.service import Service, cache_tenant_of
 from jpaged.types import Prompt
@@ -103,7 +103,7 @@ class Travelling:
                 yield header_of(model, prefix.cache_salt, prefix.adapter, chain, leaving, identity)
                 for part in range(leaving.num_parts):
                     await _told(leaving.when_there(part))
-                    for pieces in await self._run(functools.partial(_cut, leaving, part, keys)):
+                    for pieces in await self._run(functools.partial(cut, leaving, part, keys)):
                         yield pieces
             finally:
                 self._threads.submit(leaving.close)
@@ -159,7 +159,7 @@ class Travelling:
         identity = await self._run(model.engine.travels.kv_identity)
         require_alike(model, header, chain, identity)
         arriving = model.engine.travels.arrive(chain)
-        receiving = Receiving(arriving, header, keys)
+        receiving = Receiving(arriving, header.num_blocks, keys)
         try:
             while not receiving.is_full and (pieces := await _next(parts)) is not None:
                 if isinstance(pieces, Header):
@@ -224,12 +224,6 @@ class Travelling:
             yield
         finally:
             self._num_open -= 1
-
-
-def _cut(leaving: Leaving, part: int, keys: Sequence[Key]) -> list[list[Piece]]:
-    cutter = Cutter(keys)
-    leaving.read(part, cutter.add)
-    return list(cutter.messages())
 
 
 async def _told(future: Future[_T]) -> _T:

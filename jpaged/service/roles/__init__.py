@@ -6,7 +6,7 @@ rule.py          which prompts are computed elsewhere
 first_tokens.py  a request behind the first token of each of its sequences
 answers.py       what a decode server asks of prefill servers, whatever the protocol
 ready.py         what both roles need of a loaded model
-landing.py       blocks that come over are checked, and written where they belong
+departure.py     a prompt's blocks, which leave behind its last event
 decoding.py      the role decode
 prefilling.py    the role prefill
 """

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from jpaged.service.prefixes.parts import Piece
 from jpaged.service.roles.first_tokens import FirstToken
 from jpaged.types import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block of a prompt as it travels.
-
-    Attributes:
-        key: what it is known by, of its KV group.
-        digest: SHA-256 of key and contents.
-    """
-
-    key: bytes
-    contents: bytes
-    digest: bytes
 
 
 class PrefillAnswer(Protocol):
@@ -37,8 +23,8 @@ class PrefillAnswer(Protocol):
     tokens: Sequence[FirstToken]
     num_cached_tokens: int
 
-    def blocks(self) -> AsyncIterator[Sequence[Block]]:
-        """The blocks of the prompt, some at a time; raises JpagedError where they end before their time."""
+    def pieces(self) -> AsyncIterator[Sequence[Piece]]:
+        """Its blocks in pieces, some at a time; raises JpagedError where they end before their time."""
 
     def close(self) -> None:
         """Let the server go; a second time nothing happens."""

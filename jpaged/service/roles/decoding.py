@@ -1,7 +1,8 @@
 """The role decode: long prompts are computed by prefill servers, and requests go on here behind their first token.
 
     ask ──> first tokens ──> told at once
-                        └──> blocks ──> host memory ──> the engine, which finds them as it finds any prefix
+     │                  └──> blocks ──> host memory ──> the engine, which finds them as it finds any prefix
+     └── host memory is made free meanwhile
     whatever fails      the engine computes what is missing: the same tokens, later
 
 A request has its place among those in flight from the beginning, so that none is turned away behind its first token.
@@ -11,16 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from jpaged.config import RoleOptions
-from jpaged.engine.handover.handover import Handover
-from jpaged.engine.handover.keys import PromptKeys
+from jpaged.engine.kv.blocks import root_key
+from jpaged.engine.kv.tiers.arriving import Arriving
+from jpaged.engine.kv.tiers.travels import Travels
 from jpaged.errors import DeadlineExceeded, InternalError, JpagedError
+from jpaged.service.prefixes.receiving import Receiving
 from jpaged.service.roles.answers import PrefillAnswer, PrefillServers
 from jpaged.service.roles.first_tokens import Begun, begun
-from jpaged.service.roles.landing import Landing
-from jpaged.service.roles.ready import handover_of, identity_of
+from jpaged.service.roles.ready import identity_of
 from jpaged.service.roles.role import AskedPrefill, Generation
 from jpaged.service.roles.rule import why_here
 from jpaged.service.workers import Workers
@@ -46,7 +51,7 @@ class DecodeRole:
         self._servers = servers
         self._identity = b""
         self._workers = Workers()
-        self._landings: dict[str, Landing] = {}
+        self._arrivings: dict[str, Arriving] = {}
 
     async def prepare(self, model: LoadedModel) -> None:
         """Find out what blocks of this server mean."""
@@ -61,20 +66,23 @@ class DecodeRole:
             model.role_counts.here(reason)
             model.engine.submit(request, generation.stream.put)
             return
-        handover_of(model).keep_place(request.request_id)
-        generation.goes_on_by(asyncio.create_task(self._run(model, request, generation)))
+        travels = model.engine.keep_place(request)
+        generation.goes_on_by(asyncio.create_task(self._run(model, travels, request, generation)))
 
     def end(self, model: LoadedModel, generation: Generation) -> None:
         """Nothing is told, written or held of a request any more."""
         generation.goes_on_by(None)
-        landing = self._landings.pop(generation.engine_id, None)
-        if landing is not None:
-            landing.end()
-            handover_of(model).let_go(generation.engine_id)
+        self._let_go(generation)
 
-    async def _run(self, model: LoadedModel, request: Request, generation: Generation) -> None:
+    def _let_go(self, generation: Generation) -> None:
+        """Nothing is written for a request any more."""
+        arriving = self._arrivings.pop(generation.engine_id, None)
+        if arriving is not None:
+            arriving.close()
+
+    async def _run(self, model: LoadedModel, travels: Travels, request: Request, generation: Generation) -> None:
         try:
-            left, sink = await self._begun(model, request, generation)
+            left, sink = await self._begun(model, travels, request, generation)
             if left is None:
                 model.engine.drop(request.request_id)
             else:
@@ -87,38 +95,43 @@ class DecodeRole:
         finally:
             generation.goes_on_by(None, is_done=True)
 
-    async def _begun(self, model: LoadedModel, request: Request, generation: Generation) -> tuple[Request | None, Sink]:
+    async def _begun(
+        self, model: LoadedModel, travels: Travels, request: Request, generation: Generation
+    ) -> tuple[Request | None, Sink]:
         """What is left of a request, as far as it has begun elsewhere, and who is told of the rest."""
-        handover, counts, put = handover_of(model), model.role_counts, generation.stream.put
-        keys = await self._workers.run(lambda: handover.keys(request), len(request.prompt_token_ids))
-        num_new = len(request.prompt_token_ids) - keys.num_known * handover.block_size
-        if num_new < self._options.prefill_min_tokens:
+        counts, put, size = model.role_counts, generation.stream.put, len(request.prompt_token_ids)
+        coming = await self._workers.run(lambda: _Coming.of(travels, request), size)
+        if size - coming.num_known * travels.block_size < self._options.prefill_min_tokens:
             counts.here("cached")
             return request, put
         began_s, clock = model.engine.clock(), model.engine.clock
         counts.add(num_asked=1)
+        arriving = self._arrivings[generation.engine_id] = coming.arriving
+        homes = arriving.reserve(coming.num_missing, is_early=True)  # while the first token is waited for
         try:
-            answer = await self._ask(request, keys, began_s)
+            answer = await self._ask(request, coming.num_known, began_s)
         except (JpagedError, TimeoutError) as error:
             counts.failed("prefill", error)
+            self._let_go(generation)
             return request, put
         try:
             try:
                 behind = await self._tell(model, request, answer, generation)
             except InternalError as error:
                 counts.failed("prefill", error)
+                self._let_go(generation)
                 return request, put
             first_s = clock()
             counts.add(prefill_wait_s=first_s - began_s)
             if behind.request is not None:
-                await self._fetch(model, generation.engine_id, keys, answer)
+                await self._fetch(model, coming, await _whole(coming, homes), answer)
                 counts.add(transfer_wait_s=clock() - first_s)
         finally:
             answer.close()
-        rest = _Rest(handover, generation, began_s, first_s, answer.num_cached_tokens, put)
+        rest = _Rest(arriving, began_s, first_s, answer.num_cached_tokens, put)
         return behind.request, rest.pass_on
 
-    async def _ask(self, request: Request, keys: PromptKeys, now_s: float) -> PrefillAnswer:
+    async def _ask(self, request: Request, num_known: int, now_s: float) -> PrefillAnswer:
         options = self._options
         wait_s = options.prefill_timeout
         if request.deadline_s is not None:
@@ -127,7 +140,7 @@ class DecodeRole:
             raise DeadlineExceeded("there is no time left to ask")
         async with asyncio.timeout(wait_s):
             whole_s = wait_s + options.transfer_timeout
-            return await self._servers.ask(request, keys.num_known, self._identity, whole_s)
+            return await self._servers.ask(request, num_known, self._identity, whole_s)
 
     async def _tell(self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation) -> Begun:
         """Tell the first tokens; raises InternalError before anything is told where they cannot be the request's."""
@@ -142,28 +155,58 @@ class DecodeRole:
             generation.stream.put(event)
         return behind
 
-    async def _fetch(self, model: LoadedModel, name: str, keys: PromptKeys, answer: PrefillAnswer) -> None:
+    async def _fetch(self, model: LoadedModel, coming: _Coming, homes: Sequence[int], answer: PrefillAnswer) -> None:
         """Bring the blocks over, as many as come: what is missing is computed, and why is counted."""
-        handover, counts = handover_of(model), model.role_counts
-        homes = await asyncio.wrap_future(handover.expect(name, keys))
-        landing = self._landings[name] = Landing(handover.host_blocks, keys.wanted, homes)
-        if len(homes) < len(keys.wanted):
-            counts.add(num_blocks_without_room=len(keys.wanted) - len(homes))
-        num_blocks = 0
+        counts = model.role_counts
+        receiving = Receiving(coming.arriving, coming.num_missing, coming.arriving.chain.keys)
+        receiving.give(homes)
+        if len(homes) < coming.num_missing:
+            counts.add(num_blocks_without_room=coming.num_missing - len(homes))
         try:
             async with asyncio.timeout(self._options.transfer_timeout):
-                async for blocks in answer.blocks():
-                    whole = await self._workers.run(lambda blocks=blocks: landing.take(blocks), _BIG)  # type: ignore[misc]
-                    handover.arrived(name, whole)
-                    num_blocks += len(blocks)
-                    num_bytes = sum(len(block.contents) for block in blocks)
-                    counts.add(num_blocks_received=len(blocks), num_bytes_received=num_bytes)
-            if num_blocks < len(homes):
-                counts.add(num_blocks_missing=len(homes) - num_blocks)
+                async for pieces in answer.pieces():
+                    num_before = receiving.num_blocks
+                    await self._workers.run(functools.partial(receiving.take, pieces), _BIG)
+                    num_bytes = sum(len(piece.contents) for piece in pieces)
+                    counts.add(num_blocks_received=receiving.num_blocks - num_before, num_bytes_received=num_bytes)
+                    if receiving.is_full:
+                        return
+            num_written = receiving.num_blocks - receiving.num_known
+            if num_written < len(homes):
+                counts.add(num_blocks_missing=len(homes) - num_written)
         except (JpagedError, TimeoutError) as error:
             counts.failed("transfer", error)
-        finally:
-            landing.end()
+
+
+async def _whole(coming: _Coming, homes: Future[list[int]]) -> list[int]:
+    """Wait for host blocks; where not all could be had early, for the rest."""
+    early: list[int] = await asyncio.wrap_future(homes)
+    if len(early) == coming.num_missing:
+        return early
+    rest: list[int] = await asyncio.wrap_future(coming.arriving.reserve(coming.num_missing - len(early)))
+    return early + rest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Coming:
+    """What comes of a prompt.
+
+    Attributes:
+        num_known: leading blocks that are here.
+        num_missing: blocks of all KV groups behind them that are not.
+    """
+
+    arriving: Arriving
+    num_known: int
+    num_missing: int
+
+    @classmethod
+    def of(cls, travels: Travels, request: Request) -> _Coming:
+        """Look for the blocks of a prompt; on a thread where it is long: a block takes 3 us."""
+        root = root_key(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
+        chain = travels.chain(root, request.prompt_token_ids)
+        arriving, num_known = travels.arrive(chain), travels.num_known(chain)
+        return cls(arriving, num_known, len(arriving.missing(num_known)))
 
 
 @dataclasses.dataclass(slots=True)
@@ -173,8 +216,7 @@ class _Rest:
     The first event says that the engine has what it needs of the blocks that came: they need not be held any more.
     """
 
-    handover: Handover
-    generation: Generation
+    arriving: Arriving
     began_s: float
     first_s: float
     num_cached_tokens: int
@@ -185,7 +227,7 @@ class _Rest:
         """Take an event, on the engine's thread."""
         if not self.has_begun:
             self.has_begun = True
-            self.handover.let_go_now(self.generation.engine_id)
+            self.arriving.close()
         if event.usage.cached_tokens != self.num_cached_tokens:
             usage = dataclasses.replace(event.usage, cached_tokens=self.num_cached_tokens)
             event = dataclasses.replace(event, usage=usage)

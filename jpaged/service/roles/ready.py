@@ -5,26 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from jpaged.engine.handover.handover import Handover
 from jpaged.errors import Unsupported
 
 if TYPE_CHECKING:
     from jpaged.service.loaded_model import LoadedModel
 
 
-def handover_of(model: LoadedModel) -> Handover:
-    """Return what hands prompts over.
+async def identity_of(model: LoadedModel) -> bytes:
+    """Return what blocks of this server mean: every weight is read for it, about a second a gigabyte.
 
     Raises:
-        Unsupported: the pool has no blocks that could be.
+        Unsupported: the pool has no blocks that could be handed on, and why.
     """
-    handover = model.engine.handover
-    if handover is None:
-        role, space = model.config.roles.role, model.config.cache.swap_space
-        raise Unsupported(f"role: {role} needs blocks in the host's memory, and swap_space ({space:g} GiB) holds none")
-    return handover
-
-
-async def identity_of(model: LoadedModel) -> bytes:
-    """Return what blocks of this server mean: every weight is read for it, about a second a gigabyte."""
-    return await asyncio.to_thread(handover_of(model).host_blocks.kv_identity)
+    try:
+        return await asyncio.to_thread(model.engine.travels.kv_identity)
+    except Unsupported as error:
+        raise Unsupported(f"role: {model.config.roles.role} hands on blocks of the prefix cache: {error}") from error

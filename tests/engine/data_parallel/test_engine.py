@@ -381,9 +381,9 @@ def test_whatever_happens_every_request_ends_once_with_its_tokens(count, num_blo
         fleet.replicas.unpin_prefix(f"p{kind}")
     fleet.run()
     assert fleet.is_at_rest()
-    assert fleet.replicas._router._routes == {}
-    assert fleet.replicas._router._loads == [0] * count
-    assert not any(fleet.replicas._router._in_flight)
+    assert fleet.replicas._entrance._router._routes == {}
+    assert fleet.replicas._entrance._router._loads == [0] * count
+    assert not any(fleet.replicas._entrance._router._in_flight)
     for name, request in requests.items():
         if name in dropped:
             assert all(not event.is_last for event in fleet.events[name][:-1])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import root_key
+from jpaged.engine.kv.blocks import BlockTable, root_key
 from jpaged.engine.kv.tiers import leaving as leaving_module
 from jpaged.engine.kv.tiers.chain import Chain, Place
 from jpaged.errors import Cancelled, InternalError, Unsupported
@@ -195,6 +195,78 @@ def test_whoever_goes_away_leaves_nothing_held(monkeypatch, num_read):
     assert compute(a, "again") == 40  # it is known all the same
 
 
+def test_of_what_somebody_waits_for_more_moves_in_a_step(monkeypatch):
+    monkeypatch.setattr(leaving_module, "MAX_STAGED_BLOCKS", 2)
+    a = make()
+    compute(a)
+    a.executor.swapped_out.clear()
+    future = a.engine.travels.leave(chain_of(a), is_hurried=True)
+    a.run()
+    assert a.executor.swapped_out == [8, 2]
+    future.result(0).close()
+    assert_nothing_is_held(a)
+
+
+def test_what_leaves_beside_others_holds_half_of_the_pool_with_them_and_is_cut_short():
+    a, b = make(num_blocks=24), make()
+    other = [130, *PROMPT[1:]]
+    compute(a)
+    compute(a, "other", other)
+    first = a.engine.travels.leave(chain_of(a))
+    second = a.engine.travels.leave(chain_of(a, other))
+    a.step()
+    assert (first.result(0).num_blocks, second.result(0).num_blocks) == (10, 2)
+    contents = bytes_of(a, second.result(0))
+    third = leave(a, chain_of(a, other))  # by now nothing is held on the device
+    assert third.num_blocks == 10
+    for leaving in (first.result(0), second.result(0), third):
+        leaving.close()
+    assert_nothing_is_held(a)
+    assert bring(b, chain_of(b, other), contents) == 2
+    assert compute(b, "other", other) == 8
+
+
+def test_a_request_that_wants_what_leaves_waits_for_no_reader(monkeypatch):
+    monkeypatch.setattr(leaving_module, "MAX_STAGED_BLOCKS", 2)
+    a = make(num_blocks=12)
+    compute(a)
+    leaving = leave(a)
+    a.submit("large", [7] * 42, max_tokens=4, ignore_eos=True)  # twelve blocks: nobody else's are left
+    a.run()
+    assert a.tokens("large") == expected_tokens([7] * 42, 4)
+    assert len(bytes_of(a, leaving)) == 10
+    leaving.close()
+    assert_nothing_is_held(a)
+
+
+@pytest.mark.parametrize("kind", [Counting, seeing(WINDOWS)], ids=["everything", "a window"])
+def test_what_arrives_is_what_leaves_and_what_is_here_stays_longest(kind):
+    a, b = make(kind), make(kind, num_blocks=30)
+    compute(a)
+    compute(b, "before", PROMPT[:13])
+    for name in ("other", "another"):
+        compute(b, name, [ord(name[0])] * 24)
+    arriving, num_known = b.engine.travels.arrive(chain_of(b)), b.engine.travels.num_known(chain_of(b))
+    assert num_known == 3
+    leaving = leave(a, num_skipped=num_known)
+    assert arriving.missing(num_known) == leaving.places
+    reserved = arriving.reserve(len(leaving.places))
+    b.run()
+    contents, homes = bytes_of(a, leaving), reserved.result(0)
+    compute(b, "last", [9] * 40)  # evicts, and not what came first
+    memory = b.engine._loop.memory
+    assert all(memory.held.find(key) is not None for key in chain_of(b).keys[:2])
+    for home, content in zip(homes, contents.values(), strict=True):
+        arriving.write(home, 0, content)
+    arriving.enter(list(contents), homes)
+    arriving.close()
+    leaving.close()
+    assert compute(b) == 40
+    assert b.tokens("first") == a.tokens("first")
+    assert_nothing_is_held(a)
+    assert_nothing_is_held(b)
+
+
 def test_what_travels_is_neither_evicted_nor_written_and_comes_free_afterwards(monkeypatch):
     monkeypatch.setattr(leaving_module, "MAX_STAGED_BLOCKS", 2)
     a, b = make(num_blocks=16, num_host_blocks=24), make()
@@ -343,7 +415,7 @@ def test_nothing_beyond_the_limit_of_the_cache_travels():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"num_host_blocks": 0}, "swap_space is 0"),
+        ({"num_host_blocks": 0}, "swap_space has none"),
         ({"enable_prefix_caching": False}, "nothing is cached"),
         ({"kv_policy": "reserve-max"}, "nothing is cached"),
     ],
@@ -353,6 +425,30 @@ def test_where_prefixes_cannot_travel_it_says_why(options, why):
     for ask in (h.engine.travels.kv_identity, lambda: chain_of(h), lambda: h.engine.travels.bytes_per_block):
         with pytest.raises(Unsupported, match=f"prefixes cannot travel: .*{why}"):
             ask()
+
+
+def test_what_is_reserved_early_leaves_half_of_host_memory():
+    b = make(num_host_blocks=16)
+    arriving, other = b.engine.travels.arrive(chain_of(b)), b.engine.travels.arrive(chain_of(b, [1] * 30))
+    early, late = arriving.reserve(10, is_early=True), other.reserve(6, is_early=True)
+    rest = arriving.reserve(2)
+    b.run()
+    assert [len(one.result(0)) for one in (early, late, rest)] == [8, 0, 2]
+    arriving.close()
+    other.close()
+    assert_nothing_is_held(b)
+
+
+def test_a_block_of_host_memory_that_is_freed_while_it_is_written_is_noticed():
+    b = make()
+    arriving = b.engine.travels.arrive(chain_of(b))
+    reserved = arriving.reserve(5)
+    b.run()
+    freed = BlockTable(5)
+    freed.extend(reserved.result(0))
+    b.engine._loop.memory.host.pool.release(freed)
+    with pytest.raises(InternalError, match="is held by 1 tables, its reference count is 0"):
+        b.engine.check()
 
 
 def test_of_replicas_the_one_that_has_most_is_asked_and_the_one_that_requests_go_to_gets_it():

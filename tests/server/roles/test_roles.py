@@ -17,6 +17,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import RoleLoad
 from jpaged.server.lifecycle import Server
+from jpaged.service.prefixes import parts
 from jpaged.service.roles import prefilling
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server.harness import Harness, collect, details_of, eventually, failure_of, make_serving, request, running
@@ -236,14 +237,14 @@ async def test_a_server_of_another_model_is_not_believed() -> None:
 
 
 async def test_a_block_that_is_torn_on_its_way_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = prefilling._read
+    cut = parts.cut
 
-    def torn(blocks: Any, portion: Any) -> Any:
-        sent = read(blocks, portion)
-        bad = sent[5].contents[:-1] + bytes([sent[5].contents[-1] ^ 1])
-        return [*sent[:5], dataclasses.replace(sent[5], contents=bad), *sent[6:]]
+    def torn(*of: Any) -> Any:
+        (first, *rest), *others = cut(*of)
+        bad = first.contents[:-1] + bytes([first.contents[-1] ^ 1])
+        return [[dataclasses.replace(first, contents=bad), *rest], *others]
 
-    monkeypatch.setattr(prefilling, "_read", torn)
+    monkeypatch.setattr(prefilling, "cut", torn)
     async with pair() as both:
         told = await both.generate(request(LONG))
         assert folded(told) == folded(await alone(request(LONG)))
@@ -251,12 +252,12 @@ async def test_a_block_that_is_torn_on_its_way_is_computed_here(monkeypatch: pyt
 
 
 async def test_a_block_under_a_key_that_nobody_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = prefilling._read
+    cut = parts.cut
 
-    def stale(blocks: Any, portion: Any) -> Any:
-        return read(blocks, [(bytes(32), home) for _, home in portion])
+    def stale(*of: Any) -> Any:
+        return [[dataclasses.replace(piece, key=bytes(32)) for piece in pieces] for pieces in cut(*of)]
 
-    monkeypatch.setattr(prefilling, "_read", stale)
+    monkeypatch.setattr(prefilling, "cut", stale)
     async with pair() as both:
         told = await both.generate(request(LONG))
         assert folded(told) == folded(await alone(request(LONG)))
@@ -342,6 +343,38 @@ async def test_a_drain_waits_for_what_others_compute() -> None:
         assert folded(await collect(call)) == folded(await alone(request(LONG)))
 
 
+async def test_replicas_of_either_role_are_one_server() -> None:
+    """Blocks leave the pool that computed them, and come to that where their request has its place."""
+    async with pair(prefill={"others": [fake()]}, decode={"others": [fake()]}) as both:
+        messages = [request(f"{number} {LONG}", temperature=1.0, seed=number, max_tokens=12) for number in range(8)]
+        told = await asyncio.gather(*(both.generate(message) for message in messages))
+        async with running(executor=fake()) as one:
+            for message, came in zip(messages, told, strict=True):
+                assert folded(came) == folded(await collect(one.inference.Generate(message)))
+        assert not both.failures
+        assert both.received.num_blocks_received == 8 * ((len(LONG) + 2) // 4)
+        for harness in (both.prefill, both.decode):
+            assert all(load.num_prompt_tokens for load in harness.serving.engine.replica_loads())
+        decode = both.decode.serving.engine
+        assert decode.load().num_blocks_swapped_in == both.received.num_blocks_received
+
+
+async def test_of_several_replicas_a_place_is_kept_at_one() -> None:
+    async with pair(decode={"others": [fake()], "max_num_seqs": 1, "max_num_queued_reqs": 1}) as both:
+        both.prefill.faults.hold_after(0)
+        calls = [both.decode.inference.Generate(request(f"{number}: {LONG}")) for number in range(4)]
+        await eventually(lambda: both.prefill.num_open_calls == 4)
+        error = await failure_of(both.decode.inference.Generate(request(LONG)))
+        assert details_of(error)["ErrorInfo"].reason == "QUEUE_FULL"
+        calls[0].cancel()
+        await eventually(lambda: both.decode.num_open_calls == both.prefill.num_open_calls == 3)
+        calls[0] = both.decode.inference.Generate(request(f"0: {LONG}"))
+        await eventually(lambda: both.prefill.num_open_calls == 4)
+        both.prefill.faults.release()
+        for number, call in enumerate(calls):
+            assert folded(await collect(call)) == folded(await alone(request(f"{number}: {LONG}")))
+
+
 # --- the role prefill -------------------------------------------------------------------------------------------------
 
 
@@ -410,11 +443,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"role": "prefill", "swap_space": 0.0},
         "role: prefill hands on blocks of the prefix cache by way of the host's memory; swap_space is 0",
     ),
-    "replicas": (
-        {"role": "prefill", "data_parallel_size": 2},
-        "role: prefill hands on blocks of the prefix cache, of one pool; data_parallel_size is 2, and each replica has "
-        "its own: start a server for each",
-    ),
     "half of a certificate": (
         {"role": "decode", "prefill_target": ("a:1",), "prefill_tls_cert": "x"},
         "prefill_tls_key: is missing: the two go together",
@@ -435,6 +463,7 @@ async def test_a_pool_without_blocks_of_the_host_is_refused_when_it_is_there() -
     server = Server(config, lambda progress: make_serving(fake(num_host_blocks=0), config))
     await server.start()
     assert await server.run() == 1
-    assert str(server.state.failure).startswith(
-        "role: prefill needs blocks in the host's memory, and swap_space (1 GiB)"
+    assert str(server.state.failure) == (
+        "role: prefill hands on blocks of the prefix cache: prefixes cannot travel: "
+        "there is no host memory for them to pass through (swap_space has none)"
     )

@@ -5,7 +5,6 @@ chain.py      what a prefix is called that travels
 leaving.py    one that is read for another server
 arriving.py   one that comes from there
 travels.py    what may be asked of both, by any thread
-travelling.py prompts that go on elsewhere: what is held of them, and how long
 disk.py       on local disk
 spilling.py   on their way to disk
 fetching.py   on their way back, while their groups wait

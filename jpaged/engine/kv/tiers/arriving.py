@@ -4,7 +4,8 @@
     write(block_id, ...)    their bytes, on a thread of whoever brings them
     enter(places, ids)      what was written, and found to be whole, is known by its keys
 
-What was entered, and what was here before, is held until `close`: no part of a prefix is evicted for another part.
+What was entered, and what host memory had before, is held until `close`: no part of a prefix is evicted for another.
+What is on the device is the last to be evicted there, and then goes to host memory.
 """
 
 from __future__ import annotations
@@ -41,12 +42,26 @@ class Arriving:
         """What each block has to be."""
         return self._tiers.blocks.bytes_per_block
 
+    @property
+    def num_kv_groups(self) -> int:
+        """How many blocks the same tokens have."""
+        return len(self._tiers.reaches)
+
+    def missing(self, num_skipped: int) -> tuple[Place, ...]:
+        """Which blocks behind so many a request behind the whole prefix sees, and are not here."""
+        places = self._tiers.places(self.chain, len(self.chain.keys), num_skipped)
+        return tuple(place for place in places if not self.is_known(place))
+
     def is_known(self, place: Place) -> bool:
         """It is here already: what comes of it is not needed."""
-        return self._tiers.prefixes.has_prefix(self.chain.key(place))
+        return self._tiers.has(self.chain, place)
 
-    def reserve(self, num_blocks: int) -> Future[list[int]]:
-        """Takes host blocks, up to so many, as many as can be had; none is no room."""
+    def reserve(self, num_blocks: int, *, is_early: bool = False) -> Future[list[int]]:
+        """Takes host blocks, up to so many, as many as can be had; none is no room.
+
+        Args:
+            is_early: nothing comes yet: half of host memory is left to others.
+        """
         future: Future[list[int]] = Future()
         future.set_running_or_notify_cancel()
 
@@ -57,7 +72,9 @@ class Arriving:
             host = self._tiers.host
             if not self._tables:  # what is here already is not evicted for the rest
                 self._tables.append(host.hold(self._kept()))
-            table = host.reserve(min(num_blocks, host.pool.num_free))
+                self._tiers.prefixes.renew(self._keys())
+            num_left = host.pool.num_blocks // 2 if is_early else 0
+            table = host.reserve(min(num_blocks, max(0, host.pool.num_free - num_left)))
             self._tables.append(table)
             block_ids = table.block_ids()
             host.when_settled(table, lambda: self._reserve(block_ids, future))
@@ -114,8 +131,11 @@ class Arriving:
 
     def _kept(self) -> list[Key]:
         """What host memory has of the prefix."""
-        keys = [key_in_group(key, group) for key in self.chain.keys for group in range(len(self._tiers.reaches))]
-        return [key for key in keys if key in self._tiers.host]
+        return [key for key in self._keys() if key in self._tiers.host]
+
+    def _keys(self) -> list[Key]:
+        """Those of all blocks, of every KV group."""
+        return [key_in_group(key, group) for key in self.chain.keys for group in range(self.num_kv_groups)]
 
     def _reserve(self, block_ids: list[int], future: Future[list[int]]) -> None:
         with self._lock:

@@ -4,8 +4,9 @@
     staged   [h .. h .. h .. h] settled           what was on the device is swapped out to blocks that were reserved
     read     bytes, on a thread of whoever reads  a part is let go of when it was read
 
-Parts are staged one after the other, a part a step at most, whether they are read or not: the device's blocks are held
-for as many steps as there are parts, and no reader makes that longer.
+Parts are staged one after the other, one in a step, whether they are read or not: the device's blocks are held for as
+many steps as there are parts, and no reader makes that longer. Requests that want them wait for those steps, and for
+nobody else. What leaves beside others leaves in part where more than half of the pool would be held.
 """
 
 from __future__ import annotations
@@ -26,17 +27,25 @@ from jpaged.errors import Cancelled, InternalError
 
 MAX_STAGED_BYTES, MAX_STAGED_BLOCKS = 4 << 20, 64
 """What is copied out in one step at most, beside the step's rows."""
+HURRIED = 4
+"""How many times as much of a prompt that somebody waits for, on a server whose rows are prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Where prefixes are: what leaves and what arrives work on. The engine's thread alone writes."""
+    """Where prefixes are: what leaves and what arrives work on. The engine's thread alone writes.
+
+    Attributes:
+        limit: blocks of the device that requests and pins may have.
+        ask: has something done on the engine's thread, between two steps.
+    """
 
     prefixes: Prefixes
     held: Held
     host: HostTier
     blocks: HostBlocks
     reaches: tuple[Reach, ...]
+    limit: Callable[[], int]
     ask: Callable[[Callable[[], None]], None]
 
     @property
@@ -44,9 +53,27 @@ class Tiers:
         """Blocks that are moved in one step at most."""
         return max(1, min(MAX_STAGED_BLOCKS, MAX_STAGED_BYTES // self.blocks.bytes_per_block))
 
+    @property
+    def num_free_to_leave(self) -> int:
+        """Blocks of the device that may be held for another prefix: half of the pool for all, or the whole for one."""
+        num_held, limit = self.held.num_blocks, self.limit()
+        return max(0, limit // 2 - num_held) if num_held else limit
+
     def num_known(self, chain: Chain) -> int:
         """Blocks of the longest prefix that a request would find. Any thread may ask."""
         return num_usable(chain.keys, self.reaches, self.prefixes.has_prefix)
+
+    def has(self, chain: Chain, place: Place) -> bool:
+        """A block is here. Any thread may ask."""
+        return self.prefixes.has_prefix(chain.key(place))
+
+    def places(self, chain: Chain, num_blocks: int, num_skipped: int) -> tuple[Place, ...]:
+        """Blocks that are seen from behind so many, and from behind one fewer: a prompt's last token always runs."""
+        places = []
+        for kv_group, reach in enumerate(self.reaches):
+            before = reach.first_block(max(0, num_blocks - 1))
+            places += [Place(index, kv_group) for index in range(max(before, num_skipped), num_blocks)]
+        return tuple(sorted(places))
 
 
 @dataclass(slots=True, eq=False)
@@ -75,13 +102,20 @@ class Leaving:
     """Blocks that are held while they are read. Made on the engine's thread; any other reads.
 
     Attributes:
+        chain: what it is called.
         num_found: full blocks of the prompt that are known here.
         num_blocks: those of them that leave: fewer where host memory has no room for the rest.
         places: which blocks, parents first.
+
+    Args:
+        num_skipped: leading blocks that stay.
+        is_hurried: more of it is staged in a step: see `HURRIED`.
     """
 
-    def __init__(self, tiers: Tiers, chain: Chain, num_skipped: int) -> None:
+    def __init__(self, tiers: Tiers, chain: Chain, num_skipped: int, is_hurried: bool = False) -> None:
+        self.chain = chain
         self._tiers = tiers
+        self._num_at_once = tiers.num_blocks_at_once * (HURRIED if is_hurried else 1)
         self._lock = threading.Lock()
         self._is_closed = False
         self.num_found = tiers.num_known(chain)
@@ -131,7 +165,7 @@ class Leaving:
     # --- on the engine's thread -------------------------------------------------------------------------------------
 
     def _hold(self, chain: Chain) -> list[_Part]:
-        host, size = self._tiers.host, self._tiers.num_blocks_at_once
+        host, size = self._tiers.host, self._num_at_once
         parts = []
         for start in range(0, len(self.places), size):
             places = self.places[start : start + size]
@@ -186,28 +220,16 @@ class Leaving:
 
 
 def _that_fit(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
-    """The longest prefix of so many blocks whose blocks of the device find room in host memory, and its places."""
+    """The longest prefix of so many blocks whose blocks of the device may be held and find room; and its places."""
     host, num_kv_groups = tiers.host, len(tiers.reaches)
     while True:
-        places = _places(tiers, chain, num_blocks, num_skipped)
+        places = tuple(place for place in tiers.places(chain, num_blocks, num_skipped) if tiers.has(chain, place))
         keys = [chain.key(place) for place in places]
         kept = host.hold([key for key in keys if key in host])  # which is no room for the others
-        num_short = len(keys) - kept.num_blocks - host.pool.num_free
+        num_away = len(keys) - kept.num_blocks
+        num_short = num_away - min(host.pool.num_free, tiers.num_free_to_leave)
         host.let_go(kept)
         if num_short <= 0:
             return num_blocks, places
         fewer = max(0, num_blocks - max(1, num_short // num_kv_groups))
         num_blocks = tiers.num_known(Chain(chain.root, chain.token_ids, chain.keys[:fewer]))
-
-
-def _places(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> tuple[Place, ...]:
-    """Blocks that are seen from behind so many, and from behind one fewer: a prompt's last token always runs."""
-    places = []
-    for kv_group, reach in enumerate(tiers.reaches):
-        first = reach.first_block(num_blocks)
-        before = reach.first_block(max(0, num_blocks - 1))
-        for index in range(max(before, num_skipped), num_blocks):
-            place = Place(index, kv_group)
-            if index >= first or tiers.prefixes.has_prefix(chain.key(place)):
-                places.append(place)
-    return tuple(sorted(places))

@@ -35,11 +35,13 @@ class Travel:
         if memory.prefixes is None or memory.held is None:
             self._obstacle = "nothing is cached (enable_prefix_caching, kv_policy)"
         elif memory.host is None:
-            self._obstacle = "there is no host memory for them to pass through (swap_space is 0)"
+            self._obstacle = "there is no host memory for them to pass through (swap_space has none)"
         elif blocks is None:
             self._obstacle = "no process has a block whole: the model is divided among several (coordinator_address)"
         else:
-            self._tiers = Tiers(memory.prefixes, memory.held, memory.host, blocks, geometry.reaches, ask)
+            self._tiers = Tiers(
+                memory.prefixes, memory.held, memory.host, blocks, geometry.reaches, lambda: memory.limit, ask
+            )
 
     @property
     def tiers(self) -> Tiers:
@@ -52,14 +54,14 @@ class Travel:
             raise Unsupported(f"prefixes cannot travel: {self._obstacle}")
         return self._tiers
 
-    def leave(self, chain: Chain, num_skipped: int) -> Future[Leaving]:
+    def leave(self, chain: Chain, num_skipped: int, is_hurried: bool) -> Future[Leaving]:
         """Finds a prefix and holds it; see `Leaving`."""
         tiers, future = self.tiers, Future[Leaving]()
         future.set_running_or_notify_cancel()
 
         def leave() -> None:
             try:
-                future.set_result(Leaving(tiers, chain, num_skipped))
+                future.set_result(Leaving(tiers, chain, num_skipped, is_hurried))
             except JpagedError as error:
                 future.set_exception(error)
                 raise
@@ -115,16 +117,17 @@ class Travels:
         """Blocks of the longest prefix that is here, in the pool that has most of it."""
         return max(one.tiers.num_known(chain) for one in self.each)
 
-    def leave(self, chain: Chain, num_skipped: int = 0) -> Future[Leaving]:
+    def leave(self, chain: Chain, num_skipped: int = 0, *, is_hurried: bool = False) -> Future[Leaving]:
         """Finds a prefix where most of it is, and holds it while it is read.
 
         Args:
             num_skipped: blocks that whoever wants it has: they stay here.
+            is_hurried: somebody waits for it, and for nothing else here: more of it is staged in a step.
 
         Raises:
             Unsupported: prefixes cannot travel.
         """
-        return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped)
+        return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped, is_hurried)
 
     def arrive(self, chain: Chain) -> Arriving:
         """Takes a prefix in, to the pool where requests with it would go.

@@ -1,0 +1,97 @@
+"""Where requests are let in: each to one of several engines, or its place to one that keeps it until it comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from jpaged.engine.data_parallel.routing import Route, Router
+from jpaged.engine.engine import Engine
+from jpaged.engine.kv.tiers.travels import Travels
+from jpaged.engine.sequence import Sink
+from jpaged.errors import AlreadyExists, QueueFull
+from jpaged.types import OutputEvent, Request
+
+
+class Entrance:
+    """Knows which engine has which request. Any thread may ask.
+
+    Args:
+        lock: guards the router. Engines take their own locks inside it, and never call back with theirs held.
+    """
+
+    def __init__(self, engines: Sequence[Engine], router: Router, lock: threading.Lock) -> None:
+        self._engines = engines
+        self._router = router
+        self._lock = lock
+        self._kept: dict[str, Route] = {}  # places of requests that are submitted later
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Gives a request to the first engine that takes it, or to that which keeps its place.
+
+        Raises:
+            what `DataParallelEngine.submit` does.
+        """
+
+        def pass_on_from(route: Route) -> Sink:
+            def pass_on(event: OutputEvent) -> None:
+                if event.is_last:
+                    with self._lock:
+                        self._router.leave(event.request_id, route)
+                sink(event)
+
+            return pass_on
+
+        with self._lock:
+            kept = self._kept.pop(request.request_id, None)
+            if kept is None:
+                self._enter(request, lambda engine, route: engine.submit(request, pass_on_from(route)))
+                return
+            self._router.leave(request.request_id, kept)
+            self._engines[kept.replica].submit(request, pass_on_from(kept))
+            self._router.enter(request.request_id, kept)
+
+    def keep_place(self, request: Request) -> Travels:
+        """Keeps a place at the engine that a request will run on; see `Engine.keep_place`."""
+        with self._lock:
+            route = self._enter(request, lambda engine, _: engine.keep_place(request))
+            self._kept[request.request_id] = route
+            return self._engines[route.replica].travels
+
+    def engine_of(self, request_id: str) -> Engine | None:
+        """Where a request is in flight; None when it is not."""
+        with self._lock:
+            route = self._router.route_of(request_id)
+        return None if route is None else self._engines[route.replica]
+
+    def leave(self, request_id: str) -> Engine | None:
+        """Forgets a request, or the place that is kept for it; where that was."""
+        with self._lock:
+            route = self._router.route_of(request_id)
+            self._kept.pop(request_id, None)
+            if route is None:
+                return None
+            self._router.leave(request_id, route)
+        return self._engines[route.replica]
+
+    def _enter(self, request: Request, take: Callable[[Engine, Route], object]) -> Route:
+        request_id, refusals = request.request_id, []
+        # One that was dropped is still its engine's until the next step there.
+        is_routed = self._router.route_of(request_id) is not None
+        if is_routed or any(request_id in engine.in_flight for engine in self._engines):
+            raise AlreadyExists(f"request {request_id!r} is in flight")
+        for route in self._router.routes(request):
+            try:
+                take(self._engines[route.replica], route)
+            except QueueFull as refusal:
+                refusals.append(refusal)
+                continue
+            self._router.enter(request_id, route)
+            return route
+        # Each engine was at its limit when it refused: what it counts is known to it, not to the routes.
+        limit = sum(engine.max_num_in_flight for engine in self._engines)
+        raise QueueFull(
+            f"{limit} requests are in flight, which is the limit of {len(self._engines)} replicas "
+            "(a prefix that is being pinned is one in each)",
+            retry_after_s=min(refusal.retry_after_s for refusal in refusals),
+        )
