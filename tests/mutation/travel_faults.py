@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 TRAVELS = ("kv/test_travels.py",)
+NEARING = ("kv/tiers/test_nearing.py",)
 PLACES = ("data_parallel/test_places.py",)
 
 TRAVEL_FAULTS = (
@@ -120,6 +121,41 @@ TRAVEL_FAULTS = (
         "host.pool.num_blocks // 2 if is_early else 0",
         "0",
         TRAVELS,
+    ),
+    Fault(
+        "all that host memory has comes in one step",
+        "kv/tiers/nearing.py",
+        "most = max(1, MAX_BYTES // self._bytes_per_block)",
+        "most = 1 << 20",
+        NEARING,
+    ),
+    Fault(
+        "each who is admitted has a step of its own",
+        "kv/tiers/nearing.py",
+        "            self._num_in_step += num_away\n",
+        "",
+        NEARING,
+    ),
+    Fault(
+        "who loses what comes waits for ever",
+        "kv/tiers/nearing.py",
+        "            self._num_steps_left -= 1\n",
+        "",
+        NEARING,
+    ),
+    Fault(
+        "what comes is known by its neighbour's key",
+        "kv/tiers/nearing.py",
+        "block_id, chain[index], kv_group)",
+        "block_id, chain[max(0, index - 1)], kv_group)",
+        NEARING,
+    ),
+    Fault(
+        "what comes is never given back",
+        "kv/tiers/nearing.py",
+        "        prefixes.pool.release(table)\n",
+        "",
+        NEARING,
     ),
     Fault(
         "blocks arrive at another replica than their request",

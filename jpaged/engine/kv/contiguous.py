@@ -26,6 +26,7 @@ from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import Held
 from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.engine.kv.tiers.nearing import Nearing
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 from jpaged.pool import MemoryMarks
@@ -111,6 +112,7 @@ class ReservedMemory:
         self.prefixes = None
         self.host: HostTier | None = None
         self.held: Held | None = None
+        self.nearing: Nearing | None = None
         self.disk: DiskTier | None = None
         self.swapping = None
         self.windows = None

@@ -13,6 +13,7 @@ from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.engine.kv.tiers.nearing import Nearing
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
@@ -41,6 +42,7 @@ class KVMemory(Protocol):
     Attributes:
         host: prefixes in host memory; None where there is none.
         held: cached blocks that somebody outside reads; None where nothing is cached.
+        nearing: what brings prefixes in host memory to the device over several steps; None without either.
         disk: prefixes on disk; None where there are none.
     """
 
@@ -48,6 +50,7 @@ class KVMemory(Protocol):
     counts: MemoryCounts
     host: HostTier | None
     held: Held | None
+    nearing: Nearing | None
     disk: DiskTier | None
 
     @property

@@ -26,6 +26,7 @@ from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.kv.tiers.disk import Disk, DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.engine.kv.tiers.nearing import Nearing
 from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
@@ -44,6 +45,7 @@ class PagedMemory:
     prefixes: Prefixes | None
     host: HostTier | None
     held: Held | None
+    nearing: Nearing | None
     disk: DiskTier | None
     swapping: Swapping | None
     windows: Windows | None
@@ -73,7 +75,7 @@ class PagedMemory:
         )
         self.host = self._host if num_host_blocks else None
         self.disk = None if make_disk is None or not caches_prefixes else make_disk(self._host)
-        self.prefixes = self.held = self.swapping = self.windows = None
+        self.prefixes = self.held = self.nearing = self.swapping = self.windows = None
         if caches_prefixes:
             is_below = self._host.__contains__ if num_host_blocks else None
             self.prefixes = Prefixes(
@@ -87,6 +89,8 @@ class PagedMemory:
                 below=self.disk,
             )
             self.held = Held(self.prefixes)
+            if num_host_blocks:
+                self.nearing = Nearing(self.prefixes, self._host, self._ops, geometry.bytes_per_block)
             if self.disk is not None:
                 self.disk.serve(self.prefixes, self._ops)
             self._pool = self.prefixes.pool

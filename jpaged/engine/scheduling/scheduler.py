@@ -252,6 +252,9 @@ class Scheduler:
             group = self._entering(outstanding)
             if group is None:
                 return
+            nearing = self._memory.nearing if queues.running and group.status is not Status.SWAPPED else None
+            if nearing is not None and nearing.brings(group):
+                return
             if group.request.adapter is not None:
                 self.adapters.take(group, group.request.adapter)
             if group.status is Status.SWAPPED:

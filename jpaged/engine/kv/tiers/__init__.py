@@ -1,6 +1,7 @@
 """Where cached prefixes are kept that the device's pool has no room for, and how they come and go.
 
 host.py       in host memory
+nearing.py    from there to the device, for a prompt that waits, in parts
 chain.py      what a prefix is called that travels
 leaving.py    one that is read for another server
 arriving.py   one that comes from there

@@ -1,0 +1,80 @@
+"""What host memory has of a waiting prompt comes to the device in parts, where others run: none of their steps has all.
+
+step 0    [h0 h1 h2]                    the group waits; what came is cached and free, as if somebody had left it
+step 1              [h3 h4 h5]
+step 2                        [h6 h7]   few enough for one step: it is admitted, and takes them with it
+"""
+
+from __future__ import annotations
+
+from jpaged.engine.kv.blocks import BlockTable, MemoryOps, key_in_group
+from jpaged.engine.kv.prefix_cache import keys_seen, num_usable
+from jpaged.engine.kv.prefixes import Prefixes
+from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.engine.sequence import Group
+
+MAX_BYTES = 64 << 20
+"""What one step brings at most beside running rows: some milliseconds of copying."""
+
+
+class Nearing:
+    """Brings prompts nearer that are next to be admitted, and have room. The engine's thread alone calls.
+
+    Args:
+        bytes_per_block: of the device.
+    """
+
+    def __init__(self, prefixes: Prefixes, host: HostTier, ops: MemoryOps, bytes_per_block: int) -> None:
+        self._prefixes = prefixes
+        self._host = host
+        self._ops = ops
+        self._bytes_per_block = bytes_per_block
+        self._step = self._num_in_step = 0
+        self._group: Group | None = None
+        self._num_steps_left = 0
+
+    def brings(self, group: Group) -> bool:
+        """Brings a part of what a group would bring; False where the rest is little enough to come when it is admitted.
+
+        A group whose blocks are evicted as fast as they come is not kept waiting for more steps than it has parts.
+        """
+        if not self._host.is_used:
+            return False
+        most = max(1, MAX_BYTES // self._bytes_per_block)
+        if self._step != self._ops.num_taken:
+            self._step, self._num_in_step = self._ops.num_taken, 0
+        prefixes = self._prefixes
+        chain = prefixes.findable(group)
+        num_blocks = num_usable(chain, prefixes.reaches, prefixes.has_prefix)
+        seen = keys_seen(chain, num_blocks, prefixes.reaches)
+        num_away = sum(prefixes.cache.find(key) is None for key in seen)
+        if self._group is not group:
+            self._group, self._num_steps_left = group, -(-num_away // most)
+        if self._num_in_step + num_away <= most or self._num_steps_left == 0:
+            self._group = None
+            self._num_in_step += num_away
+            return False
+        room = most - self._num_in_step
+        if room > 0:
+            self._num_steps_left -= 1
+            self._num_in_step = most
+            prefixes.renew(seen)
+            self._bring(group, num_blocks, room)
+        return True
+
+    def _bring(self, group: Group, num_blocks: int, room: int) -> None:
+        """Brings the first so many blocks that are not on the device, in the order of the prompt."""
+        prefixes, leader, chain = self._prefixes, group.live[0], self._prefixes.findable(group)
+        places = sorted(
+            (index, kv_group)
+            for kv_group, reach in enumerate(prefixes.reaches)
+            for index in range(reach.first_block(num_blocks), num_blocks)
+            if prefixes.cache.find(key_in_group(chain[index], kv_group)) is None
+        )[:room]
+        keys = [key_in_group(chain[index], kv_group) for index, kv_group in places]
+        table = BlockTable(len(keys))
+        table.extend(self._host.bring_back(keys, prefixes.pool))
+        for (index, kv_group), block_id in zip(places, table.block_ids(), strict=True):
+            prefixes.cache.insert_of(leader, index, block_id, chain[index], kv_group)
+        prefixes.pool.release(table)
+        self._ops.counts.brought_back(prefixes.pool.block_size * len(keys) // len(prefixes.reaches))
