@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 HELP = "pass calls on to many servers"
 DESCRIPTION = """\
-The same gRPC API in front of many servers of one model: a prompt goes where its beginning was sent before, else to the
-least busy, and a stream goes on elsewhere when its server is gone.
+The same gRPC API in front of many servers of one model: a prompt goes where its beginning is, or was sent before, else
+to the least busy, and a stream goes on elsewhere when its server is gone.
 
     jpaged route --target 10.0.0.7:50051 --target 10.0.0.8:50051
     jpaged route --target dns:///jpaged-headless:50051 --metrics-port 9400
@@ -62,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="a server; dns:///NAME:PORT is each address of a name, looked up every 5 s; may come several times",
+        help="a server; dns:///NAME:PORT is each address of a name, looked up every 5 s; may come several times. Which "
+        "prefixes it holds is read where it says itself (its --kv-events-endpoint), or HOST:PORT,kv-events=tcp://*:PORT,"
+        "kv-events-replay=tcp://*:PORT says where; kv-events=none does not",
     )
     group.add_argument(
         "--targets-file", metavar="FILE", help="a file of further ones, one a line, read again when it changes"

@@ -19,11 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jpaged.kvevents.encoding import Cleared, Event, RemovedBlocks, StoredBlocks
 from jpaged.pool import Owner, Tier
 
 Key = bytes
+Tokens = Sequence[int] | NDArray[np.integer]
 _KEY_BYTES = 16
 NOBODY = Owner()
 """No salt, no tenant and no adapter."""
@@ -84,7 +86,7 @@ class Directory:
         self._servers.pop(server, None)
 
     def num_tokens_held(
-        self, token_ids: Sequence[int], owner: Owner = NOBODY, servers: Iterable[str] | None = None
+        self, token_ids: Tokens, owner: Owner = NOBODY, servers: Iterable[str] | None = None
     ) -> Mapping[str, int]:
         """Tokens from the front of a prompt that each server holds; those that hold none are left out.
 
@@ -93,12 +95,13 @@ class Directory:
         """
         found: dict[str, int] = {}
         chains: dict[int, list[Key]] = {}
+        prompt = np.asarray(token_ids, np.int64)
         for server in self._servers if servers is None else servers:
             held = self._servers.get(server)
             if held is None or held.block_size is None:
                 continue
             chain = chains.setdefault(held.block_size, [])
-            num_blocks = _num_held(held, chain, token_ids, owner)
+            num_blocks = _num_held(held, chain, prompt, owner)
             if num_blocks:
                 found[server] = num_blocks * held.block_size
         return found
@@ -145,12 +148,12 @@ def root_of(owner: Owner) -> Key:
     return found.digest()
 
 
-def key_of(parent: Key, token_ids: Sequence[int]) -> Key:
+def key_of(parent: Key, token_ids: Tokens) -> Key:
     """The key of a block behind `parent`."""
     return hashlib.blake2b(parent + np.asarray(token_ids, np.int64).tobytes(), digest_size=_KEY_BYTES).digest()
 
 
-def _num_held(held: _Held, chain: list[Key], token_ids: Sequence[int], owner: Owner) -> int:
+def _num_held(held: _Held, chain: list[Key], token_ids: Tokens, owner: Owner) -> int:
     """Blocks from the front that a server holds; the chain of the prompt grows as far as somebody holds it."""
     block_size = held.block_size or 1
     num_blocks = 0

@@ -2,6 +2,7 @@
 
 0 1 2 . . 5     a gap: 3 and 4 are asked for; what the server does not have any more makes all it told worthless
 0 1 2 0         it has begun anew, and holds nothing of what it told before; so may one whose connection was lost
+connected       all that it has kept is asked for, so that a server that says nothing now is known, too
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from jpaged.errors import InvalidArgument
 from jpaged.kvevents.encoding import Cleared, Event, decode
@@ -20,6 +22,8 @@ _LOG = logging.getLogger(__name__)
 _REPLAY_TIMEOUT_MS = 2000
 _JOIN_S = 5.0
 _HIGH_WATER_MARK = 100_000
+_HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
+"""A server whose machine has gone without a word is asked so often, and is lost when it says nothing for so long."""
 _numbers = itertools.count()
 
 Take = Callable[[Sequence[Event]], None]
@@ -32,18 +36,37 @@ class Subscriber:
         take: given the events of each message, in order, on that thread; `Cleared` where what was told before counts no
             longer.
         replay_endpoint: who answers what was missed; None is nobody.
+        context: that sockets are made in, which several subscribers may share; None makes one.
+
+    Attributes:
+        is_heard: the server is connected, and what it had kept has been taken.
+
+    Raises:
+        InvalidArgument: an address is none.
     """
 
-    def __init__(self, endpoint: str, take: Take, *, replay_endpoint: str | None = None, topic: str = "") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        take: Take,
+        *,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.is_heard = False
         self._take = take
         self._order = Order()
-        self._context = zmq.Context()
+        self._is_own = context is None
+        self._context = zmq.Context() if context is None else context
+        self._replay_endpoint = replay_endpoint
         self._events = self._context.socket(zmq.SUB)
         self._events.set_hwm(_HIGH_WATER_MARK)
+        self._events.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._events.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         self._stop = self._context.socket(zmq.PAIR)
         self._stopped = self._context.socket(zmq.PAIR)
-        self._lost = self._events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._replay = None
+        self._links = self._events.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._events.connect(endpoint)
             self._events.setsockopt(zmq.SUBSCRIBE, topic.encode())
@@ -51,12 +74,13 @@ class Subscriber:
             self._stopped.bind(name)
             self._stop.connect(name)
             if replay_endpoint is not None:
-                self._replay = self._context.socket(zmq.DEALER)
-                self._replay.set_hwm(0)
-                self._replay.connect(replay_endpoint)
+                self._asking().close(linger=0)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise InvalidArgument("kv_events", f"{endpoint}: {error.strerror}") from error
+            self._close_sockets()
+            self._stop.close(linger=0)
+            if self._is_own:
+                self._context.term()
+            raise InvalidArgument("kv_events", f"{endpoint}, {replay_endpoint}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._run, name="jpaged-kv-subscriber", daemon=True)
         self._thread.start()
 
@@ -66,35 +90,61 @@ class Subscriber:
             self._stop.send(b"")
             self._thread.join(_JOIN_S)
             self._stop.close(linger=0)
-            if not self._thread.is_alive():
+            if self._is_own and not self._thread.is_alive():
                 self._context.term()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._events, zmq.POLLIN)
         poller.register(self._stopped, zmq.POLLIN)
-        poller.register(self._lost, zmq.POLLIN)
+        poller.register(self._links, zmq.POLLIN)
         try:
             while self._stopped not in (ready := dict(poller.poll())):
-                if self._lost in ready:
-                    self._lost.recv_multipart()
-                    self._order.lost()
-                    self._take((Cleared(),))
+                if self._links in ready:
+                    if parse_monitor_message(self._links.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+                        self._lose()
+                    else:
+                        self._begin()
                 elif self._events in ready:
                     self._read(self._events.recv_multipart())
         except Exception:  # the top of the thread: whoever asks goes on with what is known
             _LOG.exception("KV events are read no longer")
         finally:
-            self._events.disable_monitor()
-            for socket in (self._events, self._lost, self._stopped, self._replay):
-                if socket is not None:
-                    socket.close(linger=0)
+            self.is_heard = False
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._events.disable_monitor()
+        for socket in (self._events, self._links, self._stopped):
+            socket.close(linger=0)
+
+    def _lose(self) -> None:
+        """The connection is gone, and what is known is worth nothing, what had come over it and waits included."""
+        self.is_heard = False
+        while self._events.poll(0):
+            self._read(self._events.recv_multipart())
+        self._order.lost()
+        self._take((Cleared(),))
+
+    def _begin(self) -> None:
+        """The server is connected: what it has told so far is asked for, as far as it has kept it."""
+        if not self._order.is_fresh:
+            self._order.lost()
+            self._take((Cleared(),))
+        for number, message in self._ask(0):
+            if self._order.missing_from(number) is not None:
+                self._take((Cleared(),))
+            self._give(number, message)
+        self._order.was_replayed()
+        self.is_heard = True
 
     def _read(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
             _LOG.warning("a message of KV events has frames of %s bytes", [*map(len, frames)])
             return
         number = int.from_bytes(frames[1], "big")
+        if self._order.is_repeated(number):
+            return
         if self._order.begins_anew(number):
             self._take((Cleared(),))
         if (first := self._order.missing_from(number)) is not None:
@@ -112,19 +162,30 @@ class Subscriber:
         if self._order.missing_from(end) is not None:
             self._take((Cleared(),))
 
+    def _asking(self) -> zmq.Socket[bytes]:
+        """A new socket for each question: an answer that is too late comes to none that somebody reads."""
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.set_hwm(0)
+            socket.connect(str(self._replay_endpoint))
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return socket
+
     def _ask(self, first: int) -> list[tuple[int, bytes]]:
         """What the server has kept from a number on; nothing where it does not say in time."""
-        if self._replay is None:
+        if self._replay_endpoint is None:
             return []
-        while self._replay.poll(0):  # of an answer that was too late
-            self._replay.recv_multipart()
-        self._replay.send_multipart((b"", first.to_bytes(8, "big")))
         found: list[tuple[int, bytes]] = []
-        while self._replay.poll(_REPLAY_TIMEOUT_MS):
-            frames = self._replay.recv_multipart()
-            if len(frames) != 3 or not frames[2]:
-                break
-            found.append((int.from_bytes(frames[1], "big"), frames[2]))
+        with self._asking() as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.send_multipart((b"", first.to_bytes(8, "big")))
+            while socket.poll(_REPLAY_TIMEOUT_MS):
+                frames = socket.recv_multipart()
+                if len(frames) != 3 or not frames[2]:
+                    break
+                found.append((int.from_bytes(frames[1], "big"), frames[2]))
         return found
 
     def _give(self, number: int, message: bytes) -> None:
@@ -141,11 +202,27 @@ class Order:
     """The numbers of messages: which come next. No I/O."""
 
     def __init__(self) -> None:
-        self._last = -1
+        self._last = self._replayed_to = -1
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing was taken since the beginning."""
+        return self._last < 0
 
     def lost(self) -> None:
         """Whatever comes next may be of a server that has started again: it is as before the first."""
-        self._last = -1
+        self._last = self._replayed_to = -1
+
+    def was_replayed(self) -> None:
+        """All that was taken has been asked for: it may come a second time, from when it was told."""
+        self._replayed_to = self._last
+
+    def is_repeated(self, number: int) -> bool:
+        """Whether this is one of those that were asked for; from the first on that is not, none is."""
+        if number <= self._replayed_to:
+            return True
+        self._replayed_to = -1
+        return False
 
     def begins_anew(self, number: int) -> bool:
         """The server has started again: its numbers do not go on. Then it is as before the first."""

@@ -8,7 +8,9 @@ acts.py        what all servers have to keep: pins, adapters
 fleet.py       the servers: their health, their model, who takes calls
 targets.py     how they are named: words, a file, DNS
 prefixes.py    the beginnings of a prompt as hashes, without tokens
-directory.py   which server was sent which beginning; where a prompt goes
+directory.py   which server has which beginning; where a prompt goes
+telling.py     where servers tell which prefixes they hold
+held.py        what they tell
 callers.py     whose a call is, what of it goes on, and what comes back
 counts.py      what is counted
 metrics.py     the same for Prometheus

@@ -56,6 +56,18 @@ def owner_of(metadata: Metadata) -> bytes:
     return b"\0".join(key.encode() + b"=" + value for key, value in sorted(told))
 
 
+def tenant_of(metadata: Metadata) -> str:
+    """Return the tenant that a call names; empty where it names none."""
+    found = next((value for key, value in metadata if key == TENANT_KEY), "")
+    return found if isinstance(found, str) else found.decode(errors="replace")
+
+
+def has_unread_key(metadata: Metadata) -> bool:
+    """Whether a call has a key that the router did not check: only a server that does knows its tenant."""
+    entry = current()
+    return (entry is None or entry.key is None) and any(key == _AUTHORIZATION for key, _ in metadata)
+
+
 _OWNERS = frozenset({TENANT_KEY, _AUTHORIZATION})
 
 

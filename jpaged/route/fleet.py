@@ -25,11 +25,13 @@ from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question
 from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import metadata_of
-from jpaged.errors import JpagedError, Unavailable, sentence_of
+from jpaged.errors import InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.route.counts import Counts
 from jpaged.route.directory import Directory
+from jpaged.route.held import HeldPrefixes
 from jpaged.route.methods import channel_methods
 from jpaged.route.targets import Address, Targets
+from jpaged.route.telling import Telling, telling_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class Member:
         info: what it says of itself.
         is_admitted: it is asked for everything that the fleet is asked for.
         problem: why it is not admitted, in words.
+        telling: how it tells which prefixes it holds; None where it does not, or is not listened to.
     """
 
     def __init__(self, address: Address, endpoint: Endpoint) -> None:
@@ -58,6 +61,7 @@ class Member:
         self.info = control_pb2.GetServerInfoResponse()
         self.is_admitted = False
         self.problem = "it has not answered yet"
+        self.telling: Telling | None = None
         self.following: asyncio.Task[None] | None = None
 
     @property
@@ -75,7 +79,7 @@ class Fleet:
     """All servers of a router. Lives on its event loop: `run` until it is cancelled, then `close`.
 
     Args:
-        bring: has a server keep what all have to keep, before it is admitted.
+        held: listens to servers that tell which prefixes they hold; None listens to none.
 
     Attributes:
         endpoints: those that are admitted.
@@ -84,8 +88,16 @@ class Fleet:
         model_number: another one when the fleet has become one of another model.
     """
 
-    def __init__(self, targets: Targets, directory: Directory, counts: Counts, tls: Tls | None, api_key: str) -> None:
-        self.directory, self.counts = directory, counts
+    def __init__(
+        self,
+        targets: Targets,
+        directory: Directory,
+        counts: Counts,
+        tls: Tls | None,
+        api_key: str,
+        held: HeldPrefixes | None = None,
+    ) -> None:
+        self.directory, self.counts, self.held = directory, counts, held
         self.endpoints = Endpoints((), self._ask, placement=directory, is_watched=True)
         self.members: dict[str, Member] = {}
         self.model = b""
@@ -105,10 +117,6 @@ class Fleet:
     def admitted(self) -> list[Member]:
         """Those that are asked for everything that the fleet is asked for."""
         return [one for one in self.members.values() if one.is_admitted]
-
-    def member_of(self, endpoint: Endpoint) -> Member | None:
-        """The server of an endpoint, if it still is one."""
-        return self.members.get(endpoint.name)
 
     async def until_any(self, within_s: float) -> None:
         """Wait until a server is there.
@@ -153,6 +161,8 @@ class Fleet:
         await asyncio.gather(*ending, return_exceptions=True)
         for member in (*self.members.values(), *self._leaving):
             await member.endpoint.channel.close()
+        if self.held is not None:
+            await asyncio.to_thread(self.held.end)
 
     def _follow_list(self, addresses: tuple[Address, ...]) -> None:
         wanted = {one.target: one for one in addresses}
@@ -170,6 +180,7 @@ class Fleet:
         _LOG.warning("%s is not named any more; %d calls go on there", member.name, member.endpoint.num_open)
         self._dismiss(member, "it is not named any more")
         self.directory.end(member.name)
+        self._listen(member, None)
         if member.following is not None:
             member.following.cancel()
         self._leaving.append(member)
@@ -233,6 +244,27 @@ class Fleet:
         member.model, member.info = model.SerializeToString(deterministic=True), info
         if member.life != before:
             self.directory.begin(member.name)
+        try:
+            telling = telling_of(member.address, info)
+        except Unavailable as error:
+            _LOG.warning("%s: what it holds is not known, for its events are out of reach: %s", member.name, error)
+            telling = None
+        if member.life != before or telling != member.telling:
+            self._listen(member, telling)
+
+    def _listen(self, member: Member, telling: Telling | None) -> None:
+        """Listen to what a server tells of its prefixes from now on, and to nothing of before."""
+        member.telling = telling
+        if self.held is None:
+            return
+        former = self.held.forget(member.name)
+        if telling is not None:
+            try:
+                self.held.listen(member.name, telling)
+            except InvalidArgument as error:
+                _LOG.warning("%s: what it holds is not known: %s", member.name, error)
+        if former:
+            self._start(asyncio.to_thread(self.held.close, former))
 
     def _note_admitted(self, member: Member) -> None:
         member.is_admitted, member.problem = True, ""

@@ -59,6 +59,10 @@ class Fleetwide:
             told.options.add(name=name, value=value, source=source)
         for member in list(self._fleet.members.values()):
             told.options.add(name=f"target {member.name}", value=member.problem or "takes calls", source="its health")
+            if member.telling is not None and self._fleet.held is not None:
+                is_heard, where = self._fleet.held.is_heard(member.name), member.telling.sockets[0][0]
+                value = f"{self._fleet.held.num_blocks(member.name)} blocks" if is_heard else "not heard now"
+                told.options.add(name=f"kv-events {member.name}", value=value, source=where)
         return told.SerializeToString()
 
     async def load(self, metadata: Metadata) -> bytes:

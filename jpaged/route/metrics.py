@@ -44,7 +44,9 @@ class RouteCollector(Collector):
         yield GaugeMetricFamily("jpaged:route_open_calls", "Calls that are open.", value=counts.open)
         yield CounterMetricFamily("jpaged:route_placed_prompts", "Prompts that were placed.", directory.num_placed)
         yield CounterMetricFamily(
-            "jpaged:route_prefix_hits", "Prompts placed where their beginning was sent before.", directory.num_hits
+            "jpaged:route_prefix_hits",
+            "Prompts placed where their beginning is, or was sent before.",
+            directory.num_hits,
         )
         yield CounterMetricFamily(
             "jpaged:route_passed_over",
@@ -60,12 +62,20 @@ class RouteCollector(Collector):
         busy = GaugeMetricFamily(
             "jpaged:route_target_busy", "Calls there, those of others included as it told last.", labels=("target",)
         )
+        heard = GaugeMetricFamily(
+            "jpaged:route_target_heard", "1 where a server is heard that tells what it holds.", labels=("target",)
+        )
+        blocks = GaugeMetricFamily("jpaged:route_target_blocks", "Blocks that it tells it has.", labels=("target",))
+        held = self._fleet.held
         for member in list(self._fleet.members.values()):
             endpoint = member.endpoint
+            if held is not None and (is_heard := held.is_heard(endpoint.name)) is not None:
+                heard.add_metric((endpoint.name,), float(is_heard))
+                blocks.add_metric((endpoint.name,), held.num_blocks(endpoint.name))
             up.add_metric((endpoint.name,), float(member.is_admitted and endpoint.is_there))
             calls.add_metric((endpoint.name,), endpoint.num_open)
             busy.add_metric((endpoint.name,), endpoint.num_busy)
-        yield from (up, calls, busy)
+        yield from (up, calls, busy, heard, blocks)
 
 
 def serve_counts(fleet: Fleet, host: str, port: int) -> ScrapeServer:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -27,11 +28,40 @@ CUTS = tuple(accumulate(_STEPS))
 DIGEST_BYTES = 8
 
 
-def chain_of(request: Any, owner: bytes) -> Chain | None:
-    """Return the hashes of a request's beginnings, the shortest first; None where it has no prompt.
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """What of a request decides where it goes: the beginning of its prompt, and whose that is.
+
+    Attributes:
+        chain: its hashes, the shortest beginning first.
+        token_ids: of the prompt, as far as the chain goes at most; None where it is a text or a chat.
+        salt, adapter: as the request names them.
+        tenant: as its metadata names it.
+        has_unread_key: the request has a key that the router has not checked: servers that do know its tenant better.
+    """
+
+    chain: Chain
+    token_ids: array[int] | None = None
+    salt: str = ""
+    adapter: str = ""
+    tenant: str = ""
+    has_unread_key: bool = False
+
+    def num_tokens(self, num_hashes: int) -> int:
+        """Return how many tokens so many hashes of a prompt of token ids are about."""
+        ids = self.token_ids or ()
+        return min(len(ids), CUTS[num_hashes - 1] // _TOKEN_BYTES) if num_hashes else 0
+
+
+def beginning_of(request: Any, owner: bytes, tenant: str = "", *, has_unread_key: bool = False) -> Beginning | None:
+    """Return the beginning of a request's prompt; None where it has none.
 
     Args:
-        owner: whose request it is.
+        owner: whose request it is, as far as it tells.
+        tenant, has_unread_key: see `Beginning`.
     """
     if isinstance(request, inference_pb2.GenerateRequest):
         salt = request.sampling.cache_salt
@@ -40,14 +70,12 @@ def chain_of(request: Any, owner: bytes) -> Chain | None:
     else:
         return None
     kind = request.WhichOneof("prompt") or ""
-    tools = b""
+    tools, ids = b"", None
     if kind == "text":
         content = request.text[: CUTS[-1]].encode(errors="replace")
     elif kind == "token_ids":
-        ids = array("I", request.token_ids.ids[: CUTS[-1] // 4])
-        if sys.byteorder == "big":
-            ids.byteswap()
-        content = ids.tobytes()
+        ids = array("I", request.token_ids.ids[: CUTS[-1] // _TOKEN_BYTES])
+        content = _little_endian(ids)
     elif kind == "chat":
         tools = b"".join(one.SerializeToString(deterministic=True) for one in request.chat.tools)
         content = _laid_out(request.chat)
@@ -56,7 +84,16 @@ def chain_of(request: Any, owner: bytes) -> Chain | None:
     root = hashlib.blake2b(digest_size=16)
     for part in (owner, request.adapter.encode(errors="replace"), salt.encode(errors="replace"), kind.encode(), tools):
         root.update(len(part).to_bytes(8, "little") + part)
-    return _chain(root.digest(), content)
+    chain = _chain(root.digest(), content)
+    return Beginning(chain, ids, salt, request.adapter, tenant, has_unread_key)
+
+
+def _little_endian(ids: array[int]) -> bytes:
+    if sys.byteorder == "little":
+        return ids.tobytes()
+    swapped = array("I", ids)
+    swapped.byteswap()
+    return swapped.tobytes()
 
 
 def _laid_out(chat: inference_pb2.ChatPrompt) -> bytes:

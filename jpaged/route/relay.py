@@ -24,9 +24,9 @@ from jpaged.client.routing.endpoints import Endpoint
 from jpaged.client.routing.tasks import run_tries
 from jpaged.client.routing.tries import Resuming, Tries
 from jpaged.errors import AlreadyExists, Unavailable
-from jpaged.route.callers import owner_of, passed_on, told_by_servers
+from jpaged.route.callers import Metadata, has_unread_key, owner_of, passed_on, tenant_of, told_by_servers
 from jpaged.route.fleet import Fleet
-from jpaged.route.prefixes import chain_of
+from jpaged.route.prefixes import Beginning, beginning_of
 
 FIRST_WITHIN_S = 1.5
 """So long a call that has not begun waits for a server: about as long as a client tries again."""
@@ -36,16 +36,21 @@ FlightKey = tuple[bytes, str]
 
 
 class CountedTries(Tries):
-    """The tries of one call, which are counted by server.
+    """The tries of one call, which are counted by server, and of which the directory hears when each ends.
 
     Attributes:
         last: the server of the last try.
         flight: whose stream it is, and its id.
     """
 
-    def __init__(self, fleet: Fleet, key: Any, timeout_s: float | None, resuming: Resuming | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, key: Beginning | None, timeout_s: float | None, resuming: Resuming | None = None
+    ) -> None:
         super().__init__(fleet.endpoints, key, timeout_s, resuming)
         self._counts = fleet.counts
+        self._directory = fleet.directory
+        self._beginning = key
+        self._at: int | None = None
         self.last: Endpoint | None = None
         self.flight: FlightKey = (b"", "")
 
@@ -53,7 +58,15 @@ class CountedTries(Tries):
         """See `Tries`."""
         self.last = super().enter()
         self._counts.begun[self.last.name] += 1
+        self._at = self._directory.life_of(self.last.name)
         return self.last
+
+    def leave(self) -> None:
+        """See `Tries`."""
+        super().leave()
+        if self._at is not None and self._beginning is not None:
+            self._directory.ended(self._beginning, self._at)
+        self._at = None
 
     @property
     def name(self) -> str:
@@ -87,9 +100,9 @@ class Relay:
             JpagedError: what it failed with there.
         """
         metadata = passed_on(context)
-        chain = None if isinstance(content, bytes) else chain_of(content, owner_of(metadata))
+        beginning = None if isinstance(content, bytes) else _beginning_of(content, metadata)
         sent = content if isinstance(content, bytes) else content.SerializeToString()
-        tries = CountedTries(self._fleet, chain, context.time_remaining())
+        tries = CountedTries(self._fleet, beginning, context.time_remaining())
         await self._fleet.until_any(FIRST_WITHIN_S)
         call = await run_tries(tries, method, sent, metadata, lambda: None)
         if trailing := told_by_servers(await call.trailing_metadata()):
@@ -110,7 +123,8 @@ class Relay:
         key = (owner, request.request_id)
         if key in self.flights:
             raise AlreadyExists(f"request_id: a request {request.request_id!r} is in flight")
-        tries = CountedTries(self._fleet, chain_of(request, owner), context.time_remaining(), self._resuming)
+        beginning = _beginning_of(request, metadata)
+        tries = CountedTries(self._fleet, beginning, context.time_remaining(), self._resuming)
         tries.flight = key
         self.flights[key] = tries
         try:
@@ -179,3 +193,8 @@ class Relay:
                 continue
             for one in told:
                 await context.write(one.SerializeToString())
+
+
+def _beginning_of(request: Any, metadata: Metadata) -> Beginning | None:
+    tenant, is_unread = tenant_of(metadata), has_unread_key(metadata)
+    return beginning_of(request, owner_of(metadata), tenant, has_unread_key=is_unread)

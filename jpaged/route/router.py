@@ -31,6 +31,7 @@ from jpaged.route.counts import Counts
 from jpaged.route.directory import Directory
 from jpaged.route.fleet import Fleet
 from jpaged.route.fleetwide import Fleetwide, Options
+from jpaged.route.held import HeldPrefixes
 from jpaged.route.methods import SERVICES, WAYS, Handler, register
 from jpaged.route.metrics import serve_counts
 from jpaged.route.relay import Relay
@@ -62,7 +63,7 @@ class RouteOptions:
         tls: whom it believes of servers, and what it shows them; None connects in clear.
         api_key: what servers let it in with, when it asks them of itself.
         resume_within_s: so long a stream looks for another server; 0 ends it with its own.
-        max_known_prefixes: hashes of beginnings that are kept.
+        max_known_prefixes: hashes of beginnings that are kept; with 0 prompts are placed by load alone.
         max_calls: that may be open at one time; further ones are told that it is full.
         told: all options, as GetServerInfo tells them: name, value, where it came from.
     """
@@ -91,9 +92,10 @@ class Router:
         self.counts = Counts()
         self._options, self._server_options = options, server
         self._gate = Gate(access_options)
-        self._directory = Directory(options.max_known_prefixes)
+        held = HeldPrefixes() if options.max_known_prefixes else None
+        self._directory = Directory(options.max_known_prefixes, held)
         targets = Targets(options.targets, options.targets_file)
-        self.fleet = Fleet(targets, self._directory, self.counts, options.tls, options.api_key)
+        self.fleet = Fleet(targets, self._directory, self.counts, options.tls, options.api_key, held)
         resuming = Resuming(options.resume_within_s) if options.resume_within_s else None
         self._relay = Relay(self.fleet, resuming)
         self._acts = Acts(self.fleet)

@@ -1,5 +1,9 @@
 """Which servers there are: those that are named, those of a file that may change, and all addresses of a DNS name.
 
+    HOST:PORT
+    HOST:PORT,kv-events=tcp://*:5557,kv-events-replay=tcp://*:5558     where it tells which prefixes it holds, where
+    HOST:PORT,kv-events=none                                           that is not where it says itself; * is its host
+
 A name of which nothing is found keeps the addresses that it had, and a file that cannot be understood the targets: what
 is really gone is found out by asking it.
 """
@@ -11,7 +15,7 @@ import logging
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jpaged.access.watching import FileWatch
@@ -23,6 +27,11 @@ _LOG = logging.getLogger(__name__)
 MAX_TARGETS = 4096
 """Each is asked how it is once a second."""
 _DNS = re.compile(r"dns:(?:///)?(\[[^\s\[\]]+\]|[^\s:/\[\],]+):([0-9]+)")
+NOWHERE = "none"
+"""Says in place of an endpoint that a server is not to be listened to."""
+_EVENTS, _REPLAY = "kv-events", "kv-events-replay"
+_ENDPOINT = re.compile(r"tcp://(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):([0-9]{1,5})|ipc://\S+")
+_MAX_PORT = 65535
 _RESOLVE_EVERY = 5
 """Names are looked up at every so manieth look, files at each."""
 
@@ -34,10 +43,39 @@ class Address:
     Attributes:
         target: what a channel is opened with.
         name: what its certificate has to name, where `target` is an address that this name stands for.
+        events: where it tells which prefixes it holds, `NOWHERE` included; None is where it says itself.
+        replay: where it answers what was missed of that.
     """
 
     target: str
     name: str | None = None
+    events: str | None = None
+    replay: str | None = None
+
+
+def parse_target(field: str, text: str) -> Address:
+    """Return what a target says, which may be a name of several addresses.
+
+    Raises:
+        InvalidArgument: it is none; names the field.
+    """
+    parts = text.split(",")  # a target of gRPC may have some itself
+    first = next((i for i, part in enumerate(parts) if part.startswith(_EVENTS)), len(parts))
+    target, words = ",".join(parts[:first]), parts[first:]
+    require_target(field, target)
+    said: dict[str, str] = {}
+    for word in words:
+        name, found, value = word.partition("=")
+        if not found or name not in (_EVENTS, _REPLAY) or name in said:
+            raise InvalidArgument(field, f"{text!r}: {word!r} is neither {_EVENTS}=... nor {_REPLAY}=..., once each")
+        match = _ENDPOINT.fullmatch(value)
+        is_none = name == _EVENTS and value == NOWHERE
+        if not is_none and (match is None or not 1 <= int(match[1] or 1) <= _MAX_PORT):
+            raise InvalidArgument(field, f"{text!r}: {word!r} is neither tcp://HOST:PORT nor ipc://PATH")
+        said[name] = value
+    if _REPLAY in said and said.get(_EVENTS, NOWHERE) == NOWHERE:
+        raise InvalidArgument(field, f"{text!r}: {_REPLAY} is of no use without {_EVENTS}=tcp://...")
+    return Address(target, None, said.get(_EVENTS), said.get(_REPLAY))
 
 
 def read_targets(path: str) -> tuple[str, ...]:
@@ -68,9 +106,8 @@ def require_targets(field: str, targets: Sequence[str]) -> None:
         raise InvalidArgument(field, "names no target")
     if len(targets) > MAX_TARGETS:
         raise InvalidArgument(field, f"names {len(targets)} targets; at most {MAX_TARGETS}")
-    for target in targets:
-        require_target(field, target)
-    twice = {target for target in targets if targets.count(target) > 1} if len(set(targets)) < len(targets) else set()
+    named = [parse_target(field, text).target for text in targets]
+    twice = {target for target in named if named.count(target) > 1} if len(set(named)) < len(named) else set()
     if twice:
         raise InvalidArgument(field, f"names {', '.join(sorted(twice)[:4])} twice")
 
@@ -89,10 +126,10 @@ class Targets:
     def __init__(self, named: Sequence[str], path: str | None) -> None:
         if named or path is None:
             require_targets("target", named)
-        self._named = tuple(named)
+        self._named = _parsed(named)
         self._path = path
         self._watch = None if path is None else FileWatch([path])
-        self._of_file = () if path is None else read_targets(path)
+        self._of_file = () if path is None else _parsed(read_targets(path))
         self._resolved: dict[str, tuple[Address, ...]] = {}
         self._num_looks = 0
 
@@ -100,21 +137,26 @@ class Targets:
         """Look again, and return all; each once."""
         if self._watch is not None and await asyncio.to_thread(self._watch.has_changed):
             await asyncio.to_thread(self._read_again)
-        names = dict.fromkeys((*self._named, *self._of_file))
+        names: dict[str, Address] = {}
+        for one in (*self._named, *self._of_file):
+            names.setdefault(one.target, one)
         is_due = self._num_looks % _RESOLVE_EVERY == 0
         self._num_looks += 1
         for target in names:
             if _DNS.fullmatch(target) and (is_due or target not in self._resolved):
                 await self._resolve(target)
-        self._resolved = {target: found for target, found in self._resolved.items() if target in names}
-        every = [one for target in names for one in self._resolved.get(target) or _plain(target)]
-        return tuple({one.target: one for one in every}.values())[:MAX_TARGETS]
+        self._resolved = {target: addresses for target, addresses in self._resolved.items() if target in names}
+        every: dict[str, Address] = {}
+        for one in names.values():
+            for found in self._resolved.get(one.target) or _plain(one.target):
+                every.setdefault(found.target, replace(found, events=one.events, replay=one.replay))
+        return tuple(every.values())[:MAX_TARGETS]
 
     def _read_again(self) -> None:
         if self._path is None:
             return
         try:
-            self._of_file = read_targets(self._path)
+            self._of_file = _parsed(read_targets(self._path))
         except InvalidArgument as error:
             _LOG.error("the targets stay as they were: %s", error)
         else:
@@ -141,3 +183,7 @@ class Targets:
 
 def _plain(target: str) -> tuple[Address, ...]:
     return () if _DNS.fullmatch(target) else (Address(target),)
+
+
+def _parsed(targets: Sequence[str]) -> tuple[Address, ...]:
+    return tuple(parse_target("target", text) for text in targets)

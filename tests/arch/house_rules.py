@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "service": VALUES | {"engine", "access"},
     "telemetry": VALUES | {"engine", "service"},
     "route": VALUES
-    | {"_proto", "access", "client"}
+    | {"_proto", "access", "client", "kvevents"}
     | {f"server.{name}" for name in ("binding", "door", "health", "port", "probes", "status")}
     | {"telemetry.scrapes"},
     "http": VALUES | {"engine", "service", "openai", "telemetry", "access"},

@@ -16,7 +16,7 @@ from jpaged.config import KVEventsOptions
 from jpaged.errors import InvalidArgument
 from jpaged.kvevents.encoding import Cleared, Encoder, Event
 from jpaged.kvevents.publisher import Publisher, with_rank
-from jpaged.kvevents.subscriber import Subscriber
+from jpaged.kvevents.subscriber import Order, Subscriber
 from jpaged.pool import Change, Stored
 
 _PATIENCE_S = 60.0
@@ -91,6 +91,43 @@ def test_everything_is_heard_in_order_by_who_comes_late(publisher: Publisher) ->
     subscriber.close()
 
 
+def test_what_a_server_holds_that_says_nothing_is_known(publisher: Publisher) -> None:
+    """What it has kept is asked for when it is connected, and is not taken a second time when it is told again."""
+    for number in range(5):
+        publisher.publish(block(number))
+    with zmq.Context() as context:
+        heard = Heard()
+        assert publisher.endpoint is not None
+        subscriber = Subscriber(
+            publisher.endpoint, heard.take, replay_endpoint=publisher.replay_endpoint, context=context
+        )
+        assert heard.wait_for(4) == [0, 1, 2, 3, 4]
+        until_s = time.monotonic() + _PATIENCE_S
+        while not subscriber.is_heard:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        for number in range(5, 40):
+            publisher.publish(block(number))
+        assert heard.wait_for(39) == [*range(40)]
+        publisher.close()
+        while subscriber.is_heard or heard.found[-1] is not None:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        subscriber.close()
+
+
+def test_what_was_asked_for_is_repeated_until_something_new_comes() -> None:
+    order = Order()
+    assert order.is_fresh and not order.is_repeated(0)
+    for number in range(3):
+        order.taken(number)
+    order.was_replayed()
+    assert [order.is_repeated(number) for number in (1, 2, 3, 0)] == [True, True, False, False]
+    order.was_replayed()
+    order.lost()
+    assert order.is_fresh and not order.is_repeated(0)
+
+
 def test_who_cannot_ask_for_what_was_missed_knows_nothing_of_it(publisher: Publisher) -> None:
     for number in range(5):
         publisher.publish(block(number))
@@ -159,6 +196,13 @@ def test_a_server_that_starts_again_holds_nothing_of_what_it_told(tmp_path: Path
     assert None in found[: found.index(1000)]
     subscriber.close()
     second.close()
+
+
+@pytest.mark.parametrize("wrong", [{"endpoint": "5557"}, {"replay_endpoint": "tcp://nowhere"}])
+def test_what_is_no_address_is_refused(wrong: dict[str, str]) -> None:
+    given: dict[str, Any] = {"endpoint": "tcp://127.0.0.1:1", **wrong}
+    with pytest.raises(InvalidArgument, match=next(iter(wrong.values()))):
+        Subscriber(take=lambda events: None, **given)
 
 
 def test_a_reader_of_vllms_finds_the_frames_that_it_knows(publisher: Publisher) -> None:

@@ -8,7 +8,7 @@ import grpc
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client.routing.endpoints import Endpoint, Endpoints
 from jpaged.route.directory import Directory
-from jpaged.route.prefixes import Chain, chain_of
+from jpaged.route.prefixes import Beginning, beginning_of
 
 
 class Rig:
@@ -23,7 +23,7 @@ class Rig:
             self.endpoints.add(one)
 
     def enter(self, text: str) -> Endpoint:
-        return self.endpoints.enter(chain(text))
+        return self.endpoints.enter(beginning(text))
 
     def call(self, text: str) -> str:
         """Where a call goes that has ended before the next one begins."""
@@ -32,8 +32,8 @@ class Rig:
         return endpoint.name
 
 
-def chain(text: str) -> Chain:
-    made = chain_of(inference_pb2.GenerateRequest(text=text), b"")
+def beginning(text: str) -> Beginning:
+    made = beginning_of(inference_pb2.GenerateRequest(text=text), b"")
     assert made is not None
     return made
 

@@ -1,0 +1,164 @@
+"""Which prompts of token ids servers really hold the beginnings of, as they tell it.
+
+    thread of each server's replica ── events, some blocks at a time ──┐
+                                                                    a lock: Directory
+    the router's event loop ── how much of this prompt? ───────────────┘
+
+The lock is held for some hundred blocks, a millisecond, so that no server's news holds up calls for longer. A server
+that cannot be heard now is none of those that tell: for it goes what was sent there, as for one that never tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import zmq
+
+from jpaged.errors import InvalidArgument
+from jpaged.kvevents.directory import Directory
+from jpaged.kvevents.encoding import Event, RemovedBlocks, StoredBlocks
+from jpaged.kvevents.subscriber import Subscriber
+from jpaged.pool import Owner
+from jpaged.route.prefixes import Beginning
+from jpaged.route.telling import Telling
+
+MAX_BLOCKS = 1 << 20
+"""So many blocks of a replica are known, at about 500 bytes each; what it holds beyond them is as if it did not."""
+_PIECE_BLOCKS = 256
+
+
+class _Listening:
+    """One server that is listened to. Written by `HeldPrefixes` alone."""
+
+    def __init__(self, telling: Telling, keys: tuple[str, ...]) -> None:
+        self.telling = telling
+        self.keys = keys
+        self.readers: tuple[Subscriber, ...] = ()
+
+    @property
+    def is_heard(self) -> bool:
+        return all(reader.is_heard for reader in self.readers)
+
+
+class HeldPrefixes:
+    """What servers hold of prompts. Verbs but `take` are of the router's event loop; `close` waits, so is for a thread.
+
+    Args:
+        max_blocks: that are known of each replica.
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._directory = Directory(max_blocks)
+        self._lock = threading.Lock()
+        self._listening: dict[str, _Listening] = {}
+        self._keys = set[str]()
+        self._num_begun = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def listen(self, name: str, telling: Telling) -> None:
+        """Listen to a server from now on, which is not listened to yet.
+
+        Raises:
+            InvalidArgument: an address is none.
+        """
+        if self._context is None:
+            self._context = zmq.Context()
+        self._num_begun += 1
+        ranks = range(len(telling.sockets))
+        one = _Listening(telling, tuple(f"{name} {self._num_begun}.{rank}" for rank in ranks))
+        with self._lock:
+            self._keys.update(one.keys)
+        try:
+            for key, (events, missed) in zip(one.keys, telling.sockets, strict=True):
+                take = functools.partial(self.take, key)
+                one.readers += (Subscriber(events, take, replay_endpoint=missed, context=self._context),)
+        except InvalidArgument:
+            self._listening[name] = one
+            self.close(self.forget(name))
+            raise
+        self._listening[name] = one
+
+    def forget(self, name: str) -> list[Subscriber]:
+        """A server is gone, and nothing is known of it; returns its readers, for somebody to close."""
+        one = self._listening.pop(name, None)
+        if one is None:
+            return []
+        with self._lock:
+            for key in one.keys:
+                self._keys.discard(key)
+                self._directory.forget(key)
+        return list(one.readers)
+
+    def close(self, readers: Iterable[Subscriber]) -> None:
+        """End readers, which waits for their threads."""
+        for reader in readers:
+            reader.close()
+
+    def end(self) -> None:
+        """Forget everything; waits for the threads of all readers."""
+        for name in list(self._listening):
+            self.close(self.forget(name))
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    def is_heard(self, name: str) -> bool | None:
+        """Whether a server is heard now; None where it is not listened to."""
+        one = self._listening.get(name)
+        return None if one is None else one.is_heard
+
+    def num_blocks(self, name: str) -> int:
+        """Blocks that a server tells it has."""
+        one = self._listening.get(name)
+        if one is None:
+            return 0
+        with self._lock:
+            return sum(self._directory.num_blocks(key) for key in one.keys)
+
+    def num_tokens(self, prompt: Beginning) -> Mapping[str, int]:
+        """Tokens of a prompt's beginning that each server holds which is heard, 0 included; of texts nothing is known.
+
+        A server that checks keys says nothing of a call whose tenant the router does not know.
+        """
+        if prompt.token_ids is None:
+            return {}
+        asked: dict[bool, dict[str, str]] = {}
+        found: dict[str, int] = {}
+        for name, one in list(self._listening.items()):
+            telling = one.telling
+            if one.is_heard and not (telling.isolates_tenants and telling.checks_keys and prompt.has_unread_key):
+                asked.setdefault(telling.isolates_tenants, {}).update(dict.fromkeys(one.keys, name))
+                found[name] = 0
+        for isolates_tenants, name_of in asked.items():
+            owner = Owner(prompt.salt, prompt.tenant if isolates_tenants else "", prompt.adapter)
+            with self._lock:
+                held = self._directory.num_tokens_held(prompt.token_ids, owner, name_of)
+            for key, num_tokens in held.items():
+                found[name_of[key]] = max(found[name_of[key]], num_tokens)
+        return found
+
+    def take(self, key: str, events: Sequence[Event]) -> None:
+        """Take what a replica tells, on the thread that reads it; what comes after it was forgotten is nothing."""
+        for event in events:
+            for piece in _pieces(event):
+                with self._lock:
+                    if key in self._keys:
+                        self._directory.take(key, (piece,))
+
+
+def _pieces(event: Event) -> Iterator[Event]:
+    """An event as several of fewer blocks, which say the same one after the other."""
+    if not isinstance(event, StoredBlocks | RemovedBlocks) or len(event.hashes) <= _PIECE_BLOCKS:
+        yield event
+        return
+    for begin in range(0, len(event.hashes), _PIECE_BLOCKS):
+        end = begin + _PIECE_BLOCKS
+        hashes = event.hashes[begin:end]
+        if isinstance(event, RemovedBlocks):
+            yield replace(event, hashes=hashes)
+            continue
+        tokens = event.token_ids[begin * event.block_size : end * event.block_size] if event.token_ids else ()
+        parent = event.parent if not begin else event.hashes[begin - 1]
+        yield replace(event, hashes=hashes, parent=parent, token_ids=tokens)
