@@ -21,6 +21,8 @@ from jpaged.kvevents.encoding import Cleared, Event, decode
 _LOG = logging.getLogger(__name__)
 _REPLAY_TIMEOUT_MS = 2000
 _JOIN_S = 5.0
+_SETTLE_MS = 1000
+"""A server that is silent for so long after it was connected is asked again: it may have told something meanwhile."""
 _HIGH_WATER_MARK = 100_000
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
 """A server whose machine has gone without a word is asked so often, and is lost when it says nothing for so long."""
@@ -57,6 +59,7 @@ class Subscriber:
         self.is_heard = False
         self._take = take
         self._order = Order()
+        self._settle_ms: int | None = None
         self._is_own = context is None
         self._context = zmq.Context() if context is None else context
         self._replay_endpoint = replay_endpoint
@@ -99,13 +102,17 @@ class Subscriber:
         poller.register(self._stopped, zmq.POLLIN)
         poller.register(self._links, zmq.POLLIN)
         try:
-            while self._stopped not in (ready := dict(poller.poll())):
-                if self._links in ready:
+            while self._stopped not in (ready := dict(poller.poll(self._settle_ms))):
+                if not ready:
+                    self._hear_kept()
+                    self._settle_ms = None
+                elif self._links in ready:
                     if parse_monitor_message(self._links.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
                         self._lose()
                     else:
                         self._begin()
                 elif self._events in ready:
+                    self._settle_ms = None
                     self._read(self._events.recv_multipart())
         except Exception:  # the top of the thread: whoever asks goes on with what is known
             _LOG.exception("KV events are read no longer")
@@ -120,7 +127,7 @@ class Subscriber:
 
     def _lose(self) -> None:
         """The connection is gone, and what is known is worth nothing, what had come over it and waits included."""
-        self.is_heard = False
+        self.is_heard, self._settle_ms = False, None
         while self._events.poll(0):
             self._read(self._events.recv_multipart())
         self._order.lost()
@@ -128,15 +135,20 @@ class Subscriber:
 
     def _begin(self) -> None:
         """The server is connected: what it has told so far is asked for, as far as it has kept it."""
-        if not self._order.is_fresh:
+        if self._order.next:
             self._order.lost()
             self._take((Cleared(),))
-        for number, message in self._ask(0):
+        self._hear_kept()
+        self._settle_ms = _SETTLE_MS
+        self.is_heard = True
+
+    def _hear_kept(self) -> None:
+        """Takes all that a server has kept and that was not taken."""
+        for number, message in self._ask(self._order.next):
             if self._order.missing_from(number) is not None:
                 self._take((Cleared(),))
             self._give(number, message)
         self._order.was_replayed()
-        self.is_heard = True
 
     def _read(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
@@ -205,9 +217,9 @@ class Order:
         self._last = self._replayed_to = -1
 
     @property
-    def is_fresh(self) -> bool:
-        """Nothing was taken since the beginning."""
-        return self._last < 0
+    def next(self) -> int:
+        """The number that comes next."""
+        return self._last + 1
 
     def lost(self) -> None:
         """Whatever comes next may be of a server that has started again: it is as before the first."""
@@ -233,7 +245,7 @@ class Order:
 
     def missing_from(self, number: int) -> int | None:
         """The first number before this one that did not come; None where none is missing."""
-        return self._last + 1 if number > self._last + 1 else None
+        return self.next if number > self.next else None
 
     def taken(self, number: int) -> None:
         """The message of a number was taken; those before it will not be any more."""

@@ -60,6 +60,13 @@ def test_a_block_is_held_until_it_is_gone_from_every_tier():
     assert (held(directory), directory.num_blocks("a")) == (0, 0)
 
 
+def test_a_block_that_a_server_knows_by_two_names_is_held_until_the_last_is_gone():
+    directory = told(stored([1], None, TEXT[:4]), stored([2], None, TEXT[:4]), removed(1))
+    assert held(directory) == 4
+    directory.take("a", [removed(2)])
+    assert held(directory) == 0
+
+
 def test_a_removal_that_names_no_tier_is_from_all():
     directory = told(stored([1], None, TEXT[:4]), stored([1], None, [], tier="host"), removed(1, tier=None))
     assert held(directory) == 0

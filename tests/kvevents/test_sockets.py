@@ -14,6 +14,7 @@ import zmq
 
 from jpaged.config import KVEventsOptions
 from jpaged.errors import InvalidArgument
+from jpaged.kvevents import subscriber as subscriber_module
 from jpaged.kvevents.encoding import Cleared, Encoder, Event
 from jpaged.kvevents.publisher import Publisher, with_rank
 from jpaged.kvevents.subscriber import Order, Subscriber
@@ -118,14 +119,89 @@ def test_what_a_server_holds_that_says_nothing_is_known(publisher: Publisher) ->
 
 def test_what_was_asked_for_is_repeated_until_something_new_comes() -> None:
     order = Order()
-    assert order.is_fresh and not order.is_repeated(0)
+    assert order.next == 0 and not order.is_repeated(0)
     for number in range(3):
         order.taken(number)
     order.was_replayed()
     assert [order.is_repeated(number) for number in (1, 2, 3, 0)] == [True, True, False, False]
     order.was_replayed()
     order.lost()
-    assert order.is_fresh and not order.is_repeated(0)
+    assert order.next == 0 and not order.is_repeated(0)
+
+
+class Scripted:
+    """A server whose every message a test says."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context = zmq.Context()
+        self._tells, self._answers = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
+        self.endpoint, self.replay_endpoint = f"ipc://{folder}/se", f"ipc://{folder}/sr"
+        for socket, endpoint in ((self._tells, self.endpoint), (self._answers, self.replay_endpoint)):
+            socket.bind(endpoint)
+            socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
+
+    def subscribed(self) -> None:
+        assert self._tells.recv() == b"\1"
+
+    def tell(self, *numbers: int, message: bytes | None = None) -> None:
+        for number in numbers:
+            content = Encoder(1).encode(block(number), 0.0) if message is None else message
+            self._tells.send_multipart((b"", number.to_bytes(8, "big"), content))
+
+    def answer(self, asked: int, *numbers: int) -> None:
+        who, _, first = self._answers.recv_multipart()
+        assert int.from_bytes(first, "big") == asked
+        for number in numbers:
+            message = Encoder(1).encode(block(number), 0.0)
+            self._answers.send_multipart((who, b"", number.to_bytes(8, "big"), message))
+        self._answers.send_multipart((who, b"", b"\xff" * 8, b""))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
+    monkeypatch.setattr(subscriber_module, "_SETTLE_MS", 3_600_000)  # it is asked when the test says so
+    found = Scripted(tmp_path)
+    yield found
+    found.close()
+
+
+def test_each_message_is_taken_once_and_where_some_are_lost_nothing_is_known(server: Scripted) -> None:
+    heard = Heard()
+    subscriber = Subscriber(server.endpoint, heard.take, replay_endpoint=server.replay_endpoint)
+    server.subscribed()
+    server.answer(0, 0, 1)
+    server.tell(1, 2, 5)
+    server.answer(3, 3, 4, 5, 6)  # told and answered at one time
+    server.tell(6, 7)
+    assert heard.wait_for(7) == [0, 1, 2, 3, 4, 5, 6, 7]
+    server.tell(11)
+    server.answer(8, 8, 10)  # 9 is lost
+    server.tell(15)
+    server.answer(12, 12)  # what follows is kept no longer
+    assert heard.wait_for(15)[8:] == [8, None, 10, 11, 12, None, 15]
+    server.tell(1)  # it has begun anew
+    server.answer(0, 0)
+    server.tell(2, message=b"nonsense")
+    server.tell(*range(3, 10))
+    assert heard.wait_for(9)[15:] == [None, 0, 1, None, *range(3, 10)]
+    subscriber.close()
+
+
+def test_what_was_told_while_it_was_being_connected_is_heard_when_it_is_silent(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber_module, "_SETTLE_MS", 1)
+    heard = Heard()
+    subscriber = Subscriber(server.endpoint, heard.take, replay_endpoint=server.replay_endpoint)
+    server.subscribed()
+    server.answer(0, 0, 1)
+    server.answer(2, 2, 3)
+    server.tell(2, 3, 4)
+    assert heard.wait_for(4) == [0, 1, 2, 3, 4]
+    subscriber.close()
 
 
 def test_who_cannot_ask_for_what_was_missed_knows_nothing_of_it(publisher: Publisher) -> None:

@@ -1,6 +1,6 @@
-"""Plants faults into the engine and into kernels, and sees that their quick tests turn red.
+"""Plants faults into the engine, into KV events and into kernels, and sees that their quick tests turn red.
 
-python -m tests.mutation.plant [engine | gpu | triton | product]
+python -m tests.mutation.plant [engine | events | gpu | triton | product]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 
 from tests.mutation.adapter_faults import ADAPTER_FAULTS
 from tests.mutation.draft_faults import DRAFT_FAULTS
+from tests.mutation.event_faults import CHANGE_FAULTS, EVENT_FAULTS
 from tests.mutation.eviction_faults import EVICTION_FAULTS
 from tests.mutation.feed_faults import FEED_FAULTS
 from tests.mutation.gpu_faults import GPU_FAULTS
@@ -36,7 +37,15 @@ BEDS = {
             *FEED_FAULTS,
             *ADAPTER_FAULTS,
             *TRAVEL_FAULTS,
+            *CHANGE_FAULTS,
         ),
+    ),
+    "events": Bed(
+        sources="jpaged/kvevents",
+        tests="tests/kvevents",
+        left_out=("device", "models", "kernels"),
+        words=lambda fault: [f"tests/kvevents/{name}" for name in fault.tests],
+        faults=EVENT_FAULTS,
     ),
     "gpu": Bed(
         sources=f"{_ATTENTION}/gpu",

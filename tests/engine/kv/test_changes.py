@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Encoder, decode, hash_of
@@ -124,6 +125,16 @@ def test_what_there_is_no_room_for_is_counted_and_the_end_is_told():
     h.run()
     assert h.engine.load().num_kv_events == 4
     h.engine.stop()
+    assert told.is_closed
+
+
+def test_what_is_left_is_told_before_the_end():
+    told, changes = Told(), Changes()
+    changes.tell_to(told)
+    changes.stored("host", bytes(32))
+    changes.stored("host", bytes(32) + b"\1")
+    changes.close()
+    assert told.held["host"] == {(bytes(32), 0), (bytes(32), 1)}
     assert told.is_closed
 
 
