@@ -5,14 +5,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from grpc import aio
 
 from jpaged._proto.v1 import control_pb2_grpc, inference_pb2_grpc
 from jpaged.client import AsyncClient
 from jpaged.config import AccessOptions, EngineConfig
+from jpaged.route import fleet
 from jpaged.route.router import RouteOptions, Router
 from tests.server.harness import eventually
+
+_LOOK_S = 0.02
+"""A router looks so often at its list and its servers here, so that no test waits for that."""
 
 
 @dataclass
@@ -62,6 +67,19 @@ async def routed(
         server: options of its port.
         options: those of `RouteOptions`.
     """
+    with patch.object(fleet, "LOOK_S", _LOOK_S):
+        async with _routed(targets, wait_for, server, access, options) as made:
+            yield made
+
+
+@asynccontextmanager
+async def _routed(
+    targets: tuple[str, ...],
+    wait_for: int | None,
+    server: dict[str, Any] | None,
+    access: AccessOptions | None,
+    options: dict[str, Any],
+) -> AsyncIterator[Routed]:
     config = EngineConfig.load({"port": 0, **(server or {})})
     router = Router(RouteOptions(targets, **options), config.server, access or AccessOptions())
     port = await router.start()

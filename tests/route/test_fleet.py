@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
+from jpaged.route import relay
 from jpaged.route.targets import Targets, read_targets
 from jpaged.types import SamplingParams
 from tests.access.test_keys import FILE, TOKEN
@@ -38,7 +39,8 @@ async def until_health(router: Routed, wanted: Any) -> None:
                 return
 
 
-async def test_a_router_serves_while_any_server_does():
+async def test_a_router_serves_while_any_server_does(monkeypatch):
+    monkeypatch.setattr(relay, "FIRST_WITHIN_S", 0.05)  # the last call waits for a server that does not come
     async with server() as first, server() as second, routed(first.target, second.target) as router:
         await until_health(router, SERVING)
         assert await health_of(router, "jpaged.v1.InferenceService") == SERVING
@@ -244,7 +246,8 @@ async def test_a_router_says_what_all_servers_are_together():
         assert min(one.slot_use for one in loads) <= total.slot_use <= max(one.slot_use for one in loads)
 
 
-async def test_without_a_server_everything_says_why():
+async def test_without_a_server_everything_says_why(monkeypatch):
+    monkeypatch.setattr(relay, "FIRST_WITHIN_S", 0.05)
     async with routed("127.0.0.1:1", wait_for=0) as router:
         await eventually(lambda: "UNAVAILABLE" in router.states().get("127.0.0.1:1", ""))
         info = await router.control.GetServerInfo(control_pb2.GetServerInfoRequest())

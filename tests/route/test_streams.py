@@ -41,7 +41,7 @@ async def told(client: AsyncClient, shape: str) -> Any:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *WHOLE])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 async def test_a_stream_has_the_messages_of_its_server(shape):
     sampling = (SHAPES | WHOLE)[shape]
     async with (
@@ -78,7 +78,7 @@ async def test_a_request_without_an_id_gets_one_that_is_the_same_everywhere():
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *WHOLE])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 async def test_a_stream_that_is_cut_again_and_again_is_as_if_it_had_not_been(shape):
     rng = random.Random(shape)
     async with (
