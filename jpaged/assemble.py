@@ -137,6 +137,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         config=resolved,
         adapters=adapters,
         grammars=grammars,
+        checkpoint=fingerprint(source.folder),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, is_gguf, parts_of
 from jpaged.checkpoints.gguf.scheme import read_model
-from jpaged.checkpoints.orbax import is_orbax_folder, refuse_other_orbax
+from jpaged.checkpoints.orbax import PARAMS_FOLDER, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantised.config import QUANTISATION_KEYS, find_scheme
 from jpaged.checkpoints.quantised.scheme import Scheme
 from jpaged.demo import DRAFT_FOLDER, FOLDER
@@ -28,6 +28,8 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 _MAX_DEPTH = 64
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
+"""What a fingerprint reads of each file: so many places, the first and the last included, of so many bytes."""
 
 # Weights, configs and tokenizers at the top of a repository; not the duplicates in other formats.
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -130,13 +132,24 @@ def read_scheme(folder: Path) -> Scheme | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells one checkpoint from another without reading its weights: their config, and names and sizes of the files."""
+    """Tells one checkpoint from another without reading all of its weights.
+
+    It is of their config, and of each file's name, size and contents at some places, by which a model that was trained
+    further is told from the one that it was.
+    """
     if is_gguf(folder):
         digest, files = hashlib.sha256(repr(read_model(folder).config).encode()), parts_of(folder)
     else:
-        digest, files = hashlib.sha256((folder / CONFIG_FILE).read_bytes()), sorted(folder.glob("*.safetensors"))
+        digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+        of_orbax = (path for path in (folder / PARAMS_FOLDER).rglob("*") if path.is_file())
+        files = sorted(of_orbax if is_orbax_folder(folder) else folder.glob("*.safetensors"))
     for path in files:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes}\n".encode())
+        with path.open("rb", buffering=0) as file:
+            for place in range(_NUM_SAMPLES):
+                file.seek(max(0, num_bytes - _SAMPLE_BYTES) * place // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 

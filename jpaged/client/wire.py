@@ -83,6 +83,7 @@ class ServerInfo:
         platform: None, like what follows it, until the model is loaded.
         options: option -> effective value.
         role: what it computes: "both", "prefill" or "decode"; "" from a server that does not say.
+        checkpoint: a fingerprint of the files that it loaded; "" until it has, and from a server that does not say.
     """
 
     server_version: str
@@ -97,6 +98,7 @@ class ServerInfo:
     jax_version: str | None
     options: dict[str, str] = field(default_factory=dict)
     role: str = ""
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +367,7 @@ def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
         jax_version=backend.jax_version if is_loaded else None,
         options={option.name: option.value for option in message.options},
         role=message.role,
+        checkpoint=message.checkpoint,
     )
 
 

@@ -5,7 +5,8 @@
       └──────────────── NOT_SERVING (it loads, drains, stalls), or gone ─────────────┘
 
 Each server's health is watched, so that one that drains has no new call from then on; what it runs goes on. All are of
-one model, that of the first that was admitted, as long as one of it is named.
+one model, that of the first that was admitted, as long as one of it is named. Models are one where what servers say of
+them is, and the checkpoint that they loaded, as far as both tell a fingerprint of it.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Fleet:
         endpoints: those that are admitted.
         members: all that are named, by target.
         model: of the fleet, as a message; empty while none is known.
+        checkpoint: the fingerprint of its weights; empty while none is known.
         model_number: another one when the fleet has become one of another model.
     """
 
@@ -100,7 +102,7 @@ class Fleet:
         self.directory, self.counts, self.held = directory, counts, held
         self.endpoints = Endpoints((), self._ask, placement=directory, is_watched=True)
         self.members: dict[str, Member] = {}
-        self.model = b""
+        self.model, self.checkpoint = b"", ""
         self.model_number = 0
         self._bring: Bring = _bring_nothing
         self._targets = targets
@@ -227,14 +229,15 @@ class Fleet:
         except aio.AioRpcError as error:
             raise translated(error) from error
         self._note_identity(member, model, info)
-        others = [one for one in self.members.values() if one is not member and one.model == self.model]
-        if not (self.model and others) and member.model != self.model:
-            self._change_model(member.model)
-        if member.model != self.model:
-            raise Unavailable(f"it serves another model than the fleet: {_differences(self.model, member.model)}")
+        others = [one for one in self.members.values() if one is not member and _is_alike(self, one)]
+        if not (self.model and others) and not _is_alike(self, member):
+            self._change_model(member)
+        if not _is_alike(self, member):
+            raise Unavailable(f"it serves another model than the fleet: {_differences(self, member)}")
         await self._bring(member)
-        if self.members.get(member.name) is not member or member.model != self.model:
+        if self.members.get(member.name) is not member or not _is_alike(self, member):
             return
+        self.checkpoint = self.checkpoint or member.info.checkpoint
         if not member.is_admitted:
             _LOG.warning("%s takes calls", member.name)
         self._note_admitted(member)
@@ -273,10 +276,11 @@ class Fleet:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    def _change_model(self, model: bytes) -> None:
-        self.model, self.model_number = model, self.model_number + 1
+    def _change_model(self, member: Member) -> None:
+        self.model, self.checkpoint = member.model, member.info.checkpoint
+        self.model_number += 1
         for other in self.members.values():
-            if other.is_admitted and other.model != model:
+            if other.is_admitted and not _is_alike(self, other):
                 self._dismiss(other, "it serves another model than the fleet")
 
     def _dismiss(self, member: Member, problem: str) -> None:
@@ -315,10 +319,17 @@ async def _bring_nothing(member: Member) -> None:
     """The fleet has nothing to keep."""
 
 
-def _differences(fleet: bytes, other: bytes) -> str:
-    """Say in which fields two models differ."""
-    ours, theirs = (control_pb2.GetModelInfoResponse.FromString(content) for content in (fleet, other))
+def _is_alike(fleet: Fleet, member: Member) -> bool:
+    """Whether a server is of the fleet's model, as far as it tells."""
+    told = member.info.checkpoint
+    return member.model == fleet.model and (not told or not fleet.checkpoint or told == fleet.checkpoint)
+
+
+def _differences(fleet: Fleet, member: Member) -> str:
+    """Say in which fields the model of a server is another than the fleet's."""
+    ours, theirs = (control_pb2.GetModelInfoResponse.FromString(content) for content in (fleet.model, member.model))
     fields: Mapping[str, Any] = ours.DESCRIPTOR.fields_by_name
     found = [f"{name} is {getattr(theirs, name)}, not {getattr(ours, name)}" for name in fields
              if getattr(ours, name) != getattr(theirs, name)]  # fmt: skip
-    return ", ".join(found)
+    weights = f"its weights are others: its checkpoint is {member.info.checkpoint}, not {fleet.checkpoint}"
+    return ", ".join(found) or weights

@@ -49,7 +49,11 @@ class Fleetwide:
         if self._is_draining():
             state = control_pb2.SERVER_STATE_DRAINING
         told = control_pb2.GetServerInfoResponse(
-            server_version=__version__, api_version="v1", state=state, start_time=self._start_time
+            server_version=__version__,
+            api_version="v1",
+            state=state,
+            start_time=self._start_time,
+            checkpoint=self._fleet.checkpoint if members else "",
         )
         if not members:
             told.startup.CopyFrom(control_pb2.StartupProgress(what="servers", done=0, total=max(1, num_all)))

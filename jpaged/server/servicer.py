@@ -224,6 +224,7 @@ def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
         backend=None if model is None else _message_of(control_pb2.Backend, model.backend),
         options=options_of(state.config),
         role=state.config.roles.role,
+        checkpoint="" if model is None else model.checkpoint,
     )
 
 

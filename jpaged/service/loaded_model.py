@@ -113,6 +113,7 @@ class LoadedModel:
         adapters: those that requests may name.
         grammars: those that requests ask for; None where the engine fills no masks.
         role_counts: what a server has done for others, or has had done.
+        checkpoint: a fingerprint of the files that its weights were read from.
     """
 
     engine: EngineClient
@@ -124,3 +125,4 @@ class LoadedModel:
     adapters: Adapters = field(default_factory=Adapters)
     grammars: ServedGrammars | None = None
     role_counts: RoleCounts = field(default_factory=RoleCounts)
+    checkpoint: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from jpaged.capacity.named_model import find_config
 from jpaged.checkpoints import hub
+from jpaged.checkpoints.orbax import MANIFEST_FILE, PARAMS_FOLDER
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound
 from tests.models.tiny import tiny_case, write_checkpoint
@@ -87,3 +89,28 @@ def test_a_config_that_is_not_an_object_is_refused(text: str, problem: str, tmp_
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InvalidArgument, match=problem):
         hub.read_config(tmp_path)
+
+
+def test_a_fingerprint_is_of_the_contents_wherever_they_are(tmp_path: Path) -> None:
+    """A copy has the same, and weights of the same sizes that were trained further another."""
+    mine, copy = tmp_path / "mine", tmp_path / "copy"
+    shutil.copytree(hub.find_folder("demo"), mine)
+    shutil.copytree(mine, copy)
+    assert hub.fingerprint(mine) == hub.fingerprint(copy) == hub.fingerprint(hub.find_folder("demo"))
+    (copy / "README.md").write_text("a copy")
+    assert hub.fingerprint(mine) == hub.fingerprint(copy)
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2 :] = bytes(byte ^ 1 for byte in content[len(content) // 2 :])
+    weights.write_bytes(content)
+    assert hub.fingerprint(mine) != hub.fingerprint(copy)
+
+
+def test_a_fingerprint_of_orbax_is_of_its_arrays(tmp_path: Path) -> None:
+    for name, content in (("mine", b"1" * 9000), ("other", b"1" * 8999 + b"2"), ("again", b"1" * 9000)):
+        (tmp_path / name / PARAMS_FOLDER / "d").mkdir(parents=True)
+        (tmp_path / name / hub.CONFIG_FILE).write_text("{}")
+        (tmp_path / name / MANIFEST_FILE).write_text("{}")
+        (tmp_path / name / PARAMS_FOLDER / "d" / "0").write_bytes(content)
+    found = [hub.fingerprint(tmp_path / name) for name in ("mine", "other", "again")]
+    assert found[0] == found[2] != found[1]

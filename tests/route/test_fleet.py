@@ -119,6 +119,31 @@ async def test_a_server_of_another_model_is_set_aside_and_said_so(monkeypatch):
             assert "another model" in options[f"target {idle.target}"]
 
 
+async def test_a_server_of_other_weights_under_the_same_name_is_set_aside(tmp_path, monkeypatch):
+    """One that does not say which it has, as those of before do not, takes part."""
+    path = tmp_path / "targets"
+    async with AsyncExitStack() as stack:
+        servers = []
+        for checkpoint in ("aaaa", "", "bbbb", "aaaa"):
+            monkeypatch.setattr(harness_module, "CHECKPOINT", checkpoint)
+            servers.append(await stack.enter_async_context(server()))
+        first, silent, other, same = (one.target for one in servers)
+        path.write_text(f"{first}\n{silent}")
+        router = await stack.enter_async_context(routed(wait_for=2, targets_file=str(path)))
+        path.write_text(f"{first}\n{silent}\n{other}\n{same}")
+        await router.until(3)
+        await eventually(lambda: "checkpoint is bbbb, not aaaa" in router.states().get(other, ""))
+        assert [one.name for one in router.router.fleet.admitted()] == [first, silent, same]
+        for i in range(12):
+            await collect(router.inference.Generate(request(f"prompt {i}")))
+        assert router.router.counts.begun[other] == 0
+        path.write_text(other)
+        await eventually(lambda: router.states() == {other: ""})
+        async with router.client() as client:
+            assert (await client.server_info()).checkpoint == "bbbb"
+        assert await collect(router.inference.Generate(request()))
+
+
 async def test_when_the_last_server_of_its_model_is_not_named_any_more_the_fleet_is_of_the_next(tmp_path, monkeypatch):
     path = tmp_path / "targets"
     async with server() as first:

@@ -44,6 +44,7 @@ MODEL = ModelInfo(
     tool_call_parser="fake-calls",
     reasoning_parser="fake-thoughts",
 )
+CHECKPOINT = "0123456789abcdef"
 BACKEND = BackendFacts(platform="cpu", device_kind="fake", num_devices=1, attention="none", jax_version="0")
 
 
@@ -115,7 +116,7 @@ def make_serving(
         eos_token_ids=frozenset({EOS}),
         answering=ChatAnswering(tokenizer, answer_format, frozenset({EOS})),
     )
-    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters)
+    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters, checkpoint=CHECKPOINT)
 
 
 @asynccontextmanager

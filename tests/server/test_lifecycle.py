@@ -17,7 +17,7 @@ from jpaged.server.health import HealthServicer
 from jpaged.server.lifecycle import SERVICE_NAMES, Server
 from jpaged.service.state import Stage
 from jpaged.testing import FakeExecutor, Faults
-from tests.server.harness import collect, details_of, eventually, failure_of, make_serving, request, running
+from tests.server.harness import CHECKPOINT, collect, details_of, eventually, failure_of, make_serving, request, running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -117,6 +117,7 @@ async def test_a_server_that_starts_answers_and_refuses():
         assert info.state == control_pb2.SERVER_STATE_STARTING
         assert (info.startup.what, info.startup.done, info.startup.total) == ("compiling", 3, 12)
         assert not info.HasField("backend")
+        assert not info.checkpoint
         for call in (
             inference.Generate(request()),
             inference.Tokenize(inference_pb2.TokenizeRequest(text="x")),
@@ -137,6 +138,7 @@ async def test_a_server_that_starts_answers_and_refuses():
         info = await control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.state == control_pb2.SERVER_STATE_SERVING
         assert info.backend.platform == "cpu"
+        assert info.checkpoint == CHECKPOINT
         assert not info.HasField("startup")
         assert {option.name for option in info.options} >= {"max-num-queued-reqs", "port", "shutdown-timeout"}
     starting.server.request_stop()

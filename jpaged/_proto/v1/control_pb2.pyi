@@ -31,7 +31,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "api_version", "state", "start_time", "startup", "backend", "options", "role")
+    __slots__ = ("server_version", "api_version", "state", "start_time", "startup", "backend", "options", "role", "checkpoint")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GetServerInfoResponse(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     api_version: str
     state: ServerState
@@ -48,7 +49,8 @@ class GetServerInfoResponse(_message.Message):
     backend: Backend
     options: _containers.RepeatedCompositeFieldContainer[Option]
     role: str
-    def __init__(self, server_version: _Optional[str] = ..., api_version: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., startup: _Optional[_Union[StartupProgress, _Mapping]] = ..., backend: _Optional[_Union[Backend, _Mapping]] = ..., options: _Optional[_Iterable[_Union[Option, _Mapping]]] = ..., role: _Optional[str] = ...) -> None: ...
+    checkpoint: str
+    def __init__(self, server_version: _Optional[str] = ..., api_version: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., startup: _Optional[_Union[StartupProgress, _Mapping]] = ..., backend: _Optional[_Union[Backend, _Mapping]] = ..., options: _Optional[_Iterable[_Union[Option, _Mapping]]] = ..., role: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class StartupProgress(_message.Message):
     __slots__ = ("what", "done", "total")
