@@ -6,7 +6,8 @@
 A key of ours is a digest of the tokens of a block, of the key before it, and of salt, tenant and adapter's name in
 front: what a router has without a tokenizer of its own, if requests bring token ids. So servers whose own keys differ
 (other adapters' numbers, other hash functions, vLLM) are in one directory. What a server holds in several tiers counts
-until it is gone from all of them. Of models with several KV groups the first counts.
+until it is gone from all of them. Of models with several KV groups the first counts, which has no window where any has
+none; where all have, the blocks count that whoever goes on behind a prompt sees, for no other is needed.
 
 What is told of blocks that nobody knows the tokens of is passed over: a directory may say too little, which costs a
 hit, and where messages were lost too much, which costs one as well.
@@ -36,12 +37,14 @@ class _Held:
     """What one server holds.
 
     Attributes:
+        window: tokens that a query sees; None is all.
         keys: our key of each hash of theirs.
         hashes: theirs of each key of ours.
         tiers: where each hash is.
     """
 
     block_size: int | None = None
+    window: int | None = None
     keys: dict[int, Key] = field(default_factory=dict)
     hashes: dict[Key, int] = field(default_factory=dict)
     tiers: dict[int, set[Tier]] = field(default_factory=dict)
@@ -113,7 +116,7 @@ class Directory:
                     held.tiers[one].add(event.tier)
             return
         if held.block_size is None:
-            held.block_size = event.block_size
+            held.block_size, held.window = event.block_size, event.window
         parent = root_of(event.owner) if event.parent is None else held.keys.get(event.parent)
         if parent is None or event.block_size != held.block_size:
             return
@@ -154,14 +157,21 @@ def key_of(parent: Key, token_ids: Tokens) -> Key:
 
 
 def _num_held(held: _Held, chain: list[Key], token_ids: Tokens, owner: Owner) -> int:
-    """Blocks from the front that a server holds; the chain of the prompt grows as far as somebody holds it."""
+    """The most blocks of a prompt behind which a server can go on; its chain grows as far as somebody may hold it."""
     block_size = held.block_size or 1
-    num_blocks = 0
-    while (num_blocks + 1) * block_size <= len(token_ids):
-        if num_blocks == len(chain):
-            tokens = token_ids[num_blocks * block_size : (num_blocks + 1) * block_size]
+    num_blocks = len(token_ids) // block_size
+    num_seen = num_blocks if held.window is None else -(-(held.window - 1) // block_size)
+    longest = num_together = 0
+    for place in range(num_blocks):
+        if place == len(chain):
+            tokens = token_ids[place * block_size : (place + 1) * block_size]
             chain.append(key_of(chain[-1] if chain else root_of(owner), tokens))
-        if chain[num_blocks] not in held.hashes:
+        if chain[place] in held.hashes:
+            num_together += 1
+            if num_together >= min(place + 1, num_seen):
+                longest = place + 1
+        elif held.window is None:
             break
-        num_blocks += 1
-    return num_blocks
+        else:
+            num_together = 0
+    return longest

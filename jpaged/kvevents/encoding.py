@@ -166,6 +166,7 @@ class StoredBlocks:
         parent: of the first; None in front of a prompt.
         token_ids: of all, block_size of each; empty where they are not told.
         owner: of the first where that begins a prompt; else its adapter alone is known.
+        window: tokens that its KV group sees, which needs no blocks before them; None sees all.
     """
 
     tier: Tier
@@ -175,6 +176,7 @@ class StoredBlocks:
     block_size: int
     owner: Owner
     kv_group: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,9 @@ def _read(event: dict[str, Any]) -> Event | None:
             "token_ids", f"{len(token_ids)} for {len(hashes)} blocks of {block_size}; each is an integer"
         )
     parent = None if parent is None else _number(parent)
-    return StoredBlocks(tier, hashes, parent, token_ids, block_size, _owner(event), kv_group)
+    window = event.get("kv_cache_spec_sliding_window")
+    window = None if window is None else int(window)
+    return StoredBlocks(tier, hashes, parent, token_ids, block_size, _owner(event), kv_group, window)
 
 
 def _owner(event: dict[str, Any]) -> Owner:

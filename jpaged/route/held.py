@@ -102,7 +102,7 @@ class HeldPrefixes:
         for name in list(self._listening):
             self.close(self.forget(name))
         if self._context is not None:
-            self._context.destroy(linger=0)
+            self._context.term()
 
     def is_heard(self, name: str) -> bool | None:
         """Whether a server is heard now; None where it is not listened to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -58,6 +59,20 @@ def test_a_block_is_held_until_it_is_gone_from_every_tier():
     assert held(directory) == 4
     directory.take("a", [removed(1, tier="disk")])
     assert (held(directory), directory.num_blocks("a")) == (0, 0)
+
+
+def test_of_a_window_what_whoever_goes_on_sees_is_enough():
+    """A window of 6 tokens sees 2 blocks of 4 before the one that a query is in."""
+    blocks = stored([1, 2, 3, 4, 5], None, TEXT)
+    directory = told(replace(blocks, window=6))
+    assert held(directory) == 20
+    directory.take("a", [removed(1), removed(2)])
+    assert (held(directory), held(directory, TEXT[:16]), held(directory, TEXT[:12])) == (20, 16, 0)
+    directory.take("a", [removed(4)])
+    assert held(directory) == 0
+    directory.take("a", [replace(stored([1, 2], None, TEXT[:8]), window=6), replace(stored([9], 2, [7] * 4), window=6)])
+    assert held(directory) == 12
+    assert held(directory, [0, *TEXT[1:]]) == 0
 
 
 def test_a_block_that_a_server_knows_by_two_names_is_held_until_the_last_is_gone():

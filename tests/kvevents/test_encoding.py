@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import msgspec
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.errors import InvalidArgument
-from jpaged.kvevents.encoding import Cleared, Encoder, RemovedBlocks, StoredBlocks, decode, hash_of
+from jpaged.kvevents.encoding import Cleared, Encoder, Encoding, RemovedBlocks, StoredBlocks, decode, hash_of
 from jpaged.pool import Change, Owner, Removed, Stored
 
 
@@ -113,6 +113,9 @@ def test_groups_of_a_window_say_so():
     batch: Any = msgspec.msgpack.decode(Encoder(1, (None, 64)).encode(changes, 0.0), type=Batch)
     told = [(e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window) for e in batch.events]
     assert told == [(0, "full_attention", None), (1, "sliding_window", 64)]
+    for encoding in get_args(Encoding):
+        events, _ = decode(Encoder(1, (None, 64), encoding=encoding).encode(changes, 0.0))
+        assert [(e.kv_group, e.window) for e in events if isinstance(e, StoredBlocks)] == [(0, None), (1, 64)]
     removed: list[Change] = [Removed("device", key(1), 0), Removed("device", key(1), 1)]
     batch = msgspec.msgpack.decode(Encoder(1, (None, 64)).encode(removed, 0.0), type=Batch)
     assert batch.events == [BlockRemoved([1], "GPU", 0), BlockRemoved([1], "GPU", 1)]

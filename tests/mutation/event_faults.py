@@ -85,9 +85,30 @@ EVENT_FAULTS = (
     Fault(
         "blocks behind a gap count",
         "directory.py",
-        "        if chain[num_blocks] not in held.hashes:\n            break\n",
-        "        if chain[0] not in held.hashes:\n            break\n",
+        "        elif held.window is None:\n            break\n",
+        "        elif held.window is None:\n            num_together += 1\n",
         DIRECTORY,
+    ),
+    Fault(
+        "blocks that no window sees are needed",
+        "directory.py",
+        "            if num_together >= min(place + 1, num_seen):\n",
+        "            if num_together >= place + 1:\n",
+        DIRECTORY,
+    ),
+    Fault(
+        "a window sees over a gap",
+        "directory.py",
+        "            num_together = 0\n    return",
+        "            pass\n    return",
+        DIRECTORY,
+    ),
+    Fault(
+        "windows are not read",
+        "encoding.py",
+        "    window = None if window is None else int(window)\n",
+        "    window = None\n",
+        ENCODING,
     ),
     Fault(
         "prefixes of all owners are one",
