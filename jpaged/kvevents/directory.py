@@ -28,6 +28,8 @@ from jpaged.pool import Owner, Tier
 Key = bytes
 Tokens = Sequence[int] | NDArray[np.integer]
 _KEY_BYTES = 16
+_FIRST_PART = 8
+"""Blocks of a prompt that are looked for at first; then twice as many each time."""
 NOBODY = Owner()
 """No salt, no tenant and no adapter."""
 
@@ -97,14 +99,16 @@ class Directory:
             servers: who is asked about; None is all.
         """
         found: dict[str, int] = {}
-        chains: dict[int, list[Key]] = {}
+        chains: dict[int, _Chain] = {}
         prompt = np.asarray(token_ids, np.int64)
         for server in self._servers if servers is None else servers:
             held = self._servers.get(server)
             if held is None or held.block_size is None:
                 continue
-            chain = chains.setdefault(held.block_size, [])
-            num_blocks = _num_held(held, chain, prompt, owner)
+            chain = chains.get(held.block_size)
+            if chain is None:
+                chain = chains[held.block_size] = _Chain(held.block_size, prompt, owner)
+            num_blocks = _num_held(held, chain)
             if num_blocks:
                 found[server] = num_blocks * held.block_size
         return found
@@ -156,22 +160,42 @@ def key_of(parent: Key, token_ids: Tokens) -> Key:
     return hashlib.blake2b(parent + np.asarray(token_ids, np.int64).tobytes(), digest_size=_KEY_BYTES).digest()
 
 
-def _num_held(held: _Held, chain: list[Key], token_ids: Tokens, owner: Owner) -> int:
-    """The most blocks of a prompt behind which a server can go on; its chain grows as far as somebody may hold it."""
-    block_size = held.block_size or 1
-    num_blocks = len(token_ids) // block_size
-    num_seen = num_blocks if held.window is None else -(-(held.window - 1) // block_size)
+class _Chain:
+    """The keys of a prompt's blocks, made as far as somebody asks."""
+
+    def __init__(self, block_size: int, token_ids: NDArray[np.int64], owner: Owner) -> None:
+        self.num_blocks = len(token_ids) // block_size
+        self._block_size, self._token_ids = block_size, token_ids
+        self._keys: list[Key] = []
+        self._last = root_of(owner)
+
+    def part(self, begin: int, end: int) -> list[Key]:
+        """The keys of some blocks."""
+        for place in range(len(self._keys), end):
+            tokens = self._token_ids[place * self._block_size : (place + 1) * self._block_size]
+            self._last = key_of(self._last, tokens)
+            self._keys.append(self._last)
+        return self._keys[begin:end]
+
+
+def _num_held(held: _Held, chain: _Chain) -> int:
+    """The most blocks of a prompt behind which a server can go on."""
+    if held.window is not None:
+        return _num_seen_held(held.hashes, chain, -(-(held.window - 1) // (held.block_size or 1)))
+    num_blocks, width, holds = 0, _FIRST_PART, held.hashes.__contains__
+    while num_blocks < chain.num_blocks:
+        part = chain.part(num_blocks, min(num_blocks + width, chain.num_blocks))
+        if not all(map(holds, part)):  # a loop of ours takes five times as long, for each of many servers
+            return num_blocks + [*map(holds, part)].index(False)
+        num_blocks, width = num_blocks + len(part), 2 * width
+    return num_blocks
+
+
+def _num_seen_held(hashes: Mapping[Key, int], chain: _Chain, num_seen: int) -> int:
+    """The same where who goes on sees so many blocks."""
     longest = num_together = 0
-    for place in range(num_blocks):
-        if place == len(chain):
-            tokens = token_ids[place * block_size : (place + 1) * block_size]
-            chain.append(key_of(chain[-1] if chain else root_of(owner), tokens))
-        if chain[place] in held.hashes:
-            num_together += 1
-            if num_together >= min(place + 1, num_seen):
-                longest = place + 1
-        elif held.window is None:
-            break
-        else:
-            num_together = 0
+    for place, key in enumerate(chain.part(0, chain.num_blocks)):
+        num_together = num_together + 1 if key in hashes else 0
+        if num_together and num_together >= min(place + 1, num_seen):
+            longest = place + 1
     return longest

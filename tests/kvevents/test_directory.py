@@ -61,6 +61,14 @@ def test_a_block_is_held_until_it_is_gone_from_every_tier():
     assert (held(directory), directory.num_blocks("a")) == (0, 0)
 
 
+@pytest.mark.parametrize("gap", [0, 1, 7, 8, 9, 23, 24, 63, 99])
+def test_a_long_prompt_is_held_up_to_its_first_gap(gap):
+    text = list(range(401))
+    directory = told(stored(range(100), None, text[:400]), stored(range(60), None, text[:240]), server="b")
+    directory.take("a", [stored(range(100), None, text[:400]), removed(gap)])
+    assert directory.num_tokens_held(text) == {"b": 400, **({"a": 4 * gap} if gap else {})}
+
+
 def test_of_a_window_what_whoever_goes_on_sees_is_enough():
     """A window of 6 tokens sees 2 blocks of 4 before the one that a query is in."""
     blocks = stored([1, 2, 3, 4, 5], None, TEXT)
