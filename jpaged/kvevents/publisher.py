@@ -107,6 +107,7 @@ class Publisher:
         if endpoint is None:
             return None
         address = with_rank(endpoint, self._encoder.rank)
+        socket.setsockopt(zmq.IPV6, is_ipv6(address))
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
@@ -164,3 +165,8 @@ def with_rank(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}"
     host, _, port = endpoint.rpartition(":")
     return f"{host}:{int(port) + rank}"
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Whether an address is one of IPv6, which ZeroMQ takes only where it is told so."""
+    return endpoint.startswith("tcp://[")

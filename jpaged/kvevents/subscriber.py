@@ -17,6 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from jpaged.errors import InvalidArgument
 from jpaged.kvevents.encoding import Cleared, Event, decode
+from jpaged.kvevents.publisher import is_ipv6
 
 _LOG = logging.getLogger(__name__)
 _REPLAY_TIMEOUT_MS = 2000
@@ -71,6 +72,7 @@ class Subscriber:
         self._stopped = self._context.socket(zmq.PAIR)
         self._links = self._events.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
+            self._events.setsockopt(zmq.IPV6, is_ipv6(endpoint))
             self._events.connect(endpoint)
             self._events.setsockopt(zmq.SUBSCRIBE, topic.encode())
             name = f"inproc://jpaged-kv-subscriber-{next(_numbers)}"
@@ -179,6 +181,7 @@ class Subscriber:
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.set_hwm(0)
+            socket.setsockopt(zmq.IPV6, is_ipv6(str(self._replay_endpoint)))
             socket.connect(str(self._replay_endpoint))
         except zmq.ZMQError:
             socket.close(linger=0)

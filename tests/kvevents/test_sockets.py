@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -136,9 +137,9 @@ class Scripted:
         self._context = zmq.Context()
         self._tells, self._answers = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
         self.endpoint, self.replay_endpoint = f"ipc://{folder}/se", f"ipc://{folder}/sr"
-        for socket, endpoint in ((self._tells, self.endpoint), (self._answers, self.replay_endpoint)):
-            socket.bind(endpoint)
-            socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
+        for one, endpoint in ((self._tells, self.endpoint), (self._answers, self.replay_endpoint)):
+            one.bind(endpoint)
+            one.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
 
     def subscribed(self) -> None:
         assert self._tells.recv() == b"\1"
@@ -285,27 +286,27 @@ def test_a_reader_of_vllms_finds_the_frames_that_it_knows(publisher: Publisher) 
     """It asks from a number on, and is told until an empty message."""
     for number in range(3):
         publisher.publish(block(number))
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
         assert publisher.replay_endpoint is not None
-        socket.connect(publisher.replay_endpoint)
-        socket.send_multipart([b"", (1).to_bytes(8, "big")])
+        asking.connect(publisher.replay_endpoint)
+        asking.send_multipart([b"", (1).to_bytes(8, "big")])
         found = []
-        while (frames := socket.recv_multipart()[1:])[1]:
+        while (frames := asking.recv_multipart()[1:])[1]:
             found.append((int.from_bytes(frames[0], "big"), msgspec.msgpack.decode(frames[1])[1][0]["block_hashes"]))
         assert found == [(1, [1]), (2, [2])]
         assert int.from_bytes(frames[0], "big", signed=True) == -1
 
 
 def test_a_request_that_is_none_does_not_end_the_answers(publisher: Publisher) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, int(_PATIENCE_S * 1000))
         assert publisher.replay_endpoint is not None
-        socket.connect(publisher.replay_endpoint)
+        asking.connect(publisher.replay_endpoint)
         for wrong in ([b""], [b"", b"short"], [b"", bytes(8), b""]):
-            socket.send_multipart(wrong)
-        socket.send_multipart([b"", bytes(8)])
-        assert socket.recv_multipart() == [b"", b"\xff" * 8, b""]
+            asking.send_multipart(wrong)
+        asking.send_multipart([b"", bytes(8)])
+        assert asking.recv_multipart() == [b"", b"\xff" * 8, b""]
 
 
 def test_replicas_have_addresses_of_their_own() -> None:
@@ -314,9 +315,30 @@ def test_replicas_have_addresses_of_their_own() -> None:
     assert with_rank("ipc:///run/kv", 1) == "ipc:///run/kv_dp1"
 
 
+def test_addresses_of_both_kinds_are_reached() -> None:
+    """A machine without IPv6 has one of them."""
+    for host in ("127.0.0.1", "[::1]") if _has_ipv6() else ("127.0.0.1",):
+        at = f"tcp://{host}:*"  # any port
+        publisher = Publisher(KVEventsOptions(kv_events_endpoint=at, kv_events_replay_endpoint=at), Encoder(1))
+        publisher.publish(block(7))
+        subscriber, heard = listen(publisher, replay_endpoint=publisher.replay_endpoint)
+        assert heard.wait_for(7) == [7]
+        subscriber.close()
+        publisher.close()
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 def test_an_address_that_is_taken_is_named(publisher: Publisher, tmp_path: Path) -> None:
-    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(InvalidArgument, match=f"kv_events_endpoint: tcp://127.0.0.1:{port}: .*in use"):
             Publisher(KVEventsOptions(kv_events_endpoint=f"tcp://127.0.0.1:{port}"), Encoder(1))
 
