@@ -1,7 +1,7 @@
 """Holds Kubernetes manifests to the schemas, to the server's options, and to each other; names what is wrong.
 
-Core kinds are validated by the schemas of the package kubernetes-validate, closed to unknown fields; LeaderWorkerSet
-and JobSet by schemas/*.json beside this file, and the pods in them by the core schemas again.
+Core kinds are validated by the schemas of the package kubernetes-validate, closed to unknown fields; LeaderWorkerSet,
+JobSet and the Gateway API's by schemas/*.json beside this file, and the pods in them by the core schemas again.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def schema_problems(document: Document) -> list[str]:
     try:
         if kind == "Kustomization":
             jsonschema.validate(document, _KUSTOMIZATION)
+        elif kind in ("Gateway", "HTTPRoute", "InferencePool"):
+            validate_custom(document)
         elif kind in ("LeaderWorkerSet", "JobSet"):
-            schema = Path(__file__).with_name("schemas") / f"{kind.lower()}.json"
-            jsonschema.validate(document, json.loads(schema.read_text()))
+            validate_custom(document)
             for part in _core_parts(document):
                 _validate_core(part)
         else:
@@ -88,6 +89,16 @@ _KUSTOMIZATION = {
     "required": ["apiVersion", "kind", "resources"],
     "additionalProperties": False,
 }
+
+
+def validate_custom(document: Document) -> None:
+    """Holds a document of a kind that is not Kubernetes' own to schemas/*.json.
+
+    Raises:
+        jsonschema.ValidationError: what it objects to.
+    """
+    schema = Path(__file__).with_name("schemas") / f"{document['kind'].lower()}.json"
+    jsonschema.validate(document, json.loads(schema.read_text()))
 
 
 def _validate_core(document: Document) -> None:
@@ -145,7 +156,7 @@ def pod_problems(pod: Pod) -> list[str]:
         config = serve_config(command_of(pod.container))
     except InvalidArgument as error:
         return [f"{pod.where}: {error}"]
-    found = [*_security_problems(pod)]
+    found = [*security_problems(pod)]
     if config is not None:
         found += _server(pod, config).problems()
         if not is_follower(pod):
@@ -184,7 +195,8 @@ def _probe_problems(pod: Pod, config: EngineConfig | None) -> Iterator[str]:
             yield f"{name} asks for {asked.get('service', '')!r}, not for {service!r}"
 
 
-def _security_problems(pod: Pod) -> Iterator[str]:
+def security_problems(pod: Pod) -> Iterator[str]:
+    """What a pod's first container may do, and needs not; where it writes, and what it may take."""
     who = {**pod.spec.get("securityContext", {}), **pod.container.get("securityContext", {})}
     if not who.get("runAsNonRoot") or not who.get("runAsUser"):
         yield "runs as root: runAsNonRoot and a runAsUser above 0 are needed"
@@ -208,8 +220,13 @@ def _security_problems(pod: Pod) -> Iterator[str]:
 def _port_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
     """Services mean ports by their names."""
     ports = {port["name"]: port["containerPort"] for port in pod.container.get("ports", ())}
-    if ports != {"grpc": config.server.port, "metrics": config.server.metrics_port}:
-        yield f"ports are {ports}; the server opens {config.server.port} and {config.server.metrics_port}"
+    opened = {"grpc": config.server.port, "metrics": config.server.metrics_port}
+    if config.http.http_port is not None:
+        opened["http"] = config.http.http_port
+    if (events := config.kv_events.kv_events_endpoint) is not None:
+        opened["kv-events"] = int(events.rpartition(":")[2])
+    if ports != opened:
+        yield f"ports are {ports}; the server opens {' and '.join(map(str, opened.values()))}"
     if (port := pod.annotations.get("prometheus.io/port")) != str(config.server.metrics_port):
         yield f"prometheus.io/port is {port}, not {config.server.metrics_port}"
 
