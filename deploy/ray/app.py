@@ -4,7 +4,7 @@
     serve.run(build({"engine": {"model": "demo"}, "num_replicas": 2}))
 
                  ┌─> JpagedReplica: engine, pool, programs
-    clients ─> Ray's gRPC proxy (jpaged.v1.InferenceService, grpc.health.v1)
+    clients ─> Ray's gRPC proxy (jpaged.v1.InferenceService, grpc.health.v1): router.py says which replica
                  └─> JpagedReplica: engine, pool, programs
 
 `jpaged.Client` and every other client of `jpaged serve` works unchanged. What asks one certain engine (Abort, GetLoad,
@@ -24,8 +24,9 @@ from typing import Any
 from grpc_health.v1 import health_pb2
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.grpc_util import RayServegRPCContext
+from router import PrefixRouter
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, platform_default, server_field_names
@@ -69,6 +70,8 @@ class Settings(BaseModel):
         num_cpus: of Ray's, for each replica.
         num_gpus: of Ray's, for each replica: tensor_parallel_size of them on a GPU machine.
         resources: of Ray's, for each replica: `{"TPU": 4}`.
+        max_known_prefixes: hashes of beginnings of prompts that a proxy keeps, about 200 bytes each, to send what
+            begins alike to one replica; 0 leaves calls to Ray, which takes the less busy of two.
         metrics_port: where a replica answers Prometheus, on every interface; 0 picks a free one. Replicas that share a
             machine need 0, which the replica's log tells.
     """
@@ -85,6 +88,7 @@ class Settings(BaseModel):
     num_cpus: float = Field(1.0, ge=0)
     num_gpus: float = Field(0.0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)
+    max_known_prefixes: int = Field(131_072, ge=0)
     metrics_port: int | None = Field(None, ge=0, le=65535)
 
     @model_validator(mode="after")
@@ -123,6 +127,11 @@ class Settings(BaseModel):
                 "resources": self.resources,
             },
         }
+        if self.max_known_prefixes:
+            options["request_router_config"] = RequestRouterConfig(
+                request_router_class=PrefixRouter,
+                request_router_kwargs={"max_known_prefixes": self.max_known_prefixes},
+            )
         if self.max_replicas is None:
             options["num_replicas"] = self.num_replicas or 1
         else:

@@ -29,6 +29,7 @@ from jpaged._proto.v1 import control_pb2
 ENGINE = {"model": "demo", "max_num_seqs": 8, "num_blocks": 256, "max_num_batched_tokens": 64, "shutdown_timeout": 30}
 ENGINE_ALONE = {name: value for name, value in ENGINE.items() if name != "shutdown_timeout"}
 NUM_REPLICAS = 2
+NUM_CONVERSATIONS, NUM_TURNS = 12, 2  # one replica has them all once in two thousand times
 PROMPTS = [f"Once upon a time there was a {animal}" for animal in ("fox", "bear", "dragon", "cat", "crow", "hen")]
 CONTINUATIONS = [" who lived", " in the wood.", "xyz"]
 TOLERANCE = 1e-4
@@ -63,6 +64,7 @@ def main() -> int:
             say(f"{NUM_REPLICAS} replicas serve on port {grpc_port}")
             check_streams(client, handle, expected)
             check_evaluations(client, evaluated)
+            check_prefixes(client, handle)
             check_refusal(client)
             check_cancelling(client, handle)
             check_drain(client)
@@ -131,6 +133,31 @@ def check_evaluations(client: Client, expected: list[float]) -> None:
     difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
     require(difference < TOLERANCE, f"scores and embeddings differ from LLM's by {difference}")
     say(f"{len(scores)} scores and {len(vectors)} vectors differ from LLM's by {difference:.0e} at most")
+
+
+def check_prefixes(client: Client, handle: DeploymentHandle) -> None:
+    """What begins alike goes to one replica: every turn of a conversation but the first finds its beginning cached."""
+
+    def counts() -> tuple[int, dict[str, int]]:
+        found = loads(handle)
+        hits = sum(load.num_prefix_hit_tokens for load in found.values())
+        return hits, {name: load.num_prompt_tokens for name, load in found.items()}
+
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    num_missed, served = 0, set[str]()
+    for number in range(NUM_CONVERSATIONS):
+        prompt = f"Conversation {number}. " + "The fox and the crow lived in the wood, and were friends. " * 3
+        client.complete(prompt, greedy)
+        for turn in range(NUM_TURNS):
+            before, prompts_before = counts()
+            client.complete(prompt + f"Then came the {turn}. " * (turn + 1), greedy)
+            after, prompts_after = counts()
+            num_missed += after == before
+            served |= {name for name, count in prompts_after.items() if count > prompts_before.get(name, 0)}
+    num_turns = NUM_CONVERSATIONS * NUM_TURNS
+    require(num_missed == 0, f"{num_missed} of {num_turns} turns found nothing of what they begin with")
+    require(len(served) == NUM_REPLICAS, f"{len(served)} of {NUM_REPLICAS} replicas had conversations")
+    say(f"{NUM_CONVERSATIONS} conversations stay where they began: all {num_turns} turns found their beginning cached")
 
 
 def check_refusal(client: Client) -> None:

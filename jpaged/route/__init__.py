@@ -11,6 +11,7 @@ prefixes.py    the beginnings of a prompt as hashes, without tokens
 directory.py   which server has which beginning; where a prompt goes
 telling.py     where servers tell which prefixes they hold
 held.py        what they tell
+replicas.py    where a prompt goes among servers that somebody else calls
 callers.py     whose a call is, what of it goes on, and what comes back
 counts.py      what is counted
 metrics.py     the same for Prometheus

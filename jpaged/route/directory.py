@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
-from jpaged.client.routing.endpoints import Endpoint, rank
+from jpaged.client.routing.endpoints import S, rank
 from jpaged.route.prefixes import Beginning, Chain
 
 
@@ -69,10 +69,16 @@ class Directory:
         """Which life of a server it is now; None where it is none."""
         return self._life_of.get(name)
 
-    def place(self, key: Beginning, usable: Sequence[Endpoint]) -> Endpoint:
+    def place(self, key: Beginning, usable: Sequence[S]) -> S:
+        """Return the server that `choose` names, which is sent this prompt now. See `Placement`."""
+        chosen = self.choose(key, usable)
+        self.note(key, chosen.name)
+        return chosen
+
+    def choose(self, key: Beginning, usable: Sequence[S]) -> S:
         """Return the server with the longest beginning; of several, and where none has any, the least busy.
 
-        See `Placement`. Of equally busy ones it is the one whose turn the beginning is, so that several routers that
+        Of equally busy ones it is the one whose turn the beginning is, so that several routers that
         know nothing agree.
         """
         told = {} if self._told is None else self._told.num_tokens(key)
@@ -83,9 +89,25 @@ class Directory:
         self.num_passed_over += anywhere > length
         among = [one for one in usable if one.name in holders] if length else usable
         least = min(one.num_busy for one in among)
-        chosen = max((one for one in among if one.num_busy == least), key=lambda one: rank(key.chain[0], one.name))
-        self._note(key, chosen.name)
-        return chosen
+        return max((one for one in among if one.num_busy == least), key=lambda one: rank(key.chain[0], one.name))
+
+    def note(self, key: Beginning, name: str) -> None:
+        """A server has been sent this prompt. The longest beginning is noted first: it is the first to be forgotten."""
+        life = self._life_of.get(name)
+        if life is None:
+            return
+        if self._told is not None and key.token_ids is not None:
+            self._open[life].update(key.chain)
+        alone, entries = frozenset((life,)), self._lives_of
+        for digest in reversed(key.chain):
+            held = entries.get(digest)
+            if held is None:
+                entries[digest] = alone
+            elif life not in held:
+                entries[digest] = alone.union(one for one in held if one in self._name_of)
+            entries.move_to_end(digest)
+        while len(entries) > self._max_entries:
+            entries.popitem(last=False)
 
     def ended(self, key: Beginning, life: int) -> None:
         """A call that was placed has ended, in the life of its server in which it began."""
@@ -120,21 +142,3 @@ class Directory:
         """Return how many hashes of a chain a call has that is open at a server."""
         calls = self._open[self._life_of[name]]
         return sum(1 for _ in itertools.takewhile(calls.__contains__, chain))
-
-    def _note(self, key: Beginning, name: str) -> None:
-        """A server has been sent this prompt. The longest beginning is noted first: it is the first to be forgotten."""
-        life = self._life_of.get(name)
-        if life is None:
-            return
-        if key.token_ids is not None:
-            self._open[life].update(key.chain)
-        alone, entries = frozenset((life,)), self._lives_of
-        for digest in reversed(key.chain):
-            held = entries.get(digest)
-            if held is None:
-                entries[digest] = alone
-            elif life not in held:
-                entries[digest] = alone.union(one for one in held if one in self._name_of)
-            entries.move_to_end(digest)
-        while len(entries) > self._max_entries:
-            entries.popitem(last=False)

@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -83,6 +83,28 @@ def stubs(channel: Any) -> dict[str, Any]:
     inference = inference_pb2_grpc.InferenceServiceStub(channel)
     control = control_pb2_grpc.ControlServiceStub(channel)
     return vars(inference) | vars(control) | vars(prefixes_pb2_grpc.PrefixServiceStub(channel))
+
+
+class Server(Protocol):
+    """What a placement knows of a server."""
+
+    @property
+    def name(self) -> str:
+        """Nobody else's."""
+
+    @property
+    def num_busy(self) -> int:
+        """Calls that it has."""
+
+
+S = TypeVar("S", bound=Server)
+
+
+def not_ahead(usable: Sequence[S]) -> list[S]:
+    """Return those of at least one server that do not have many more calls than the least busy."""
+    least, total = min(one.num_busy for one in usable), sum(one.num_busy for one in usable)
+    most = least + max(_SLACK, _SHARE_AHEAD * total / len(usable))
+    return [one for one in usable if one.num_busy <= most]
 
 
 class Placement(Protocol):
@@ -255,12 +277,11 @@ class Endpoints:
             if self._is_watched:
                 raise Unavailable(f"no server is there: {self.names or 'there is none'}")
             return min(self._endpoints, key=lambda endpoint: endpoint.away_until_s)
-        least, total = min(one.num_busy for one in usable), sum(one.num_busy for one in usable)
         if key is None:
+            least = min(one.num_busy for one in usable)
             idle = [endpoint for endpoint in usable if endpoint.num_busy == least]
             return idle[next(self._turn) % len(idle)]
-        most = least + max(_SLACK, _SHARE_AHEAD * total / len(usable))
-        return self._placement.place(key, [one for one in usable if one.num_busy <= most])
+        return self._placement.place(key, not_ahead(usable))
 
     def _due(self, now_s: float) -> list[tuple[Endpoint, Question]]:
         """What is to be asked now, of those that are asked nothing."""

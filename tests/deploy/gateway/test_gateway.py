@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,15 @@ from tests.deploy.metrics import names_in, scrape
 
 
 @pytest.fixture(scope="module")
-def metrics() -> set[str]:
-    """Those of a live server."""
-    return names_in(asyncio.run(scrape()))
+def text() -> str:
+    """What a live server answers."""
+    return asyncio.run(scrape())
+
+
+@pytest.fixture(scope="module")
+def metrics(text) -> set[str]:
+    """The names of its metrics."""
+    return names_in(text)
 
 
 def test_the_folder_is_in_order(metrics):
@@ -36,6 +43,18 @@ def test_every_metric_that_the_picker_reads_is_needed(metrics):
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "lora_requests_info"):
         found = rules.problems(rules.load(), metrics - {f"vllm:{name}"})
         assert [f"the server has no metric 'vllm:{name}'" in problem for problem in found] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("vllm:cache_config_info", {"block_size", "num_gpu_blocks"}),
+        ("vllm:lora_requests_info", {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}),
+    ],
+)
+def test_metrics_whose_labels_the_picker_reads_have_them(text, name, labels):
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{name}{{"))
+    assert labels <= set(re.findall(r"(\w+)=\"", line))
 
 
 # --- planted mistakes -------------------------------------------------------------------------------------------------
