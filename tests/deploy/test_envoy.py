@@ -134,6 +134,21 @@ UNKNOWN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         ),
         "envoy.extensions.filters.http.router.v3.Rooter",
     ),
+    # rules of fields that are there
+    (lambda it: cluster_of(it)["health_checks"][0].pop("interval"), "interval: is required"),
+    (lambda it: cluster_of(it)["health_checks"][0].update(timeout="0s"), "timeout: 0.0 is not gt 0.0"),
+    (lambda it: cluster_of(it)["health_checks"][0].pop("grpc_health_check"), "needs one of http_health_check"),
+    (lambda it: cluster_of(it)["outlier_detection"].update(max_ejection_percent=150), "150 is not lte 100"),
+    (
+        lambda it: cluster_of(it)["common_lb_config"]["consistent_hashing_lb_config"].update(hash_balance_factor=50),
+        "hash_balance_factor: 50 is not gte 100",
+    ),
+    (lambda it: cluster_of(it).update(name=""), "clusters[0].name: '' is not min_len 1"),
+    (lambda it: manager_of(it).update(stat_prefix=""), "typed_config.stat_prefix: '' is not min_len 1"),
+    (lambda it: manager_of(it).update(codec_type=9), "codec_type: 9 is no CodecType"),
+    (lambda it: manager_of(it)["route_config"]["virtual_hosts"][0].update(domains=[]), "[] is not min_items 1"),
+    (lambda it: routes_of(it)[0]["route"].pop("cluster"), "route: needs one of cluster"),
+    (lambda it: routes_of(it)[0]["match"]["headers"][0].update(name="x\n"), "is not well_known_regex"),
 ]
 
 
