@@ -1,10 +1,10 @@
 """What the bytes of a block of keys and values depend on, as one digest.
 
-    model, type of its numbers ── layout of a block ── which kernels computed it ── every weight
+    model, type of its numbers ── layout of a block ── which code computed it, where ── every weight
 
 Two servers of one digest may hand blocks to each other, and a server finds those that it left on disk. What is computed
-by other kernels, or with another version of the compiler, differs in the last bits: then it is another digest, so that
-tokens do not depend on where a prefix comes from.
+by other kernels, with another version of the compiler, or by a CPU with other instructions, differs in the last bits:
+then it is another digest, so that tokens do not depend on where a prefix comes from.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
 from jpaged.device.mesh import first_device
+from jpaged.device.programs.kept import processor_features
+from jpaged.device.programs.saved import digest_of_sources
 from jpaged.device.step.forward import Step
 from jpaged.kernels.lora import AdaptedMatrix
 from jpaged.models.layers import Params
@@ -37,7 +40,8 @@ def kv_identity(step: Step, params: Params) -> bytes:
     kernels = (step.backend, step.linear_backend, step.layer_mode, dict(step.mesh.shape), step.kv_groups)
     found = hashlib.sha256(b"jpaged/kv/1\0")
     found.update(repr((step.model.config, np.dtype(step.model.dtype).name, layout, kernels)).encode())
-    found.update(repr((device.platform, device.device_kind, jax.__version__)).encode())
+    where = (device.platform, device.device_kind, processor_features() if device.platform == "cpu" else "")
+    found.update(repr((where, jax.__version__, jaxlib.version.__version__, digest_of_sources())).encode())
     with ThreadPoolExecutor(_NUM_THREADS, "jpaged-identity") as threads:
         for digest in threads.map(_digest, _leaves(params)):
             found.update(digest)

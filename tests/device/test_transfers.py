@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.made_arrays import made_arrays
 from jpaged.config import EngineConfig
-from jpaged.device import host_pool
+from jpaged.device import host_pool, identity
 from jpaged.device.calibration import NO_RATE, measure_rates
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, WholeHostBlocks, num_host_blocks
@@ -425,8 +425,8 @@ def _identity(params: Params | None = None, dtype: str = "float32", **cache: Any
         executor.shutdown()
 
 
-def test_an_identity_is_of_all_that_the_bytes_of_a_block_depend_on() -> None:
-    """The same again, whatever the cache does; another with one weight, type, block or pool of other numbers."""
+def test_an_identity_is_of_all_that_the_bytes_of_a_block_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same again, whatever the cache does; another with one weight, type, block, pool, program or processor."""
     leaves, tree = jax.tree.flatten(tiny_model.params("loop", "float32"))
     leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].add(1e-3)
     size = tiny_model.OPTIONS.cache.block_size
@@ -439,4 +439,8 @@ def test_an_identity_is_of_all_that_the_bytes_of_a_block_depend_on() -> None:
         _identity(block_size=2 * size),
         _identity(kv_cache_dtype="int8"),
     ]
-    assert len({same, *others}) == 5
+    for what in ("processor_features", "digest_of_sources"):
+        with monkeypatch.context() as patch:
+            patch.setattr(identity, what, lambda: "another")
+            others.append(_identity())
+    assert len({same, *others}) == 7

@@ -69,7 +69,7 @@ class KeptPrograms:
             (
                 (target.jax, target.jaxlib, target.platform_version, target.device_kind, target.compiler_options),
                 ([(device.platform, device.id) for device in devices], platform.machine()),
-                (_processor(), compiler_environment_text(), sorted(settings.items(), key=lambda pair: pair[0])),
+                (processor_features(), compiler_environment_text(), sorted(settings.items(), key=lambda pair: pair[0])),
             )
         )
         shapes = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -156,7 +156,7 @@ def _write(path: Path, content: bytes) -> bool:
     return True
 
 
-def _processor() -> str:
+def processor_features() -> str:
     """What a CPU's programs are compiled for besides its kind: the features that Linux tells of it."""
     lines = _text_of(Path("/proc/cpuinfo")) or ""
     return next((line for line in lines.splitlines() if line.startswith(("flags", "Features"))), "")

@@ -88,7 +88,7 @@ class Target:
         device, model = first_device(step.mesh), step.model
         return cls(
             jpaged=__version__,
-            sources=_digest_of_sources(),
+            sources=digest_of_sources(),
             jax=jax.__version__,
             jaxlib=jaxlib.version.__version__,
             platform=device.platform,
@@ -214,7 +214,8 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, C
     return num_bytes
 
 
-def _digest_of_sources() -> str:
+def digest_of_sources() -> str:
+    """The digest of the code that programs are traced from."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(path for pattern in _SOURCES for path in root.glob(pattern)):
