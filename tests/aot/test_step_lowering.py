@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax import export
 # How an abstract mesh says which device it is of has no public name yet.
 from jax._src.mesh import AbstractDevice
 from jax.extend.core import Jaxpr, jaxprs_in_params
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import Backend, EngineConfig
@@ -74,6 +74,8 @@ TARGETS = {
     },
     "h200": Target(AbstractDevice("NVIDIA H200", 132, "gpu"), "cuda", "pallas-gpu", "gpu", "@mosaic_gpu_v2"),
 }
+
+A100 = Target(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu"), "cuda", "pallas-triton", "gpu", f"@{TRITON_CALL}")
 
 
 def on(target: Target) -> AbstractContextManager[object]:
@@ -140,6 +142,36 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
         text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(*arguments).mlir_module()
     assert target.call in text
     assert text.count("stablehlo.while") >= (2 if program == "decode" else 1), "layers, and the steps around them"
+    assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+@pytest.mark.parametrize("has_runs", [True, False])
+@pytest.mark.parametrize("name", ["v6e", "h200", "a100"])
+@pytest.mark.thinned(6)
+def test_a_step_over_contexts_in_parts_lowers_with_each_devices_kernel(name: str, has_runs: bool) -> None:
+    """Rows are taken apart once; a layer calls the kernel on what a device has, and merges what the two found."""
+    target = A100 if name == "a100" else TARGETS[name]
+    model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
+    sizes = {"block_size": 64, "context_parallel_size": 2, "tensor_parallel_size": 2}
+    options = EngineConfig.load({**OPTIONS, **sizes, "enable_cascade_attention": has_runs})
+    step, geometry, _ = abstract_serving(model, options, build_mesh(jax.devices()[:4], 2))
+    mesh = AbstractMesh((1, 2, 2), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES), abstract_device=target.device)
+    layout = dataclasses.replace(step.layout, form=target.form)
+    assert (layout.local.block_size, layout.local.num_kv_heads) == (32, 4)
+    step = dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan", mesh=cast("Mesh", mesh))
+    packing = forward_packing(NUM_TOKENS, geometry)
+    jitted = jax.jit(functools.partial(step.packed_forward, packing=packing), donate_argnums=1)
+    with jax.sharding.use_abstract_mesh(mesh):
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", TRITON_CALL)]
+        text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(
+            step.model.abstract_params("scan"),
+            jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
+            jax.ShapeDtypeStruct((step.num_places,), np.int32),
+            jax.ShapeDtypeStruct((packing.size,), np.int32),
+        ).mlir_module()
+    assert target.call in text
+    assert text.count("stablehlo.all_gather") == 1, "the log-sum-exps of a layer"
+    assert text.count("stablehlo.all_reduce") == 1, "its outputs; XLA adds the sums of the model's parts"
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
 
 
