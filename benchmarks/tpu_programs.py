@@ -4,8 +4,9 @@
 
 A cell is spelled `model@topology#program,program`, with `/backend` behind the topology for another than `auto` takes:
 `llama-3-8b@v6e:2x4#forward[64],sample[64],sample[64, top]`. Weights are bfloat16, or as one of `FORMATS` has them
-(`llama-3-8b+int4@v6e:1x1#forward[64]`), split over all devices of it; the pool takes what a server would give it, nine
-tenths of the memory without the weights. Where that is less than two of the model's longest sequences it takes those,
+(`llama-3-8b+int4@v6e:1x1#forward[64]`), split over all devices of it, or over those that share no context, where `*2`
+behind the topology has each context on two; the pool takes what a server would give it, nine tenths of the memory
+without the weights. Where that is less than two of the model's longest sequences it takes those,
 and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8 slots of
 rank 16, as a server has them unless it is told otherwise (`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`).
 """
@@ -27,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from benchmarks.made_arrays import MadeArray, made_arrays
 from jpaged import json_text
@@ -36,7 +38,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.adapters import matrices_of
 from jpaged.device.aot.hlo import Collective, collectives, computations_of
 from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
-from jpaged.device.mesh import build_mesh, local_bytes
+from jpaged.device.mesh import build_mesh, local_bytes, num_context_parts, num_shards
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.programs.report import ProgramReport
@@ -63,7 +65,7 @@ FORMATS: Mapping[str, tuple[tuple[str, MatrixFormat], ...]] = {
 """Which matrices of layers are quantised, and how; where rows are named, those of products are rounded, too."""
 _CELL = re.compile(
     r"(?P<model>[\w.-]+)(?:\+(?!lora@)(?P<format>[\w-]+))?(?P<lora>\+lora)?@"
-    r"(?P<topology>[\w:]+)(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)"
+    r"(?P<topology>[\w:]+)(?:\*(?P<contexts>\d+))?(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)"
 )
 Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
 _MARK = "RESULT "
@@ -78,7 +80,7 @@ class ProgramResult:
     Attributes:
         cell: `model@topology`, with the backend if one was named.
         program: as `ProgramSpec` writes it.
-        num_devices: that the model is split over.
+        num_devices: that the model and its contexts are split over.
         backend: whose attention kernel it is.
         num_blocks: of the pool.
         weight_bytes: of all parameters, adapters in their slots included.
@@ -174,12 +176,13 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     """The programs of one cell, in this process."""
     match = _CELL.fullmatch(cell)
     if match is None:
-        raise ValueError(f"{cell!r} is not spelled model[+format][+lora]@topology[/backend]#program,...")
+        raise ValueError(f"{cell!r} is not spelled model[+format][+lora]@topology[*contexts][/backend]#program,...")
     config = KNOWN_MODELS[match["model"]].config
     if (form := match["format"]) is not None:
         config = dataclasses.replace(config, quantisation=Quantisation(form, FORMATS[form]))
     own = {"attention_backend": match["backend"] or "auto", "enable_lora": match["lora"] is not None}
-    step, params, lowerings = _serving(Model(config, jnp.dtype("bfloat16")), match["topology"], own)
+    mesh = build_mesh(compile_only_devices(find_topology(match["topology"])), int(match["contexts"] or 1))
+    step, params, lowerings = _serving(Model(config, jnp.dtype("bfloat16")), match["topology"], mesh, own)
     specs = {str(spec): spec for spec in lowerings}
     return [
         _compile(cell.partition("#")[0], specs[program], lowerings[specs[program]], step, params)
@@ -187,9 +190,10 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     ]
 
 
-def _serving(model: Model, topology_name: str, own: Mapping[str, Any]) -> tuple[Step, Params, Lowerings]:
-    mesh = build_mesh(compile_only_devices(find_topology(topology_name)))
-    options = {**OPTIONS, "tensor_parallel_size": mesh.size, **own}
+def _serving(model: Model, topology_name: str, mesh: Mesh, own: Mapping[str, Any]) -> tuple[Step, Params, Lowerings]:
+    num_contexts = num_context_parts(mesh)
+    sizes = {"tensor_parallel_size": num_shards(mesh), "context_parallel_size": num_contexts}
+    options = {**OPTIONS, "block_size": OPTIONS["block_size"] * num_contexts, **sizes, **own}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
     free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)
     num_blocks = max(2 * geometry.num_blocks, int(free // least.layout.local.bytes_per_block) - 1)
@@ -256,8 +260,9 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
         return sizes
     for name, tree in params.items():
         sizes |= _elements(tree, is_stacked=name == "layers")
-    heads, groups = config.num_heads // step.mesh.size, layout.num_kv_heads
-    inner = config.intermediate_size // step.mesh.size
+    num_sharing = num_shards(step.mesh)
+    heads, groups = config.num_heads // num_sharing, layout.num_kv_heads
+    inner = config.intermediate_size // num_sharing
     kv = 2 * groups * config.head_dim
     widths = (config.hidden_size, inner, 2 * inner, heads * config.head_dim, kv, heads * config.head_dim + kv)
     large = {size for size in sizes if size >= _SMALL}
@@ -300,7 +305,7 @@ def _copied_logits(executable: jax.stages.Compiled, step: Step, spec: ProgramSpe
     """What a sample copies of all its logits: it may change them, and make others."""
     if spec.kind != "sample":
         return []
-    size = spec.size * step.model.config.vocab_size // step.mesh.size
+    size = spec.size * step.model.config.vocab_size // num_shards(step.mesh)
     return [array for array in made_arrays(executable, {size}) if array.opcode.startswith("copy")]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from benchmarks.tpu_programs import ProgramResult, compile_cells, library
 from jpaged.capacity.known_models import KNOWN_MODELS
+from jpaged.models.config import ModelConfig
 
 MIB = 1 << 20
 
@@ -105,6 +107,54 @@ def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
         is_sample = result.program.startswith(("sample", "decode"))
         check(result, work_mib=256 if "512" in result.program else 112 if is_sample else 80)
         check_exchanges(result)
+
+
+@pytest.mark.parametrize(
+    ("cell", "num_contexts", "num_sharing"),
+    long(
+        ("llama-3-8b@v6e:2x2*2#forward[64],decode[64],copy[8],swap_out[8],swap_in[8]", 2, 2),
+        ("llama-3-8b@v6e:2x2*4#forward[512]", 4, 1),
+    )
+    + deep(
+        ("llama-3-8b@v5e:2x4*2#forward[64],forward[512],sample[64]", 2, 4),
+        ("llama-3-8b@v5p:2x2x1*2#forward[512]", 2, 2),
+        ("llama-3-8b@tpu7x:2x2x1*2#forward[64]", 2, 4),
+        ("gpt-oss-20b@v6e:2x2*2#forward[64]", 2, 2),
+        ("deepseek-v2-lite@v6e:2x2*2#forward[64]", 2, 2),
+    ),
+)
+def test_contexts_in_parts_are_served_in_place(cell: str, num_contexts: int, num_sharing: int) -> None:
+    """Each device has its slots of the pool; of a layer log-sum-exps are gathered and outputs summed, besides."""
+    results = compile_cells(cell)
+    assert len(results) == cell.count("[")
+    for result in results:
+        assert (result.num_devices, result.backend) == (num_contexts * num_sharing, "pallas-tpu")
+        if result.program.startswith("swap"):  # beside the pool there are blocks that it reads or makes
+            assert (result.collectives, result.made) == ((), ())
+            continue
+        has_experts = not result.cell.startswith("llama")  # whose widths a device pads
+        check(result, work_mib=256 if "512" in result.program else 112, padding=0.025 if has_experts else 0.01)
+        if result.program.startswith("forward"):
+            config = KNOWN_MODELS[result.cell.partition("@")[0]].config
+            check_merges(result, config, num_contexts, num_sharing)
+        elif result.program.startswith("copy"):
+            assert result.collectives == ()
+
+
+def check_merges(result: ProgramResult, config: ModelConfig, num_contexts: int, num_sharing: int) -> None:
+    """The exchanges of the model's own parts, and two more in each layer, whose numbers are as many as documented."""
+    rows, heads = int(result.program.partition("[")[2].partition("]")[0]), config.num_heads // num_sharing
+    numbers = Counter[tuple[str, int]]()
+    for one in result.collectives:
+        for dims in one.dims:
+            numbers[one.opcode, math.prod(dims)] += math.prod(trips or 0 for trips in one.loop_trips)
+    assert numbers["all-gather", num_contexts * rows * heads] == config.num_layers
+    sums_of_model, outputs = rows * config.hidden_size, rows * heads * (config.value_dim or config.head_dim)
+    wanted = Counter({("all-reduce", outputs): config.num_layers})
+    if num_sharing > 1:
+        wanted["all-reduce", sums_of_model] += 2 * config.num_layers + 1
+    assert {key: num for key, num in numbers.items() if key[0] == "all-reduce"} == wanted
+    assert {opcode for opcode, _ in numbers} == {"all-gather", "all-reduce"}
 
 
 EDITING = "edited[64],count[256],tell[64, logprobs],tell[8, all-logprobs],tell[64, hidden]"
