@@ -25,6 +25,7 @@ def facts_of(model: LoadedModel) -> tuple[tuple[str, str], ...]:
         "device": f"{backend.platform} {backend.device_kind}",
         "attention": backend.attention,
         "tensor_parallel_size": model.config.parallel.tensor_parallel_size,
+        "context_parallel_size": model.config.parallel.context_parallel_size,
         "jax": backend.jax_version,
     }
     return tuple((name, str(value)) for name, value in facts.items())
