@@ -120,9 +120,9 @@ def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:
     if platform != "cpu":
         return f"it runs on CPUs, not on {platform}"
     if num_shards(mesh) > 1:
-        return f"the model is split over {num_shards(mesh)} devices"
+        return f"the model is split over {num_shards(mesh)} devices (tensor_parallel_size)"
     if mesh.size > 1:
-        return f"contexts are split over {num_context_parts(mesh)} devices"
+        return f"contexts are split over {num_context_parts(mesh)} devices (context_parallel_size)"
     if layer_mode == "scan":
         return "weights of layers that are scanned are stacked"
     found = product.kernel()
