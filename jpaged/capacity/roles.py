@@ -166,7 +166,8 @@ class _Model:
         """Seconds for which a prompt's blocks are on their way, each part of it after the other."""
         roofline = self.times.roofline
         num_bytes = self.lengths.input_len * roofline.shape.kv_bytes_per_token
-        host_s = num_bytes / (roofline.num_devices * roofline.hardware.host_bytes_per_s * ASSUMED.host_link_efficiency)
+        num_links = roofline.num_devices * self.times.num_context_parts
+        host_s = num_bytes / (num_links * roofline.hardware.host_bytes_per_s * ASSUMED.host_link_efficiency)
         return 2 * host_s + num_bytes / self.goals.network_bytes_per_s
 
     def _decode_s(self, rows: int) -> float:

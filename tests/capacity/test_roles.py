@@ -45,6 +45,9 @@ def test_a_prompt_goes_out_over_the_network_and_in() -> None:
     """4000 tokens of 100 kB: twice over 25.6 GB/s of a host's link, once over 12.5 of the network."""
     assert found().apart.transfer_s == pytest.approx(0.4 / 25.6 * 2 + 0.4 / 12.5)
     assert found().transfer_bytes == 4000 * 1e5
+    in_parts = compare(LONG, POOL, dataclasses.replace(TIMES, num_context_parts=2), 2, LOOSE)
+    assert in_parts is not None
+    assert in_parts.apart.transfer_s == pytest.approx(0.4 / 51.2 * 2 + 0.4 / 12.5), "over the links of both devices"
 
 
 def test_mixed_steps_share_their_time_between_prompts_and_rows() -> None:
