@@ -37,7 +37,7 @@ from jpaged.models.quantisation.tree import dense_formats
 from jpaged.version import __version__
 
 MANIFEST = "programs.json"
-FORMAT = 1
+FORMAT = 2
 _SOURCES = ("device/**/*.py", "kernels/**/*.py", "kernels/**/*.json", "models/**/*.py", "engine/executor/*.py")
 
 

@@ -140,7 +140,7 @@ def test_damage_is_named(folder: Path, warm: JaxExecutor, tmp_path: Path) -> Non
         executor.warm_up(tiny_model.quiet)
     executor.shutdown()
     manifest = json.loads((broken / MANIFEST).read_text())
-    for damage, said in (({"format": 7}, "is of format 7; 1 is read"), ({"target": {"jax": "1"}}, "is damaged")):
+    for damage, said in (({"format": 7}, "is of format 7; 2 is read"), ({"target": {"jax": "1"}}, "is damaged")):
         (broken / MANIFEST).write_text(json.dumps({**manifest, **damage}))
         with pytest.raises(InvalidArgument, match=said):
             SavedPrograms.open(broken)
