@@ -38,6 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "few blocks": {"num_blocks": 40, "max_num_seqs": 16},
     "swapped": {"num_blocks": 40, "max_num_seqs": 16, "swap_space": 1.0, "preemption_mode": "swap"},
     "two devices": {"tensor_parallel_size": 2},
+    "contexts in parts": {"context_parallel_size": 2},
 }
 DRAFTS = ("the model itself", "random")
 """Draft models: one that is always right, and one that knows nothing."""

@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache_dtype": "int8"},
     "replicas": {"data_parallel_size": 2},
     "parts": {"tensor_parallel_size": 2},
+    "contexts in parts": {"context_parallel_size": 2, "tensor_parallel_size": 2},
 }
 
 

@@ -60,6 +60,7 @@ def carry(a: LLM, b: LLM, prompt: list[int]) -> int:
         pytest.param("gemma3", {}, marks=pytest.mark.long),
         pytest.param("llama3_tied", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("qwen2", {"data_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param("llama3_tied", {"context_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.long),
     ],
 )
 def test_tokens_are_the_same_behind_a_prefix_that_travelled(name: str, options: dict[str, Any], tmp_path: Path) -> None:
