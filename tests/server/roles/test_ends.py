@@ -1,0 +1,77 @@
+"""Requests that end while others compute their prompts, or send the blocks: what is told of them, and what is held."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.service.prefixes import parts
+from jpaged.service.roles import prefilling
+from tests.server.harness import collect, eventually, failure_of, request
+from tests.server.roles.test_roles import LONG, Pair, fake, pair
+
+ABORT = inference_pb2.FINISH_REASON_ABORT
+
+
+@asynccontextmanager
+async def slow_to_send(monkeypatch: pytest.MonkeyPatch, **decode: Any) -> AsyncIterator[Pair]:
+    """A pair whose prefill server tells first tokens, and sends no blocks until the end."""
+    cut, may_send = parts.cut, threading.Event()
+
+    def wait(*of: Any) -> Any:
+        may_send.wait()
+        return cut(*of)
+
+    monkeypatch.setattr(prefilling, "cut", wait)
+    async with pair(decode=decode) as both:
+        try:
+            yield both
+        finally:
+            may_send.set()
+
+
+async def abort(both: Pair) -> None:
+    await both.decode.control.Abort(control_pb2.AbortRequest(request_id="mine"))
+
+
+@pytest.mark.parametrize("others", [[], [fake()]], ids=["one engine", "replicas"])
+async def test_whoever_is_aborted_leaves_its_place_to_the_next(others: list[Any]) -> None:
+    async with pair(decode={"max_num_seqs": 1, "max_num_queued_reqs": 1, "others": others}) as both:
+        both.prefill.faults.hold_after(0)
+        for number in range(5):
+            call = both.decode.inference.Generate(request(f"{number} {LONG}", request_id="mine"))
+            await eventually(lambda: both.prefill.num_open_calls == 1)
+            await abort(both)
+            (told,) = await collect(call)
+            assert told.finish.reason == ABORT
+            assert told.usage.prompt_tokens == len(LONG) + 2
+            await eventually(lambda: both.prefill.num_open_calls == 0)
+        both.prefill.faults.release()
+
+
+async def test_an_abort_ends_every_sequence_whose_first_token_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with slow_to_send(monkeypatch, max_num_seqs=3, max_num_queued_reqs=1) as both:
+        for number in range(5):
+            call = both.decode.inference.Generate(request(f"{number} {LONG}", request_id="mine", n=3))
+            told = [await call.read() for _ in range(3)]
+            await abort(both)
+            rest = await collect(call)
+            assert [one.index for one in told] == [one.index for one in rest] == [0, 1, 2]
+            assert [one.finish.reason for one in rest] == [ABORT] * 3
+            assert [one.is_last for one in rest] == [False, False, True]
+            assert (rest[-1].usage.prompt_tokens, rest[-1].usage.completion_tokens) == (len(LONG) + 2, 3)
+            await eventually(lambda: both.prefill.num_open_calls == 0)
+
+
+async def test_a_deadline_holds_while_blocks_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with slow_to_send(monkeypatch, default_deadline=0.3, transfer_timeout=3600.0) as both:
+        async with asyncio.timeout(60.0):
+            error = await failure_of(both.decode.inference.Generate(request(LONG)))
+        assert error.code().name == "DEADLINE_EXCEEDED"
+        await eventually(lambda: both.prefill.num_open_calls == 0)
