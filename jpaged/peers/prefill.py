@@ -25,7 +25,7 @@ from jpaged.client.failures import translated
 from jpaged.client.tls import Tls, open_channel
 from jpaged.config import RoleOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, sentence_of
-from jpaged.service.prefixes.parts import Piece
+from jpaged.service.prefixes.parts import MAX_PIECES, Piece
 from jpaged.service.roles.first_tokens import FirstToken, prompt_alone
 from jpaged.types import Request
 
@@ -108,6 +108,8 @@ class Answer:
         """The blocks of the prompt in pieces, some at a time."""
         with _translating():
             while (message := await self._call.read()) is not aio.EOF:
+                if len(message.pieces.pieces) > MAX_PIECES:
+                    raise InternalError(f"{self.target} sent a message of more than {MAX_PIECES} pieces")
                 yield [
                     Piece(one.index, one.kv_group, one.offset, one.contents, one.key, one.hash)
                     for one in message.pieces.pieces

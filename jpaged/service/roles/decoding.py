@@ -179,7 +179,9 @@ class DecodeRole:
     ) -> None:
         """Bring the blocks over, as many as come: what is missing is computed, and why is counted."""
         counts = model.role_counts
-        receiving = Receiving(coming.arriving, coming.num_missing, coming.arriving.chain.keys)
+        arriving = coming.arriving
+        most = len(arriving.chain.keys) * arriving.num_kv_groups  # some may come that are here already
+        receiving = Receiving(arriving, most, arriving.chain.keys)
         receiving.give(homes)
         if len(homes) < coming.num_missing:
             counts.add(num_blocks_without_room=coming.num_missing - len(homes))
