@@ -98,15 +98,31 @@ class Travelling:
             chain, keys = await self._chains(model, prefix)
             travels = model.engine.travels
             identity = await self._run(travels.kv_identity)
-            leaving = await self._left(travels.leave(chain, num_known_tokens // travels.block_size))
+            arriving, num_known = travels.arrive(chain), num_known_tokens // travels.block_size
             try:
-                yield header_of(model, prefix.cache_salt, prefix.adapter, chain, leaving, identity)
+                num_found = await self._bring_from_disk(arriving, num_known)
+                leaving = await self._left(travels.leave(chain, num_known))
+            finally:
+                self._threads.submit(arriving.close)
+            num_found = max(num_found, leaving.num_found)
+            try:
+                yield header_of(model, prefix.cache_salt, prefix.adapter, chain, leaving, num_found, identity)
                 for part in range(leaving.num_parts):
                     await _told(leaving.when_there(part))
                     for pieces in await self._run(functools.partial(cut, leaving, part, keys)):
                         yield pieces
             finally:
                 self._threads.submit(leaving.close)
+
+    async def _bring_from_disk(self, arriving: Arriving, num_skipped: int) -> int:
+        """Bring to host memory what disk alone has of a prefix, as far as there is room; how many blocks there are."""
+        num_found, places = await self._run(lambda: arriving.on_disk(num_skipped))
+        while places:
+            homes = await _told(arriving.reserve(min(len(places), arriving.num_blocks_at_once)))
+            some, places = places[: len(homes)], places[len(homes) :]
+            if not homes or await self._run(functools.partial(arriving.read, some, homes)) < len(some):
+                break
+        return num_found
 
     async def load(self, parts: Parts, tenant: str = "") -> Arrival:
         """Take a prefix in that somebody brings, for a tenant.
@@ -148,12 +164,8 @@ class Travelling:
             )
             async with contextlib.aclosing(self._peers.save(source, asked, num_known * size)) as parts:
                 header = await _header_of(parts)
-                asked_ids = chain.token_ids[: len(header.token_ids)]
-                if (header.token_ids, header.cache_salt, header.adapter) != (
-                    asked_ids,
-                    prefix.cache_salt,
-                    prefix.adapter,
-                ):
+                wanted = chain.token_ids[: len(header.token_ids)], prefix.cache_salt, prefix.adapter
+                if (header.token_ids, header.cache_salt, header.adapter) != wanted:
                     raise InternalError(f"{source} answered with another prefix than it was asked for")
                 return await self._take(model, header, parts, prefix.tenant)
 

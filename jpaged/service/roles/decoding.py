@@ -73,11 +73,10 @@ class DecodeRole:
         generation.goes_on_by(asyncio.create_task(self._run(model, travels, request, generation)))
 
     def end(self, model: LoadedModel, generation: Generation) -> None:
-        """Nothing is told, written or held of a request any more, and no place is kept for it."""
+        """Nothing is told, written or held of a request any more; the service has the engine drop what did not end."""
         generation.goes_on_by(None)
         self._let_go(generation)
-        if self._left.pop(generation.engine_id, None) is not None:
-            model.engine.drop(generation.engine_id)
+        self._left.pop(generation.engine_id, None)
 
     def hurry(self, model: LoadedModel, generation: Generation) -> bool:
         """Give the engine what is left of a request, whatever is still under way."""
