@@ -29,7 +29,7 @@ from jpaged.service.roles.ready import identity_of
 from jpaged.service.roles.role import AskedPrefill, Generation
 from jpaged.service.roles.rule import why_here
 from jpaged.service.workers import Workers
-from jpaged.types import OutputEvent, Request
+from jpaged.types import OutputEvent, Request, RequestTimes
 
 if TYPE_CHECKING:
     from jpaged.engine.sequence import Sink
@@ -132,7 +132,7 @@ class DecodeRole:
             return
         try:
             try:
-                behind = await self._tell(model, request, answer, generation)
+                behind = await self._tell(model, request, answer, generation, began_s)
             except InternalError as error:
                 counts.failed("prefill", error)
                 self._let_go(generation)
@@ -160,7 +160,9 @@ class DecodeRole:
             whole_s = wait_s + options.transfer_timeout
             return await self._servers.ask(request, num_known, self._identity, whole_s)
 
-    async def _tell(self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation) -> Begun:
+    async def _tell(
+        self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation, began_s: float
+    ) -> Begun:
         """Tell the first tokens; raises InternalError before anything is told where they cannot be the request's."""
         eos, vocab_size = model.input_processor.eos_token_ids, model.engine.geometry.vocab_size
 
@@ -169,7 +171,11 @@ class DecodeRole:
             return begun(request, tokens, answer.num_cached_tokens, model.tokenizer, eos, vocab_size)
 
         behind = await self._workers.run(work, len(request.prompt_token_ids))
-        for event in behind.events:
+        *others, last = behind.events
+        if behind.request is None:  # the engine tells nothing of it, and so not when
+            now_s = model.engine.clock()
+            last = dataclasses.replace(last, times=RequestTimes(began_s, began_s, now_s, now_s))
+        for event in (*others, last):
             generation.stream.put(event)
         return behind
 
