@@ -156,9 +156,8 @@ class DecodeRole:
             wait_s = min(wait_s, request.deadline_s - now_s)
         if wait_s <= 0:
             raise DeadlineExceeded("there is no time left to ask")
-        async with asyncio.timeout(wait_s):
-            whole_s = wait_s + options.transfer_timeout
-            return await self._servers.ask(request, num_known, self._identity, whole_s)
+        whole_s = wait_s + options.transfer_timeout
+        return await self._servers.ask(request, num_known, self._identity, wait_s, whole_s)
 
     async def _tell(
         self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation, began_s: float
