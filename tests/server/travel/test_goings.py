@@ -98,7 +98,8 @@ async def test_whoever_brings_nothing_more_is_told_so_and_what_came_is_kept(monk
             await asyncio.sleep(600)
 
         with pytest.raises(DeadlineExceeded, match=r"nothing of the prefix came for 0.5 s"):
-            await b.prefixes.load(some())
+            async with asyncio.timeout(60.0):
+                await b.prefixes.load(some())
         assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == 28
 
 
