@@ -129,6 +129,9 @@ class Directory:
             parent = key_of(parent, tokens)
             if one not in held.keys and len(held.keys) >= self._max_blocks:
                 return
+            former = held.keys.get(one, parent)
+            if former != parent and held.hashes.get(former) == one:
+                del held.hashes[former]
             held.keys[one] = parent
             held.hashes[parent] = one
             held.tiers.setdefault(one, set()).add(event.tier)

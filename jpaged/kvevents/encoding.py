@@ -213,7 +213,7 @@ def decode(message: bytes) -> tuple[list[Event], int]:
         return [event for one in events if (event := _read(_named(one))) is not None], int(rank)
     except InvalidArgument:
         raise
-    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, msgpack.UnpackException) as error:
         raise InvalidArgument("message", f"is no batch of KV events: {error}") from error
 
 
@@ -238,14 +238,18 @@ def _read(event: dict[str, Any]) -> Event | None:
     if kind == "BlockRemoved":
         return RemovedBlocks(None if medium is None else tier, hashes, kv_group)
     parent, token_ids, block_size = event["parent_block_hash"], tuple(event["token_ids"]), int(event["block_size"])
-    if token_ids and (len(token_ids) != block_size * len(hashes) or not all(type(one) is int for one in token_ids)):
+    if token_ids and (len(token_ids) != block_size * len(hashes) or not _are_ids(token_ids)):
         raise InvalidArgument(
-            "token_ids", f"{len(token_ids)} for {len(hashes)} blocks of {block_size}; each is an integer"
+            "token_ids", f"{len(token_ids)} for {len(hashes)} blocks of {block_size}; each is an integer of 64 bits"
         )
     parent = None if parent is None else _number(parent)
     window = event.get("kv_cache_spec_sliding_window")
     window = None if window is None else int(window)
     return StoredBlocks(tier, hashes, parent, token_ids, block_size, _owner(event), kv_group, window)
+
+
+def _are_ids(found: Sequence[Any]) -> bool:
+    return all(type(one) is int for one in found) and min(found) >= -(1 << 63) and max(found) < 1 << 63
 
 
 def _owner(event: dict[str, Any]) -> Owner:

@@ -1,6 +1,7 @@
 """Servers of the role prefill, as a decode server asks them: the least busy that is there, and one after the other.
 
-A server that cannot be reached is left alone for a second; where none is there, nobody waits.
+A server that cannot be reached, or says nothing, is left alone for a second, and until there is a connection to it;
+where none is there, nobody waits.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from jpaged.client.failures import translated
 from jpaged.client.tls import Tls, open_channel
 from jpaged.config import RoleOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, sentence_of
-from jpaged.service.prefixes.parts import Piece
+from jpaged.service.prefixes.parts import MAX_PIECES, Piece
 from jpaged.service.roles.first_tokens import FirstToken, prompt_alone
 from jpaged.types import Request
 
 _LOG = logging.getLogger(__name__)
 
 _ABSENT_S = 1.0
+_PATIENT = 0.9
+"""Who says nothing for so much of the time that a first token may take is taken for absent."""
 _MAX_KEY_BYTES = 4096
 
 
@@ -41,7 +44,7 @@ class _Server:
 
     Attributes:
         num_open: calls that it works on for us.
-        absent_until_s: until then it is not asked, but where all are absent.
+        absent_until_s: until then it is not asked; 0 where it was there the last time.
     """
 
     target: str
@@ -60,8 +63,18 @@ class _Server:
         """A call to it is over."""
         self.num_open -= 1
 
+    @property
+    def is_connected(self) -> bool:
+        """There is a connection; where there is none, one is tried."""
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+    @property
+    def is_there(self) -> bool:
+        """It may be asked, as far as one knows."""
+        return not self.absent_until_s or (self.is_connected and self.absent_until_s <= time.monotonic())
+
     def note_absence(self) -> None:
-        """It could not be reached."""
+        """It could not be reached, or says nothing."""
         if self.absent_until_s == 0.0:
             _LOG.warning("prefill server %s is not there", self.target)
         self.absent_until_s = time.monotonic() + _ABSENT_S
@@ -108,6 +121,8 @@ class Answer:
         """The blocks of the prompt in pieces, some at a time."""
         with _translating():
             while (message := await self._call.read()) is not aio.EOF:
+                if len(message.pieces.pieces) > MAX_PIECES:
+                    raise InternalError(f"{self.target} sent a message of more than {MAX_PIECES} pieces")
                 yield [
                     Piece(one.index, one.kv_group, one.offset, one.contents, one.key, one.hash)
                     for one in message.pieces.pieces
@@ -133,20 +148,31 @@ class Prefills:
             require_target("prefill_target", target)
         tls, self._key = _tls_of(options), _key_of(options)
         self._servers = []
+        self._patience_s = options.prefill_timeout
         for target in options.prefill_target:
             channel = open_channel(aio, target, tls)
             self._servers.append(_Server(target, channel, prefill_pb2_grpc.PrefillServiceStub(channel)))
 
-    async def ask(self, request: Request, num_known: int, kv_identity: bytes, timeout_s: float) -> Answer:
+    async def ask(
+        self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
+    ) -> Answer:
         """Have a prompt computed by one of them; see `PrefillServers.ask`."""
         message = _message_of(request, num_known, kv_identity)
         # A key has a tenant of its own, which speaks for all; without keys the policy `fair` knows whose prompt it is.
         metadata = wire.metadata_of("" if self._key else request.tenant, self._key)
         failure: JpagedError = Unavailable(f"no prefill server is there: {', '.join(self._names)}")
+        until_s = asyncio.get_running_loop().time() + wait_s
         for server in self._in_order():
             answer = Answer(server, server.stub.Prefill(message, timeout=timeout_s, metadata=metadata))
+            began_s = asyncio.get_running_loop().time()
             try:
-                await answer.begin(request.sampling.n)
+                async with asyncio.timeout_at(until_s):
+                    await answer.begin(request.sampling.n)
+            except TimeoutError:
+                answer.close()
+                if until_s - began_s >= _PATIENT * self._patience_s:  # else it may be the request's own haste
+                    server.note_absence()
+                raise
             except (Unavailable, TryLater) as error:
                 answer.close()
                 failure = error
@@ -170,10 +196,9 @@ class Prefills:
         return [server.target for server in self._servers]
 
     def _in_order(self) -> list[_Server]:
-        """Those that are there, the least busy first, and of those the one that was asked least."""
-        now_s = time.monotonic()
-        there = [server for server in self._servers if server.absent_until_s <= now_s]
-        return sorted(there, key=lambda server: (server.num_open, server.num_asked))
+        """Those that are there: connected ones first, the least busy of them, and then the one that was asked least."""
+        there = [server for server in self._servers if server.is_there]
+        return sorted(there, key=lambda server: (not server.is_connected, server.num_open, server.num_asked))
 
 
 def _message_of(request: Request, num_known: int, kv_identity: bytes) -> prefill_pb2.PrefillRequest:

@@ -228,6 +228,8 @@ class Fleet:
             info = await methods["info"](control_pb2.GetServerInfoRequest(), **times)
         except aio.AioRpcError as error:
             raise translated(error) from error
+        if info.role == "prefill":
+            raise Unavailable("it computes prompts for servers of the role decode, which are the ones to name")
         self._note_identity(member, model, info)
         others = [one for one in self.members.values() if one is not member and _is_alike(self, one)]
         if not (self.model and others) and not _is_alike(self, member):

@@ -312,10 +312,12 @@ class Service:
             raise InvalidArgument("request_id", "is empty")
         generation = self._open.get((cache_tenant_of(model, tenant), request_id))
         is_known = generation is not None
-        if generation is not None and generation.preparing is None:
-            is_known = model.engine.abort(generation.engine_id)
-        elif generation is not None:
-            generation.end(SequenceFinish(FinishReason.ABORT))
+        if generation is not None:
+            is_made = generation.preparing is None or (self._role is not None and self._role.hurry(model, generation))
+            if is_made:
+                is_known = model.engine.abort(generation.engine_id)
+            else:
+                generation.end(SequenceFinish(FinishReason.ABORT))
         if not is_known:
             raise NotFound(f"request_id: no request {request_id!r} is in flight")
 

@@ -109,6 +109,14 @@ def test_what_cannot_be_placed_is_passed_over():
     assert (held(directory), directory.num_blocks("a")) == (4, 1)
 
 
+def test_a_name_that_comes_to_mean_other_tokens_means_them_alone():
+    directory = Directory(max_blocks=2)
+    for token in range(50):
+        directory.take("a", [stored([1], None, [token] * 4)])
+    assert held(directory, [49] * 4) == 4
+    assert [held(directory, [token] * 4) for token in range(49)] == [0] * 49
+
+
 def test_servers_are_told_apart_and_forgotten():
     directory = told(stored([1], None, TEXT[:4]))
     directory.take("b", [stored([9, 8], None, TEXT[:8])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import msgpack
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.errors import InvalidArgument
+from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Cleared, Encoder, Encoding, RemovedBlocks, StoredBlocks, decode, hash_of
 from jpaged.pool import Change, Owner, Removed, Stored
 
@@ -204,3 +206,54 @@ def test_what_later_versions_add_is_passed_over():
 def test_what_is_no_message_is_refused(message: bytes) -> None:
     with pytest.raises(InvalidArgument):
         decode(message)
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+    1.5,
+    math.inf,
+    math.nan,
+    "x",
+    b"x",
+    [],
+    {},
+    [[]],
+    [None],
+    [-1],
+    {"x": 1},
+]
+WHOLE = {
+    "type": "BlockStored",
+    "block_hashes": [1, 2],
+    "parent_block_hash": None,
+    "token_ids": [5, 6],
+    "block_size": 1,
+    "medium": "GPU",
+    "lora_name": "a",
+    "extra_keys": [["a", "salt", ["tenant", "t"]], ["a"]],
+    "group_idx": 0,
+    "kv_cache_spec_kind": "sliding_window",
+    "kv_cache_spec_sliding_window": 2,
+}
+
+
+@pytest.mark.parametrize("field", ["time", "rank", "one token", *WHOLE])
+def test_whatever_a_field_has_a_message_is_refused_or_a_directory_takes_it(field: str) -> None:
+    for odd in ODD:
+        event: dict[str, Any] = {**WHOLE, field: odd} if field in WHOLE else dict(WHOLE)
+        if field == "one token":
+            event["token_ids"] = [5, odd]
+        message = [odd if field == "time" else 0.0, [event], odd if field == "rank" else 0]
+        directory = Directory()
+        try:
+            events, _ = decode(msgpack.packb(message))
+        except InvalidArgument:
+            continue
+        directory.take("a", events)
+        assert set(directory.num_tokens_held([5, 6, 7])) <= {"a"}

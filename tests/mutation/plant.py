@@ -1,6 +1,6 @@
-"""Plants faults into the engine, into KV events and into kernels, and sees that their quick tests turn red.
+"""Plants faults into engine, KV events, servers and kernels, and sees that their quick tests turn red.
 
-python -m tests.mutation.plant [engine | events | gpu | triton | product]
+python -m tests.mutation.plant [engine | events | roles | gpu | triton | product]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tests.mutation.memory_faults import MEMORY_FAULTS
 from tests.mutation.planting import Bed
 from tests.mutation.policy_faults import POLICY_FAULTS
 from tests.mutation.product_faults import PRODUCT_FAULTS
+from tests.mutation.role_faults import ROLE_FAULTS
 from tests.mutation.travel_faults import TRAVEL_FAULTS
 from tests.mutation.triton_faults import TRITON_FAULTS
 
@@ -46,6 +47,13 @@ BEDS = {
         left_out=("device", "models", "kernels"),
         words=lambda fault: [f"tests/kvevents/{name}" for name in fault.tests],
         faults=EVENT_FAULTS,
+    ),
+    "roles": Bed(
+        sources="jpaged",
+        tests="tests",
+        left_out=("device", "models", "kernels", "parity", "e2e"),
+        words=lambda fault: [f"tests/server/{name}" for name in fault.tests],
+        faults=ROLE_FAULTS,
     ),
     "gpu": Bed(
         sources=f"{_ATTENTION}/gpu",

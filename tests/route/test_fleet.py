@@ -15,6 +15,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from jpaged.route import relay
 from jpaged.route.targets import Targets, read_targets
+from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.access.test_keys import FILE, TOKEN
 from tests.client.routing.test_resuming import server
@@ -117,6 +118,31 @@ async def test_a_server_of_another_model_is_set_aside_and_said_so(monkeypatch):
             assert idle.serving.engine.load().num_generation_tokens == 0
             options = (await client.server_info()).options
             assert "another model" in options[f"target {idle.target}"]
+
+
+async def test_a_server_that_computes_prompts_for_others_is_set_aside():
+    async with (
+        running(executor=FakeExecutor(num_host_blocks=40), role="prefill") as prefill,
+        running(
+            executor=FakeExecutor(num_host_blocks=40),
+            role="decode",
+            prefill_target=(prefill.target,),
+            prefill_min_tokens=8,
+        ) as decode,
+        routed(prefill.target, decode.target, wait_for=1) as router,
+    ):
+        await eventually(lambda: bool(router.states()[prefill.target]))
+        assert router.states() == {
+            prefill.target: "it computes prompts for servers of the role decode, which are the ones to name",
+            decode.target: "",
+        }
+        async with router.client() as client:
+            for number in range(3):
+                output = await client.complete(
+                    f"{number} tells a long tale", SamplingParams(max_tokens=9, ignore_eos=True)
+                )
+                assert len(output.outputs[0].token_ids) == 9
+        assert prefill.serving.role_counts.load().num_prefills_for_others == 3
 
 
 async def test_a_server_of_other_weights_under_the_same_name_is_set_aside(tmp_path, monkeypatch):

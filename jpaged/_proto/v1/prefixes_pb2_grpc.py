@@ -75,7 +75,8 @@ class PrefixServiceServicer:
         """Takes what SavePrefix streams, the same messages in the same order, and keeps it in host memory, where the next request
         finds it. FAILED_PRECONDITION when a block means something else here (another model, other weights, another layout),
         with what differs; INVALID_ARGUMENT for a key that is not that of the tokens and for contents that are not what their
-        hash says, of which nothing is kept. What came before an error is kept. Messages are of 0.3 MiB.
+        hash says, of which nothing is kept. What came before an error is kept. Messages have 257 KiB at most;
+        UNIMPLEMENTED where --max-request-size is less.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from jpaged._proto.v1 import prefixes_pb2
 from jpaged.errors import InvalidArgument
-from jpaged.service.prefixes.parts import Arrival, Header, Piece
+from jpaged.service.prefixes.parts import MAX_PIECES, Arrival, Header, Piece
 
 _Part = TypeVar("_Part", prefixes_pb2.SavePrefixResponse, prefixes_pb2.LoadPrefixRequest)
 
@@ -39,16 +39,13 @@ def part_from(message: _Part) -> Header | Sequence[Piece]:
     """The part that a message has.
 
     Raises:
-        InvalidArgument: it has none.
+        InvalidArgument: it has none, or one of too many pieces or none.
     """
     match message.WhichOneof("part"):
         case "header":
             return _header_from(message.header)
         case "pieces":
-            return [
-                Piece(piece.index, piece.kv_group, piece.offset, piece.contents, piece.key, piece.hash)
-                for piece in message.pieces.pieces
-            ]
+            return _pieces_from(message.pieces)
         case _:
             raise InvalidArgument("part", "is missing: give header or pieces")
 
@@ -62,6 +59,15 @@ def arrival_of(arrival: Arrival) -> prefixes_pb2.PrefixArrival:
         num_known_blocks=arrival.num_known_blocks,
         is_short_of_room=arrival.is_short_of_room,
     )
+
+
+def _pieces_from(message: prefixes_pb2.PrefixPieces) -> list[Piece]:
+    if not 1 <= len(message.pieces) <= MAX_PIECES:
+        raise InvalidArgument("pieces", f"{len(message.pieces)} are in a message, not 1 to {MAX_PIECES}")
+    return [
+        Piece(piece.index, piece.kv_group, piece.offset, piece.contents, piece.key, piece.hash)
+        for piece in message.pieces
+    ]
 
 
 def _header_of(header: Header) -> prefixes_pb2.PrefixHeader:

@@ -32,9 +32,15 @@ def facts_of(model: LoadedModel) -> tuple[tuple[str, str], ...]:
 
 
 def header_of(
-    model: LoadedModel, cache_salt: str, adapter_name: str, chain: Chain, leaving: Leaving, identity: bytes
+    model: LoadedModel,
+    cache_salt: str,
+    adapter_name: str,
+    chain: Chain,
+    leaving: Leaving,
+    num_found: int,
+    identity: bytes,
 ) -> Header:
-    """What goes ahead of a prefix that leaves."""
+    """What goes ahead of a prefix that leaves, of which so many blocks were found."""
     travels, adapter = model.engine.travels, model.adapters.named(adapter_name)
     size = travels.block_size
     return Header(
@@ -44,7 +50,7 @@ def header_of(
         bytes_per_block=travels.bytes_per_block,
         num_kv_groups=travels.num_kv_groups,
         token_ids=chain.token_ids[: leaving.num_blocks * size],
-        num_found_tokens=leaving.num_found * size,
+        num_found_tokens=num_found * size,
         num_blocks=len(leaving.places),
         cache_salt=cache_salt,
         adapter=adapter_name,

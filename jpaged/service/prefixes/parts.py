@@ -18,8 +18,12 @@ from jpaged.engine.kv.tiers.leaving import Leaving
 
 MAX_PIECES_BYTES = 256 << 10
 """What a message has of contents, and of what goes with them."""
+MAX_MESSAGE_BYTES = 257 << 10
+"""All of it."""
 _PIECE_BYTES = 96
 """What goes with the contents of a piece, about."""
+MAX_PIECES = MAX_PIECES_BYTES // _PIECE_BYTES + 1
+"""Pieces of a message: so many of one byte, and no more, fill one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

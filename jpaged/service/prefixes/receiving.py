@@ -36,7 +36,7 @@ class Receiving:
         is_full: there was no room for a block: no further piece is of use.
 
     Args:
-        num_expected: blocks that come.
+        num_expected: blocks that come, and no more.
         keys: of the blocks, on the way.
     """
 
@@ -56,7 +56,7 @@ class Receiving:
         for piece in pieces:
             if not piece.offset and piece.index < len(self._keys) and piece.kv_group < self._arriving.num_kv_groups:
                 num_begun += not self._arriving.is_known(Place(piece.index, piece.kv_group))
-        return max(0, num_begun - len(self._homes))
+        return max(0, min(num_begun, self._num_expected - len(self._seen)) - len(self._homes))
 
     @property
     def num_to_come(self) -> int:
@@ -113,6 +113,8 @@ class Receiving:
         place = Place(piece.index, piece.kv_group)
         if place in self._seen:
             raise InvalidArgument(where, "comes twice")
+        if len(self._seen) == self._num_expected:
+            raise InvalidArgument(where, f"is one more than the {self._num_expected} blocks that were announced")
         self._seen.add(place)
         if self._arriving.is_known(place):
             return _Block(place, None, hash_begin(piece.key, place.kv_group))

@@ -21,11 +21,11 @@ from jpaged.engine.kv.blocks import Key, root_key
 from jpaged.engine.kv.tiers.arriving import Arriving
 from jpaged.engine.kv.tiers.chain import Chain
 from jpaged.engine.kv.tiers.leaving import Leaving
-from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, QueueFull, Unavailable
+from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_salt
 from jpaged.service.prefixes.likeness import header_of, require_alike
-from jpaged.service.prefixes.parts import Arrival, Header, Piece, cut
+from jpaged.service.prefixes.parts import MAX_MESSAGE_BYTES, Arrival, Header, Piece, cut
 from jpaged.service.prefixes.receiving import Receiving
 from jpaged.service.service import Service, cache_tenant_of
 from jpaged.types import Prompt
@@ -98,9 +98,15 @@ class Travelling:
             chain, keys = await self._chains(model, prefix)
             travels = model.engine.travels
             identity = await self._run(travels.kv_identity)
-            leaving = await self._left(travels.leave(chain, num_known_tokens // travels.block_size))
+            arriving, num_known = travels.arrive(chain), num_known_tokens // travels.block_size
             try:
-                yield header_of(model, prefix.cache_salt, prefix.adapter, chain, leaving, identity)
+                num_found = await self._bring_from_disk(arriving, num_known)
+                leaving = await self._left(travels.leave(chain, num_known))
+            finally:
+                self._threads.submit(arriving.close)
+            num_found = max(num_found, leaving.num_found)
+            try:
+                yield header_of(model, prefix.cache_salt, prefix.adapter, chain, leaving, num_found, identity)
                 for part in range(leaving.num_parts):
                     await _told(leaving.when_there(part))
                     for pieces in await self._run(functools.partial(cut, leaving, part, keys)):
@@ -108,17 +114,31 @@ class Travelling:
             finally:
                 self._threads.submit(leaving.close)
 
+    async def _bring_from_disk(self, arriving: Arriving, num_skipped: int) -> int:
+        """Bring to host memory what disk alone has of a prefix, as far as there is room; how many blocks there are."""
+        num_found, places = await self._run(lambda: arriving.on_disk(num_skipped))
+        while places:
+            homes = await _told(arriving.reserve(min(len(places), arriving.num_blocks_at_once)))
+            some, places = places[: len(homes)], places[len(homes) :]
+            if not homes or await self._run(functools.partial(arriving.read, some, homes)) < len(some):
+                break
+        return num_found
+
     async def load(self, parts: Parts, tenant: str = "") -> Arrival:
         """Take a prefix in that somebody brings, for a tenant.
 
         Raises:
-            Unsupported: prefixes cannot travel here.
+            Unsupported: prefixes cannot travel here, or messages as large as theirs are refused.
             QueueFull: too many do.
             Incompatible: a block means something else here.
             InvalidArgument: a part is not what it has to be; what came before it is kept.
             DeadlineExceeded: nothing came for too long.
         """
         model = self._service.controlled("LoadPrefix", "", self._service.state.serving())
+        max_size = model.config.server.max_request_size
+        if max_size * 2**20 < MAX_MESSAGE_BYTES:
+            why = f"max_request_size is {max_size:g} MiB; messages of prefixes have {MAX_MESSAGE_BYTES / 2**20:g}"
+            raise Unsupported(f"prefixes cannot be loaded: {why}")
         with self._counted():
             return await self._take(model, await _header_of(parts), parts, tenant)
 
@@ -144,8 +164,9 @@ class Travelling:
             )
             async with contextlib.aclosing(self._peers.save(source, asked, num_known * size)) as parts:
                 header = await _header_of(parts)
-                if header.token_ids != chain.token_ids[: len(header.token_ids)]:
-                    raise InternalError(f"{source} answered with other tokens than it was asked for")
+                wanted = chain.token_ids[: len(header.token_ids)], prefix.cache_salt, prefix.adapter
+                if (header.token_ids, header.cache_salt, header.adapter) != wanted:
+                    raise InternalError(f"{source} answered with another prefix than it was asked for")
                 return await self._take(model, header, parts, prefix.tenant)
 
     async def _take(self, model: LoadedModel, header: Header, parts: Parts, tenant: str) -> Arrival:
@@ -167,10 +188,9 @@ class Travelling:
                 await self._make_room(arriving, receiving, pieces)
                 await self._run(functools.partial(receiving.take, pieces))
             receiving.finish()
-        except BaseException:
-            self._threads.submit(arriving.close)
-            raise
-        num_blocks = await _told(await self._run(arriving.close))
+        finally:
+            closed = self._threads.submit(arriving.close)
+        num_blocks = await _told(await asyncio.shield(asyncio.wrap_future(closed)))
         return Arrival(
             num_tokens=num_blocks * header.block_size,
             num_found_tokens=header.num_found_tokens,

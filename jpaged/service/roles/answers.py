@@ -33,15 +33,19 @@ class PrefillAnswer(Protocol):
 class PrefillServers(Protocol):
     """Servers of the role prefill."""
 
-    async def ask(self, request: Request, num_known: int, kv_identity: bytes, timeout_s: float) -> PrefillAnswer:
+    async def ask(
+        self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
+    ) -> PrefillAnswer:
         """Have a prompt computed by one of them, and wait for the first token of each sequence.
 
         Args:
             num_known: leading blocks of the prompt that are not to be sent.
             kv_identity: of this server's blocks.
+            wait_s: for the first tokens.
             timeout_s: of the whole call, the blocks included.
 
         Raises:
+            TimeoutError: they did not come in time.
             JpagedError: none of them could.
         """
 

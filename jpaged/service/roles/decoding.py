@@ -29,7 +29,7 @@ from jpaged.service.roles.ready import identity_of
 from jpaged.service.roles.role import AskedPrefill, Generation
 from jpaged.service.roles.rule import why_here
 from jpaged.service.workers import Workers
-from jpaged.types import OutputEvent, Request
+from jpaged.types import OutputEvent, Request, RequestTimes
 
 if TYPE_CHECKING:
     from jpaged.engine.sequence import Sink
@@ -52,6 +52,8 @@ class DecodeRole:
         self._identity = b""
         self._workers = Workers()
         self._arrivings: dict[str, Arriving] = {}
+        # What the engine keeps a place for, and has not got yet: what is left of it, and who is told of that.
+        self._left: dict[str, tuple[Request | None, Sink]] = {}
 
     async def prepare(self, model: LoadedModel) -> None:
         """Find out what blocks of this server mean."""
@@ -67,12 +69,29 @@ class DecodeRole:
             model.engine.submit(request, generation.stream.put)
             return
         travels = model.engine.keep_place(request)
+        self._left[generation.engine_id] = request, generation.stream.put
         generation.goes_on_by(asyncio.create_task(self._run(model, travels, request, generation)))
 
     def end(self, model: LoadedModel, generation: Generation) -> None:
-        """Nothing is told, written or held of a request any more."""
+        """Nothing is told, written or held of a request any more; the service has the engine drop what did not end."""
         generation.goes_on_by(None)
         self._let_go(generation)
+        self._left.pop(generation.engine_id, None)
+
+    def hurry(self, model: LoadedModel, generation: Generation) -> bool:
+        """Give the engine what is left of a request, whatever is still under way."""
+        if generation.engine_id not in self._left:
+            return False
+        generation.goes_on_by(None)
+        self._hand_over(model, generation.engine_id)
+        return True
+
+    def _hand_over(self, model: LoadedModel, engine_id: str) -> None:
+        left, sink = self._left.pop(engine_id)
+        if left is None:
+            model.engine.drop(engine_id)
+        else:
+            model.engine.submit(left, sink)
 
     def _let_go(self, generation: Generation) -> None:
         """Nothing is written for a request any more."""
@@ -82,11 +101,8 @@ class DecodeRole:
 
     async def _run(self, model: LoadedModel, travels: Travels, request: Request, generation: Generation) -> None:
         try:
-            left, sink = await self._begun(model, travels, request, generation)
-            if left is None:
-                model.engine.drop(request.request_id)
-            else:
-                model.engine.submit(left, sink)
+            await self._begin_elsewhere(model, travels, request, generation)
+            self._hand_over(model, generation.engine_id)
         except JpagedError as error:
             generation.end(error=error)
         except Exception as error:  # its reader must hear of it
@@ -95,15 +111,15 @@ class DecodeRole:
         finally:
             generation.goes_on_by(None, is_done=True)
 
-    async def _begun(
+    async def _begin_elsewhere(
         self, model: LoadedModel, travels: Travels, request: Request, generation: Generation
-    ) -> tuple[Request | None, Sink]:
-        """What is left of a request, as far as it has begun elsewhere, and who is told of the rest."""
-        counts, put, size = model.role_counts, generation.stream.put, len(request.prompt_token_ids)
+    ) -> None:
+        """Have a request begun by a prefill server, as far as that goes; `_left` knows what is left of it."""
+        counts, size = model.role_counts, len(request.prompt_token_ids)
         coming = await self._workers.run(lambda: _Coming.of(travels, request), size)
         if size - coming.num_known * travels.block_size < self._options.prefill_min_tokens:
             counts.here("cached")
-            return request, put
+            return
         began_s, clock = model.engine.clock(), model.engine.clock
         counts.add(num_asked=1)
         arriving = self._arrivings[generation.engine_id] = coming.arriving
@@ -113,23 +129,25 @@ class DecodeRole:
         except (JpagedError, TimeoutError) as error:
             counts.failed("prefill", error)
             self._let_go(generation)
-            return request, put
+            return
         try:
             try:
-                behind = await self._tell(model, request, answer, generation)
+                behind = await self._tell(model, request, answer, generation, began_s)
             except InternalError as error:
                 counts.failed("prefill", error)
                 self._let_go(generation)
-                return request, put
+                return
             first_s = clock()
+            rest = _Rest(arriving, began_s, first_s, answer.num_cached_tokens, generation.stream.put)
+            self._left[generation.engine_id] = behind.request, rest.pass_on
             counts.add(prefill_wait_s=first_s - began_s)
             if behind.request is not None:
-                await self._fetch(model, coming, await _whole(coming, homes), answer)
+                until_s = first_s + self._options.transfer_timeout
+                until_s = until_s if request.deadline_s is None else min(until_s, request.deadline_s)
+                await self._fetch(model, coming, await _whole(coming, homes), answer, until_s - clock())
                 counts.add(transfer_wait_s=clock() - first_s)
         finally:
             answer.close()
-        rest = _Rest(arriving, began_s, first_s, answer.num_cached_tokens, put)
-        return behind.request, rest.pass_on
 
     async def _ask(self, request: Request, num_known: int, now_s: float) -> PrefillAnswer:
         options = self._options
@@ -138,11 +156,12 @@ class DecodeRole:
             wait_s = min(wait_s, request.deadline_s - now_s)
         if wait_s <= 0:
             raise DeadlineExceeded("there is no time left to ask")
-        async with asyncio.timeout(wait_s):
-            whole_s = wait_s + options.transfer_timeout
-            return await self._servers.ask(request, num_known, self._identity, whole_s)
+        whole_s = wait_s + options.transfer_timeout
+        return await self._servers.ask(request, num_known, self._identity, wait_s, whole_s)
 
-    async def _tell(self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation) -> Begun:
+    async def _tell(
+        self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation, began_s: float
+    ) -> Begun:
         """Tell the first tokens; raises InternalError before anything is told where they cannot be the request's."""
         eos, vocab_size = model.input_processor.eos_token_ids, model.engine.geometry.vocab_size
 
@@ -151,19 +170,27 @@ class DecodeRole:
             return begun(request, tokens, answer.num_cached_tokens, model.tokenizer, eos, vocab_size)
 
         behind = await self._workers.run(work, len(request.prompt_token_ids))
-        for event in behind.events:
+        *others, last = behind.events
+        if behind.request is None:  # the engine tells nothing of it, and so not when
+            now_s = model.engine.clock()
+            last = dataclasses.replace(last, times=RequestTimes(began_s, began_s, now_s, now_s))
+        for event in (*others, last):
             generation.stream.put(event)
         return behind
 
-    async def _fetch(self, model: LoadedModel, coming: _Coming, homes: Sequence[int], answer: PrefillAnswer) -> None:
+    async def _fetch(
+        self, model: LoadedModel, coming: _Coming, homes: Sequence[int], answer: PrefillAnswer, wait_s: float
+    ) -> None:
         """Bring the blocks over, as many as come: what is missing is computed, and why is counted."""
         counts = model.role_counts
-        receiving = Receiving(coming.arriving, coming.num_missing, coming.arriving.chain.keys)
+        arriving = coming.arriving
+        most = len(arriving.chain.keys) * arriving.num_kv_groups  # some may come that are here already
+        receiving = Receiving(arriving, most, arriving.chain.keys)
         receiving.give(homes)
         if len(homes) < coming.num_missing:
             counts.add(num_blocks_without_room=coming.num_missing - len(homes))
         try:
-            async with asyncio.timeout(self._options.transfer_timeout):
+            async with asyncio.timeout(wait_s):
                 async for pieces in answer.pieces():
                     num_before = receiving.num_blocks
                     await self._workers.run(functools.partial(receiving.take, pieces), _BIG)

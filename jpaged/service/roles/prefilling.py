@@ -70,6 +70,10 @@ class PrefillRole:
         self._departures[generation.engine_id] = departure
         model.role_counts.add(num_prefills_for_others=1)
 
+    def hurry(self, model: LoadedModel, generation: Generation) -> bool:
+        """Everything is the engine's from the beginning."""
+        return False
+
     def end(self, model: LoadedModel, generation: Generation) -> None:
         """Let the blocks of a request go."""
         departure = self._departures.pop(generation.engine_id, None)

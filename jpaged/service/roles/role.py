@@ -56,5 +56,8 @@ class ServerRole(Protocol):
     def begin(self, model: LoadedModel, request: Request, generation: Generation, asked: AskedPrefill | None) -> None:
         """Take a request that was let in; raises what `Engine.submit` does, and InvalidArgument for what is refused."""
 
+    def hurry(self, model: LoadedModel, generation: Generation) -> bool:
+        """Give the engine what it has not been given of a request; False where there is nothing."""
+
     def end(self, model: LoadedModel, generation: Generation) -> None:
         """Note that nobody reads a request any more, however it came to that."""

@@ -130,6 +130,8 @@ async def test_tokens_are_those_of_one_server(sampling: dict[str, Any]) -> None:
         assert folded(told) == folded(await alone(message))
         assert [one.is_last for one in told] == [False] * (len(told) - 1) + [True]
         assert told[-1].usage == (await alone(message))[-1].usage
+        times = told[-1].times
+        assert 0.0 < times.arrival_s <= times.first_scheduled_s <= times.first_token_s <= times.last_token_s
         assert told[0].seed == message.sampling.seed or not message.sampling.HasField("seed")
         assert both.received.num_asked == both.sent.num_prefills_for_others == 1
         wanted = 0 if sampling.get("max_tokens") == 1 else len(LONG) // 4

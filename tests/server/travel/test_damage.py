@@ -9,13 +9,17 @@ from grpc import aio
 from jpaged._proto.v1 import prefixes_pb2, prefixes_pb2_grpc
 from jpaged.client import Client
 from jpaged.client.prefixes import MAGIC
+from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.errors import (
     Incompatible,
+    InternalError,
     InvalidArgument,
     Unsupported,
 )
+from jpaged.server.travel import servicer as servicer_module
+from jpaged.server.travel.wire import response_of
 from tests.server.harness import details_of
-from tests.server.travel.pairs import GREEDY, TEXT, executor, framed, messages_of, saved_by, two
+from tests.server.travel.pairs import GREEDY, NUM_FULL, TEXT, executor, framed, messages_of, saved_by, two
 
 
 def flip(message):
@@ -90,6 +94,75 @@ async def test_a_damaged_prefix_is_refused_and_none_of_its_damage_is_found(damag
         again = await b.complete(TEXT, GREEDY)
         assert again.usage.cached_tokens == 28  # the seven blocks before
         assert again.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+async def test_no_more_comes_than_was_announced_and_nobody_makes_room_for_it(monkeypatch):
+    reserved = []
+    reserve = HostTier.reserve
+
+    def noted(tier, num_blocks):
+        reserved.append(num_blocks)
+        return reserve(tier, num_blocks)
+
+    async with two() as (_, a, _, b):
+        await a.complete(TEXT, GREEDY)
+        messages = messages_of(await saved_by(a))
+        messages[0].header.num_blocks = 7
+        pieces = messages[1].pieces.pieces
+        monkeypatch.setattr(HostTier, "reserve", noted)
+        what = r"blocks\[7\]: is one more than the 7 blocks that were announced"
+        with pytest.raises(InvalidArgument, match=what):
+            await b.prefixes.load(framed(messages))
+        first = prefixes_pb2.PrefixPiece(contents=pieces[0].contents[:1], key=pieces[0].key)
+        del pieces[:]
+        pieces.extend([first] * 100)
+        with pytest.raises(InvalidArgument, match=r"blocks\[0\]: byte 0 of group 0 came, not"):
+            await b.prefixes.load(framed(messages))
+        assert sum(reserved) <= 7
+
+
+@pytest.mark.parametrize("num_pieces", [0, 2732])
+async def test_a_message_has_as_many_pieces_as_it_needs(num_pieces):
+    async with two() as (_, a, _, b):
+        await a.complete(TEXT, GREEDY)
+        header, pieces = messages_of(await saved_by(a))
+        first = pieces.pieces.pieces[0]
+        del pieces.pieces.pieces[:]
+        pieces.pieces.SetInParent()
+        pieces.pieces.pieces.extend([first] * num_pieces)
+        with pytest.raises(InvalidArgument, match=f"pieces: {num_pieces} are in a message, not 1 to 2731"):
+            await b.prefixes.load(framed([header, pieces]))
+
+
+async def test_where_requests_have_to_be_smaller_than_messages_it_is_said():
+    async with two(max_request_size=0.25) as (first, a, _, b):
+        await a.complete(TEXT, GREEDY)
+        what = "prefixes cannot be loaded: max_request_size is 0.25 MiB; messages of prefixes have 0.250977"
+        with pytest.raises(Unsupported, match=what):
+            await b.prefixes.load(await saved_by(a))
+        assert (await b.prefixes.fetch(first.target, TEXT)).num_tokens == NUM_FULL
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cache_salt": "another"}, {"adapter": "another"}, {"token_ids": [1] * 4}],
+    ids=lambda change: next(iter(change)),
+)
+async def test_a_peer_that_answers_with_another_prefix_is_not_believed(monkeypatch, change):
+    async with two() as (first, a, _, b):
+        await a.complete(TEXT, GREEDY)
+
+        def another(part):
+            message = response_of(part)
+            if message.HasField("header"):
+                for name in change:
+                    message.header.ClearField(name)
+                message.header.MergeFrom(prefixes_pb2.PrefixHeader(**change))
+            return message
+
+        monkeypatch.setattr(servicer_module, "response_of", another)
+        with pytest.raises(InternalError, match="answered with another prefix than it was asked for"):
+            await b.prefixes.fetch(first.target, TEXT)
 
 
 async def test_keys_are_made_of_the_tokens_that_the_header_has():

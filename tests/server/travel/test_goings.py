@@ -1,6 +1,7 @@
 """Prefixes that find no room, and those who go away while they travel."""
 
 import asyncio
+import threading
 from contextlib import aclosing
 from typing import Any
 
@@ -23,6 +24,7 @@ from jpaged.errors import (
 )
 from jpaged.server.travel import servicer as servicer_module
 from jpaged.service.prefixes import travelling as travelling_module
+from jpaged.service.prefixes.receiving import Receiving
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.server.harness import eventually, running
@@ -96,7 +98,8 @@ async def test_whoever_brings_nothing_more_is_told_so_and_what_came_is_kept(monk
             await asyncio.sleep(600)
 
         with pytest.raises(DeadlineExceeded, match=r"nothing of the prefix came for 0.5 s"):
-            await b.prefixes.load(some())
+            async with asyncio.timeout(60.0):
+                await b.prefixes.load(some())
         assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == 28
 
 
@@ -118,6 +121,29 @@ async def test_whoever_goes_away_in_the_middle_of_bringing_leaves_what_was_whole
         again = await b.complete(TEXT, GREEDY)
         assert again.usage.cached_tokens == 28
         assert again.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+async def test_whoever_goes_away_at_the_end_while_all_threads_are_busy_leaves_nothing_held():
+    async with two() as (_, a, second, b):
+        await a.complete(TEXT, GREEDY)
+        saved, travelling, may_go_on = await saved_by(a), second.server._travelling, threading.Event()
+        finish, is_at_end = Receiving.finish, []
+
+        def finished(receiving):
+            finish(receiving)
+            for _ in range(travelling_module._NUM_THREADS):
+                travelling._threads.submit(may_go_on.wait)
+            is_at_end.append(True)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Receiving, "finish", finished)
+            loading = asyncio.create_task(b.prefixes.load(saved))
+            await eventually(lambda: bool(is_at_end))
+            loading.cancel()
+            await eventually(lambda: travelling._num_open == 0)
+        may_go_on.set()
+        await is_at_rest(second)
+        assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == NUM_FULL - 4
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, 2, 4])

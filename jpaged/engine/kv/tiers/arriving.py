@@ -3,6 +3,7 @@
     reserve(n)              host blocks that nobody else has and nothing is under way to, fewer where there is no room
     write(block_id, ...)    their bytes, on a thread of whoever brings them
     enter(places, ids)      what was written, and found to be whole, is known by its keys
+    read(places, ids)       both, of what disk has: before a prefix leaves that memory has in part
 
 What was entered, and what host memory had before, is held until `close`: no part of a prefix is evicted for another.
 What is on the device is the last to be evicted there, and then goes to host memory.
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 from jpaged.engine.kv.blocks import BlockTable, Key, key_in_group
 from jpaged.engine.kv.eviction.policy import Entry
 from jpaged.engine.kv.tiers.chain import Chain, Place
 from jpaged.engine.kv.tiers.leaving import Tiers
-from jpaged.errors import Cancelled, InternalError
+from jpaged.errors import Cancelled, InternalError, Unavailable
 
 
 class Arriving:
@@ -52,6 +53,10 @@ class Arriving:
         places = self._tiers.places(self.chain, len(self.chain.keys), num_skipped)
         return tuple(place for place in places if not self.is_known(place))
 
+    def on_disk(self, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
+        """Blocks of the longest prefix that is here or on disk, and those behind so many that are on disk alone."""
+        return self._tiers.on_disk(self.chain, num_skipped)
+
     def is_known(self, place: Place) -> bool:
         """It is here already: what comes of it is not needed."""
         return self._tiers.has(self.chain, place)
@@ -82,7 +87,30 @@ class Arriving:
         self._tiers.ask(reserve)
         return future
 
-    def write(self, block_id: int, start: int, contents: bytes) -> None:
+    def read(self, places: Sequence[Place], block_ids: Sequence[int]) -> int:
+        """Reads blocks from disk, up to one that is not right, and makes them known; how many. On a thread.
+
+        Raises:
+            Cancelled: it was closed.
+            Unavailable: the engine has ended.
+        """
+        disk = self._tiers.disk
+        found = [bytearray(self.bytes_per_block) for _ in places]
+        num_read = 0
+        if disk is not None:
+            reads = [
+                disk.read(self.chain.key(place), memoryview(one)) for place, one in zip(places, found, strict=True)
+            ]
+            try:
+                while num_read < len(reads) and reads[num_read].result():
+                    self.write(block_ids[num_read], 0, found[num_read])
+                    num_read += 1
+            except CancelledError:
+                raise Unavailable("the server is shutting down") from None
+        self.enter(places[:num_read], block_ids[:num_read])
+        return num_read
+
+    def write(self, block_id: int, start: int, contents: bytes | bytearray) -> None:
         """Writes a part of a block that was reserved, from one of its bytes on.
 
         Raises:

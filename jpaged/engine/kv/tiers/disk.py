@@ -10,7 +10,7 @@ one server share one store: each writes what it computes, and finds what the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.spilling import Spilling
 from jpaged.engine.kv.tiers.staging import Staging
 from jpaged.engine.sequence import Group
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, Unavailable
 
 _NUM_READERS, _NUM_WRITERS = 8, 1
 _STAGING_BYTES, _STAGING_SHARE = 64 << 20, 4
@@ -163,6 +163,23 @@ class DiskTier:
         self._spilling.forget_all()
         self._fetching.forget(None)
         return self._store.reset()
+
+    # --- what leaves for another server -----------------------------------------------------------------------------
+
+    def __contains__(self, key: Key) -> bool:
+        """It is on disk, as far as one knows. Any thread may ask."""
+        return key in self._store
+
+    def read(self, key: Key, into: memoryview) -> Future[bool]:
+        """Reads a block on a thread; whether it was there and right. Any thread may ask.
+
+        Raises:
+            Unavailable: the tier is closed.
+        """
+        try:
+            return self._readers.submit(self._store.read, key, into)
+        except RuntimeError:  # no further work is taken
+            raise Unavailable("the server is shutting down") from None
 
     # --- who waits --------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from jpaged.engine.kv.blocks import BlockTable
 from jpaged.engine.kv.prefix_cache import num_usable
 from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.tiers.chain import Chain, Place
+from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.reach import Reach
 from jpaged.errors import Cancelled, InternalError
@@ -38,6 +39,7 @@ class Tiers:
     Attributes:
         limit: blocks of the device that requests and pins may have.
         ask: has something done on the engine's thread, between two steps.
+        disk: whose blocks come to host memory before they leave; None where there is none.
     """
 
     prefixes: Prefixes
@@ -47,6 +49,7 @@ class Tiers:
     reaches: tuple[Reach, ...]
     limit: Callable[[], int]
     ask: Callable[[Callable[[], None]], None]
+    disk: DiskTier | None = None
 
     @property
     def num_blocks_at_once(self) -> int:
@@ -62,6 +65,15 @@ class Tiers:
     def num_known(self, chain: Chain) -> int:
         """Blocks of the longest prefix that a request would find. Any thread may ask."""
         return num_usable(chain.keys, self.reaches, self.prefixes.has_prefix)
+
+    def on_disk(self, chain: Chain, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
+        """Blocks of the longest prefix that is here or on disk, and which are on disk alone. Any thread may ask."""
+        disk, has_prefix = self.disk, self.prefixes.has_prefix
+        if disk is None:
+            return self.num_known(chain), ()
+        num_blocks = num_usable(chain.keys, self.reaches, lambda key: has_prefix(key) or key in disk)
+        away = [place for place in self.places(chain, num_blocks, num_skipped) if not self.has(chain, place)]
+        return num_blocks, tuple(place for place in away if chain.key(place) in disk)
 
     def has(self, chain: Chain, place: Place) -> bool:
         """A block is here. Any thread may ask."""

@@ -40,7 +40,14 @@ class Travel:
             self._obstacle = "no process has a block whole: the model is divided among several (coordinator_address)"
         else:
             self._tiers = Tiers(
-                memory.prefixes, memory.held, memory.host, blocks, geometry.reaches, lambda: memory.limit, ask
+                memory.prefixes,
+                memory.held,
+                memory.host,
+                blocks,
+                geometry.reaches,
+                lambda: memory.limit,
+                ask,
+                memory.disk,
             )
 
     @property
