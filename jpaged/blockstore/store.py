@@ -195,8 +195,8 @@ class BlockStore:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Notes that these were used just now, as far as they are known: they were found elsewhere."""
-        with self._lock:
-            for key in keys:
+        for key in keys:
+            with self._lock:  # of each: nobody waits for a long prompt's
                 slot = self._slots.known.get(key)
                 if slot is None or not self._is_on:
                     continue

@@ -108,6 +108,24 @@ def test_blocks_of_another_identity_are_not_found_and_go_when_room_is_needed(tmp
     store.close()
 
 
+def test_of_other_identities_the_one_used_longest_ago_goes_as_a_whole(tmp_path):
+    old, newer = (bytes([number]) * 32 for number in (1, 2))
+    for age, identity in enumerate((newer, old), 1):
+        store = open_store(tmp_path, identity)
+        keep(store, *range(12))
+        store.close()
+        os.utime(tmp_path / identity.hex(), (1e9 - age, 1e9 - age))
+    num_old = len(files(tmp_path / old.hex()))
+    assert num_old > 1
+    store = open_store(tmp_path)
+    number = 100
+    while files(tmp_path / old.hex()):
+        assert len(files(tmp_path / newer.hex())) == num_old
+        keep(store, number)
+        number += 1
+    store.close()
+
+
 def test_a_file_that_was_moved_under_another_identity_is_discarded(tmp_path):
     store = open_store(tmp_path, OTHER)
     keep(store, 1)
@@ -150,6 +168,25 @@ def test_a_flipped_bit_is_a_miss_wherever_it_is(tmp_path, offset):
     found = [read(store, n) for n in range(number)]
     assert found.count(False) == 1
     assert [read(store, n) for n in range(number)] == found
+    store.close()
+
+
+def test_a_time_of_use_that_is_damaged_costs_nothing(tmp_path):
+    store = open_store(tmp_path)
+    keep(store, 1, 2)
+    store.close()
+    path = files(tmp_path)[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[4096 : 4096 + 8] = b"\xff" * 8
+    path.write_bytes(damaged)
+    for _ in range(2):
+        store = open_store(tmp_path)
+        assert read(store, 1) and read(store, 2)
+        store.touch([key_of(1), key_of(2)])
+        store.close()
+    store = open_store(tmp_path)
+    keep(store, 3)
+    assert [read(store, number) for number in (1, 2, 3)] == [True] * 3
     store.close()
 
 
