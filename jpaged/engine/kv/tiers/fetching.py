@@ -12,7 +12,7 @@ another waits for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,6 +27,8 @@ from jpaged.engine.sequence import Group
 _FIRST_BYTES_PER_S = 200e6
 _LATENCY_S = 0.002
 """What a disk is taken for until it has shown what it does."""
+_BELIEF = 1.02
+"""So much quicker a disk is taken to be with each group that does not wait for it: a slow one is tried again."""
 _LEAST_WAIT_S = 0.05
 """Shorter waits are within what threads take to be woken."""
 _NUM_AT_ONCE = 16
@@ -41,7 +43,8 @@ class _Fetch:
         homes, reads: of the first places: the block that each passes through, and whether it was right.
         num_in: places that are dealt with.
         is_over: nothing more is brought in; what is under way is waited for alone.
-        until_s: when the group goes on in any case; None before the first read.
+        began_s: when the first read began.
+        until_s: when the group goes on in any case; None before anybody has looked whether it can begin.
     """
 
     group: Group
@@ -102,9 +105,9 @@ class Fetching:
         return bool(self._fetches or self._leftover)
 
     @property
-    def num_on_the_way(self) -> int:
-        """Blocks between disk and the device."""
-        return sum(len(fetch.reads) - fetch.num_in for fetch in (*self._fetches.values(), *self._leftover))
+    def under_way(self) -> list[Future[bool]]:
+        """Reads that are not dealt with."""
+        return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
 
     def begin(self, group: Group, bringing: Bringing) -> bool:
         """Begins to fetch what disk has of a group's prompt; False where it has nothing that is worth it."""
@@ -113,6 +116,7 @@ class Fetching:
             return False
         seconds = self._compute_s(places)
         if seconds <= _LATENCY_S + len(places) * self._blocks.bytes_per_block / self._bytes_per_s:
+            self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
             return False
         first = places[0].key
         behind = next(
@@ -145,9 +149,11 @@ class Fetching:
                 if not fetch.behind.has_gone_on:
                     continue
                 fetch.behind, fetch.places = None, bringing.missing(fetch.group, self._store.__contains__)
+            if fetch.until_s is None:
+                fetch.until_s = now_s + fetch.longest_s
             max_bytes -= self._bring_in(fetch, max_bytes, bringing)
             self._read_on(fetch, now_s)
-            if fetch.until_s is not None and now_s > fetch.until_s:
+            if now_s > fetch.until_s:
                 fetch.is_over = True
             if fetch.is_done:
                 self._end(fetch, now_s)
@@ -188,8 +194,8 @@ class Fetching:
             key = fetch.places[len(fetch.reads)].key
             fetch.homes.append(home)
             fetch.reads.append(self._threads.submit(self._store.read, key, self._blocks.view(home)))
-            if fetch.until_s is None:
-                fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
+            if fetch.began_s is None:
+                fetch.began_s = now_s
 
     def _clear(self, fetch: _Fetch) -> None:
         """Gives back the blocks of reads that nobody waits for."""
@@ -197,6 +203,14 @@ class Fetching:
             fetch.reads[fetch.num_in].result()
             self._staging.give_back(fetch.homes[fetch.num_in])
             fetch.num_in += 1
+
+    def check(self) -> None:
+        """Raises InternalError where a block is free that is read into."""
+        self._staging.check(home for fetch in self._all() for home in fetch.homes[fetch.num_in :])
+
+    def _all(self) -> Iterator[_Fetch]:
+        yield from self._fetches.values()
+        yield from self._leftover
 
     def _compute_s(self, places: list[Place]) -> float:
         """Seconds to compute the tokens of these places."""

@@ -71,9 +71,9 @@ class Spilling:
         return bool(self._due or self._under_way)
 
     @property
-    def num_on_the_way(self) -> int:
-        """Blocks between memory and disk."""
-        return len(self._under_way)
+    def under_way(self) -> list[Future[bool]]:
+        """What the thread that writes has to do."""
+        return [spill.written for spill in self._writing if spill.written is not None]
 
     def note(self, key: Key) -> None:
         """A key is due, unless it is on disk or on its way."""
@@ -161,8 +161,9 @@ class Spilling:
         return self._store.write(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
 
     def check(self) -> None:
-        """Raises InternalError where a block that travels is nobody's."""
+        """Raises InternalError where a block that travels is nobody's, or free."""
         if len(self._landing) + len(self._writing) != len(self._under_way):
             raise InternalError(
                 f"{len(self._landing)} blocks land and {len(self._writing)} are written: not {len(self._under_way)}"
             )
+        self._staging.check(spill.home for spill in self._under_way.values() if spill.held is None)
