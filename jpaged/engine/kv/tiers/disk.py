@@ -29,6 +29,7 @@ from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.spilling import Spilling
 from jpaged.engine.kv.tiers.staging import Staging
 from jpaged.engine.kv.tiers.threads import DiskThreads
+from jpaged.engine.kv.tiers.told import ToldOfDisk
 from jpaged.engine.sequence import Group
 from jpaged.errors import InvalidArgument
 
@@ -137,13 +138,21 @@ class DiskTier:
         num_out = max(1, num_blocks // 4)
         self._stagings = Staging(host, num_out), Staging(host, num_blocks - num_out)
         self._max_due = max_due = geometry.num_blocks + geometry.num_host_blocks
-        self._spilling = Spilling(store, blocks, host, self._stagings[0], max_due, self._writers)
+        self._spilling = Spilling(store, blocks, host, self._stagings[0], max_due, self._writers, self._may_hold)
         self._fetching = Fetching(
-            store, blocks, self._stagings[1], rates, geometry.block_size, self._readers, self._count
+            store,
+            blocks,
+            self._stagings[1],
+            rates,
+            geometry.block_size,
+            self._readers,
+            self._count,
+            self._may_hold,
         )
         self._counts = DiskCounts(store.counts)
         self._cache: PrefixCache | None = None
         self._bringing: Bringing | None = None
+        self._told: ToldOfDisk | None = None
         self._used: dict[Key, None] = {}
         self._noting: Future[None] | None = None
         self._allowance_bytes = 0.0
@@ -153,11 +162,13 @@ class DiskTier:
     def serve(self, prefixes: Prefixes, ops: MemoryOps) -> None:
         """Keeps what these know, and brings back what they miss, by moves that the device makes."""
         self._cache, self._bringing = prefixes.cache, Bringing(prefixes, ops)
+        self._told = ToldOfDisk(self._store, prefixes.changes, prefixes.has_prefix)
 
     # --- what becomes of prefixes -----------------------------------------------------------------------------------
 
     def note(self, key: Key) -> None:
         if self._store.is_on:
+            self._may_hold(key)
             self._spilling.note(key)
 
     def used(self, keys: Sequence[Key]) -> None:
@@ -195,8 +206,9 @@ class DiskTier:
         Args:
             is_alone: nothing runs that would have to wait.
         """
-        if self._cache is None or self._bringing is None:
+        if self._cache is None or self._bringing is None or self._told is None:
             return []
+        self._told.advance()
         max_bytes = self._allowed_bytes(now_s, is_alone)
         if not self._store.is_on:
             self._spilling.forget_all()
@@ -213,7 +225,8 @@ class DiskTier:
     @property
     def is_busy(self) -> bool:
         """Something is under way, or waits for it: steps have to come, though nothing runs in them."""
-        return self._spilling.is_busy or self._fetching.is_busy
+        is_behind = self._told is not None and self._told.is_busy
+        return self._spilling.is_busy or self._fetching.is_busy or is_behind
 
     @property
     def counts(self) -> DiskCounts:
@@ -258,6 +271,10 @@ class DiskTier:
         self._allowance_bytes = min(float(most), self._allowance_bytes + (now_s - self._last_s) * rate)
         self._last_s = now_s
         return int(self._allowance_bytes)
+
+    def _may_hold(self, key: Key) -> None:
+        if self._told is not None:
+            self._told.may_hold(key)
 
     def _count(self, num_tokens: int, is_fallback: bool) -> None:
         self._counts = replace(

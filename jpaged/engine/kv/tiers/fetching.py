@@ -76,6 +76,7 @@ class Fetching:
     Args:
         threads: as many as reads are to be under way.
         count: told how many tokens came back, and whether a group went on without all of its own.
+        came: told which keys came back.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Fetching:
         block_size: int,
         threads: Executor,
         count: Callable[[int, bool], None],
+        came: Callable[[Key], None],
     ) -> None:
         self._store = store
         self._blocks = blocks
@@ -95,6 +97,7 @@ class Fetching:
         self._block_size = block_size
         self._threads = threads
         self._count = count
+        self._came = came
         self._bytes_per_s = _FIRST_BYTES_PER_S
         self._fetches: dict[Group, _Fetch] = {}
         self._leftover: list[_Fetch] = []
@@ -179,6 +182,7 @@ class Fetching:
             place, home = fetch.places[fetch.num_in], fetch.homes[fetch.num_in]
             if read.result() and bringing.bring_in(fetch.group, place, home):
                 num_bytes += self._blocks.bytes_per_block
+                self._came(place.key)
                 self._count(0 if place.kv_group else self._block_size, False)
             else:
                 fetch.is_over = True

@@ -9,7 +9,7 @@ has, a little later, and who is killed loses a little. How many bytes a step beg
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -49,10 +49,18 @@ class Spilling:
     Args:
         max_due: keys that wait at most; beyond, the oldest, which is gone soonest, is given up.
         threads: one, which writes.
+        written: told which keys were.
     """
 
     def __init__(
-        self, store: BlockStore, blocks: HostBlocks, host: HostTier, staging: Staging, max_due: int, threads: Executor
+        self,
+        store: BlockStore,
+        blocks: HostBlocks,
+        host: HostTier,
+        staging: Staging,
+        max_due: int,
+        threads: Executor,
+        written: Callable[[Key], None],
     ) -> None:
         self._store = store
         self._blocks = blocks
@@ -60,6 +68,7 @@ class Spilling:
         self._staging = staging
         self._max_due = max_due
         self._threads = threads
+        self._written = written
         self._due: OrderedDict[Key, None] = OrderedDict()
         self._landing: deque[_Spill] = deque()
         self._writing: deque[_Spill] = deque()
@@ -103,6 +112,7 @@ class Spilling:
         """
         while self._writing and (written := self._writing[0].written) is not None and written.done():
             written.result()  # an error of the thread is one of the engine
+            self._written(self._writing[0].key)
             self._end(self._writing.popleft())
         while self._landing and self._host.is_settled([self._landing[0].home], self._landing[0].since):
             spill = self._landing.popleft()
