@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.kv.tiers import disk
+from jpaged.engine.kv.tiers.disk import open_disks
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.testing import FakeAdapter, FakeExecutor
+from jpaged.testing import FakeAdapter, FakeExecutor, seeing
 from jpaged.types import FinishReason, LoadedAdapter
 from tests.engine.kv.tiers.disks import PROMPT, Server, second_life
 
@@ -169,7 +171,19 @@ def test_what_the_device_gives_up_before_it_was_written_goes_on_from_host_memory
     server.kill()
 
 
-@pytest.mark.parametrize("when", ["due", "written", "known", "read"])
+def test_what_disk_gave_up_is_written_again_when_it_leaves_the_device(tmp_path):
+    server = Server(tmp_path, sizes={"num_blocks": 12})
+    server.ask("a", PROMPT)
+    keys = [*server.store._slots.known]
+    for key in keys:
+        server.store.forget(key)
+    for i in range(4):
+        server.ask(f"{i}", [40 + i, *range(20)])
+    assert all(key in server.store for key in keys[:7])
+    server.kill()
+
+
+@pytest.mark.parametrize("when", ["due", "written", "known", "being read", "read"])
 def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
     server = Server(tmp_path)
     if when in ("due", "written"):
@@ -178,7 +192,7 @@ def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
         server.disk._allowed_bytes = lambda now_s, is_alone: 0
     server.submit("a", PROMPT)
     server.step(12)
-    if when == "read":
+    if when in ("being read", "read"):
         server.run()
         server.kill()
         server = Server(tmp_path)
@@ -186,9 +200,11 @@ def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
         server.submit("b", PROMPT)
         server.step(2)
         assert server.readers.held
+    if when == "read":
+        server.readers.release()
     future = server.h.engine.reset_prefix_cache()
     server.step(1)
-    assert future.result(0) >= (7 if when in ("known", "read") else 0)
+    assert future.result(0) >= (0 if when in ("due", "written") else 7)
     assert not server.store.counts.num_blocks
     if when == "due":
         del server.disk._allowed_bytes
@@ -196,10 +212,94 @@ def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
         threads.release()
     server.run()
     assert server.load().num_disk_hit_tokens == 0
-    if when != "read":
+    if when not in ("being read", "read"):
         assert server.store.counts.num_blocks == 0
         assert server.ask("c", PROMPT) == 0
     server.kill()
+
+
+@pytest.mark.parametrize("when", ["due", "landing", "written", "known"])
+def test_what_is_forgotten_is_not_written_whatever_is_on_its_way(tmp_path, when):
+    server = Server(tmp_path)
+    if when == "due":
+        server.disk._allowed_bytes = lambda now_s, is_alone: 0
+    elif when == "landing":
+        server.memory.host.is_settled = lambda block_ids, since: since == 0  # what was reserved at the start
+    elif when == "written":
+        server.writers.hold()
+    server.submit("a", PROMPT)
+    server.step(12)
+    assert server.h.ended("a")
+    for key in [*server.memory.prefixes.cache._blocks]:
+        server.disk.forget(key)
+    if when == "due":
+        del server.disk._allowed_bytes
+    elif when == "landing":
+        assert server.disk._spilling._under_way and not server.store.counts.num_written
+        del server.memory.host.is_settled
+    server.writers.release()
+    server.run()
+    assert not server.store.counts.num_blocks
+    server.kill()
+
+
+def test_a_block_that_is_written_is_nobody_elses(tmp_path):
+    server = Server(tmp_path)
+    server.writers.hold()
+    server.submit("a", PROMPT)
+    server.step(12)
+    assert len(server.writers.held or ()) == server.disk._stagings[0].num_out == server.disk._stagings[0].num_blocks
+    server.writers.release()
+    server.run()
+    server.kill()
+    assert Server(tmp_path).ask("a", [*PROMPT, 1]) == 28
+
+
+def test_a_block_is_lent_when_no_move_reads_it_any_more(tmp_path):
+    server = Server(tmp_path)
+    staging = server.disk._stagings[1]
+    server.step(1)
+    block_id = staging.take()
+    staging.give_back(block_id)
+    others = []
+    while (other := staging.take()) is not None:
+        others.append(other)
+    assert block_id not in others and len(others) == staging.num_blocks - 1
+    server.memory.take_ops()
+    assert staging.take() == block_id
+    server.kill()
+
+
+def test_beside_others_a_step_moves_little(tmp_path, monkeypatch):
+    """Blocks that go to disk, and blocks that come back."""
+    size = 64
+    monkeypatch.setattr(disk, "_OUT_BYTES", size)
+    monkeypatch.setattr(disk, "_IN_BYTES", size)
+    sizes = {"num_blocks": 128, "num_host_blocks": 64}
+    second = second_life(tmp_path, sizes=sizes)
+    assert second.store.bytes_per_block == size
+    second.submit("busy", [9, 8, 7], max_tokens=60)
+    second.step(2)
+    second.submit("a", PROMPT, max_tokens=1)
+    counted = []
+    while not second.h.ended("busy"):
+        before = second.load().num_disk_hit_tokens, len(second.disk._spilling._under_way)
+        second.step()
+        counted.append((second.load().num_disk_hit_tokens - before[0], len(second.disk._spilling._under_way)))
+    assert [tokens for tokens, _ in counted if tokens] == [4] * 6
+    assert max(num_out for _, num_out in counted) <= 2  # one begins as one ends
+    second.kill()
+
+
+def test_blocks_of_what_computes_otherwise_are_not_found(tmp_path):
+    options = CacheOptions(kv_disk_space=1e-3, kv_disk_dir=str(tmp_path))
+    for windows, num_found in (((None,), 0), ((None, 5), 0), ((None,), 1)):
+        executor = seeing(windows)(num_blocks=64, num_host_blocks=16, vocab_size=61)
+        (opened,) = open_disks(options, executor.host_blocks, executor.geometry, 1)
+        assert opened is not None
+        assert opened.store.counts.num_blocks == num_found
+        opened.store.write(bytes(32), memoryview(bytes(opened.store.bytes_per_block)))
+        opened.store.close()
 
 
 def test_a_request_that_goes_away_leaves_no_block_behind(tmp_path):
@@ -207,9 +307,10 @@ def test_a_request_that_goes_away_leaves_no_block_behind(tmp_path):
     second.readers.hold()
     second.submit("a", PROMPT)
     second.step(2)
-    assert second.disk._fetching.under_way
+    num_reads = len(second.disk._fetching.under_way)
     second.h.engine.abort("a")
-    second.step(1)
+    second.step(2)
+    assert len(second.disk._fetching.under_way) == second.disk._stagings[1].num_out == num_reads > 0
     assert second.h.last("a").finish.reason is FinishReason.ABORT
     assert not second.queues.fetched_for
     second.readers.release()
