@@ -31,6 +31,16 @@ def test_a_server_that_starts_again_finds_its_prefixes(tmp_path, ends):
     second.stop()
 
 
+def test_what_goes_to_disk_and_comes_from_there_is_not_counted_as_swapped(tmp_path):
+    server = second_life(tmp_path)
+    assert server.ask("a", PROMPT) == 24
+    assert server.ask("b", [1, *PROMPT]) == 0
+    load = server.load()
+    assert load.num_disk_blocks_written == 7 and load.num_disk_blocks_read == 6
+    assert (load.num_blocks_swapped_out, load.num_blocks_swapped_in, load.num_host_hit_tokens) == (0, 0, 0)
+    server.kill()
+
+
 def test_what_is_generated_is_kept_too(tmp_path):
     first = Server(tmp_path)
     first.ask("a", PROMPT, max_tokens=12)
