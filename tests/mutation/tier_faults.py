@@ -283,8 +283,8 @@ TIER_FAULTS = (
     Fault(
         "who cannot begin waits for ever",
         "kv/tiers/fetching.py",
-        "                fetch.until_s = now_s + fetch.longest_s\n",
-        "                fetch.until_s = now_s + fetch.longest_s if self._staging.num_out == 0 else 1e9\n",
+        "fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s",
+        "fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s * (1 if self._staging.num_out == 0 else 1e9)",
         DISK,
     ),
     Fault(

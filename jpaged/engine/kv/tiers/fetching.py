@@ -43,8 +43,8 @@ class _Fetch:
         homes, reads: of the first places: the block that each passes through, and whether it was right.
         num_in: places that are dealt with.
         is_over: nothing more is brought in; what is under way is waited for alone.
-        began_s: when the first read began.
-        until_s: when the group goes on in any case; None before anybody has looked whether it can begin.
+        began_s: when somebody first looked whether it can begin; None before that.
+        until_s: when the group goes on in any case.
     """
 
     group: Group
@@ -57,7 +57,7 @@ class _Fetch:
     is_over: bool = False
     has_gone_on: bool = False
     began_s: float | None = None
-    until_s: float | None = None
+    until_s: float = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -152,10 +152,10 @@ class Fetching:
                 if not fetch.behind.has_gone_on:
                     continue
                 fetch.behind, fetch.places = None, bringing.missing(fetch.group, self._store.__contains__)
-            if fetch.until_s is None:
-                fetch.until_s = now_s + fetch.longest_s
+            if fetch.began_s is None:
+                fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
             max_bytes -= self._bring_in(fetch, max_bytes, bringing)
-            self._read_on(fetch, now_s)
+            self._read_on(fetch)
             if now_s > fetch.until_s:
                 fetch.is_over = True
             if fetch.is_done:
@@ -190,7 +190,7 @@ class Fetching:
             fetch.num_in += 1
         return num_bytes
 
-    def _read_on(self, fetch: _Fetch, now_s: float) -> None:
+    def _read_on(self, fetch: _Fetch) -> None:
         while not fetch.is_over and len(fetch.reads) < len(fetch.places):
             home = self._staging.take()
             if home is None:
@@ -198,8 +198,6 @@ class Fetching:
             key = fetch.places[len(fetch.reads)].key
             fetch.homes.append(home)
             fetch.reads.append(self._threads.submit(self._store.read, key, self._blocks.view(home)))
-            if fetch.began_s is None:
-                fetch.began_s = now_s
 
     def _clear(self, fetch: _Fetch) -> None:
         """Gives back the blocks of reads that nobody waits for."""

@@ -447,6 +447,7 @@ def test_where_reads_hang_nobody_waits_longer_than_computing_takes(tmp_path):
         second.step(40)
         assert second.h.ended(name)
     assert second.load().num_disk_fallbacks == 2
+    assert second.disk._fetching._bytes_per_s == 200e6 / 4  # so that before long nobody waits at all
     second.readers.release()
     second.kill()
 
