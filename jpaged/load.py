@@ -98,7 +98,9 @@ class LoadTotals(ReplicaLoad):
     num_copies_on_write: int = counter(
         Metric("jpaged:copies_on_write", "Shared blocks copied because a sequence wrote to them.")
     )
-    num_blocks_swapped_out: int = counter(Metric("jpaged:blocks_swapped_out", "Blocks moved to host memory."))
+    num_blocks_swapped_out: int = counter(
+        Metric("jpaged:blocks_swapped_out", "Blocks moved to host memory, those on their way to disk left out.")
+    )
     num_blocks_swapped_in: int = counter(Metric("jpaged:blocks_swapped_in", "Blocks moved back from host memory."))
     num_host_hit_tokens: int = counter(
         Metric("jpaged:host_prefix_hits", "Prompt tokens of num_prefix_hit_tokens that came back from host memory.")

@@ -3,8 +3,8 @@
     start ── finds what it left ── prompts that begin alike, over and over ── SIGKILL ── start ...
 
 Each life is a process of its own, with the demo model and one folder for all. It tells every answer as it comes; each
-is held to what the prompt gave before there was a disk. A life that does not start, or an answer that differs, is an
-error.
+is held to what the prompt gave before there was a disk. A life that does not start, an answer that differs, or blocks
+that a life had on disk and the next one has not, are errors.
 
     python -m benchmarks.tiers.kills [--kills 200] [--seconds 2]
 """
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ from jpaged import json_text
 _PROMPTS, _MAX_TOKENS = 24, 6
 _SIZES: dict[str, Any] = {"max_model_len": 256, "num_blocks": 48, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 _DISK: dict[str, Any] = {"swap_space": 0.01, "kv_disk_space": 0.004}
-_START_S = 300.0
+_LIFE_S = 600.0
+"""A life that takes so long hangs, and is killed: that is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +78,20 @@ def live(folder: str | None, seed: int) -> None:
             for place, output in zip(places, outputs, strict=True):
                 tokens = [*output.outputs[0].token_ids]
                 told = {"place": place, "tokens": tokens, "hits": load.num_disk_hit_tokens}
-                print(json_text.dumps({**told, "dropped": load.num_disk_blocks_dropped}), flush=True)
+                disk = {"kept": load.num_disk_blocks, "dropped": load.num_disk_blocks_dropped}
+                print(json_text.dumps({**told, **disk}), flush=True)
             if folder is None:
                 return
 
 
 def begin(folder: str | None, seed: int) -> subprocess.Popen[str]:
-    """A life in a process of its own."""
+    """A life in a process of its own, which has an end in any case."""
     words = [sys.executable, "-m", "benchmarks.tiers.kills", "--live", folder or "", "--seed", str(seed)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    limit = threading.Timer(_LIFE_S, child.kill)
+    limit.daemon = True
+    limit.start()
+    return child
 
 
 def lines(child: subprocess.Popen[str]) -> list[dict[str, Any]]:
@@ -97,29 +104,41 @@ def right_answers() -> dict[int, list[int]]:
     """What each prompt gives without a disk."""
     child = begin(None, 0)
     told = {one["place"]: one["tokens"] for one in lines(child) if "place" in one}
-    if child.wait(_START_S) or len(told) != _PROMPTS:
+    if child.wait() or len(told) != _PROMPTS:
         raise SystemExit("the prompts were not answered without a disk")
     return told
 
 
-def kill(num_kills: int, longest_s: float, folder: str, seed: int = 0) -> Kills:
+def kill(num_kills: int, longest_s: float, folder: str, seed: int = 0, most_answers: int = 0) -> Kills:
     """Begins and kills so many lives, and holds what they tell to what is right.
 
+    Args:
+        longest_s: the longest time that a life has behind its beginning.
+        most_answers: a number of answers, this one at most, is waited for before that time begins.
+
     Raises:
-        SystemExit: a life did not start, or an answer was wrong.
+        SystemExit: a life did not start, an answer was wrong, or what was on disk is not.
     """
     right, choose, begin_s = right_answers(), random.Random(seed), time.monotonic()
-    num_answers = num_hits = most_found = num_dropped = 0
+    num_answers = num_hits = most_found = num_dropped = num_kept = 0
     for life in range(num_kills):
         child = begin(folder, life)
         assert child.stdout is not None
         first = child.stdout.readline()
         if '"ready"' not in first:
             raise SystemExit(f"life {life} did not start: {first!r}, status {child.wait()}")
-        most_found = max(most_found, json.loads(first)["ready"])
+        num_found = json.loads(first)["ready"]
+        if num_kept and not num_found:
+            raise SystemExit(f"life {life} found nothing; the one before had {num_kept} blocks on disk")
+        most_found = max(most_found, num_found)
+        told: list[dict[str, Any]] = []
+        for _ in range(choose.randint(0, most_answers)):
+            if not (line := child.stdout.readline()):
+                raise SystemExit(f"life {life} ended behind {len(told)} answers, with status {child.wait()}")
+            told.append(json.loads(line))
         time.sleep(longest_s * choose.random() ** 2)
         child.send_signal(signal.SIGKILL)
-        told = lines(child)
+        told += lines(child)
         if child.wait() != -signal.SIGKILL:
             raise SystemExit(f"life {life} ended by itself, with status {child.returncode}")
         for one in told:
@@ -128,6 +147,7 @@ def kill(num_kills: int, longest_s: float, folder: str, seed: int = 0) -> Kills:
         num_answers += len(told)
         num_hits += told[-1]["hits"] if told else 0
         num_dropped += told[-1]["dropped"] if told else 0
+        num_kept = told[-1]["kept"] if told else num_found
     seconds = time.monotonic() - begin_s
     return Kills(num_kills, num_answers, num_hits, most_found, num_dropped, round(seconds, 1))
 

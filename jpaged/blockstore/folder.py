@@ -10,6 +10,7 @@ another name is nobody's business here: it is neither counted nor touched.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -75,16 +76,18 @@ class StoreFolder:
 
     def make_room(self, num_bytes: int, mine: Path) -> bool:
         """Whether so many bytes more are within the limit; files of other identities go as far as need be."""
-        total, others = 0, []
+        total, others = 0, list[tuple[float, Path, int]]()
         for path, size in self._files():
             total += size
             if path.parent != mine:
                 others.append((_used_s(path.parent), path, size))
-        for _, path, size in sorted(others):
+        for used_s, path, size in sorted(others):
             if total + num_bytes <= self.max_bytes:
                 break
             if discard(path, "its room is needed, and its model is not served"):
                 total -= size
+                with contextlib.suppress(OSError):
+                    os.utime(path.parent, (used_s, used_s))  # to lose a file is not to be used
         return total + num_bytes <= self.max_bytes
 
     def close(self) -> None:

@@ -29,6 +29,8 @@ _MAGIC = b"jpaged/blocks/1\0"
 _FILE = struct.Struct("<16s32sQQ")
 _CRC = struct.Struct("<I")
 _USED = struct.Struct("<Q")
+_MAX_USED = (1 << 62) - 1
+"""The number has no CRC, for it is written with every use: whatever a damaged one says, there are higher ones."""
 _NAMED = struct.Struct("<B64s32s")
 _HEADER_BYTES, _PAGE_BYTES = 128, 4096
 MAX_KEY_BYTES = 64
@@ -222,7 +224,7 @@ def _header_of(packed: bytes) -> Header | None:
     length, key, digest = _NAMED.unpack(named)
     if not 0 < length <= MAX_KEY_BYTES or _CRC.unpack(crc)[0] != zlib.crc32(named):
         return None
-    return Header(key[:length], digest, _USED.unpack_from(packed)[0])
+    return Header(key[:length], digest, min(_USED.unpack_from(packed)[0], _MAX_USED))
 
 
 def _whole_pages(num_bytes: int) -> int:

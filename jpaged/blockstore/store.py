@@ -126,9 +126,10 @@ class BlockStore:
         self._num_users = 1
         self._is_on = True
         self._counts = StoreCounts()
+        self._gone: list[Callable[[bytes], None]] = []
         begin_s = time.monotonic()
         self._segments.open_all()
-        self._clock = self._find_all()
+        self._clock = _find_all(self._segments.opened, self._slots)
         if self._slots.known:
             seconds, num_found = time.monotonic() - begin_s, len(self._slots.known)
             logger.info("blocks on disk: %d found in %s in %.3f s", num_found, self._segments.path, seconds)
@@ -195,8 +196,8 @@ class BlockStore:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Notes that these were used just now, as far as they are known: they were found elsewhere."""
-        with self._lock:
-            for key in keys:
+        for key in keys:
+            with self._lock:  # of each: nobody waits for a long prompt's
                 slot = self._slots.known.get(key)
                 if slot is None or not self._is_on:
                     continue
@@ -217,13 +218,25 @@ class BlockStore:
         with self._lock:
             if not self._is_on:
                 return 0
+            gone = [*self._slots.known]
             num_known = self._slots.remove_all()
+            for tell in self._gone:
+                for key in gone:
+                    tell(key)
             try:
                 for segment in self._segments.opened:
                     segment.clear_all()
             except OSError as error:
                 self._turn_off(error)
             return num_known
+
+    def when_gone(self, tell: Callable[[bytes], None]) -> None:
+        """Calls `tell` with each key that ceases to be found, on any thread; a store that goes off says so by `is_on`.
+
+        It is told with the store's lock held, and may ask for nothing but `in`.
+        """
+        with self._lock:
+            self._gone.append(tell)
 
     def share(self) -> BlockStore:
         """This store for one user more, who closes it too."""
@@ -249,24 +262,6 @@ class BlockStore:
                 self._slots.check()
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _find_all(self) -> int:
-        """Reads the tables of all files: what is in which slot; the highest number of a use.
-
-        Of two slots with one key the newer stays.
-        """
-        found: list[tuple[Header, Slot]] = []
-        for segment in self._segments.opened:
-            for number, header in segment.headers():
-                if header is None:
-                    self._slots.add(Slot(segment, number))
-                else:
-                    found.append((header, Slot(segment, number, header.digest)))
-        found.sort(key=lambda one: one[0].used)
-        for header, slot in found:
-            self._remove(header.key)
-            self._slots.add(slot, header.key)
-        return found[-1][0].used if found else 0
 
     def _slot_for(self, key: bytes) -> Slot | None:
         """A slot to write a key's contents into; None where it is known, or every slot is in use."""
@@ -341,6 +336,8 @@ class BlockStore:
     def _remove(self, key: bytes) -> None:
         """Makes a key unknown, if it is known or coming, here and for the next life."""
         slot = self._slots.remove(key)
+        for tell in self._gone if slot is not None else ():
+            tell(key)
         try:
             if slot is not None and self._is_on:
                 slot.segment.clear(slot.number)
@@ -353,6 +350,26 @@ class BlockStore:
                 logger.error("blocks on disk are off from now on: %s: %s", self._segments.path, error)
             self._is_on = False
             self._counts = replace(self._counts, num_failures=self._counts.num_failures + 1)
+
+
+def _find_all(segments: Iterable[Segment], slots: Slots) -> int:
+    """Reads the tables of all files: what is in which slot; the highest number of a use.
+
+    Of two slots with one key the newer stays.
+    """
+    found: list[tuple[Header, Slot]] = []
+    for segment in segments:
+        for number, header in segment.headers():
+            if header is None:
+                slots.add(Slot(segment, number))
+            else:
+                found.append((header, Slot(segment, number, header.digest)))
+    found.sort(key=lambda one: one[0].used)
+    for header, slot in found:
+        if (older := slots.remove(header.key)) is not None:
+            older.segment.clear(older.number)
+        slots.add(slot, header.key)
+    return found[-1][0].used if found else 0
 
 
 def _form(identity: bytes, bytes_per_block: int, max_bytes: int) -> Form:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from jpaged.blockstore import store as stores
 from jpaged.blockstore.folder import StoreFolder
-from jpaged.blockstore.segment import Segment
+from jpaged.blockstore.segment import Header, Segment
 from jpaged.blockstore.store import BlockStore
 from jpaged.errors import InvalidArgument
 
@@ -69,14 +70,14 @@ def test_what_is_written_is_read_here_and_in_the_next_life(tmp_path):
 
 
 def test_the_least_recently_used_goes_first_and_files_stay_within_the_limit(tmp_path):
-    store = open_store(tmp_path)
-    number = 0
-    while not store.counts.num_evicted:
-        keep(store, number)
-        number += 1
+    store, most = open_store(tmp_path), 0
+    for number in range(1, 100):
+        keep(store, number - 1)
         if number > 3:
             assert read(store, 1)
-    most = number - 1
+        if store.counts.num_evicted:
+            break
+        most = number
     assert most > 10 and total_bytes(tmp_path) <= LIMIT
     assert (read(store, 0), read(store, 1), read(store, 2)) == (False, True, True)
     store.close()
@@ -105,6 +106,25 @@ def test_blocks_of_another_identity_are_not_found_and_go_when_room_is_needed(tmp
     keep(store, *range(100, 160))
     assert total_bytes(tmp_path) <= LIMIT
     assert {file.parent.name for file in files(tmp_path)} == {IDENTITY.hex()}
+    store.close()
+
+
+def test_of_other_identities_the_one_used_longest_ago_goes_as_a_whole(tmp_path):
+    old, newer = (bytes([number]) * 32 for number in (1, 2))
+    for age, identity in enumerate((newer, old), 1):
+        store = open_store(tmp_path, identity)
+        keep(store, *range(12))
+        store.close()
+        os.utime(tmp_path / identity.hex(), (1e9 - age, 1e9 - age))
+    num_old = len(files(tmp_path / old.hex()))
+    assert num_old > 1
+    store = open_store(tmp_path)
+    number = 100
+    while files(tmp_path / old.hex()):
+        assert number < 200
+        assert len(files(tmp_path / newer.hex())) == num_old
+        keep(store, number)
+        number += 1
     store.close()
 
 
@@ -147,9 +167,55 @@ def test_a_flipped_bit_is_a_miss_wherever_it_is(tmp_path, offset):
     damaged[offset] ^= 4
     path.write_bytes(damaged)
     store = open_store(tmp_path)
+    assert store.counts.num_blocks == number - (offset > 0)  # a table that is damaged is seen at once
     found = [read(store, n) for n in range(number)]
     assert found.count(False) == 1
+    num_dropped = store.counts.num_dropped
     assert [read(store, n) for n in range(number)] == found
+    assert store.counts.num_dropped == num_dropped
+    store.close()
+
+
+def test_a_block_under_a_stale_key_does_not_pass(tmp_path):
+    """A header that is whole, with its own hash, in front of what another key names."""
+    store = open_store(tmp_path)
+    keep(store, 1)
+    slot = store._slots.known[key_of(1)]
+    slot.segment.publish(slot.number, Header(key_of(2), slot.digest, 9))
+    store.close()
+    store = open_store(tmp_path)
+    assert key_of(2) in store and not read(store, 2)
+    assert store.counts.num_dropped == 1 and key_of(2) not in store
+    store.close()
+
+
+def test_what_was_forgotten_is_not_found_by_the_next_life(tmp_path):
+    for forget in (lambda store: store.forget(key_of(1)), lambda store: store.reset()):
+        store = open_store(tmp_path)
+        keep(store, 1)
+        forget(store)
+        store.close()
+        store = open_store(tmp_path)
+        assert not store.counts.num_blocks and not read(store, 1)
+        store.close()
+
+
+def test_a_time_of_use_that_is_damaged_costs_nothing(tmp_path):
+    store = open_store(tmp_path)
+    keep(store, 1, 2)
+    store.close()
+    path = files(tmp_path)[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[4096 : 4096 + 8] = b"\xff" * 8
+    path.write_bytes(damaged)
+    for _ in range(2):
+        store = open_store(tmp_path)
+        assert read(store, 1) and read(store, 2)
+        store.touch([key_of(1), key_of(2)])
+        store.close()
+    store = open_store(tmp_path)
+    keep(store, 3)
+    assert [read(store, number) for number in (1, 2, 3)] == [True] * 3
     store.close()
 
 
@@ -197,6 +263,24 @@ def test_a_file_that_is_cut_short_under_a_store_turns_it_off_and_ends_nobody(tmp
     assert store.reset() == 0
     assert "off from now on" in caplog.text
     store.close()
+
+
+CUT = """
+import os
+import sys
+from pathlib import Path
+from tests.blockstore.test_store import files, keep, key_of, open_store, read
+store = open_store(Path(sys.argv[1]))
+keep(store, 1)
+os.truncate(files(Path(sys.argv[1]))[0], 100)
+store.forget(key_of(1))
+assert not store.is_on
+"""
+
+
+def test_a_table_that_somebody_cut_off_is_not_touched(tmp_path):
+    """A page of a mapping that has no file behind it ends the process that touches it."""
+    subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], check=True)
 
 
 def test_a_folder_is_one_stores_at_a_time(tmp_path):
@@ -283,6 +367,28 @@ def in_thread(function, *arguments):
     return thread, results
 
 
+def test_who_is_killed_while_a_slot_is_written_again_leaves_it_empty(tmp_path, monkeypatch):
+    """The victim's entry is cleared before its contents go: the next life does not even look at them."""
+    store, number = open_store(tmp_path / "here"), 0
+    while not store.counts.num_evicted:
+        assert number < 100
+        keep(store, number)
+        number += 1
+    whole = Segment.write
+
+    def write(segment, slot, contents):
+        whole(segment, slot, contents)
+        shutil.copytree(tmp_path / "here", tmp_path / "killed")
+
+    monkeypatch.setattr(Segment, "write", write)
+    keep(store, number)
+    store.close()
+    store = open_store(tmp_path / "killed")
+    assert [n for n in range(number + 1) if key_of(n) in store] == [*range(2, number)]
+    assert all(read(store, n) for n in range(2, number)) and not store.counts.num_dropped
+    store.close()
+
+
 @pytest.mark.parametrize("how", ["forget", "reset", "unwanted"])
 def test_what_is_forgotten_while_it_is_written_is_never_found(pausing, how):
     store, segment = pausing
@@ -319,7 +425,6 @@ def test_a_slot_that_is_read_is_not_given_to_another(pausing):
 
 WRITER = """
 import sys
-from pathlib import Path
 from tests.blockstore.test_store import contents_of, key_of, open_store
 store = open_store(Path(sys.argv[1]))
 print(store.counts.num_blocks, flush=True)

@@ -148,7 +148,7 @@ def test_it_knows_what_a_set_of_chains_would(seed):
     truth: dict[str, dict[tuple[int, ...], set[str]]] = {"a": {}, "b": {}}
     for _ in range(120):
         server, text = choose.choice("ab"), choose.choice(texts)
-        place, tier = choose.randrange(4), choose.choice(["device", "host"])
+        place, tier = choose.randrange(4), choose.choice(["device", "host", "disk"])
         chain = text[: 3 * (place + 1)]
         one = numbers.setdefault(chain, len(numbers) + 1)
         mine = truth[server]

@@ -1,6 +1,6 @@
-"""Plants faults into engine, KV events, servers and kernels, and sees that their quick tests turn red.
+"""Plants faults into the engine, its disk, KV events, servers and kernels, and sees that their quick tests turn red.
 
-python -m tests.mutation.plant [engine | events | roles | gpu | triton | product]
+python -m tests.mutation.plant [engine | blocks | events | roles | gpu | triton | product]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.mutation.planting import Bed
 from tests.mutation.policy_faults import POLICY_FAULTS
 from tests.mutation.product_faults import PRODUCT_FAULTS
 from tests.mutation.role_faults import ROLE_FAULTS
+from tests.mutation.tier_faults import STORE_FAULTS, TIER_FAULTS
 from tests.mutation.travel_faults import TRAVEL_FAULTS
 from tests.mutation.triton_faults import TRITON_FAULTS
 
@@ -38,8 +39,16 @@ BEDS = {
             *FEED_FAULTS,
             *ADAPTER_FAULTS,
             *TRAVEL_FAULTS,
+            *TIER_FAULTS,
             *CHANGE_FAULTS,
         ),
+    ),
+    "blocks": Bed(
+        sources="jpaged/blockstore",
+        tests="tests/blockstore",
+        left_out=("device", "models", "kernels"),
+        words=lambda fault: [f"tests/blockstore/{name}" for name in fault.tests],
+        faults=STORE_FAULTS,
     ),
     "events": Bed(
         sources="jpaged/kvevents",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[dict[str, Process]]:
+def servers(tmp_path: Path, swap_space: str) -> Iterator[dict[str, Process]]:
     made = [
-        Process((*SERVE, "--port", "0", "--kv-events-endpoint", f"ipc://{tmp_path}/{name}",
+        Process((*SERVE, "--port", "0", "--swap-space", swap_space,
+                 "--kv-events-endpoint", f"ipc://{tmp_path}/{name}",
                  "--kv-events-replay-endpoint", f"ipc://{tmp_path}/{name}r"))
         for name in "ab"
     ]  # fmt: skip
@@ -37,6 +38,33 @@ def servers(tmp_path: Path) -> Iterator[dict[str, Process]]:
             one.end(signal.SIGKILL)
 
 
+async def push_out(name: str, is_over: Callable[[], bool]) -> None:
+    """Has a server compute other prompts, which the router does not see."""
+    async with AsyncClient(name) as direct:
+        for turn in range(64):
+            await direct.complete(prompt_token_ids=[(turn * 7 + i * 3) % 900 for i in range(200)], sampling=ONE)
+            if is_over():
+                break
+
+
+@pytest.mark.parametrize("swap_space", ["0.1"])
+async def test_what_went_to_host_memory_is_where_it_was(servers: dict[str, Process]) -> None:
+    beginning = beginning_of(ask(PROMPT), b"")
+    assert beginning is not None
+    async with routed(*servers) as router:
+        held = held_of(router)
+        await eventually(lambda: all(held.is_heard(name) for name in servers))
+        first = await went_to(router, ask(PROMPT))
+        await eventually(lambda: held.num_tokens(beginning)[first] >= 128)
+        num_pool = held.num_blocks(first)
+        await push_out(first, lambda: held.num_blocks(first) > num_pool + 96)  # twice what the device has
+        await eventually(lambda: held.num_blocks(first) > num_pool + 96)
+        assert held.num_tokens(beginning)[first] >= 128
+        told = await collect(router.inference.Generate(ask(PROMPT)))
+        assert told[-1].usage.cached_tokens >= 128
+
+
+@pytest.mark.parametrize("swap_space", ["0"])
 async def test_where_a_prefix_was_evicted_no_prompt_goes_for_it(servers: dict[str, Process]) -> None:
     beginning = beginning_of(ask(PROMPT), b"")
     assert beginning is not None
@@ -49,11 +77,7 @@ async def test_where_a_prefix_was_evicted_no_prompt_goes_for_it(servers: dict[st
         assert await went_to(router, ask(PROMPT)) == first
         told = await collect(router.inference.Generate(ask(PROMPT)))
         assert told[-1].usage.cached_tokens >= 128
-        async with AsyncClient(first) as direct:  # which the router does not see
-            for turn in range(64):
-                await direct.complete(prompt_token_ids=[(turn * 7 + i * 3) % 900 for i in range(200)], sampling=ONE)
-                if not held.num_tokens(beginning)[first]:
-                    break
+        await push_out(first, lambda: not held.num_tokens(beginning)[first])
         await eventually(lambda: held.num_tokens(beginning)[first] == 0)
         hits = directory.num_hits
         async with AsyncClient(second) as direct:

@@ -418,9 +418,16 @@ class MemoryOps:
     num_taken: int = 0
     """How often `take` was called: what was added when it was less is on its way."""
 
-    def add(self, move: Move, source: int, destination: int) -> None:
+    def add(self, move: Move, source: int, destination: int, *, passes: bool = False) -> None:
+        """Adds a move behind those that there are.
+
+        Args:
+            passes: the block is on its way through host memory, to a disk or another server or from there: that is
+                counted where it goes to or comes from.
+        """
         self._moves.append((move, source, destination))
-        self.counts.moved(move)
+        if not passes:
+            self.counts.moved(move)
 
     def take(self) -> MemoryOps:
         """The moves so far, which are not among these any more."""

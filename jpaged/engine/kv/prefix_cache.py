@@ -87,6 +87,10 @@ class PrefixCache:
         """The block that holds what the key names; None where it is not known."""
         return self._blocks.get(key)
 
+    def key_of(self, block_id: int) -> Key | None:
+        """What a block is known by; None where it is not."""
+        return self._keys.get(block_id)
+
     def block_ids(self) -> Iterable[int]:
         return self._keys.keys()
 

@@ -274,13 +274,17 @@ class Prefixes:
         self.num_cached += sum(block_id in self._cache for block_id in block_ids)
 
     def _evict(self, block_id: int) -> None:
-        """Gives up what a free block holds, which is about to be reissued: it moves to host memory."""
-        key = self._cache.evict(block_id)
+        """Gives up what a free block holds, which is about to be reissued: it moves to host memory.
+
+        That is told before it is gone from here: who reads along forgets a block that is nowhere.
+        """
+        key = self._cache.key_of(block_id)
         if key is not None:
             self.num_cached -= 1
             self._host.keep(key, block_id, None if self._ranked is None else self._ranked.evicted(block_id))
             if self._below is not None:
                 self._below.note(key)
+            self._cache.evict(block_id)
 
     def _take(self, leader: TokenSequence, num_blocks: int) -> None:
         """Gives an empty sequence the known blocks that are seen behind so many; brings back those in host memory."""

@@ -107,6 +107,9 @@ def test_what_goes_to_host_memory_is_held_there_and_not_on_the_device():
     h.run()
     assert {hash_of(key) for key, _ in told.held["host"]} <= first
     assert told.held["host"] and not told.held["host"] & told.held["device"]
+    directory = Directory()
+    directory.take("here", decode(Encoder(4).encode(told.changes, 0.0))[0])
+    assert directory.num_blocks("here") == len(told.held["host"] | told.held["device"])
     h.submit("a again", list(range(16)), max_tokens=1)
     h.run()
     assert h.last("a again").usage.cached_tokens > 0

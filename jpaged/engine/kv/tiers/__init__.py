@@ -11,4 +11,6 @@ spilling.py   on their way to disk
 fetching.py   on their way back, while their groups wait
 bringing.py   what a waiting prompt misses, and how it comes to be cached
 staging.py    host memory that they pass through
+threads.py    who waits for the disk
+told.py       what is told of blocks there
 """

@@ -65,7 +65,7 @@ class Bringing:
             return False
         table = BlockTable(1)
         table.extend(prefixes.pool.allocate(1))
-        self._ops.add(Move.SWAP_IN, home, table.block_id(0))
+        self._ops.add(Move.SWAP_IN, home, table.block_id(0), passes=True)
         key = prefixes.findable(group)[place.index]
         prefixes.cache.insert_of(leader, place.index, table.block_id(0), key, place.kv_group)
         prefixes.pool.release(table)

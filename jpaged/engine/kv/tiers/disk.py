@@ -9,10 +9,14 @@ one server share one store: each writes what it computes, and finds what the oth
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jpaged.blockstore.store import BlockStore, StoreCounts
 from jpaged.config import CacheOptions
@@ -25,8 +29,12 @@ from jpaged.engine.kv.tiers.fetching import Fetching
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.spilling import Spilling
 from jpaged.engine.kv.tiers.staging import Staging
+from jpaged.engine.kv.tiers.threads import DiskThreads
+from jpaged.engine.kv.tiers.told import ToldOfDisk
 from jpaged.engine.sequence import Group
 from jpaged.errors import InvalidArgument, Unavailable
+
+logger = logging.getLogger(__name__)
 
 _NUM_READERS, _NUM_WRITERS = 8, 1
 _STAGING_BYTES, _STAGING_SHARE = 64 << 20, 4
@@ -36,6 +44,8 @@ _OUT_BYTES_PER_S, _OUT_BYTES_ALONE_PER_S = 64 << 20, 1 << 30
 _OUT_BYTES, _IN_BYTES = 2 << 20, 4 << 20
 """The same of one step, and what one brings back: milliseconds of copying."""
 _BYTES_ALONE = 64 << 20
+_END_S = 5.0
+"""How long the end waits for a disk that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +132,32 @@ class DiskTier:
         self._store = store = disk.store
         self._bytes_per_block = blocks.bytes_per_block
         self._readers, self._writers = disk.threads or (
-            ThreadPoolExecutor(_NUM_READERS, "jpaged-disk-read"),
-            ThreadPoolExecutor(_NUM_WRITERS, "jpaged-disk-write"),
+            DiskThreads(_NUM_READERS, "jpaged-disk-read"),
+            DiskThreads(_NUM_WRITERS, "jpaged-disk-write"),
         )
         num_blocks = num_staged(blocks.bytes_per_block, geometry.num_host_blocks)
         num_out = max(1, num_blocks // 4)
         self._stagings = Staging(host, num_out), Staging(host, num_blocks - num_out)
-        max_due = geometry.num_blocks + geometry.num_host_blocks
-        self._spilling = Spilling(store, blocks, host, self._stagings[0], max_due, self._writers)
+        self._max_due = max_due = geometry.num_blocks + geometry.num_host_blocks
+        self._spilling = Spilling(store, blocks, host, self._stagings[0], max_due, self._writers, self._may_hold)
         self._fetching = Fetching(
-            store, blocks, self._stagings[1], rates, geometry.block_size, self._readers, self._count
+            store,
+            blocks,
+            self._stagings[1],
+            rates,
+            geometry.block_size,
+            self._readers,
+            self._count,
+            self._may_hold,
         )
         self._counts = DiskCounts(store.counts)
         self._cache: PrefixCache | None = None
         self._bringing: Bringing | None = None
+        self._told: ToldOfDisk | None = None
+        self._used: dict[Key, None] = {}
+        self._noting: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._lent: list[Future[bool]] = []  # reads for other servers
         self._allowance_bytes = 0.0
         self._last_s = 0.0
         self._is_flushing = False
@@ -143,16 +165,21 @@ class DiskTier:
     def serve(self, prefixes: Prefixes, ops: MemoryOps) -> None:
         """Keeps what these know, and brings back what they miss, by moves that the device makes."""
         self._cache, self._bringing = prefixes.cache, Bringing(prefixes, ops)
+        self._told = ToldOfDisk(self._store, prefixes.changes, prefixes.has_prefix)
 
     # --- what becomes of prefixes -----------------------------------------------------------------------------------
 
     def note(self, key: Key) -> None:
         if self._store.is_on:
+            self._may_hold(key)
             self._spilling.note(key)
 
     def used(self, keys: Sequence[Key]) -> None:
-        if keys and self._store.is_on:
-            self._writers.submit(self._store.touch, [*keys])
+        for key in keys if self._store.is_on else ():
+            self._used.pop(key, None)
+            self._used[key] = None
+        while len(self._used) > self._max_due:
+            del self._used[next(iter(self._used))]
 
     def forget(self, key: Key) -> None:
         self._spilling.forget(key)
@@ -176,10 +203,14 @@ class DiskTier:
         Raises:
             Unavailable: the tier is closed.
         """
-        try:
-            return self._readers.submit(self._store.read, key, into)
-        except RuntimeError:  # no further work is taken
-            raise Unavailable("the server is shutting down") from None
+        with self._lock:
+            try:
+                reading: Future[bool] = self._readers.submit(self._store.read, key, into)
+            except RuntimeError:  # no further work is taken
+                raise Unavailable("the server is shutting down") from None
+            self._lent = [one for one in self._lent if not one.done()]
+            self._lent.append(reading)
+        return reading
 
     # --- who waits --------------------------------------------------------------------------------------------------
 
@@ -199,11 +230,13 @@ class DiskTier:
         Args:
             is_alone: nothing runs that would have to wait.
         """
-        if self._cache is None or self._bringing is None:
+        if self._cache is None or self._bringing is None or self._told is None:
             return []
+        self._told.advance()
         max_bytes = self._allowed_bytes(now_s, is_alone)
         if not self._store.is_on:
             self._spilling.forget_all()
+        self._note_used()
         num_begun = self._spilling.advance(max_bytes // self._bytes_per_block, self._cache)
         self._allowance_bytes -= num_begun * self._bytes_per_block
         return self._fetching.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._bringing)
@@ -216,7 +249,8 @@ class DiskTier:
     @property
     def is_busy(self) -> bool:
         """Something is under way, or waits for it: steps have to come, though nothing runs in them."""
-        return self._spilling.is_busy or self._fetching.is_busy
+        is_behind = self._told is not None and self._told.is_busy
+        return self._spilling.is_busy or self._fetching.is_busy or is_behind
 
     @property
     def counts(self) -> DiskCounts:
@@ -225,18 +259,34 @@ class DiskTier:
 
     def check(self) -> None:
         """Raises InternalError where a block is lost between memory and disk, or free while it travels."""
-        for staging in self._stagings:
-            staging.check()
         self._spilling.check()
+        self._fetching.check()
         self._store.check()
 
     def close(self) -> None:
-        """Waits for what threads have begun, and leaves the store."""
-        for threads in (self._readers, self._writers):
-            threads.shutdown(cancel_futures=True)
+        """Waits for what threads have begun, and leaves the store; what does not answer is left with its files."""
+        with self._lock:
+            for threads in (self._readers, self._writers):
+                threads.shutdown(wait=False, cancel_futures=True)
+        asked: list[Future[Any]] = [*self._spilling.under_way, *self._fetching.under_way, *self._lent]
+        if self._noting is not None:
+            asked.append(self._noting)
+        left = wait_for(asked, _END_S).not_done
+        if left:
+            logger.error("blocks on disk: the disk does not answer %d calls, which are left to it", len(left))
+            return
         self._store.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _note_used(self) -> None:
+        """Has noted what was used since the last time, unless that is not over."""
+        if self._noting is not None and self._noting.done():
+            self._noting.result()
+            self._noting = None
+        if self._used and self._noting is None:
+            used, self._used = self._used, {}
+            self._noting = self._writers.submit(self._store.touch, list(used))
 
     def _allowed_bytes(self, now_s: float, is_alone: bool) -> int:
         """What may begin to be written in this step."""
@@ -246,6 +296,10 @@ class DiskTier:
         self._allowance_bytes = min(float(most), self._allowance_bytes + (now_s - self._last_s) * rate)
         self._last_s = now_s
         return int(self._allowance_bytes)
+
+    def _may_hold(self, key: Key) -> None:
+        if self._told is not None:
+            self._told.may_hold(key)
 
     def _count(self, num_tokens: int, is_fallback: bool) -> None:
         self._counts = replace(

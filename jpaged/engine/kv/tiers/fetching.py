@@ -12,7 +12,7 @@ another waits for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,6 +27,8 @@ from jpaged.engine.sequence import Group
 _FIRST_BYTES_PER_S = 200e6
 _LATENCY_S = 0.002
 """What a disk is taken for until it has shown what it does."""
+_BELIEF = 1.02
+"""So much quicker a disk is taken to be with each group that does not wait for it: a slow one is tried again."""
 _LEAST_WAIT_S = 0.05
 """Shorter waits are within what threads take to be woken."""
 _NUM_AT_ONCE = 16
@@ -41,7 +43,8 @@ class _Fetch:
         homes, reads: of the first places: the block that each passes through, and whether it was right.
         num_in: places that are dealt with.
         is_over: nothing more is brought in; what is under way is waited for alone.
-        until_s: when the group goes on in any case; None before the first read.
+        began_s: when somebody first looked whether it can begin; None before that.
+        until_s: when the group goes on in any case.
     """
 
     group: Group
@@ -54,7 +57,7 @@ class _Fetch:
     is_over: bool = False
     has_gone_on: bool = False
     began_s: float | None = None
-    until_s: float | None = None
+    until_s: float = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -73,6 +76,7 @@ class Fetching:
     Args:
         threads: as many as reads are to be under way.
         count: told how many tokens came back, and whether a group went on without all of its own.
+        came: told which keys came back.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Fetching:
         block_size: int,
         threads: Executor,
         count: Callable[[int, bool], None],
+        came: Callable[[Key], None],
     ) -> None:
         self._store = store
         self._blocks = blocks
@@ -92,6 +97,7 @@ class Fetching:
         self._block_size = block_size
         self._threads = threads
         self._count = count
+        self._came = came
         self._bytes_per_s = _FIRST_BYTES_PER_S
         self._fetches: dict[Group, _Fetch] = {}
         self._leftover: list[_Fetch] = []
@@ -102,9 +108,9 @@ class Fetching:
         return bool(self._fetches or self._leftover)
 
     @property
-    def num_on_the_way(self) -> int:
-        """Blocks between disk and the device."""
-        return sum(len(fetch.reads) - fetch.num_in for fetch in (*self._fetches.values(), *self._leftover))
+    def under_way(self) -> list[Future[bool]]:
+        """Reads that are not dealt with."""
+        return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
 
     def begin(self, group: Group, bringing: Bringing) -> bool:
         """Begins to fetch what disk has of a group's prompt; False where it has nothing that is worth it."""
@@ -113,6 +119,7 @@ class Fetching:
             return False
         seconds = self._compute_s(places)
         if seconds <= _LATENCY_S + len(places) * self._blocks.bytes_per_block / self._bytes_per_s:
+            self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
             return False
         first = places[0].key
         behind = next(
@@ -145,9 +152,11 @@ class Fetching:
                 if not fetch.behind.has_gone_on:
                     continue
                 fetch.behind, fetch.places = None, bringing.missing(fetch.group, self._store.__contains__)
+            if fetch.began_s is None:
+                fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
             max_bytes -= self._bring_in(fetch, max_bytes, bringing)
-            self._read_on(fetch, now_s)
-            if fetch.until_s is not None and now_s > fetch.until_s:
+            self._read_on(fetch)
+            if now_s > fetch.until_s:
                 fetch.is_over = True
             if fetch.is_done:
                 self._end(fetch, now_s)
@@ -173,6 +182,7 @@ class Fetching:
             place, home = fetch.places[fetch.num_in], fetch.homes[fetch.num_in]
             if read.result() and bringing.bring_in(fetch.group, place, home):
                 num_bytes += self._blocks.bytes_per_block
+                self._came(place.key)
                 self._count(0 if place.kv_group else self._block_size, False)
             else:
                 fetch.is_over = True
@@ -180,7 +190,7 @@ class Fetching:
             fetch.num_in += 1
         return num_bytes
 
-    def _read_on(self, fetch: _Fetch, now_s: float) -> None:
+    def _read_on(self, fetch: _Fetch) -> None:
         while not fetch.is_over and len(fetch.reads) < len(fetch.places):
             home = self._staging.take()
             if home is None:
@@ -188,8 +198,6 @@ class Fetching:
             key = fetch.places[len(fetch.reads)].key
             fetch.homes.append(home)
             fetch.reads.append(self._threads.submit(self._store.read, key, self._blocks.view(home)))
-            if fetch.until_s is None:
-                fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
 
     def _clear(self, fetch: _Fetch) -> None:
         """Gives back the blocks of reads that nobody waits for."""
@@ -197,6 +205,14 @@ class Fetching:
             fetch.reads[fetch.num_in].result()
             self._staging.give_back(fetch.homes[fetch.num_in])
             fetch.num_in += 1
+
+    def check(self) -> None:
+        """Raises InternalError where a block is free that is read into."""
+        self._staging.check(home for fetch in self._all() for home in fetch.homes[fetch.num_in :])
+
+    def _all(self) -> Iterator[_Fetch]:
+        yield from self._fetches.values()
+        yield from self._leftover
 
     def _compute_s(self, places: list[Place]) -> float:
         """Seconds to compute the tokens of these places."""

@@ -152,7 +152,7 @@ class HostTier:
 
     def copy_out(self, block_id: int, home: int) -> None:
         """Copies a block of the device into a reserved one, before the next step's rows."""
-        self._ops.add(Move.SWAP_OUT, block_id, home)
+        self._ops.add(Move.SWAP_OUT, block_id, home, passes=True)
 
     @property
     def num_dispatched(self) -> int:

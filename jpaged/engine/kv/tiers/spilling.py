@@ -9,7 +9,7 @@ has, a little later, and who is killed loses a little. How many bytes a step beg
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -49,10 +49,18 @@ class Spilling:
     Args:
         max_due: keys that wait at most; beyond, the oldest, which is gone soonest, is given up.
         threads: one, which writes.
+        written: told which keys were.
     """
 
     def __init__(
-        self, store: BlockStore, blocks: HostBlocks, host: HostTier, staging: Staging, max_due: int, threads: Executor
+        self,
+        store: BlockStore,
+        blocks: HostBlocks,
+        host: HostTier,
+        staging: Staging,
+        max_due: int,
+        threads: Executor,
+        written: Callable[[Key], None],
     ) -> None:
         self._store = store
         self._blocks = blocks
@@ -60,6 +68,7 @@ class Spilling:
         self._staging = staging
         self._max_due = max_due
         self._threads = threads
+        self._written = written
         self._due: OrderedDict[Key, None] = OrderedDict()
         self._landing: deque[_Spill] = deque()
         self._writing: deque[_Spill] = deque()
@@ -71,9 +80,9 @@ class Spilling:
         return bool(self._due or self._under_way)
 
     @property
-    def num_on_the_way(self) -> int:
-        """Blocks between memory and disk."""
-        return len(self._under_way)
+    def under_way(self) -> list[Future[bool]]:
+        """What the thread that writes has to do."""
+        return [spill.written for spill in self._writing if spill.written is not None]
 
     def note(self, key: Key) -> None:
         """A key is due, unless it is on disk or on its way."""
@@ -103,6 +112,7 @@ class Spilling:
         """
         while self._writing and (written := self._writing[0].written) is not None and written.done():
             written.result()  # an error of the thread is one of the engine
+            self._written(self._writing[0].key)
             self._end(self._writing.popleft())
         while self._landing and self._host.is_settled([self._landing[0].home], self._landing[0].since):
             spill = self._landing.popleft()
@@ -161,8 +171,9 @@ class Spilling:
         return self._store.write(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
 
     def check(self) -> None:
-        """Raises InternalError where a block that travels is nobody's."""
+        """Raises InternalError where a block that travels is nobody's, or free."""
         if len(self._landing) + len(self._writing) != len(self._under_way):
             raise InternalError(
                 f"{len(self._landing)} blocks land and {len(self._writing)} are written: not {len(self._under_way)}"
             )
+        self._staging.check(spill.home for spill in self._under_way.values() if spill.held is None)

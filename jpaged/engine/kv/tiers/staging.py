@@ -10,6 +10,7 @@ They are reserved for good, so that passing through pushes no prefix out of host
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.errors import InternalError
@@ -52,8 +53,14 @@ class Staging:
         self._out.remove(block_id)
         self._cooling.append((self._host.num_dispatched, block_id))
 
-    def check(self) -> None:
-        """Raises InternalError where a block is lost, or in two places."""
+    def check(self, on_the_way: Iterable[int]) -> None:
+        """Raises InternalError where a block is lost, in two places, or free while something passes through it.
+
+        Args:
+            on_the_way: blocks that something passes through, as who lends them counts.
+        """
         places = sorted([*self._ready, *self._out, *(block_id for _, block_id in self._cooling)])
         if places != sorted(self._table.block_ids()):
             raise InternalError(f"blocks {places} pass others through, and {self._table.block_ids()} are reserved")
+        if sorted(on_the_way) != sorted(self._out):
+            raise InternalError(f"blocks {sorted(on_the_way)} are on the way, and {sorted(self._out)} are lent for it")

@@ -14,6 +14,8 @@ from tests.engine.kv.oracle import expected_outputs
 VOCAB_SIZE = 61
 LIMIT = 1 << 20
 IDENTITY = b"of every fake".ljust(32)
+PROMPT = [i % 60 for i in range(7, 35)]
+"""Seven blocks of four."""
 
 
 class Inline(Executor):
@@ -118,3 +120,11 @@ class Server:
     def kill(self):
         """An end without any order: what is on disk stays, and nothing else."""
         self.store.close()
+
+
+def second_life(path, first_options=None, **options):
+    """A server that starts where another has computed `PROMPT`, and was killed."""
+    first = Server(path, **(first_options or {}))
+    first.ask("a", PROMPT)
+    first.kill()
+    return Server(path, **options)

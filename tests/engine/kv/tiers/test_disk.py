@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates
+from jpaged.engine.kv.tiers import disk
+from jpaged.engine.kv.tiers.disk import open_disks
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.testing import FakeAdapter, FakeExecutor
+from jpaged.testing import FakeAdapter, FakeExecutor, seeing
 from jpaged.types import FinishReason, LoadedAdapter
-from tests.engine.kv.tiers.disks import Server
-
-PROMPT = [i % 60 for i in range(7, 35)]  # seven blocks of four
+from tests.engine.kv.tiers.disks import PROMPT, Server, second_life
 
 
 @pytest.mark.parametrize("ends", ["stop", "kill"])
@@ -30,6 +31,16 @@ def test_a_server_that_starts_again_finds_its_prefixes(tmp_path, ends):
     second.stop()
 
 
+def test_what_goes_to_disk_and_comes_from_there_is_not_counted_as_swapped(tmp_path):
+    server = second_life(tmp_path)
+    assert server.ask("a", PROMPT) == 24
+    assert server.ask("b", [1, *PROMPT]) == 0
+    load = server.load()
+    assert load.num_disk_blocks_written == 7 and load.num_disk_blocks_read == 6
+    assert (load.num_blocks_swapped_out, load.num_blocks_swapped_in, load.num_host_hit_tokens) == (0, 0, 0)
+    server.kill()
+
+
 def test_what_is_generated_is_kept_too(tmp_path):
     first = Server(tmp_path)
     first.ask("a", PROMPT, max_tokens=12)
@@ -41,10 +52,7 @@ def test_what_is_generated_is_kept_too(tmp_path):
 
 
 def test_others_run_while_a_prefix_is_read(tmp_path):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path)
+    second = second_life(tmp_path)
     second.readers.hold()
     second.submit("away", PROMPT)
     second.submit("here", [5, 4, 3, 2, 1], max_tokens=8)
@@ -60,10 +68,7 @@ def test_others_run_while_a_prefix_is_read(tmp_path):
 
 
 def test_who_shares_a_beginning_waits_for_one_reading_of_it(tmp_path):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path)
+    second = second_life(tmp_path)
     second.readers.hold()
     for name in "bcd":
         second.submit(name, PROMPT)
@@ -77,10 +82,7 @@ def test_who_shares_a_beginning_waits_for_one_reading_of_it(tmp_path):
 
 
 def test_a_read_that_takes_longer_than_computing_is_not_waited_for(tmp_path):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path)
+    second = second_life(tmp_path)
     second.readers.hold()
     second.submit("a", PROMPT)
     second.step(2)
@@ -97,10 +99,7 @@ def test_a_read_that_takes_longer_than_computing_is_not_waited_for(tmp_path):
 
 
 def test_nothing_is_read_that_is_computed_sooner(tmp_path):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path, kind=FakeExecutor)  # a microsecond a token
+    second = second_life(tmp_path, kind=FakeExecutor)  # a microsecond a token
     assert second.ask("a", PROMPT) == 0
     assert second.store.counts.num_read == 0
     second.kill()
@@ -144,10 +143,8 @@ def test_tenants_salts_and_adapters_share_nothing_on_disk_either(tmp_path):
 
 @pytest.mark.parametrize("windows", [(None, 5), (6,), (None, 3, 3)])
 def test_windows_come_back_with_what_the_next_token_sees(tmp_path, windows):
-    first = Server(tmp_path, windows=windows, sizes={"num_blocks": 128, "num_host_blocks": 32})
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path, windows=windows, sizes={"num_blocks": 128, "num_host_blocks": 32})
+    sizes = {"num_blocks": 128, "num_host_blocks": 32}
+    second = second_life(tmp_path, {"windows": windows, "sizes": sizes}, windows=windows, sizes=sizes)
     assert second.ask("a", PROMPT) == 24
     assert second.load().num_disk_hit_tokens == 24 or windows == (6,)
     second.kill()
@@ -155,10 +152,7 @@ def test_windows_come_back_with_what_the_next_token_sees(tmp_path, windows):
 
 @pytest.mark.parametrize("sampling", [{"n": 3, "temperature": 1.0, "seed": 5}, {"beam_width": 3}, {"best_of": 2}])
 def test_samples_and_beams_begin_from_disk(tmp_path, sampling):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path)
+    second = second_life(tmp_path)
     second.submit("a", PROMPT, **{"temperature": 0.0, **sampling})
     second.run()
     assert second.h.last("a").usage.cached_tokens == 24
@@ -166,10 +160,7 @@ def test_samples_and_beams_begin_from_disk(tmp_path, sampling):
 
 
 def test_a_small_pool_takes_what_it_has_room_for(tmp_path):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path, sizes={"num_blocks": 12, "num_host_blocks": 8})
+    second = second_life(tmp_path, sizes={"num_blocks": 12, "num_host_blocks": 8})
     second.submit("busy", [1, 2, 3, 4, 5] * 3, max_tokens=14)
     second.step(2)
     assert 0 < second.ask("a", PROMPT, max_tokens=2) <= 24
@@ -190,7 +181,19 @@ def test_what_the_device_gives_up_before_it_was_written_goes_on_from_host_memory
     server.kill()
 
 
-@pytest.mark.parametrize("when", ["due", "written", "known", "read"])
+def test_what_disk_gave_up_is_written_again_when_it_leaves_the_device(tmp_path):
+    server = Server(tmp_path, sizes={"num_blocks": 12})
+    server.ask("a", PROMPT)
+    keys = [*server.store._slots.known]
+    for key in keys:
+        server.store.forget(key)
+    for i in range(4):
+        server.ask(f"{i}", [40 + i, *range(20)])
+    assert all(key in server.store for key in keys[:7])
+    server.kill()
+
+
+@pytest.mark.parametrize("when", ["due", "written", "known", "being read", "read"])
 def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
     server = Server(tmp_path)
     if when in ("due", "written"):
@@ -199,7 +202,7 @@ def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
         server.disk._allowed_bytes = lambda now_s, is_alone: 0
     server.submit("a", PROMPT)
     server.step(12)
-    if when == "read":
+    if when in ("being read", "read"):
         server.run()
         server.kill()
         server = Server(tmp_path)
@@ -207,9 +210,11 @@ def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
         server.submit("b", PROMPT)
         server.step(2)
         assert server.readers.held
+    if when == "read":
+        server.readers.release()
     future = server.h.engine.reset_prefix_cache()
     server.step(1)
-    assert future.result(0) >= (7 if when in ("known", "read") else 0)
+    assert future.result(0) >= (0 if when in ("due", "written") else 7)
     assert not server.store.counts.num_blocks
     if when == "due":
         del server.disk._allowed_bytes
@@ -217,23 +222,105 @@ def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
         threads.release()
     server.run()
     assert server.load().num_disk_hit_tokens == 0
-    if when != "read":
+    if when not in ("being read", "read"):
         assert server.store.counts.num_blocks == 0
         assert server.ask("c", PROMPT) == 0
     server.kill()
 
 
+@pytest.mark.parametrize("when", ["due", "landing", "written", "known"])
+def test_what_is_forgotten_is_not_written_whatever_is_on_its_way(tmp_path, when):
+    server = Server(tmp_path)
+    if when == "due":
+        server.disk._allowed_bytes = lambda now_s, is_alone: 0
+    elif when == "landing":
+        server.memory.host.is_settled = lambda block_ids, since: since == 0  # what was reserved at the start
+    elif when == "written":
+        server.writers.hold()
+    server.submit("a", PROMPT)
+    server.step(12)
+    assert server.h.ended("a")
+    for key in [*server.memory.prefixes.cache._blocks]:
+        server.disk.forget(key)
+    if when == "due":
+        del server.disk._allowed_bytes
+    elif when == "landing":
+        assert server.disk._spilling._under_way and not server.store.counts.num_written
+        del server.memory.host.is_settled
+    server.writers.release()
+    server.run()
+    assert not server.store.counts.num_blocks
+    server.kill()
+
+
+def test_a_block_that_is_written_is_nobody_elses(tmp_path):
+    server = Server(tmp_path)
+    server.writers.hold()
+    server.submit("a", PROMPT)
+    server.step(12)
+    assert len(server.writers.held or ()) == server.disk._stagings[0].num_out == server.disk._stagings[0].num_blocks
+    server.writers.release()
+    server.run()
+    server.kill()
+    assert Server(tmp_path).ask("a", [*PROMPT, 1]) == 28
+
+
+def test_a_block_is_lent_when_no_move_reads_it_any_more(tmp_path):
+    server = Server(tmp_path)
+    staging = server.disk._stagings[1]
+    server.step(1)
+    block_id = staging.take()
+    staging.give_back(block_id)
+    others = []
+    while (other := staging.take()) is not None:
+        others.append(other)
+    assert block_id not in others and len(others) == staging.num_blocks - 1
+    server.memory.take_ops()
+    assert staging.take() == block_id
+    server.kill()
+
+
+def test_beside_others_a_step_moves_little(tmp_path, monkeypatch):
+    """Blocks that go to disk, and blocks that come back."""
+    size = 64
+    monkeypatch.setattr(disk, "_OUT_BYTES", size)
+    monkeypatch.setattr(disk, "_IN_BYTES", size)
+    sizes = {"num_blocks": 128, "num_host_blocks": 64}
+    second = second_life(tmp_path, sizes=sizes)
+    assert second.store.bytes_per_block == size
+    second.submit("busy", [9, 8, 7], max_tokens=60)
+    second.step(2)
+    second.submit("a", PROMPT, max_tokens=1)
+    counted = []
+    while not second.h.ended("busy"):
+        before = second.load().num_disk_hit_tokens, len(second.disk._spilling._under_way)
+        second.step()
+        counted.append((second.load().num_disk_hit_tokens - before[0], len(second.disk._spilling._under_way)))
+    assert [tokens for tokens, _ in counted if tokens] == [4] * 6
+    assert max(num_out for _, num_out in counted) <= 2  # one begins as one ends
+    second.kill()
+
+
+def test_blocks_of_what_computes_otherwise_are_not_found(tmp_path):
+    options = CacheOptions(kv_disk_space=1e-3, kv_disk_dir=str(tmp_path))
+    for windows, num_found in (((None,), 0), ((None, 5), 0), ((None,), 1)):
+        executor = seeing(windows)(num_blocks=64, num_host_blocks=16, vocab_size=61)
+        (opened,) = open_disks(options, executor.host_blocks, executor.geometry, 1)
+        assert opened is not None
+        assert opened.store.counts.num_blocks == num_found
+        opened.store.write(bytes(32), memoryview(bytes(opened.store.bytes_per_block)))
+        opened.store.close()
+
+
 def test_a_request_that_goes_away_leaves_no_block_behind(tmp_path):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path)
+    second = second_life(tmp_path)
     second.readers.hold()
     second.submit("a", PROMPT)
     second.step(2)
-    assert second.disk._fetching.num_on_the_way
+    num_reads = len(second.disk._fetching.under_way)
     second.h.engine.abort("a")
-    second.step(1)
+    second.step(2)
+    assert len(second.disk._fetching.under_way) == second.disk._stagings[1].num_out == num_reads > 0
     assert second.h.last("a").finish.reason is FinishReason.ABORT
     assert not second.queues.fetched_for
     second.readers.release()
@@ -259,10 +346,7 @@ def test_a_disk_that_fails_goes_off_and_requests_go_on(tmp_path, monkeypatch):
 
 
 def test_a_file_that_is_cut_short_is_a_miss(tmp_path):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path)
+    second = second_life(tmp_path)
     for path in tmp_path.rglob("*.blocks"):
         os.truncate(path, 0)
     assert second.ask("a", PROMPT) == 0
@@ -287,10 +371,7 @@ def test_a_drain_writes_what_memory_has(tmp_path):
 
 
 def test_a_prefix_can_be_pinned_from_disk(tmp_path):
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path)
+    second = second_life(tmp_path)
     future = second.h.engine.pin_prefix("p", PROMPT)
     second.run()
     assert future.result(0) == 28
@@ -317,12 +398,23 @@ def test_a_check_sees_a_block_that_is_freed_while_it_travels(tmp_path, fault):
         staging._ready.append(block_id)
     else:
         staging.give_back(block_id)
+    with pytest.raises(InternalError, match=r"pass others through|are on the way"):
+        server.memory.check([])
+    if fault == "given back":
         server.writers.release()
         with pytest.raises(InternalError, match=f"host block {block_id} is given back, and nobody has it"):
             server.step(3)
-        server.kill()
-        return
-    with pytest.raises(InternalError, match="pass others through"):
+    server.kill()
+
+
+def test_a_check_sees_a_block_that_is_freed_while_it_is_read(tmp_path):
+    server = second_life(tmp_path)
+    server.readers.hold()
+    server.submit("a", PROMPT)
+    server.step(2)
+    server.memory.check([])
+    server.disk._stagings[1].give_back(next(iter(server.disk._stagings[1]._out)))
+    with pytest.raises(InternalError, match="are on the way"):
         server.memory.check([])
     server.kill()
 
@@ -333,9 +425,80 @@ def test_the_rates_decide_by_attention_too(tmp_path):
         def rates(self):
             return DeviceRates(16e6, 16e6, ((1, 1e-9),), pair_s=1.0)
 
-    first = Server(tmp_path)
-    first.ask("a", PROMPT)
-    first.kill()
-    second = Server(tmp_path, kind=Attentive)
+    second = second_life(tmp_path, kind=Attentive)
     assert second.ask("a", PROMPT) == 24
     second.kill()
+
+
+def test_where_reads_hang_nobody_waits_longer_than_computing_takes(tmp_path):
+    """Hung reads keep all blocks that others would pass through."""
+    other = [50 - i for i in range(24)]
+    first = Server(tmp_path)
+    first.ask("a", PROMPT)
+    first.ask("b", other)
+    first.kill()
+    second = Server(tmp_path)
+    second.readers.hold()
+    for name, prompt in (("a", PROMPT), ("b", other)):
+        second.submit(name, prompt)
+        second.step(2)
+        assert second.queues.fetched_for
+        second.h.clock.advance(1000.0)
+        second.step(40)
+        assert second.h.ended(name)
+    assert second.load().num_disk_fallbacks == 2
+    assert second.disk._fetching._bytes_per_s == 200e6 / 4  # so that before long nobody waits at all
+    second.readers.release()
+    second.kill()
+
+
+def test_a_disk_that_was_slow_is_tried_again(tmp_path):
+    texts = [[(7 * i + j) % 60 for j in range(8)] for i in range(60)]
+    first = Server(tmp_path, sizes={"num_blocks": 256})
+    for i, text in enumerate(texts):
+        first.ask(f"{i}", text, max_tokens=1)
+    first.kill()
+    second = Server(tmp_path, sizes={"num_blocks": 256})
+    worth = 1 * second.store.bytes_per_block / 4.0  # a block of four tokens, at a second each
+    second.disk._fetching._bytes_per_s = worth / 2
+    found = [second.ask(f"{i}", text, max_tokens=1) for i, text in enumerate(texts)]
+    assert not any(found[:10]) and found[-1] == 4
+    second.kill()
+
+
+def test_uses_that_are_to_be_noted_do_not_pile_up_where_a_write_hangs(tmp_path):
+    server = second_life(tmp_path)
+    server.ask("a", PROMPT)
+    server.writers.hold()
+    for i in range(5):
+        server.ask(f"{i}", PROMPT, max_tokens=1)
+    assert len(server.writers.held) == 1
+    server.writers.release()
+    server.step(2)
+    server.kill()
+
+
+def test_a_read_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(disk, "_END_S", 0.0)
+    server = second_life(tmp_path)
+    server.readers.hold()
+    server.submit("a", PROMPT)
+    server.step(2)
+    server.stop()
+    assert "does not answer" in caplog.text
+    assert server.store.is_on  # what hangs may still go on: its file is not closed
+    server.readers.release()
+    server.kill()
+
+
+def test_a_read_for_another_server_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(disk, "_END_S", 0.0)
+    server = second_life(tmp_path)
+    key = next(iter(server.store._slots._slot_of))
+    server.readers.hold()
+    reading = server.disk.read(key, memoryview(bytearray(server.store.bytes_per_block)))
+    server.stop()
+    assert "does not answer 1 calls" in caplog.text
+    server.readers.release()
+    assert reading.result() and server.store.is_on  # its file was not closed
+    server.kill()
