@@ -64,6 +64,34 @@ EVICTION_FAULTS = (
         "kv/eviction/worth.py",
         "        return seconds if level != _BELOW else min(self._costs.fetch_s, self._costs.first_s)",
         "        return seconds",
+        MEMORY,
+    ),
+    Fault(
+        "nobody asks what host memory keeps",
+        "kv/paged.py",
+        "            is_below = self._host.__contains__ if num_host_blocks else None\n",
+        "            is_below = None\n",
+        MEMORY,
+    ),
+    Fault(
+        "a policy is not told that a place is held again",
+        "kv/eviction/free_list.py",
+        "            self._policy.taken(place)\n        else:\n",
+        "        else:\n",
+        MEMORY,
+    ),
+    Fault(
+        "lots that hold nothing are kept until something goes",
+        "kv/eviction/lots.py",
+        "            self._drop_empty(key[2])\n",
+        "",
+        POLICIES,
+    ),
+    Fault(
+        "times seen that no place has are kept until something goes",
+        "kv/eviction/lfu.py",
+        "            del self._free[count]\n",
+        "            pass\n",
         POLICIES,
     ),
     Fault(
@@ -90,8 +118,8 @@ EVICTION_FAULTS = (
     Fault(
         "of equals the one that was used last goes",
         "kv/eviction/lfu.py",
-        "queue.popitem(last=False)",
-        "queue.popitem(last=True)",
+        "next(iter(self._free",
+        "next(reversed(self._free",
         POLICIES,
     ),
     Fault(

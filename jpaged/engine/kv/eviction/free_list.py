@@ -123,5 +123,7 @@ class RankedFreeList:
         ranked = {place for place in known if is_free(place)}
         if ranked != self._ranked:
             raise InternalError(f"blocks {sorted(ranked ^ self._ranked)[:8]} are free for the tier or its policy alone")
+        if lost := self._ranked ^ self._policy.choices():
+            raise InternalError(f"blocks {sorted(lost)[:8]} are a choice for the free list or its policy alone")
         if twice := self._ranked & self._blank.keys():
             raise InternalError(f"blocks {sorted(twice)[:8]} are free twice: as ones that hold something, and nothing")

@@ -71,3 +71,7 @@ class EvictionPolicy(Protocol):
             what it held, with the times that it was seen.
         """
         ...
+
+    def choices(self) -> set[int]:
+        """All that it may choose: `check` holds them to what is free."""
+        ...

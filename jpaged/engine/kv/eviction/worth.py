@@ -149,6 +149,9 @@ class Worth:
                 self._was_not_needed(self._gone.popitem(last=False)[1])
         return entry.seen(block.seen)
 
+    def choices(self) -> set[int]:
+        return {place for lot in self._lots for place in (*lot.places, *lot.passed)}
+
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _leave_parent(self, parent: Key) -> None:

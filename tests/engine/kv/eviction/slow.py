@@ -33,6 +33,9 @@ class Slow:
     def left(self, place, *, is_evicted):
         return dataclasses.replace(self.entries.pop(place), times_seen=self.seen.pop(place))
 
+    def choices(self):
+        return set(self.free)
+
     def is_leaf(self, place):
         """No block that is kept follows it."""
         return all(entry.parent != self.entries[place].key for entry in self.entries.values())
