@@ -90,7 +90,7 @@ class RankedFreeList:
         self._policy.enter(place, entry)
 
     def found(self, places: Sequence[int]) -> None:
-        """A request has found these and holds them by now, in the order of their chain."""
+        """A request has found these and holds them by now; one KV group after the other."""
         self._policy.found(places)
 
     def evicted(self, place: int) -> Entry:

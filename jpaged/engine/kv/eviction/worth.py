@@ -105,10 +105,11 @@ class Worth:
             self._num_followers[entry.parent] = self._num_followers.get(entry.parent, 0) + 1
 
     def found(self, places: Sequence[int]) -> None:
-        # What follows the last of them is not what the request goes on with.
-        is_shared = bool(places) and self._blocks[places[-1]].entry.key in self._num_followers
-        for place in places:
-            block = self._blocks[place]
+        blocks = [self._blocks[place] for place in places]
+        # What follows the last of a chain is not what the request goes on with.
+        inner = {block.entry.parent for block in blocks}
+        is_shared = any(block.entry.key in self._num_followers and block.entry.key not in inner for block in blocks)
+        for block in blocks:
             block.seen += 1
             block.is_shared |= is_shared
             if block.freed_at is not None:

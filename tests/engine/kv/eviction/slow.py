@@ -93,7 +93,9 @@ class SlowWorth(Slow):
 
     def found(self, places):
         super().found(places)
-        is_shared = bool(places) and not self.is_leaf(places[-1])
+        parents = [self.entries[place].parent for place in places]
+        ends = [place for place in places if self.entries[place].key not in parents]
+        is_shared = not all(map(self.is_leaf, ends))
         for place in places:
             self.shared[place] = self.shared[place] or is_shared
             if place in self.freed_at:

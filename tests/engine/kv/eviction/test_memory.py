@@ -16,8 +16,8 @@ POLICIES = ("lru", *MAKERS)
 SYSTEM = list(range(100, 116))
 
 
-def make(policy, *, num_blocks=24, num_host_blocks=0, **options):
-    executor = FakeExecutor(
+def make(policy, *, num_blocks=24, num_host_blocks=0, windows=(None,), **options):
+    executor = type("Windowed", (FakeExecutor,), {"windows": windows})(
         num_blocks=num_blocks,
         block_size=4,
         max_num_seqs=4,
@@ -108,6 +108,17 @@ def test_a_tenant_whose_prompts_never_come_back_takes_nothing_from_one_whose_do(
             prompt = [(turn * 3 + i + j * j) % 97 for j in range(24)]
             ask(h, f"bulk {turn} {i}", [turn, i, *prompt], tenant="b", cache_tenant="b")
     assert hits[True] == 30 * 16
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (6, None)])
+def test_what_conversations_begin_with_is_known_as_shared_beside_windows_too(windows):
+    h = make("worth", num_blocks=60, windows=windows)
+    for i in range(3):
+        h.submit(f"r{i}", [*SYSTEM, 40 + i, 41, 42, 43, 44, 45], max_tokens=2)
+        h.run()
+    blocks = h.engine.prefixes._ranked._policy._blocks.values()
+    shared = [block.entry.index for block in blocks if block.is_shared]
+    assert sorted(shared) == sorted([0, 1, 2, 3] + [2, 3] * (len(windows) - 1))
 
 
 # --- tiers ----------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_places):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_a_policy_keeps_does_not_grow_where_nothing_has_to_go(name):
-    policy = Eviction(name, COSTS).policy(100, is_below)
+    policy = MAKERS[name](100, COSTS, is_below)
     for place in range(4):
         policy.enter(place, Entry(bytes([place]), bytes([place - 1]) if place else None, place, b"a"))
         policy.freed(place)
