@@ -356,14 +356,16 @@ class Fleet:
             gauges.read({place: float(getattr(load, scaling.metric)) for place, load in loads.items()})
         if not scaler.is_due(now_s):
             return
-        here = pods.where(State.READY, State.STARTING)
+        here = [*pods.restarting(), *pods.where(State.READY, State.STARTING)]
         wanted = scaler.decide(now_s, gauges.means(pods.where(State.READY)), len(here))
         for place in pods.where(State.EMPTY)[: max(0, wanted - len(here))]:
             self._start(place, now_s)
         # As a ReplicaSet does: those that are not ready first, then those that came last.
         here.sort(key=lambda place: (pods.state(place) is State.READY, -pods.since_s(place), -place))
         for place in here[: max(0, len(here) - wanted)]:
-            if pods.state(place) is State.STARTING:
+            if pods.state(place) is State.DRAINING:
+                pods.follow_by_none(place)
+            elif pods.state(place) is State.STARTING:
                 pods.end(place, now_s)
             else:
                 pods.drain(place, now_s + scaling.drain_s, restarts=False)

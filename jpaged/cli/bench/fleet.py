@@ -216,6 +216,11 @@ def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[
     """What kinds of replicas there are, and of which kind each is."""
     counts = _topologies(arguments, 1000 if scaling is None else scaling.max_replicas)
     if scaling is not None:
+        if arguments.window > scaling.scrape_s:
+            raise InvalidArgument(
+                "--window",
+                f"{arguments.window:g} s is over the scrape_interval of --autoscale, {scaling.scrape_s:g} s",
+            )
         if len(counts) > 1:
             raise InvalidArgument("--autoscale", f"and {len(counts)} of --topology: a Deployment has one kind of pod")
         (count,) = counts.values()

@@ -116,6 +116,10 @@ def test_a_wrong_option_is_named(words, message, capsys, tmp_path):
             ["--topology", "h100=3", "--topology", "b200=3", "--autoscale", str(DEPLOY)],
             "--autoscale: and 2 of --topology: a Deployment has one kind of pod",
         ),
+        (
+            ["--topology", "h100", "--autoscale", str(DEPLOY), "--window", "20"],
+            "--window: 20 s is over the scrape_interval of --autoscale, 10 s",
+        ),
     ],
 )
 def test_a_wrong_topology_is_named(words, message, capsys):
