@@ -46,15 +46,16 @@ def test_a_seed_decides_everything_and_another_seed_does_not():
     assert outcomes[0] == outcomes[1] != outcomes[2]
 
 
-@pytest.mark.parametrize("num_blocks", [1000, 150])
-def test_one_replica_is_the_simulator(num_blocks):
+@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(1000, 0), (150, 0), (150, 300)])
+def test_one_replica_is_the_simulator(num_blocks, num_host_blocks):
     """Request by request, also where blocks run out and groups are preempted."""
     day = dataclasses.replace(HEAVY, mean_turns=1.0)
     sessions = [dataclasses.replace(one, system_tokens=0) for one in draw_sessions(day, 3)]
-    outcome = run("random", num_replicas=1, num_blocks=num_blocks, day=day, sessions=sessions)
+    serving = dataclasses.replace(SERVING, num_host_blocks=num_host_blocks)
+    outcome = run("random", num_replicas=1, num_blocks=num_blocks, day=day, sessions=sessions, serving=serving)
     trace = [TraceRequest(one.begin_s, one.said[0], one.answered[0]) for one in sessions]
     options = SERVING.engine.replace(num_scheduler_steps=1)
-    wanted = simulate(trace, deployment(num_blocks), options)
+    wanted = simulate(trace, deployment(num_blocks, num_host_blocks), options)
     found = sorted(outcome.ends)
     assert [end.arrival_s for end in found] == [one.arrival_s for one in trace]
     for end, served in zip(found, wanted.served, strict=True):
