@@ -10,6 +10,7 @@ routing.py       which replica a request goes to
 pods.py          who takes requests, begins or ends, and what that costs
 topology.py      kinds of replicas: devices, prices, starts
 fleet.py         the coordinator: windows of time, failures, drains
+forecast.py      what a simulation will take
 outcomes.py      what a day came to
 pictures.py      the same drawn
 scaling/         the horizontal pod autoscaler

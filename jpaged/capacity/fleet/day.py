@@ -112,8 +112,8 @@ def draw_sessions(day: Day, seed: int) -> list[Session]:
     expected = day.rate_per_s * day.seconds / day.mean_turns
     if expected > _MAX_SESSIONS:
         raise InvalidArgument("rate", f"{expected:.3g} conversations in a day are above the limit of {_MAX_SESSIONS}")
-    if (num_turns := day.rate_per_s * day.seconds) > _MAX_TURNS:
-        raise InvalidArgument("rate", f"{num_turns:.3g} requests in a day are above the limit of {_MAX_TURNS}")
+    if (expected_turns := day.rate_per_s * day.seconds) > _MAX_TURNS:
+        raise InvalidArgument("rate", f"{expected_turns:.3g} requests in a day are above the limit of {_MAX_TURNS}")
     system = np.minimum(day.system.draw(day.num_tenants, generator), day.max_model_len // 2)
     begins_s, tenants = _begins(day, generator)
     num_turns = generator.geometric(1 / day.mean_turns, len(begins_s))

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from jpaged import json_text
 from jpaged.bench import plot, results
 from jpaged.capacity.fleet.day import Day, Lengths, Session, draw_sessions
 from jpaged.capacity.fleet.fleet import Fleet, FleetOptions
+from jpaged.capacity.fleet.forecast import Forecast, forecast
 from jpaged.capacity.fleet.outcomes import Goals, Outcome, curve, summary
 from jpaged.capacity.fleet.pictures import draw
 from jpaged.capacity.fleet.pods import PoolKind
@@ -47,6 +48,8 @@ processes come.
 """
 
 _MAX_REPLICAS = 100_000
+_MANY_TURNS = 2000
+"""From so many on it is said before how long they will take."""
 _LENGTHS = (
     ("system", "tokens of a tenant's system prompt"),
     ("said", "tokens of what a user says in a turn"),
@@ -160,6 +163,9 @@ def run(arguments: argparse.Namespace) -> int:
     setting = _setting(arguments, kinds, places, day, sessions, scaling)
     if not arguments.json:
         print(_words(setting))
+        if len(sessions) * day.mean_turns > _MANY_TURNS:
+            options = _options(arguments, arguments.router[0], scaling)
+            print(_forecast_words(forecast(pools, kinds, places, day, sessions, options), options), flush=True)
     runs = []
     for rule in arguments.router:
         options = _options(arguments, rule, scaling)
@@ -183,7 +189,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _progress(rule: str, day: Day) -> Iterator[Callable[[float], None]]:
     """A bar on stderr; behind the day's end it stands while the last turns end."""
     columns = (TextColumn(rule), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} s simulated"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), refresh_per_second=2) as bar:
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), refresh_per_second=2
+    ) as bar:
         task = bar.add_task("", total=day.seconds)
         yield lambda now_s: bar.update(task, completed=min(now_s, day.seconds))
 
@@ -372,6 +380,15 @@ def _words(setting: Mapping[str, Any]) -> str:
         f"{setting['what']}: {setting['num_conversations']} conversations of {setting['num_tenants']} tenants. "
         + (f"The curve and its bursts go by {lapse:.0f} times as fast as in a day of 24 hours; " if lapse > 1 else "")
         + f"steps, answers and starts take their time. Routers know what is up to {setting['window_s']:g} s old."
+    )
+
+
+def _forecast_words(expected: Forecast, options: FleetOptions) -> str:
+    """How long it will take here, and how much memory."""
+    minutes, gigabytes = expected.wall_s / 60, expected.memory_bytes / 1e9
+    return (
+        f"About {expected.num_turns:,} requests for each router: about {minutes:.1f} minutes with "
+        f"{options.num_processes} processes that have a processor each, and at most about {gigabytes:.1f} GB of memory."
     )
 
 

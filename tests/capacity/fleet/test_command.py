@@ -1,6 +1,7 @@
 """`jpaged bench fleet`: what it tells, and what it refuses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import matplotlib.image
 import pytest
 
 from jpaged.cli.main import main
+from jpaged.errors import InvalidArgument
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 SMALL = ["bench", "fleet", "--topology", "h100", "--replicas", "3", "--day", "4", "--rate", "9", "--processes", "1"]
@@ -60,6 +62,18 @@ def test_what_a_pool_gives_up_comes_back_from_host_memory(capsys):
     assert without["host_hit_percent"] == 0 < min(plain["host_hit_percent"], worth["host_hit_percent"])
     assert without["prefix_hit_percent"] < min(plain["prefix_hit_percent"], worth["prefix_hit_percent"])
     assert plain["prefix_hit_percent"] != worth["prefix_hit_percent"]
+
+
+def test_it_says_before_it_begins_what_many_requests_will_take(capsys, monkeypatch):
+    words = ["--replicas", "400", "--rate", "800", "--day", "20", "--system-len", "200"]
+
+    def stop(*given):
+        raise InvalidArgument("day", "the test has seen enough")
+
+    monkeypatch.setattr("jpaged.cli.bench.fleet.Fleet", stop)
+    assert main([*SMALL, *words]) == 2
+    said = re.search(r"About ([\d,]+) requests for each router: about [\d.]+ minutes", capsys.readouterr().out)
+    assert said is not None and 4000 < int(said[1].replace(",", "")) < 16_000
 
 
 def test_several_topologies_have_a_price_each(capsys):
