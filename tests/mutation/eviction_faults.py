@@ -6,6 +6,7 @@ from tests.mutation.planting import Fault
 
 POLICIES = ("kv/eviction/test_policies.py",)
 MEMORY = ("kv/eviction/test_memory.py",)
+DISK = ("kv/tiers/test_disk.py",)
 REUSE = ("kv/eviction/test_reuse.py",)
 
 EVICTION_FAULTS = (
@@ -62,16 +63,23 @@ EVICTION_FAULTS = (
     Fault(
         "a block that host memory keeps is as dear as any",
         "kv/eviction/worth.py",
-        "        return seconds if level != _BELOW else min(self._costs.fetch_s, self._costs.first_s)",
-        "        return seconds",
+        "            seconds = min(seconds, fetch_s)\n",
+        "            pass\n",
         MEMORY,
     ),
     Fault(
         "nobody asks what host memory keeps",
         "kv/paged.py",
-        "            is_below = self._host.__contains__ if num_host_blocks else None\n",
-        "            is_below = None\n",
+        "        if self._eviction is not None and key in self._host:\n",
+        "        if self._eviction is None:\n",
         MEMORY,
+    ),
+    Fault(
+        "nobody asks what disk keeps",
+        "kv/paged.py",
+        "        return None if self.disk is None else self.disk.block_s(key)\n",
+        "        return None\n",
+        DISK,
     ),
     Fault(
         "a policy is not told that a place is held again",

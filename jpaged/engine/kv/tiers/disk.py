@@ -164,6 +164,10 @@ class DiskTier:
         self._fetching.forget(None)
         return self._store.reset()
 
+    def block_s(self, key: Key) -> float | None:
+        """Seconds that it takes to have a block again from disk; None where it is not there."""
+        return self._fetching.block_s(key)
+
     # --- who waits --------------------------------------------------------------------------------------------------
 
     def begin(self, group: Group) -> bool:

@@ -106,6 +106,10 @@ class Fetching:
         """Blocks between disk and the device."""
         return sum(len(fetch.reads) - fetch.num_in for fetch in (*self._fetches.values(), *self._leftover))
 
+    def block_s(self, key: Key) -> float | None:
+        """Seconds that reading a block takes, as far as was seen; None where disk has it not."""
+        return self._blocks.bytes_per_block / self._bytes_per_s if key in self._store else None
+
     def begin(self, group: Group, bringing: Bringing) -> bool:
         """Begins to fetch what disk has of a group's prompt; False where it has nothing that is worth it."""
         places = bringing.missing(group, self._store.__contains__)

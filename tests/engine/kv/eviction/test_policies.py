@@ -30,16 +30,16 @@ ACTS = st.lists(
 )
 
 
-def is_below(key):
-    """A tier below has every fifth block."""
-    return sum(key) % 5 == 0
+def fetch_s(key):
+    """Two tiers below have a fifth of the blocks each, the second of which is slower than to compute some again."""
+    return {0: COSTS.fetch_s, 1: 1.4}.get(sum(key) % 5)
 
 
 def slow_model(name, num_places):
     return {
         "lfu": SlowLfu,
         "2q": lambda: SlowTwoQueues(num_places),
-        "worth": lambda: SlowWorth(num_places, COSTS, is_below),
+        "worth": lambda: SlowWorth(num_places, COSTS, fetch_s),
     }[name]()
 
 
@@ -69,7 +69,7 @@ class Tier:
     """A tier of a few places, and requests that come, hold chains of blocks, and go."""
 
     def __init__(self, name, num_places):
-        self.pair = Pair(Eviction(name, COSTS).policy(num_places, is_below), slow_model(name, num_places))
+        self.pair = Pair(Eviction(name, COSTS).policy(num_places, fetch_s), slow_model(name, num_places))
         self.num_places = num_places
         self.free = RankedFreeList(self.pair, range(num_places))
         self.places, self.keys = {}, {}
@@ -154,7 +154,7 @@ def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_places):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_a_policy_keeps_does_not_grow_where_nothing_has_to_go(name):
-    policy = MAKERS[name](100, COSTS, is_below)
+    policy = MAKERS[name](100, COSTS, fetch_s)
     for place in range(4):
         policy.enter(place, Entry(bytes([place]), bytes([place - 1]) if place else None, place, b"a"))
         policy.freed(place)

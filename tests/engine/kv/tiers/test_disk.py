@@ -190,6 +190,19 @@ def test_what_the_device_gives_up_before_it_was_written_goes_on_from_host_memory
     server.kill()
 
 
+def test_what_disk_keeps_is_cheaper_to_lose(tmp_path):
+    first = Server(tmp_path, eviction_policy="worth")
+    first.ask("a", PROMPT)
+    first.kill()
+    second = Server(tmp_path, eviction_policy="worth", sizes={"num_blocks": 20})
+    assert second.ask("a", PROMPT) > 0
+    assert min(lot.cost for lot in second.memory.prefixes._ranked._policy._lots if lot) < 0
+    second.memory.aside.leave(0)
+    assert min(lot.cost for lot in second.memory.host._ranked._policy._lots if lot) < 0
+    second.memory.aside.leave(20)
+    second.kill()
+
+
 @pytest.mark.parametrize("when", ["due", "written", "known", "read"])
 def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
     server = Server(tmp_path)
