@@ -1,10 +1,11 @@
 """Policies in the engine: what goes first and what stays, in both tiers, beside pins and windows; tokens are same."""
 
 from collections import Counter
+from typing import get_args
 
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EvictionPolicyName
 from jpaged.engine.kv.blocks import block_key, root_key
 from jpaged.engine.kv.eviction.policies import MAKERS
 from jpaged.errors import InternalError, InvalidArgument
@@ -228,5 +229,6 @@ def test_a_policy_that_thinks_a_held_block_free_is_found_out():
 def test_a_policy_without_anything_to_choose_from_is_refused(policy, option, value, named):
     with pytest.raises(InvalidArgument, match=f"eviction_policy.*{policy}.*{named}"):
         EngineConfig.load({"eviction_policy": policy, option: value})
+    assert {*get_args(EvictionPolicyName)} == {"auto", "lru", *MAKERS}
     EngineConfig.load({option: value})  # nobody asked for a policy
     assert EngineConfig.load({"eviction_policy": policy}).cache.eviction_policy == policy
