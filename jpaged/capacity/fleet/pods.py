@@ -97,7 +97,7 @@ class Pods:
         return [place for place in self.where(State.DRAINING) if self._is_to_restart[place]]
 
     def follow_by_none(self, place: int) -> None:
-        """Of a pod that drains: no other one comes then."""
+        """Lets no other pod come behind one that drains."""
         self._is_to_restart[place] = False
 
     def is_over(self, place: int, now_s: float) -> bool:
