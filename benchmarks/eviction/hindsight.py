@@ -105,6 +105,9 @@ class _Furthest:
     def left(self, place: int, *, is_evicted: bool) -> Entry:
         return self._entries.pop(place)
 
+    def choices(self) -> set[int]:
+        return set(self._free)
+
 
 @dataclass(slots=True)
 class _Segment:

@@ -75,7 +75,7 @@ class _Run:
         )
         if policy == HINDSIGHT:
             knowledge = Foreknowledge(trace, lambda: self._num_submitted - self._num_waiting())
-            MAKERS[HINDSIGHT] = lambda num_places, costs, is_below: knowledge.policy()
+            MAKERS[HINDSIGHT] = lambda num_places, costs, fetch_s: knowledge.policy()
         self._num_submitted = 0
         self._first_token_s: dict[int, float] = {}
         self._cached_tokens: dict[int, int] = {}

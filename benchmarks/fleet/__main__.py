@@ -70,15 +70,22 @@ def main() -> None:
         description="Days on a fleet in simulated time, and the simulator beside real processes.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="which (default: all)")
-    parser.add_argument("--again", action="store_true", help="also what is recorded")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="forget what is recorded of these first; one that was stopped goes on without it",
+    )
     arguments = parser.parse_args()
     names = arguments.names or [*DAYS, "check"]
     for name in names:
         if name not in (*DAYS, "check"):
             parser.error(f"{name} is not one of {', '.join((*DAYS, 'check'))}")
     record = _recorded()
+    if arguments.again:  # forgotten now, so that a run that is stopped goes on without --again
+        record = {name: done for name, done in record.items() if name not in names}
+        save(NAME, "python -m benchmarks.fleet", record)
     for name in names:
-        done = {} if arguments.again else dict(record.get(name, {}))
+        done = dict(record.get(name, {}))
         for label, result in _missing(name, done):
             done[label] = result
             record[name] = done

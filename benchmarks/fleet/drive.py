@@ -11,14 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from benchmarks.fleet.servers import BLOCK_SIZE, NUM_BLOCKS
 from jpaged.capacity.fleet.attempts import Attempt
-from jpaged.capacity.fleet.beginnings import Beginnings
 from jpaged.capacity.fleet.day import Day, Session
 from jpaged.capacity.fleet.prompts import prompt_of
-from jpaged.capacity.fleet.routing import Rule, choose
+from jpaged.capacity.fleet.routing import Router, Rule
 from jpaged.client import AsyncClient
 from jpaged.client.wire import GenerateChunk
 from jpaged.types import SamplingParams
@@ -63,11 +59,11 @@ class Driver:
 
     def __init__(self, clients: Sequence[AsyncClient], rule: Rule, day: Day, seed: int) -> None:
         self._clients = clients
-        self._rule: Rule = rule
         self._day = day
-        self._busy = np.zeros(len(clients), np.int64)
-        self._beginnings = Beginnings([NUM_BLOCKS * BLOCK_SIZE] * len(clients))
-        self._generator = np.random.default_rng([seed, 1])
+        self._router = Router(rule, len(clients), seed)
+        for place in range(len(clients)):
+            self._router.begin(place)
+        self._router.use(range(len(clients)))
         self._salt = f"{seed} {time.time()}"
 
     async def run(self, sessions: Sequence[Session]) -> Run:
@@ -96,8 +92,7 @@ class Driver:
 
     async def _send(self, session: Session, turn: int) -> Measured:
         attempt = Attempt(0, session, turn, 0.0, replays=False)
-        place = self._choose(session, turn)
-        self._busy[place] += 1
+        place = self._router.send(attempt)
         chunks = list[GenerateChunk]()
         try:
             sampling = SamplingParams(
@@ -106,15 +101,8 @@ class Driver:
             stream = self._clients[place].generate(prompt_token_ids=prompt_of(attempt), sampling=sampling)
             chunks = [chunk async for chunk in stream]
         finally:
-            self._busy[place] -= 1
+            self._router.ended(place)
         return measured(chunks)
-
-    def _choose(self, session: Session, turn: int) -> int:
-        matched = self._beginnings.matched(session.tenant, session.system_tokens, session.number, len(self._clients))
-        place = choose(self._rule, self._busy, matched, float(self._generator.random()))
-        num_tokens = session.prompt_tokens(turn) + session.answered[turn]
-        self._beginnings.note(place, session.tenant, session.system_tokens, session.number, num_tokens)
-        return place
 
 
 def measured(chunks: Sequence[GenerateChunk]) -> Measured:

@@ -42,6 +42,13 @@ class MeasuredTimes:
     rows_s: tuple[float, ...]
     sizes_s: tuple[float, ...]
 
+    def mean_with(self, other: MeasuredTimes) -> MeasuredTimes:
+        """The mean of both."""
+        return MeasuredTimes(
+            tuple((a + b) / 2 for a, b in zip(self.rows_s, other.rows_s, strict=True)),
+            tuple((a + b) / 2 for a, b in zip(self.sizes_s, other.sizes_s, strict=True)),
+        )
+
     def step_s(self, load: StepLoad) -> float:
         """Seconds of a step."""
         decodes_s = float(np.interp(load.num_decoding, _ROWS, self.rows_s)) if load.num_decoding else 0.0

@@ -129,14 +129,13 @@ class Directory:
 
     def _longest_sent(self, chain: Chain, names: Set[str]) -> tuple[int, Set[str]]:
         """Return how many hashes of a chain some servers were sent at most, and which of them were sent so many."""
-        depth, holders = 0, set[str]()
+        depth, holders = 0, {life for name in names if (life := self._life_of.get(name)) is not None}
         for digest in chain:
-            held = {self._name_of.get(life) for life in self._lives_of.get(digest, ())}
-            left = {name for name in held if name in names and (not depth or name in holders)}
+            left = holders & self._lives_of.get(digest, frozenset())
             if not left:
                 break
-            depth, holders = depth + 1, {name for name in left if name is not None}
-        return depth, holders
+            depth, holders = depth + 1, left
+        return depth, {self._name_of[life] for life in holders} if depth else set()
 
     def _num_open(self, chain: Chain, name: str) -> int:
         """Return how many hashes of a chain a call has that is open at a server."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -26,8 +27,8 @@ _STEPS = (64,) * 4 + (256,) * 15 + (1024,) * 28 + (4096,) * 56
 CUTS = tuple(accumulate(_STEPS))
 """Where chains are cut, in bytes: at 64 first, at 256 KiB last; what comes behind that is not looked at."""
 DIGEST_BYTES = 8
-
-
+MAX_KNOWN_PREFIXES = 1 << 17
+"""Hashes of beginnings that a router keeps, where nobody says how many."""
 _TOKEN_BYTES = 4
 
 
@@ -81,11 +82,21 @@ def beginning_of(request: Any, owner: bytes, tenant: str = "", *, has_unread_key
         content = _laid_out(request.chat)
     else:
         return None
-    root = hashlib.blake2b(digest_size=16)
-    for part in (owner, request.adapter.encode(errors="replace"), salt.encode(errors="replace"), kind.encode(), tools):
-        root.update(len(part).to_bytes(8, "little") + part)
-    chain = _chain(root.digest(), content)
+    chain = _chain(_root(owner, request.adapter, salt, kind, tools), content)
     return Beginning(chain, ids, salt, request.adapter, tenant, has_unread_key)
+
+
+def beginning_of_ids(token_ids: Sequence[int], owner: bytes) -> Beginning:
+    """Return the beginning of a prompt of token ids, as `beginning_of` does of a request that has nothing else."""
+    ids = array("I", token_ids[: CUTS[-1] // _TOKEN_BYTES])
+    return Beginning(_chain(_root(owner, "", "", "token_ids", b""), _little_endian(ids)), ids)
+
+
+def _root(owner: bytes, adapter: str, salt: str, kind: str, tools: bytes) -> bytes:
+    root = hashlib.blake2b(digest_size=16)
+    for part in (owner, adapter.encode(errors="replace"), salt.encode(errors="replace"), kind.encode(), tools):
+        root.update(len(part).to_bytes(8, "little") + part)
+    return root.digest()
 
 
 def _little_endian(ids: array[int]) -> bytes:

@@ -34,6 +34,7 @@ from jpaged.route.fleetwide import Fleetwide, Options
 from jpaged.route.held import HeldPrefixes
 from jpaged.route.methods import SERVICES, WAYS, Handler, register
 from jpaged.route.metrics import serve_counts
+from jpaged.route.prefixes import MAX_KNOWN_PREFIXES
 from jpaged.route.relay import Relay
 from jpaged.route.targets import Targets
 from jpaged.server.binding import bind
@@ -73,7 +74,7 @@ class RouteOptions:
     tls: Tls | None = None
     api_key: str = ""
     resume_within_s: float = 60.0
-    max_known_prefixes: int = 1 << 17
+    max_known_prefixes: int = MAX_KNOWN_PREFIXES
     max_calls: int = 8192
     told: Options = ()
 

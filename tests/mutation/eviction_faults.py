@@ -6,6 +6,7 @@ from tests.mutation.planting import Fault
 
 POLICIES = ("kv/eviction/test_policies.py",)
 MEMORY = ("kv/eviction/test_memory.py",)
+DISK = ("kv/tiers/test_disk.py",)
 REUSE = ("kv/eviction/test_reuse.py",)
 
 EVICTION_FAULTS = (
@@ -62,8 +63,43 @@ EVICTION_FAULTS = (
     Fault(
         "a block that host memory keeps is as dear as any",
         "kv/eviction/worth.py",
-        "        return seconds if level != _BELOW else min(self._costs.fetch_s, self._costs.first_s)",
-        "        return seconds",
+        "            seconds = min(seconds, fetch_s)\n",
+        "            pass\n",
+        MEMORY,
+    ),
+    Fault(
+        "nobody asks what host memory keeps",
+        "kv/paged.py",
+        "        if self._eviction is not None and key in self._host:\n",
+        "        if self._eviction is None:\n",
+        MEMORY,
+    ),
+    Fault(
+        "nobody asks what disk keeps",
+        "kv/paged.py",
+        "        return None if self.disk is None else self.disk.block_s(key)\n",
+        "        return None\n",
+        DISK,
+    ),
+    Fault(
+        "a policy is not told that a place is held again",
+        "kv/eviction/free_list.py",
+        "            self._policy.taken(place)\n        else:\n",
+        "        else:\n",
+        MEMORY,
+    ),
+    Fault(
+        "lots that hold nothing are kept until something goes",
+        "kv/eviction/lots.py",
+        "            self._drop_empty(key[2])\n",
+        "",
+        POLICIES,
+    ),
+    Fault(
+        "times seen that no place has are kept until something goes",
+        "kv/eviction/lfu.py",
+        "            del self._free[count]\n",
+        "            pass\n",
         POLICIES,
     ),
     Fault(
@@ -90,8 +126,8 @@ EVICTION_FAULTS = (
     Fault(
         "of equals the one that was used last goes",
         "kv/eviction/lfu.py",
-        "queue.popitem(last=False)",
-        "queue.popitem(last=True)",
+        "next(iter(self._free",
+        "next(reversed(self._free",
         POLICIES,
     ),
     Fault(

@@ -7,10 +7,10 @@ executor.py      the simulator's executor, several steps at once where that chan
 replica.py       one replica, brought forward to a time
 worker.py        some of the replicas, in a process of their own
 routing.py       which replica a request goes to
-beginnings.py    what a router remembers of the prompts that it has sent
 pods.py          who takes requests, begins or ends, and what that costs
 topology.py      kinds of replicas: devices, prices, starts
 fleet.py         the coordinator: windows of time, failures, drains
+forecast.py      what a simulation will take
 outcomes.py      what a day came to
 pictures.py      the same drawn
 scaling/         the horizontal pod autoscaler

@@ -80,6 +80,7 @@ class Totals(NamedTuple):
     num_tokens: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
 

@@ -23,7 +23,7 @@ from jpaged.errors import InvalidArgument
 
 QUARTERS = 96
 """Parts of a day in which a tenant's share stays as it is: quarters of an hour."""
-_MAX_SESSIONS = 5_000_000
+_MAX_SESSIONS, _MAX_TURNS = 5_000_000, 15_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ def draw_sessions(day: Day, seed: int) -> list[Session]:
     expected = day.rate_per_s * day.seconds / day.mean_turns
     if expected > _MAX_SESSIONS:
         raise InvalidArgument("rate", f"{expected:.3g} conversations in a day are above the limit of {_MAX_SESSIONS}")
+    if (expected_turns := day.rate_per_s * day.seconds) > _MAX_TURNS:
+        raise InvalidArgument("rate", f"{expected_turns:.3g} requests in a day are above the limit of {_MAX_TURNS}")
     system = np.minimum(day.system.draw(day.num_tenants, generator), day.max_model_len // 2)
     begins_s, tenants = _begins(day, generator)
     num_turns = generator.geometric(1 / day.mean_turns, len(begins_s))

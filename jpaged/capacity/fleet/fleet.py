@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jpaged.capacity.fleet.attempts import Attempt, Change, Ended, PoolLoad, Totals
-from jpaged.capacity.fleet.beginnings import Beginnings
 from jpaged.capacity.fleet.day import Day, Session
 from jpaged.capacity.fleet.outcomes import Moment, Outcome, TurnEnd
 from jpaged.capacity.fleet.pods import Pods, PoolKind, State
 from jpaged.capacity.fleet.replica import cut_at
-from jpaged.capacity.fleet.routing import Rule, choose
+from jpaged.capacity.fleet.routing import Router, Rule
 from jpaged.capacity.fleet.scaling.autoscaler import Autoscaler, Autoscaling, Gauges
 from jpaged.capacity.fleet.worker import Pool, Window, Worker, make_workers
 from jpaged.errors import InternalError
@@ -99,18 +98,16 @@ class Fleet:
         self._day, self._options = day, options
         self._pods = Pods(kinds, kind_of)
         self._workers: list[Worker] = make_workers(options.num_processes, pools, checks=options.checks)
-        self._generator = np.random.default_rng([options.seed, 1])
+        self._router = Router(options.rule, len(kind_of), options.seed)
         self._sessions, self._num_begun = sessions, 0
         # What is to come: time, a number that tells equals apart, a turn that begins or goes on.
         self._coming: list[tuple[float, int, _Turn]] = []
         self._ended: list[Ended] = []
         self._running: dict[int, tuple[_Turn, Attempt]] = {}
         self._num_attempts = self._num_turns = 0
-        self._busy = np.zeros(len(kind_of), np.int64)
         self._loads: dict[int, PoolLoad] = {}
         self._lives = [Totals() for _ in kind_of]
-        self._beginnings = Beginnings([kinds[kind].capacity for kind in kind_of])
-        self._ready = np.zeros(0, np.int64)
+        self._ready: list[int] = []
         self._changes: list[Change] = []
         scaling = options.autoscaling
         if scaling is not None:
@@ -178,13 +175,15 @@ class Fleet:
             self._take(heapq.heappop(self._ended), now_s)
         for place in self._pods.become_ready(now_s):
             self._changes.append(Change(place, "begin", self._pods.kind_of[place]))
+            self._router.begin(place)
         while self._events and self._events[-1][0] <= now_s:
             self._happen(*self._events.pop(), now_s)
         self._scale(now_s)
         for place in self._pods.where(State.DRAINING):
-            if not self._busy[place] or self._pods.is_over(place, now_s):
+            if not self._router.num_busy(place) or self._pods.is_over(place, now_s):
                 self._end(place, now_s)
-        self._ready = np.array(self._pods.where(State.READY), np.int64)
+        self._ready = self._pods.where(State.READY)
+        self._router.use(self._ready)
 
     def _run_window(self, now_s: float, until_s: float) -> None:
         attempts = self._place(now_s, until_s)
@@ -209,7 +208,7 @@ class Fleet:
             for place, totals in report.lives.items():
                 self._lives[place] = self._lives[place].plus(totals)
         num_starting = len(self._pods.where(State.STARTING))
-        num_waiting = sum(self._loads[place].num_waiting for place in self._ready.tolist() if place in self._loads)
+        num_waiting = sum(self._loads[place].num_waiting for place in self._ready if place in self._loads)
         self._moments.append(Moment(now_s, len(self._ready), num_starting, num_waiting, len(self._running)))
 
     def _is_over(self, now_s: float) -> bool:
@@ -232,10 +231,9 @@ class Fleet:
         placed: dict[int, list[Attempt]] = {}
         while self._coming and self._coming[0][0] < until_s:
             arrival_s, _, turn = heapq.heappop(self._coming)
-            if not len(self._ready):
+            if not self._ready:
                 self._come(until_s, turn)  # nobody is there
                 continue
-            place = self._choose(turn)
             attempt = Attempt(
                 self._num_attempts,
                 turn.session,
@@ -246,19 +244,8 @@ class Fleet:
             )
             self._num_attempts += 1
             self._running[attempt.number] = turn, attempt
-            self._busy[place] += 1
-            placed.setdefault(place, []).append(attempt)
+            placed.setdefault(self._router.send(attempt), []).append(attempt)
         return placed
-
-    def _choose(self, turn: _Turn) -> int:
-        session, rule, draw = turn.session, self._options.rule, float(self._generator.random())
-        if rule in ("random", "least-load"):
-            return int(self._ready[choose(rule, self._busy[self._ready], None, draw)])
-        matched_p = self._beginnings.matched(session.tenant, session.system_tokens, session.number, len(self._pods))
-        place = int(self._ready[choose(rule, self._busy[self._ready], matched_p[self._ready], draw)])
-        num_tokens = session.prompt_tokens(turn.number) + session.answered[turn.number]
-        self._beginnings.note(place, session.tenant, session.system_tokens, session.number, num_tokens)
-        return place
 
     def _begin_turn(self, session: Session, number: int, at_s: float) -> None:
         self._num_turns += 1
@@ -271,7 +258,7 @@ class Fleet:
     def _take(self, ended: Ended, now_s: float) -> None:
         """An attempt has ended: its turn, or it goes on elsewhere."""
         turn, attempt = self._running.pop(ended.number)
-        self._busy[ended.place] -= 1
+        self._router.ended(ended.place)
         if turn.first_token_s is None:
             turn.first_token_s = ended.first_token_s
         if turn.num_cut == 0:
@@ -319,7 +306,6 @@ class Fleet:
 
     def _start(self, place: int, now_s: float, *, is_warm: bool = False) -> None:
         self._pods.start(place, now_s, is_warm=is_warm)
-        self._beginnings.forget(place)
         self._loads.pop(place, None)
 
     def _end(self, place: int, now_s: float) -> None:
@@ -331,6 +317,7 @@ class Fleet:
     def _kill(self, place: int, now_s: float) -> None:
         """A replica is gone: what was told to end later has not ended."""
         self._changes.append(Change(place, "kill"))
+        self._router.end(place)
         mine = [ended for ended in self._ended if ended.place == place]
         if mine:
             self._ended = [ended for ended in self._ended if ended.place != place]
@@ -369,14 +356,16 @@ class Fleet:
             gauges.read({place: float(getattr(load, scaling.metric)) for place, load in loads.items()})
         if not scaler.is_due(now_s):
             return
-        here = pods.where(State.READY, State.STARTING)
+        here = [*pods.restarting(), *pods.where(State.READY, State.STARTING)]
         wanted = scaler.decide(now_s, gauges.means(pods.where(State.READY)), len(here))
         for place in pods.where(State.EMPTY)[: max(0, wanted - len(here))]:
             self._start(place, now_s)
         # As a ReplicaSet does: those that are not ready first, then those that came last.
         here.sort(key=lambda place: (pods.state(place) is State.READY, -pods.since_s(place), -place))
         for place in here[: max(0, len(here) - wanted)]:
-            if pods.state(place) is State.STARTING:
+            if pods.state(place) is State.DRAINING:
+                pods.follow_by_none(place)
+            elif pods.state(place) is State.STARTING:
                 pods.end(place, now_s)
             else:
                 pods.drain(place, now_s + scaling.drain_s, restarts=False)

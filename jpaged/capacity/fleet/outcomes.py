@@ -133,6 +133,7 @@ def summary(outcome: Outcome, goals: Goals) -> dict[str, Any]:
         **_spread("ttft", ttft_s(ends)),
         **_spread("itl", itl_s(ends)),
         "prefix_hit_percent": 100 * totals.num_prefix_hit_tokens / max(1, totals.num_prefix_query_tokens),
+        "host_hit_percent": 100 * totals.num_host_hit_tokens / max(1, totals.num_prefix_query_tokens),
         "preemptions": totals.num_preemptions,
         "busy_percent": 100 * float(busy_s.sum()) / max(1e-9, 3600 * outcome.replica_hours),
         "busiest_over_mean": float(busy_s.max() / busy_s.mean()) if busy_s.any() else 0.0,

@@ -73,8 +73,12 @@ def _name(run: Mapping[str, Any]) -> str:
 
 
 def _finish(ax: Any, title: str) -> None:
+    from matplotlib.ticker import MultipleLocator
+
     ax.set_title(title, fontsize=9)
-    ax.set_xlabel("hour of the day")
+    ax.set_xlabel("hour of the day; behind the line what has begun ends")
+    ax.axvline(24, color="0.6", lw=0.8, ls=":")
+    ax.xaxis.set_major_locator(MultipleLocator(6))
     ax.set_xlim(0, None)
     ax.set_ylim(bottom=0)
     ax.legend(fontsize=7)

@@ -92,6 +92,14 @@ class Pods:
         self._until_s[place] = until_s
         self._is_to_restart[place] = restarts
 
+    def restarting(self) -> list[int]:
+        """The places whose pods drain and are followed by others."""
+        return [place for place in self.where(State.DRAINING) if self._is_to_restart[place]]
+
+    def follow_by_none(self, place: int) -> None:
+        """Lets no other pod come behind one that drains."""
+        self._is_to_restart[place] = False
+
     def is_over(self, place: int, now_s: float) -> bool:
         """Whether a pod that drains has no time left."""
         return self._until_s[place] <= now_s

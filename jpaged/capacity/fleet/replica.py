@@ -65,6 +65,7 @@ class Replica:
             load.num_generation_tokens,
             load.num_prefix_query_tokens,
             load.num_prefix_hit_tokens,
+            load.num_host_hit_tokens,
             load.num_preemptions,
             load.num_recomputed_tokens,
         )

@@ -29,6 +29,7 @@ class Serving:
 
     Attributes:
         load_bytes_per_s: at which a starting replica reads its weights.
+        num_host_blocks: of each replica's host memory, for prefixes and groups that the pool had to give up.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Serving:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     load_bytes_per_s: float = 2e9
+    num_host_blocks: int = 0
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property
@@ -63,10 +65,12 @@ def kind_of(
         cold_start_s: None is START_S and the time to read the weights.
 
     Raises:
-        InvalidArgument: the topology is not known, or the model does not fit.
+        InvalidArgument: the topology is not known, the model does not fit, or options do not go together.
     """
     from jpaged.capacity.estimate import price_of  # imports jax
 
+    options = serving.engine
+    options.cache.check()
     hardware, num_devices, num_chips, family = _devices(name)
     model = MODELS[serving.model]
     config = model.config
@@ -77,7 +81,13 @@ def kind_of(
     model = dataclasses.replace(
         model, config=dataclasses.replace(config, max_position_embeddings=serving.max_model_len)
     )
-    deployment = deploy(model, hardware, num_devices=num_devices, block_size=serving.block_size)
+    deployment = deploy(
+        model,
+        hardware,
+        num_devices=num_devices,
+        block_size=serving.block_size,
+        num_host_blocks=serving.num_host_blocks,
+    )
     if deployment.times is None:
         times = planned_times(model, hardware, num_devices, serving.block_size)
         deployment = dataclasses.replace(deployment, times=times)
@@ -92,7 +102,7 @@ def kind_of(
         cold_start_s,
         None if price is None else price * num_chips,
     )
-    return Pool(deployment, serving.engine), kind
+    return Pool(deployment, options), kind
 
 
 def _devices(name: str) -> tuple[Hardware, int, int, str]:

@@ -7,16 +7,17 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from jpaged import json_text
 from jpaged.bench import plot, results
 from jpaged.capacity.fleet.day import Day, Lengths, Session, draw_sessions
 from jpaged.capacity.fleet.fleet import Fleet, FleetOptions
+from jpaged.capacity.fleet.forecast import Forecast, forecast
 from jpaged.capacity.fleet.outcomes import Goals, Outcome, curve, summary
 from jpaged.capacity.fleet.pictures import draw
 from jpaged.capacity.fleet.pods import PoolKind
@@ -28,6 +29,7 @@ from jpaged.capacity.fleet.worker import Pool
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.cli.bench.flags import add_output_json, require_range, require_writable
 from jpaged.cli.plan import prices_from
+from jpaged.config import EvictionPolicyName
 from jpaged.errors import InvalidArgument
 from jpaged.types import MAX_SEED
 
@@ -46,6 +48,8 @@ processes come.
 """
 
 _MAX_REPLICAS = 100_000
+_MANY_TURNS = 2000
+"""From so many on it is said before how long they will take."""
 _LENGTHS = (
     ("system", "tokens of a tenant's system prompt"),
     ("said", "tokens of what a user says in a turn"),
@@ -115,6 +119,15 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
     )
+    group.add_argument(
+        "--eviction-policy",
+        choices=get_args(EvictionPolicyName),
+        default="auto",
+        help="which cached block goes first (default: auto)",
+    )
+    group.add_argument(
+        "--num-host-blocks", type=int, default=0, metavar="N", help="of each, for what the pool gives up (default: 0)"
+    )
     group.add_argument("--processes", type=int, metavar="N", help="that simulate (default: a process for each CPU)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
 
@@ -144,9 +157,15 @@ def run(arguments: argparse.Namespace) -> int:
     day = _day(arguments, len(places))
     goals = Goals(arguments.goal_ttft / 1e3, arguments.goal_itl / 1e3)
     sessions = draw_sessions(day, arguments.seed)
+    if not sessions:
+        problem = f"of {day.rate_per_s:g} requests/s no conversation begins in a day of {day.seconds:g} s"
+        raise InvalidArgument("--rate", problem)
     setting = _setting(arguments, kinds, places, day, sessions, scaling)
     if not arguments.json:
         print(_words(setting))
+        if len(sessions) * day.mean_turns > _MANY_TURNS:
+            options = _options(arguments, arguments.router[0], scaling)
+            print(_forecast_words(forecast(pools, kinds, places, day, sessions, options), options), flush=True)
     runs = []
     for rule in arguments.router:
         options = _options(arguments, rule, scaling)
@@ -170,7 +189,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _progress(rule: str, day: Day) -> Iterator[Callable[[float], None]]:
     """A bar on stderr; behind the day's end it stands while the last turns end."""
     columns = (TextColumn(rule), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} s simulated"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), refresh_per_second=2) as bar:
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), refresh_per_second=2
+    ) as bar:
         task = bar.add_task("", total=day.seconds)
         yield lambda now_s: bar.update(task, completed=min(now_s, day.seconds))
 
@@ -180,7 +201,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for flag, value, low, high in (
         ("--day", arguments.day, 1.0, 86_400.0),
         ("--window", arguments.window, 0.01, 60.0),
-        ("--tenants", arguments.tenants, 1, 1_000_000),
+        ("--tenants", arguments.tenants, 1, 100_000),
         ("--tenant-skew", arguments.tenant_skew, 0.0, 10.0),
         ("--swing", arguments.swing, 0.0, 1.0),
         ("--burst-shape", arguments.burst_shape, 0.01, 1e6),
@@ -195,6 +216,7 @@ def _check(arguments: argparse.Namespace) -> None:
         ("--max-num-seqs", arguments.max_num_seqs, 1, 65_536),
         ("--max-num-batched-tokens", arguments.max_num_batched_tokens, 1, 1_048_576),
         ("--block-size", arguments.block_size, 1, 65_536),
+        ("--num-host-blocks", arguments.num_host_blocks, 0, 100_000_000),
         ("--seed", arguments.seed, 0, MAX_SEED),
         *((f"--{name}-len", getattr(arguments, f"{name}_len"), 1.0, 1e7) for name, _ in _LENGTHS),
     ):
@@ -216,6 +238,11 @@ def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[
     """What kinds of replicas there are, and of which kind each is."""
     counts = _topologies(arguments, 1000 if scaling is None else scaling.max_replicas)
     if scaling is not None:
+        if arguments.window > scaling.scrape_s:
+            raise InvalidArgument(
+                "--window",
+                f"{arguments.window:g} s is over the scrape_interval of --autoscale, {scaling.scrape_s:g} s",
+            )
         if len(counts) > 1:
             raise InvalidArgument("--autoscale", f"and {len(counts)} of --topology: a Deployment has one kind of pod")
         (count,) = counts.values()
@@ -229,7 +256,11 @@ def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[
         arguments.block_size,
         arguments.max_num_seqs,
         arguments.max_num_batched_tokens,
-        options={"enable_prefix_caching": arguments.enable_prefix_caching},
+        num_host_blocks=arguments.num_host_blocks,
+        options={
+            "enable_prefix_caching": arguments.enable_prefix_caching,
+            "eviction_policy": arguments.eviction_policy,
+        },
     )
     pools, kinds, places = [], [], []
     for number, (name, count) in enumerate(counts.items()):
@@ -327,6 +358,8 @@ def _setting(
         "kv_tokens": {kind.name: kind.capacity for kind in kinds},
         "usd_per_replica_hour": {kind.name: kind.usd_per_hour for kind in kinds},
         "cold_start_s": {kind.name: kind.cold_start_s for kind in kinds},
+        "eviction_policy": arguments.eviction_policy,
+        "num_host_blocks": arguments.num_host_blocks,
         "num_conversations": len(sessions),
         "num_tenants": day.num_tenants,
         "day_s": day.seconds,
@@ -350,6 +383,15 @@ def _words(setting: Mapping[str, Any]) -> str:
     )
 
 
+def _forecast_words(expected: Forecast, options: FleetOptions) -> str:
+    """How long it will take here, and how much memory."""
+    minutes, gigabytes = expected.wall_s / 60, expected.memory_bytes / 1e9
+    return (
+        f"About {expected.num_turns:,} requests for each router: about {minutes:.1f} minutes with "
+        f"{options.num_processes} processes that have a processor each, and at most about {gigabytes:.1f} GB of memory."
+    )
+
+
 def _effort(outcome: Outcome) -> dict[str, float]:
     """What the simulation took."""
     return {"wall_s": outcome.wall_s, "cpu_s": outcome.cpu_s}
@@ -366,9 +408,10 @@ def _day_words(run: Mapping[str, Any], day: Day, num_replicas: int) -> str:
 
 _ROWS = (
     *("num_turns", "requests_per_s", "goodput_requests_per_s", "good_percent"),
-    *("ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "itl_mean_ms", "itl_p50_ms", "itl_p90_ms"),
-    *("itl_p99_ms", "prefix_hit_percent", "busy_percent", "busiest_over_mean", "preemptions", "replica_hours", "usd"),
-    *("usd_per_million_tokens", "usd_per_million_good_tokens"),
+    *("ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"),
+    *("itl_mean_ms", "itl_p50_ms", "itl_p90_ms", "itl_p99_ms"),
+    *("prefix_hit_percent", "host_hit_percent", "busy_percent", "busiest_over_mean", "preemptions"),
+    *("replica_hours", "usd", "usd_per_million_tokens", "usd_per_million_good_tokens"),
 )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jpaged.config import CacheOptions
 from jpaged.engine.executor import I32, Executor, Geometry, HostBlocks, Move
 from jpaged.engine.kv.aside import Aside
-from jpaged.engine.kv.blocks import BlockPool, MemoryOps
+from jpaged.engine.kv.blocks import BlockPool, Key, MemoryOps
 from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.eviction.policies import Eviction
@@ -68,7 +68,10 @@ class PagedMemory:
         self._ops = MemoryOps()
         self.counts = self._ops.counts
         num_host_blocks = geometry.num_host_blocks
-        in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks)
+        self._eviction = eviction
+        in_host = (
+            None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks, self._from_disk_s)
+        )
         changes = Changes()
         self._host = HostTier(
             num_host_blocks, self.block_size, self._ops, blocks=host_blocks, ranked=in_host, changes=changes
@@ -77,14 +80,13 @@ class PagedMemory:
         self.disk = None if make_disk is None or not caches_prefixes else make_disk(self._host)
         self.prefixes = self.held = self.nearing = self.swapping = self.windows = None
         if caches_prefixes:
-            is_below = self._host.__contains__ if num_host_blocks else None
             self.prefixes = Prefixes(
                 self.num_blocks,
                 self._reaches,
                 self._host,
                 self._ops,
                 max_tokens=max_cached_tokens,
-                ranked=None if eviction is None else eviction.free_list(self.num_blocks, is_below),
+                ranked=None if eviction is None else eviction.free_list(self.num_blocks, self._from_below_s),
                 changes=changes,
                 below=self.disk,
             )
@@ -102,6 +104,15 @@ class PagedMemory:
             self.windows = Windows(self._pool, self._reaches)
         if geometry.num_host_blocks:
             self.swapping = Swapping(self._pool, self._host.pool, self._ops, self._needs, self.prefixes)
+
+    def _from_below_s(self, key: Key) -> float | None:
+        """Seconds to have a block again that host memory or disk keeps."""
+        if self._eviction is not None and key in self._host:
+            return self._eviction.costs.fetch_s
+        return self._from_disk_s(key)
+
+    def _from_disk_s(self, key: Key) -> float | None:
+        return None if self.disk is None else self.disk.block_s(key)
 
     @property
     def limit(self) -> int:

@@ -30,14 +30,15 @@ DAY = Day(
 )
 
 
-def deployment(num_blocks: int = 1000) -> Deployment:
+def deployment(num_blocks: int = 1000, num_host_blocks: int = 0) -> Deployment:
     config = dataclasses.replace(MODEL.config, max_position_embeddings=MAX_MODEL_LEN)
     model = dataclasses.replace(MODEL, config=config)
-    return deploy(model, HARDWARE["h100"], num_kv_slots=num_blocks * 16, block_size=16)
+    slots = num_blocks * 16
+    return deploy(model, HARDWARE["h100"], num_kv_slots=slots, block_size=16, num_host_blocks=num_host_blocks)
 
 
 def pool(num_blocks: int = 1000, serving: Serving = SERVING) -> Pool:
-    return Pool(deployment(num_blocks), serving.engine)
+    return Pool(deployment(num_blocks, serving.num_host_blocks), serving.engine)
 
 
 def run(

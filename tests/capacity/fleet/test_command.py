@@ -1,6 +1,7 @@
 """`jpaged bench fleet`: what it tells, and what it refuses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import matplotlib.image
 import pytest
 
 from jpaged.cli.main import main
+from jpaged.errors import InvalidArgument
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 SMALL = ["bench", "fleet", "--topology", "h100", "--replicas", "3", "--day", "4", "--rate", "9", "--processes", "1"]
@@ -44,6 +46,34 @@ def test_a_table_says_what_was_simulated_and_how_long_a_day_would_take(tmp_path,
     assert "num failures" in printed
     assert matplotlib.image.imread(picture).shape[0] > 500
     assert json.loads(numbers.read_text())["runs"][0]["interruptions"]["num_failures"] == 2
+
+
+def test_what_a_pool_gives_up_comes_back_from_host_memory(capsys):
+    model = ["--model", "opt-13b", "--max-model-len", "2048", "--topology", "a100-40gb", "--replicas", "1"]
+    words = ["bench", "fleet", *model, "--day", "20", "--rate", "9", "--processes", "1", "--system-len", "500"]
+    words += ["--tenants", "40", "--tenant-skew", "0", "--thinking", "0.5"]
+    runs = []
+    for options in ((), ("--num-host-blocks", "400"), ("--num-host-blocks", "400", "--eviction-policy", "worth")):
+        assert main([*words, *options, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        runs.append(told["runs"][0])
+        assert told["setting"]["num_host_blocks"] == (400 if options else 0)
+    without, plain, worth = runs
+    assert without["host_hit_percent"] == 0 < min(plain["host_hit_percent"], worth["host_hit_percent"])
+    assert without["prefix_hit_percent"] < min(plain["prefix_hit_percent"], worth["prefix_hit_percent"])
+    assert plain["prefix_hit_percent"] != worth["prefix_hit_percent"]
+
+
+def test_it_says_before_it_begins_what_many_requests_will_take(capsys, monkeypatch):
+    words = ["--replicas", "400", "--rate", "800", "--day", "20", "--system-len", "200"]
+
+    def stop(*given):
+        raise InvalidArgument("day", "the test has seen enough")
+
+    monkeypatch.setattr("jpaged.cli.bench.fleet.Fleet", stop)
+    assert main([*SMALL, *words]) == 2
+    said = re.search(r"About ([\d,]+) requests for each router: about [\d.]+ minutes", capsys.readouterr().out)
+    assert said is not None and 4000 < int(said[1].replace(",", "")) < 16_000
 
 
 def test_several_topologies_have_a_price_each(capsys):
@@ -87,6 +117,12 @@ def test_an_autoscaled_fleet_begins_with_the_fewest(capsys):
         ),
         (["--plot", "day.txt"], "--plot: day.txt does not end with one of"),
         (["--max-model-len", "200000"], "max_model_len: 200000 is over 131072, which llama-3.1-8b has"),
+        (["--rate", "1e-6"], "--rate: of 1e-06 requests/s no conversation begins in a day of 4 s"),
+        (["--num-host-blocks", "-1"], "--num-host-blocks: -1 is out of range"),
+        (
+            ["--eviction-policy", "worth", "--no-enable-prefix-caching"],
+            "eviction_policy: worth has nothing to choose from: no prefix is cached with enable_prefix_caching False",
+        ),
         (["--rate", "1e9"], "rate: 1.33e+09 conversations in a day are above the limit of 5000000"),
     ],
 )
@@ -115,6 +151,10 @@ def test_a_wrong_option_is_named(words, message, capsys, tmp_path):
         (
             ["--topology", "h100=3", "--topology", "b200=3", "--autoscale", str(DEPLOY)],
             "--autoscale: and 2 of --topology: a Deployment has one kind of pod",
+        ),
+        (
+            ["--topology", "h100", "--autoscale", str(DEPLOY), "--window", "20"],
+            "--window: 20 s is over the scrape_interval of --autoscale, 10 s",
         ),
     ],
 )

@@ -61,6 +61,8 @@ def test_no_conversation_is_too_long_and_answers_have_the_means_asked_for():
 def test_a_day_too_large_for_memory_is_refused():
     with pytest.raises(InvalidArgument, match=r"rate: 4.32e\+07 conversations in a day are above the limit of 5000000"):
         draw_sessions(dataclasses.replace(LONG, rate_per_s=1000.0), 0)
+    with pytest.raises(InvalidArgument, match=r"rate: 8.64e\+07 requests in a day are above the limit of 15000000"):
+        draw_sessions(dataclasses.replace(LONG, rate_per_s=1000.0, mean_turns=100.0), 0)
 
 
 def test_a_turn_brings_all_that_was_said_before(sessions):

@@ -46,15 +46,16 @@ def test_a_seed_decides_everything_and_another_seed_does_not():
     assert outcomes[0] == outcomes[1] != outcomes[2]
 
 
-@pytest.mark.parametrize("num_blocks", [1000, 150])
-def test_one_replica_is_the_simulator(num_blocks):
+@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(1000, 0), (150, 0), (150, 300)])
+def test_one_replica_is_the_simulator(num_blocks, num_host_blocks):
     """Request by request, also where blocks run out and groups are preempted."""
     day = dataclasses.replace(HEAVY, mean_turns=1.0)
     sessions = [dataclasses.replace(one, system_tokens=0) for one in draw_sessions(day, 3)]
-    outcome = run("random", num_replicas=1, num_blocks=num_blocks, day=day, sessions=sessions)
+    serving = dataclasses.replace(SERVING, num_host_blocks=num_host_blocks)
+    outcome = run("random", num_replicas=1, num_blocks=num_blocks, day=day, sessions=sessions, serving=serving)
     trace = [TraceRequest(one.begin_s, one.said[0], one.answered[0]) for one in sessions]
     options = SERVING.engine.replace(num_scheduler_steps=1)
-    wanted = simulate(trace, deployment(num_blocks), options)
+    wanted = simulate(trace, deployment(num_blocks, num_host_blocks), options)
     found = sorted(outcome.ends)
     assert [end.arrival_s for end in found] == [one.arrival_s for one in trace]
     for end, served in zip(found, wanted.served, strict=True):
@@ -222,28 +223,42 @@ def test_a_curve_has_everything_that_came():
     assert len({len(column) for column in drawn.values()}) == 1
 
 
+SCALING = Autoscaling(
+    1,
+    4,
+    "num_waiting",
+    2.0,
+    Direction(0.0, (Policy("Pods", 2, 15.0),)),
+    Direction(15.0, (Policy("Pods", 1, 15.0),)),
+    scrape_s=5.0,
+    mean_s=10.0,
+    drain_s=30.0,
+)
+
+
 def test_an_autoscaler_adds_replicas_for_a_queue_and_takes_them_away():
-    scaling = Autoscaling(
-        1,
-        4,
-        "num_waiting",
-        2.0,
-        Direction(0.0, (Policy("Pods", 2, 15.0),)),
-        Direction(15.0, (Policy("Pods", 1, 15.0),)),
-        scrape_s=5.0,
-        mean_s=10.0,
-        drain_s=30.0,
-    )
     day = dataclasses.replace(DAY, seconds=180.0, rate_per_s=0.4)
     burst = [session(20 + number / 20, 100, 400, number) for number in range(700)]
     serving = dataclasses.replace(SERVING, max_num_seqs=8)
     outcome = run(
-        num_replicas=4, autoscaling=scaling, day=day, sessions=burst, cold_start_s=5.0, serving=serving, window_s=1.0
+        num_replicas=4, autoscaling=SCALING, day=day, sessions=burst, cold_start_s=5.0, serving=serving, window_s=1.0
     )
     ready = [moment.num_ready for moment in outcome.moments]
     assert (ready[0], max(ready)) == (1, 4)
     assert outcome.replica_hours < 4 * outcome.elapsed_s / 3600
     assert len(outcome.ends) == 700
+
+
+def test_a_replica_that_is_restarted_is_none_that_the_autoscaler_has_to_replace():
+    quiet = [session(2.0 * number, 50, 1500, number) for number in range(60)]  # each takes 10 s and more
+    scaling = dataclasses.replace(SCALING, min_replicas=2)
+    day = dataclasses.replace(DAY, seconds=120.0)
+    outcome = run(
+        num_replicas=4, autoscaling=scaling, day=day, sessions=quiet, num_drains=6, cold_start_s=20.0, window_s=1.0
+    )
+    assert outcome.num_drains > 2
+    assert max(moment.num_ready + moment.num_starting for moment in outcome.moments) == 2
+    assert outcome.replica_hours == pytest.approx(2 * outcome.elapsed_s / 3600)
 
 
 # --- planted faults ---------------------------------------------------------------------------------------------------

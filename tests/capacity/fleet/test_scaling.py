@@ -16,6 +16,7 @@ from jpaged.capacity.fleet.scaling.autoscaler import (
     wanted_pods,
 )
 from jpaged.capacity.fleet.scaling.deploy_files import read_autoscaling
+from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
@@ -28,12 +29,45 @@ OURS = Autoscaling(
     down=Direction(600.0, (Policy("Pods", 1, 120.0),)),
     scrape_s=10.0,
     mean_s=60.0,
-    drain_s=90.0,
+    drain_s=65.0,  # 5 of preStop and 60 of --shutdown-timeout, of 90
 )
 
 
 def test_deploy_says_what_is_simulated():
     assert read_autoscaling(DEPLOY) == OURS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "drain_s"),
+    [
+        ("terminationGracePeriodSeconds: 90", "terminationGracePeriodSeconds: 20", 20.0),
+        ('"--shutdown-timeout", "60"', '"--shutdown-timeout=30"', 35.0),
+        ('"--shutdown-timeout", "60"', '"--seed", "1"', 5.0 + ServerOptions().shutdown_timeout),
+    ],
+)
+def test_a_pod_that_is_to_go_goes_on_as_long_as_its_server_does(tmp_path, old, new, drain_s):
+    for part in ("kubernetes", "prometheus"):
+        shutil.copytree(DEPLOY / part, tmp_path / part)
+    path = tmp_path / POD
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    assert read_autoscaling(tmp_path).drain_s == drain_s
+
+
+@pytest.mark.parametrize(
+    ("series", "metric"),
+    [
+        ("vllm:num_requests_running", "num_running"),
+        ("vllm:num_requests_waiting", "num_waiting"),
+        ("jpaged:blocks_referenced", "num_blocks_used"),
+    ],
+)
+def test_the_metric_is_whichever_of_the_servers_gauges_the_adapter_makes_it_of(tmp_path, series, metric):
+    for part in ("kubernetes", "prometheus"):
+        shutil.copytree(DEPLOY / part, tmp_path / part)
+    path = tmp_path / ADAPTER
+    path.write_text(path.read_text().replace("seriesQuery: 'vllm:num_requests_waiting", f"seriesQuery: '{series}"))
+    assert read_autoscaling(tmp_path) == dataclasses.replace(OURS, metric=metric)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +142,21 @@ def test_gauges_are_means_over_the_range_and_forget_who_is_gone():
 
 
 SCALER = "kubernetes/horizontalpodautoscaler.yaml"
+POD = "kubernetes/deployment.yaml"
+ADAPTER = "kubernetes/prometheus-adapter-config.yaml"
 
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        (SCALER, "vllm_num_requests_waiting", "cpu", "'cpu' is not one of"),
+        (SCALER, "name: vllm_num_requests_waiting", "name: cpu", "0 of them make cpu, which the autoscaler asks for"),
+        (SCALER, "name: vllm_num_requests_waiting", "name: 3", "metrics[0].pods.metric.name: 3 is not of type str"),
+        (ADAPTER, "as: vllm_num_requests_waiting", "as: waiting", "0 of them make vllm_num_requests_waiting"),
+        (ADAPTER, "seriesQuery: 'vllm:num_requests_w", "seriesQuery: 'vllm:w", "'vllm:waiting' is not one of"),
+        (POD, '"60"]', '"many"]', "of --shutdown-timeout 'many'"),
+        (POD, "seconds: 5 ", "seconds: five ", "one is no number"),
+        (ADAPTER, "rules:", "rule:", "rules: None is not of type list"),
+        (ADAPTER, "rules:", "rules: [", "cannot be read"),
         (
             "kubernetes/horizontalpodautoscaler.yaml",
             "type: Pods\n      pods",
@@ -131,9 +174,9 @@ SCALER = "kubernetes/horizontalpodautoscaler.yaml"
         (SCALER, "value: 1", "value: 0", "is not at least 1"),
         (SCALER, "kind: Hor", "kind: Vert", "0 documents of kind"),
         (SCALER, "spec:", "spec: [", "cannot be read"),
-        ("kubernetes/prometheus-adapter-config.yaml", "[1m]", "[?]", "no avg_over_time"),
+        (ADAPTER, "[1m]", "[?]", "no avg_over_time"),
         ("prometheus/kubernetes.yaml", "scrape_interval: 10s", "scrape_interval: often", "'often' is no duration"),
-        ("kubernetes/deployment.yaml", "template:", "templates:", "deployment.yaml: spec.template"),
+        (POD, "template:", "templates:", "deployment.yaml: spec.template"),
     ],
 )
 def test_what_is_not_simulated_is_refused_by_name(tmp_path, file, old, new, message):

@@ -52,7 +52,7 @@ class Autoscaling:
     """What deploy/ says.
 
     Attributes:
-        metric: a number of `EngineLoad`.
+        metric: a field of `PoolLoad`.
         target: its mean over pods.
         scrape_s, mean_s: how often it is read, and over how long its mean is taken.
         drain_s: what a pod has from its end on, for what it has in flight.
@@ -60,7 +60,7 @@ class Autoscaling:
 
     min_replicas: int
     max_replicas: int
-    metric: Literal["num_waiting", "num_running"]
+    metric: str
     target: float
     up: Direction
     down: Direction

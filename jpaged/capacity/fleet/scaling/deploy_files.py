@@ -1,25 +1,31 @@
 """Reads what deploy/ says of autoscaling: the rules of the autoscaler, how its metric is made, how pods end.
 
 kubernetes/horizontalpodautoscaler.yaml      how many, by which metric, how fast
-kubernetes/prometheus-adapter-config.yaml    the mean over how long
+kubernetes/prometheus-adapter-config.yaml    which of the server's gauges that is, and the mean over how long
 prometheus/kubernetes.yaml                   read how often
 kubernetes/deployment.yaml                   how long a pod has that is to end
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from jpaged.capacity.fleet.attempts import PoolLoad
 from jpaged.capacity.fleet.scaling.autoscaler import Autoscaling, Direction, Policy
+from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument
+from jpaged.load import ReplicaLoad
 
-_METRICS: dict[str, Literal["num_waiting", "num_running"]] = {
-    "vllm_num_requests_waiting": "num_waiting",
-    "vllm_num_requests_running": "num_running",
+_GAUGES = {
+    metric.name: field.name
+    for field in dataclasses.fields(ReplicaLoad)
+    if field.name in PoolLoad._fields and (metric := field.metadata.get("gauge")) is not None
 }
+"""The server's metric -> what a simulated replica has of it."""
 _DURATION = re.compile(r"(\d+)(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m?)")
@@ -36,7 +42,8 @@ def read_autoscaling(folder: Path) -> Autoscaling:
     scaler = _document(folder / "kubernetes" / "horizontalpodautoscaler.yaml", "HorizontalPodAutoscaler")
     where = "horizontalpodautoscaler.yaml: spec"
     spec = _get(scaler, "spec", dict, where)
-    metric, target = _metric(spec, where)
+    name, target = _metric(spec, where)
+    series, mean_s = _adapted(folder / "kubernetes" / "prometheus-adapter-config.yaml", name)
     behavior = spec.get("behavior", {})
     pod = _get(
         _get(_get(_document(folder / "kubernetes" / "deployment.yaml", "Deployment"), "spec", dict, "deployment.yaml"),
@@ -46,13 +53,13 @@ def read_autoscaling(folder: Path) -> Autoscaling:
     found = Autoscaling(
         min_replicas=spec.get("minReplicas", 1),
         max_replicas=_get(spec, "maxReplicas", int, where),
-        metric=metric,
+        metric=_GAUGES[series],
         target=target,
         up=_direction(behavior.get("scaleUp", {}), f"{where}.behavior.scaleUp", 0.0, _DEFAULT_UP),
         down=_direction(behavior.get("scaleDown", {}), f"{where}.behavior.scaleDown", 300.0, _DEFAULT_DOWN),
         scrape_s=_scrape_s(folder / "prometheus" / "kubernetes.yaml"),
-        mean_s=_mean_s(folder / "kubernetes" / "prometheus-adapter-config.yaml"),
-        drain_s=float(pod.get("terminationGracePeriodSeconds", 30)),
+        mean_s=mean_s,
+        drain_s=_drain_s(pod),
     )
     if not 1 <= found.min_replicas <= found.max_replicas:
         raise InvalidArgument(
@@ -61,19 +68,17 @@ def read_autoscaling(folder: Path) -> Autoscaling:
     return found
 
 
-def _metric(spec: dict[str, Any], where: str) -> tuple[Literal["num_waiting", "num_running"], float]:
+def _metric(spec: dict[str, Any], where: str) -> tuple[str, float]:
     metrics = _get(spec, "metrics", list, where)
     if len(metrics) != 1 or metrics[0].get("type") != "Pods":
         raise InvalidArgument(f"{where}.metrics", "is not one metric of type Pods, which alone is simulated")
     pods = _get(metrics[0], "pods", dict, f"{where}.metrics[0]")
-    name = pods.get("metric", {}).get("name")
-    if name not in _METRICS:
-        raise InvalidArgument(f"{where}.metrics[0].pods.metric.name", f"{name!r} is not one of {', '.join(_METRICS)}")
+    name = _get(_get(pods, "metric", dict, f"{where}.metrics[0].pods"), "name", str, f"{where}.metrics[0].pods.metric")
     target = pods.get("target", {})
     match = _QUANTITY.fullmatch(str(target.get("averageValue", "")))
     if target.get("type") != "AverageValue" or match is None or not float(match[1]):
         raise InvalidArgument(f"{where}.metrics[0].pods.target", f"{target} is no AverageValue above 0")
-    return _METRICS[name], float(match[1]) / (1000 if match[2] else 1)
+    return name, float(match[1]) / (1000 if match[2] else 1)
 
 
 def _direction(rules: dict[str, Any], where: str, window_s: float, policies: tuple[Policy, ...]) -> Direction:
@@ -96,19 +101,46 @@ def _policy(rule: dict[str, Any], where: str) -> Policy:
     return Policy(kind, value, float(_get(rule, "periodSeconds", int, where)))
 
 
+def _drain_s(pod: dict[str, Any]) -> float:
+    """How long a pod goes on that is to end: preStop sleeps, then the server drains, and both within the grace."""
+    where = "deployment.yaml: spec.template.spec"
+    (container, *_) = _get(pod, "containers", list, where) or [{}]
+    words = [str(word) for word in container.get("args", ())]
+    timeout_s, sleep = str(ServerOptions().shutdown_timeout), (container.get("lifecycle") or {}).get("preStop") or {}
+    for number, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == "--shutdown-timeout":
+            timeout_s = value if equals else words[number + 1] if number + 1 < len(words) else ""
+    try:
+        goes_on_s = float(timeout_s) + float(sleep.get("sleep", {}).get("seconds", 0))
+        return min(goes_on_s, float(pod.get("terminationGracePeriodSeconds", 30)))
+    except (TypeError, ValueError, AttributeError):
+        problem = f"of --shutdown-timeout {timeout_s!r}, {sleep} of preStop and the grace period, one is no number"
+        raise InvalidArgument(where, problem) from None
+
+
 def _scrape_s(path: Path) -> float:
     documents = _documents(path)
     text = str(documents[0].get("global", {}).get("scrape_interval", "1m")) if documents else ""
     return _seconds(text, f"{path.name}: global.scrape_interval")
 
 
-def _mean_s(path: Path) -> float:
-    """Seconds of the query's range: `avg_over_time(...[1m])`."""
-    rules = _get(_document(path, "ConfigMap"), "data", dict, path.name).get("config.yaml", "")
-    match = re.search(r"avg_over_time\(.*\[(\w+)\]\)", str(rules))
+def _adapted(path: Path, name: str) -> tuple[str, float]:
+    """The server's gauge that a metric is made of, and the seconds of the query's range: `avg_over_time(...[1m])`."""
+    text = _get(_get(_document(path, "ConfigMap"), "data", dict, path.name), "config.yaml", str, f"{path.name}: data")
+    where = f"{path.name}: rules"
+    documents = _parsed(text, path)
+    rules = _get(documents[0], "rules", list, path.name) if documents else []
+    made = [rule for rule in rules if isinstance(rule, dict) and (rule.get("name") or {}).get("as") == name]
+    if len(made) != 1:
+        raise InvalidArgument(where, f"{len(made)} of them make {name}, which the autoscaler asks for, and not one")
+    series = str(made[0].get("seriesQuery", "")).partition("{")[0]
+    if series not in _GAUGES:
+        raise InvalidArgument(f"{where}.seriesQuery", f"{series!r} is not one of {', '.join(_GAUGES)}")
+    match = re.fullmatch(r"avg_over_time\(.*\[(\w+)\]\)", str(made[0].get("metricsQuery", "")))
     if match is None:
-        raise InvalidArgument(f"{path.name}: metricsQuery", "is no avg_over_time over a range, as in [1m]")
-    return _seconds(match[1], f"{path.name}: metricsQuery")
+        raise InvalidArgument(f"{where}.metricsQuery", "is no avg_over_time over a range, as in [1m]")
+    return series, _seconds(match[1], f"{where}.metricsQuery")
 
 
 def _seconds(text: str, where: str) -> float:
@@ -126,10 +158,17 @@ def _document(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _documents(path: Path) -> list[dict[str, Any]]:
+    try:
+        return _parsed(path.read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("--autoscale", f"{path} cannot be read: {error}") from error
+
+
+def _parsed(text: str, path: Path) -> list[dict[str, Any]]:
     yaml = importlib.import_module("yaml")  # comes with transformers
     try:
-        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError as error:
         raise InvalidArgument("--autoscale", f"{path} cannot be read: {error}") from error
     return [document for document in documents if isinstance(document, dict)]
 

@@ -39,8 +39,3 @@ class BlockCosts:
     def recompute_s(self, index: int) -> float:
         """Seconds to compute a block with so many in front of it."""
         return self.first_s + index * self.further_s
-
-    def again_s(self, index: int, *, is_below: bool) -> float:
-        """Seconds to have it again, which may be kept in the tier below."""
-        seconds = self.recompute_s(index)
-        return min(seconds, self.fetch_s) if is_below else seconds

@@ -90,7 +90,7 @@ class RankedFreeList:
         self._policy.enter(place, entry)
 
     def found(self, places: Sequence[int]) -> None:
-        """A request has found these and holds them by now, in the order of their chain."""
+        """A request has found these and holds them by now; one KV group after the other."""
         self._policy.found(places)
 
     def evicted(self, place: int) -> Entry:
@@ -123,5 +123,7 @@ class RankedFreeList:
         ranked = {place for place in known if is_free(place)}
         if ranked != self._ranked:
             raise InternalError(f"blocks {sorted(ranked ^ self._ranked)[:8]} are free for the tier or its policy alone")
+        if lost := self._ranked ^ self._policy.choices():
+            raise InternalError(f"blocks {sorted(lost)[:8]} are a choice for the free list or its policy alone")
         if twice := self._ranked & self._blank.keys():
             raise InternalError(f"blocks {sorted(twice)[:8]} are free twice: as ones that hold something, and nothing")

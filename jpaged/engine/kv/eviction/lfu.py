@@ -20,8 +20,8 @@ class LeastFrequentlyUsed:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._counts: dict[int, int] = {}
-        self._free: dict[int, OrderedDict[int, None]] = {}  # times seen -> places, the oldest first
-        self._heap: list[int] = []  # the counts that have a list, each once
+        self._free: dict[int, OrderedDict[int, None]] = {}  # times seen -> places, the oldest first; none is empty
+        self._heap: list[int] = []  # these counts, and some that have no places any more
 
     def enter(self, place: int, entry: Entry) -> None:
         self._entries[place] = entry
@@ -42,16 +42,27 @@ class LeastFrequentlyUsed:
         queue = self._free.get(count)
         if queue is None:
             queue = self._free[count] = OrderedDict()
-            heapq.heappush(self._heap, count)
+            if len(self._heap) > 2 * len(self._free):
+                self._heap = sorted(self._free)
+            else:
+                heapq.heappush(self._heap, count)
         queue[place] = None
 
     def taken(self, place: int) -> None:
-        del self._free[self._counts[place]][place]
+        count = self._counts[place]
+        del self._free[count][place]
+        if not self._free[count]:
+            del self._free[count]
 
     def victim(self) -> int:
-        while not (queue := self._free[self._heap[0]]):
-            del self._free[heapq.heappop(self._heap)]
-        return queue.popitem(last=False)[0]
+        while self._heap[0] not in self._free:
+            heapq.heappop(self._heap)
+        place = next(iter(self._free[self._heap[0]]))
+        self.taken(place)
+        return place
 
     def left(self, place: int, *, is_evicted: bool) -> Entry:
         return self._entries.pop(place).seen(self._counts.pop(place))
+
+    def choices(self) -> set[int]:
+        return {place for queue in self._free.values() for place in queue}

@@ -21,6 +21,8 @@ LotKey = tuple[int, int, int]
 
 _FINE_SPANS_BITS = 4
 """Spans of the first length are fewer than two to the power of this."""
+_MOST_LOTS = 256
+"""So many, and twice as many as hold anything, are kept before the empty ones are dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +94,7 @@ class Lots:
         self._span = span
         self._lots: dict[LotKey, Lot] = {}
         self._lot_of: dict[int, Lot] = {}
+        self._most = _MOST_LOTS
 
     def __iter__(self) -> Iterator[Lot]:
         return iter(self._lots.values())
@@ -108,6 +111,7 @@ class Lots:
         key = kind, cost, freed_at // self._span
         lot = self._lots.get(key)
         if lot is None:
+            self._drop_empty(key[2])
             lot = self._lots[key] = Lot(*key)
         lot.add(place, freed_at)
         self._lot_of[place] = lot
@@ -128,3 +132,9 @@ class Lots:
             older.take_in(lot)
             for place in (*lot.places, *lot.passed):
                 self._lot_of[place] = older
+
+    def _drop_empty(self, now_span: int) -> None:
+        """Drops lots to which nothing can be added any more, now and then: nobody settles them where nothing goes."""
+        if len(self._lots) > self._most:
+            self._lots = {key: lot for key, lot in self._lots.items() if lot or lot.span == now_span}
+            self._most = _MOST_LOTS + 2 * len(self._lots)

@@ -49,7 +49,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def found(self, places: Sequence[int]) -> None:
-        """A request found these, free or held, and takes them; in the order of their chain."""
+        """A request found these, free or held, and takes them; one KV group after the other."""
         ...
 
     def freed(self, place: int) -> None:
@@ -70,4 +70,8 @@ class EvictionPolicy(Protocol):
         Returns:
             what it held, with the times that it was seen.
         """
+        ...
+
+    def choices(self) -> set[int]:
+        """All that it may choose: `check` holds them to what is free."""
         ...

@@ -61,3 +61,6 @@ class TwoQueues:
             if len(self._ghosts) > self._num_ghosts:
                 self._ghosts.popitem(last=False)
         return entry.seen(count)
+
+    def choices(self) -> set[int]:
+        return {*self._once, *self._again}

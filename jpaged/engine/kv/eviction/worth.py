@@ -38,9 +38,8 @@ _FEW_BLOCKS = 32
 _MAX_OWNERS = 1024
 _FADE = 0.8
 _COST_STEP = 1.5
-_NUM_COSTS = 8
-_BELOW = _NUM_COSTS
-"""The cost level of what the tier below keeps, behind those of what is computed again."""
+_LEAST_COST, _MOST_COST = -16, 7
+"""Cost levels: a step dearer each; what is computed again is of level 0 where nothing is in front of it."""
 _FIRST_GUESS = 0.05
 """The share of blocks seen once that is found at any age, until more is known; of the next class twice that."""
 PRIORS = tuple(_FIRST_GUESS * 2**seen for seen in range(len(_SEEN) + 1) for _ in range(2 * (len(_SHARES) + 1)))
@@ -73,13 +72,15 @@ class Worth:
 
     Args:
         num_places: of the tier.
-        is_below: whether the tier below keeps a key; None where there is none.
+        fetch_s: seconds to bring back a key from the tiers below, or None of one that none has; None without tiers.
     """
 
-    def __init__(self, num_places: int, costs: BlockCosts, is_below: Callable[[Key], bool] | None = None) -> None:
+    def __init__(
+        self, num_places: int, costs: BlockCosts, fetch_s: Callable[[Key], float | None] | None = None
+    ) -> None:
         self._num_places = num_places
         self._costs = costs
-        self._is_below = is_below
+        self._fetch_s = fetch_s
         self._blocks: dict[int, _Block] = {}
         self._places: dict[Key, int] = {}
         self._num_followers: dict[Key, int] = {}  # blocks of the tier whose parent has the key
@@ -105,10 +106,11 @@ class Worth:
             self._num_followers[entry.parent] = self._num_followers.get(entry.parent, 0) + 1
 
     def found(self, places: Sequence[int]) -> None:
-        # What follows the last of them is not what the request goes on with.
-        is_shared = bool(places) and self._blocks[places[-1]].entry.key in self._num_followers
-        for place in places:
-            block = self._blocks[place]
+        blocks = [self._blocks[place] for place in places]
+        # What follows the last of a chain is not what the request goes on with.
+        inner = {block.entry.parent for block in blocks}
+        is_shared = any(block.entry.key in self._num_followers and block.entry.key not in inner for block in blocks)
+        for block in blocks:
             block.seen += 1
             block.is_shared |= is_shared
             if block.freed_at is not None:
@@ -148,6 +150,9 @@ class Worth:
             if len(self._gone) > self._num_places:
                 self._was_not_needed(self._gone.popitem(last=False)[1])
         return entry.seen(block.seen)
+
+    def choices(self) -> set[int]:
+        return {place for lot in self._lots for place in (*lot.places, *lot.passed)}
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -189,15 +194,15 @@ class Worth:
         return (of_seen * 2 + block.is_shared) * (len(_SHARES) + 1) + of_owner
 
     def _cost_level(self, entry: Entry) -> int:
-        if self._is_below is not None and self._is_below(entry.key):
-            return _BELOW
-        ratio = self._costs.recompute_s(entry.index) / self._costs.first_s
-        return min(_NUM_COSTS - 1, int(math.log(ratio, _COST_STEP)))
+        seconds = self._costs.recompute_s(entry.index)
+        if self._fetch_s is not None and (fetch_s := self._fetch_s(entry.key)) is not None:
+            seconds = min(seconds, fetch_s)
+        level = math.floor(math.log(seconds / self._costs.first_s, _COST_STEP))
+        return min(max(level, _LEAST_COST), _MOST_COST)
 
     def _seconds(self, level: int) -> float:
         """What a block of a cost level costs to have again."""
-        seconds = self._costs.first_s * _COST_STEP ** (level + 0.5)
-        return seconds if level != _BELOW else min(self._costs.fetch_s, self._costs.first_s)
+        return self._costs.first_s * _COST_STEP ** (level + 0.5)
 
     def _oldest_of_least(self) -> int | None:
         """The oldest block that nobody follows, of the lot that is worth least and has one; None where no lot has."""
@@ -216,7 +221,7 @@ class Worth:
         ages = {lot: self._reuse.age(max(0, self._now - self._lots.begin_of(lot))) for lot in self._lots}
         if self._now >= self._learns_at:
             self._learn(ages)
-        rates, seconds = self._reuse.rates, [self._seconds(level) for level in range(_NUM_COSTS + 1)]
+        rates, seconds = self._reuse.rates, {cost: self._seconds(cost) for cost in {lot.cost for lot in ages}}
         worths = [
             (rates[lot.kind][age] * seconds[lot.cost], lot.span, lot.kind, lot.cost, lot) for lot, age in ages.items()
         ]

@@ -191,6 +191,10 @@ class DiskTier:
         self._fetching.forget(None)
         return self._store.reset()
 
+    def block_s(self, key: Key) -> float | None:
+        """Seconds that it takes to have a block again from disk; None where it is not there."""
+        return self._fetching.block_s(key)
+
     # --- what leaves for another server -----------------------------------------------------------------------------
 
     def __contains__(self, key: Key) -> bool:

@@ -112,6 +112,10 @@ class Fetching:
         """Reads that are not dealt with."""
         return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
 
+    def block_s(self, key: Key) -> float | None:
+        """Seconds that reading a block takes, as far as was seen; None where disk has it not."""
+        return self._blocks.bytes_per_block / self._bytes_per_s if key in self._store else None
+
     def begin(self, group: Group, bringing: Bringing) -> bool:
         """Begins to fetch what disk has of a group's prompt; False where it has nothing that is worth it."""
         places = bringing.missing(group, self._store.__contains__)

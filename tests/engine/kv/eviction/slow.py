@@ -33,6 +33,9 @@ class Slow:
     def left(self, place, *, is_evicted):
         return dataclasses.replace(self.entries.pop(place), times_seen=self.seen.pop(place))
 
+    def choices(self):
+        return set(self.free)
+
     def is_leaf(self, place):
         """No block that is kept follows it."""
         return all(entry.parent != self.entries[place].key for entry in self.entries.values())
@@ -70,9 +73,9 @@ class SlowTwoQueues(Slow):
 class SlowWorth(Slow):
     """Ranks all free places whenever it is asked, by the lots that `Worth` had at the last ranking."""
 
-    def __init__(self, num_places, costs, is_below):
+    def __init__(self, num_places, costs, fetch_s):
         super().__init__()
-        self.num_places, self.costs, self.is_below = num_places, costs, is_below
+        self.num_places, self.costs, self.fetch_s = num_places, costs, fetch_s
         self.span = max(1, num_places // 8)
         self.shared, self.kinds, self.freed_at, self.lots = {}, {}, {}, {}
         self.gone, self.owners, self.now, self.learns_at = [], {}, 0, num_places
@@ -90,7 +93,9 @@ class SlowWorth(Slow):
 
     def found(self, places):
         super().found(places)
-        is_shared = bool(places) and not self.is_leaf(places[-1])
+        parents = [self.entries[place].parent for place in places]
+        ends = [place for place in places if self.entries[place].key not in parents]
+        is_shared = not all(map(self.is_leaf, ends))
         for place in places:
             self.shared[place] = self.shared[place] or is_shared
             if place in self.freed_at:
@@ -113,11 +118,12 @@ class SlowWorth(Slow):
         share = 0.15 if sum(counts) < 32 else counts[0] / sum(counts)
         seen = [n for n in (2, 4) if self.seen[place] >= n]
         self.kinds[place] = (2 * len(seen) + self.shared[place]) * 3 + (share >= 0.15) + (share >= 0.5)
-        cost = 8
-        if not self.is_below(entry.key):
-            cost, seconds = 0, self.costs.recompute_s(entry.index)
-            while cost < 7 and self.costs.first_s * 1.5 ** (cost + 1) <= seconds:
-                cost += 1
+        cost = -16
+        fetch_s, seconds = self.fetch_s(entry.key), self.costs.recompute_s(entry.index)
+        if fetch_s is not None:
+            seconds = min(seconds, fetch_s)
+        while cost < 7 and self.costs.first_s * 1.5 ** (cost + 1) <= seconds:
+            cost += 1
         self.lots[place] = (self.kinds[place], cost, self.now // self.span)
         self.freed_at[place] = self.now
         self.now += 1
@@ -158,11 +164,10 @@ class SlowWorth(Slow):
             self.reuse.learn(alive)
             self.owners = {owner: [0.8 * n for n in counts] for owner, counts in self.owners.items()}
             self.learns_at = self.now + max(1, self.num_places // 2)
-        first_s, fetch_s = self.costs.first_s, min(self.costs.fetch_s, self.costs.first_s)
 
         def rank_of(lot):
             kind, cost, span = lot
-            seconds = fetch_s if cost == 8 else first_s * 1.5 ** (cost + 0.5)
+            seconds = self.costs.first_s * 1.5 ** (cost + 0.5)
             return self.reuse.rates[kind][ages[lot]] * seconds, span, kind, cost
 
         self.ranking = sorted(sizes, key=rank_of)

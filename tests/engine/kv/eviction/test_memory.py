@@ -1,10 +1,11 @@
 """Policies in the engine: what goes first and what stays, in both tiers, beside pins and windows; tokens are same."""
 
 from collections import Counter
+from typing import get_args
 
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EvictionPolicyName
 from jpaged.engine.kv.blocks import block_key, root_key
 from jpaged.engine.kv.eviction.policies import MAKERS
 from jpaged.errors import InternalError, InvalidArgument
@@ -16,8 +17,8 @@ POLICIES = ("lru", *MAKERS)
 SYSTEM = list(range(100, 116))
 
 
-def make(policy, *, num_blocks=24, num_host_blocks=0, **options):
-    executor = FakeExecutor(
+def make(policy, *, num_blocks=24, num_host_blocks=0, windows=(None,), **options):
+    executor = type("Windowed", (FakeExecutor,), {"windows": windows})(
         num_blocks=num_blocks,
         block_size=4,
         max_num_seqs=4,
@@ -110,6 +111,17 @@ def test_a_tenant_whose_prompts_never_come_back_takes_nothing_from_one_whose_do(
     assert hits[True] == 30 * 16
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (6, None)])
+def test_what_conversations_begin_with_is_known_as_shared_beside_windows_too(windows):
+    h = make("worth", num_blocks=60, windows=windows)
+    for i in range(3):
+        h.submit(f"r{i}", [*SYSTEM, 40 + i, 41, 42, 43, 44, 45], max_tokens=2)
+        h.run()
+    blocks = h.engine.prefixes._ranked._policy._blocks.values()
+    shared = [block.entry.index for block in blocks if block.is_shared]
+    assert sorted(shared) == sorted([0, 1, 2, 3] + [2, 3] * (len(windows) - 1))
+
+
 # --- tiers ----------------------------------------------------------------------------------------------------------
 
 
@@ -130,14 +142,15 @@ def test_what_host_memory_keeps_is_cheaper_to_lose():
     h = make("worth", num_blocks=16, num_host_blocks=64)
     first, second = list(range(60, 77)), list(range(80, 97))
     ask(h, "first", first)
-    ask(h, "room", list(range(120, 181)))
-    assert None not in where(h, first[:16])[1]
-    ask(h, "first again", first)  # from host memory, which has it still
+    for num_blocks in (0, 16):  # all is set aside for a moment, so that what was cached goes on to host memory
+        h.engine._loop.memory.aside.leave(num_blocks)
+    assert where(h, first[:16])[0] == [None] * 4 and None not in where(h, first[:16])[1]
     ask(h, "second", second)
     ask(h, "second again", second)
-    ask(h, "little room", list(range(200, 221)))
+    ask(h, "first again", first)  # from host memory, which has it still: as often seen as the second, and later
+    ask(h, "room", list(range(120, 166)))  # twelve blocks, of which eight hold nothing
     assert None not in where(h, second[:16])[0]
-    assert None in where(h, first[:16])[0] and None not in where(h, first[:16])[1]
+    assert where(h, first[:16])[0] == [None] * 4 and None not in where(h, first[:16])[1]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -216,5 +229,6 @@ def test_a_policy_that_thinks_a_held_block_free_is_found_out():
 def test_a_policy_without_anything_to_choose_from_is_refused(policy, option, value, named):
     with pytest.raises(InvalidArgument, match=f"eviction_policy.*{policy}.*{named}"):
         EngineConfig.load({"eviction_policy": policy, option: value})
+    assert {*get_args(EvictionPolicyName)} == {"auto", "lru", *MAKERS}
     EngineConfig.load({option: value})  # nobody asked for a policy
     assert EngineConfig.load({"eviction_policy": policy}).cache.eviction_policy == policy

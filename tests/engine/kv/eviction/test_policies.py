@@ -1,6 +1,7 @@
 """Every policy chooses what a slow model of it chooses, whatever happens to a tier."""
 
 import random
+from collections.abc import Sized
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from jpaged.engine.kv.eviction.costs import BlockCosts
 from jpaged.engine.kv.eviction.free_list import RankedFreeList
+from jpaged.engine.kv.eviction.lots import Lots
 from jpaged.engine.kv.eviction.policies import MAKERS, Eviction
 from jpaged.engine.kv.eviction.policy import Entry
 from tests.engine.kv.eviction.slow import SlowLfu, SlowTwoQueues, SlowWorth
@@ -28,16 +30,16 @@ ACTS = st.lists(
 )
 
 
-def is_below(key):
-    """A tier below has every fifth block."""
-    return sum(key) % 5 == 0
+def fetch_s(key):
+    """Two tiers below have a fifth of the blocks each, the second of which is slower than to compute some again."""
+    return {0: COSTS.fetch_s, 1: 1.4}.get(sum(key) % 5)
 
 
 def slow_model(name, num_places):
     return {
         "lfu": SlowLfu,
         "2q": lambda: SlowTwoQueues(num_places),
-        "worth": lambda: SlowWorth(num_places, COSTS, is_below),
+        "worth": lambda: SlowWorth(num_places, COSTS, fetch_s),
     }[name]()
 
 
@@ -67,7 +69,7 @@ class Tier:
     """A tier of a few places, and requests that come, hold chains of blocks, and go."""
 
     def __init__(self, name, num_places):
-        self.pair = Pair(Eviction(name, COSTS).policy(num_places, is_below), slow_model(name, num_places))
+        self.pair = Pair(Eviction(name, COSTS).policy(num_places, fetch_s), slow_model(name, num_places))
         self.num_places = num_places
         self.free = RankedFreeList(self.pair, range(num_places))
         self.places, self.keys = {}, {}
@@ -148,3 +150,29 @@ def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_places):
         if draw.random() < 0.02:
             tier.live([("forget", draw.randrange(num_places))])
     assert tier.pair.num_chosen > 200
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_a_policy_keeps_does_not_grow_where_nothing_has_to_go(name):
+    policy = MAKERS[name](100, COSTS, fetch_s)
+    for place in range(4):
+        policy.enter(place, Entry(bytes([place]), bytes([place - 1]) if place else None, place, b"a"))
+        policy.freed(place)
+    sizes = []
+    for _ in range(8):
+        for _ in range(500):
+            for place in range(4):
+                policy.taken(place)
+            policy.found(range(4))
+            for place in reversed(range(4)):
+                policy.freed(place)
+        sizes.append(num_kept(policy))
+    assert policy.choices() == {0, 1, 2, 3}
+    assert max(sizes) < 600
+
+
+def num_kept(thing):
+    """The entries of all dicts and lists of a policy, and of what it has of its own."""
+    values = [*vars(thing).values()]
+    of_its_own = [value for value in values if isinstance(value, Lots)]
+    return sum(len(value) for value in values if isinstance(value, Sized)) + sum(map(num_kept, of_its_own))

@@ -193,6 +193,19 @@ def test_what_disk_gave_up_is_written_again_when_it_leaves_the_device(tmp_path):
     server.kill()
 
 
+def test_what_disk_keeps_is_cheaper_to_lose(tmp_path):
+    first = Server(tmp_path, eviction_policy="worth")
+    first.ask("a", PROMPT)
+    first.kill()
+    second = Server(tmp_path, eviction_policy="worth", sizes={"num_blocks": 20})
+    assert second.ask("a", PROMPT) > 0
+    assert min(lot.cost for lot in second.memory.prefixes._ranked._policy._lots if lot) < 0
+    second.memory.aside.leave(0)
+    assert min(lot.cost for lot in second.memory.host._ranked._policy._lots if lot) < 0
+    second.memory.aside.leave(20)
+    second.kill()
+
+
 @pytest.mark.parametrize("when", ["due", "written", "known", "being read", "read"])
 def test_a_reset_reaches_what_is_on_its_way(tmp_path, when):
     server = Server(tmp_path)
@@ -494,7 +507,7 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplo
 def test_a_read_for_another_server_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk, "_END_S", 0.0)
     server = second_life(tmp_path)
-    key = next(iter(server.store._slots._slot_of))
+    key = next(iter(server.store._slots.known))
     server.readers.hold()
     reading = server.disk.read(key, memoryview(bytearray(server.store.bytes_per_block)))
     server.stop()

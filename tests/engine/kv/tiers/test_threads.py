@@ -17,6 +17,8 @@ def test_what_is_asked_for_is_done_and_errors_are_who_asks():
     assert threads.submit(max, 1, 2, key=lambda number: -number).result(60) == 1
     threads.shutdown()
     assert not any(thread.is_alive() for thread in threads._threads)
+    with pytest.raises(RuntimeError, match="after the end"):
+        threads.submit(int)
 
 
 def test_the_end_cancels_what_has_not_begun_and_waits_for_nothing_that_hangs():
