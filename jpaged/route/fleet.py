@@ -132,7 +132,9 @@ class Fleet:
         held: HeldPrefixes | None = None,
     ) -> None:
         self.directory, self.counts, self.held = directory, counts, held
-        self.endpoints = Endpoints((), self._ask, placement=directory, is_watched=True)
+        self.endpoints = Endpoints(
+            (), lambda one, question: self._start(self._hear(one, question)), placement=directory, is_watched=True
+        )
         self.members: dict[str, Member] = {}
         self.model, self.checkpoint = b"", ""
         self.model_number = 0
@@ -178,14 +180,18 @@ class Fleet:
 
     async def run(self) -> None:
         """Follow the list of targets, and ask servers how they are; until it is cancelled."""
-        num_looks = 0
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_lists())
+            while True:
+                self.endpoints.look()
+                await self._let_go()
+                await asyncio.sleep(LOOK_S)
+
+    async def _follow_lists(self) -> None:
+        """Names may take long to look up, which holds up nothing else."""
         while True:
-            if num_looks % _LOOKS_A_LIST == 0:
-                self._follow_list(await self._targets.now())
-            num_looks += 1
-            self.endpoints.look()
-            await self._let_go()
-            await asyncio.sleep(LOOK_S)
+            self._follow_list(await self._targets.now())
+            await asyncio.sleep(_LOOKS_A_LIST * LOOK_S)
 
     async def close(self) -> None:
         """End what is asked, and the connections."""
@@ -244,6 +250,9 @@ class Fleet:
                 self._dismiss(member, f"{error.code().name}: {error.details()}")
             except JpagedError as error:
                 self._dismiss(member, sentence_of(error))
+            except Exception as error:  # of one server, which is none of ours perhaps: the others go on
+                _LOG.exception("%s: what it says is not understood", member.name)
+                self._dismiss(member, f"what it says is not understood: {type(error).__name__}: {error}")
             finally:
                 watch.cancel()
             await asyncio.sleep(pauses.next_s())
@@ -260,6 +269,10 @@ class Fleet:
             info = await methods["info"](control_pb2.GetServerInfoRequest(), **times)
         except aio.AioRpcError as error:
             raise translated(error) from error
+        if model is None or info is None:
+            raise Unavailable("what it says of itself is no message of jpaged.v1")
+        if info.role == "prefill":
+            raise Unavailable("it computes prompts for other servers alone (role prefill)")
         self._note_identity(member, model, info)
         others = [one for one in self.members.values() if one is not member and _is_alike(self, one)]
         if not (self.model and others) and not _is_alike(self, member):
@@ -321,9 +334,6 @@ class Fleet:
             _LOG.warning("%s takes no calls: %s", member.name, problem)
         member.is_admitted, member.problem = False, problem
         self.endpoints.remove(member.endpoint)
-
-    def _ask(self, endpoint: Endpoint, question: Question) -> None:
-        self._start(self._hear(endpoint, question))
 
     async def _hear(self, endpoint: Endpoint, question: Question) -> None:
         answer, failure = None, None

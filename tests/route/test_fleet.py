@@ -5,6 +5,7 @@ import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from grpc import aio
@@ -13,7 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
-from jpaged.route import relay
+from jpaged.route import fleet, relay
+from jpaged.route import router as router_module
 from jpaged.route.targets import Targets, read_targets
 from jpaged.types import SamplingParams
 from tests.access.test_keys import FILE, TOKEN
@@ -21,6 +23,7 @@ from tests.client.routing.test_resuming import server
 from tests.route.rig import Routed, routed
 from tests.server import harness as harness_module
 from tests.server.harness import collect, eventually, failure_of, request, running
+from tests.server.roles.test_roles import fake
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -310,3 +313,55 @@ async def test_a_server_that_wants_a_key_is_set_aside_until_the_router_has_one(t
                     await liar.complete("x", GREEDY)
             with pytest.raises(Unauthenticated, match="authorization: is missing"):
                 await nobody.complete("x", GREEDY)
+
+
+async def test_a_server_that_computes_prompts_for_others_alone_has_no_calls():
+    async with (
+        running(executor=fake()) as first,
+        running(executor=fake(), role="prefill") as second,
+        routed(first.target, second.target, wait_for=1) as router,
+    ):
+        await eventually(lambda: "role prefill" in router.states().get(second.target, ""))
+        for i in range(4):
+            assert await collect(router.inference.Generate(request(f"prompt {i}")))
+        assert router.router.counts.begun[second.target] == 0
+
+
+async def test_a_server_that_is_not_understood_is_set_aside_until_it_is():
+    def odd(address: Any, info: Any) -> None:
+        raise ValueError("odd")
+
+    async with server() as first:
+        with patch.object(fleet, "telling_of", odd):
+            async with routed(first.target, wait_for=0) as router:
+                await eventually(lambda: "ValueError: odd" in router.states().get(first.target, ""))
+                with patch.object(fleet, "telling_of", lambda address, info: None):
+                    await router.until(1)
+                    assert await collect(router.inference.Generate(request()))
+
+
+async def test_a_name_that_takes_long_to_look_up_holds_up_nothing():
+    class Slow(Targets):
+        """Looks up once, and then for ever."""
+
+        num_looks = 0
+
+        async def now(self) -> Any:
+            self.num_looks += 1
+            if self.num_looks > 1:
+                await asyncio.Event().wait()
+            return await super().now()
+
+    made: list[Slow] = []
+
+    def slow(*given: Any) -> Slow:
+        made.append(Slow(*given))
+        return made[0]
+
+    async with server() as harness:
+        with patch.object(router_module, "Targets", slow):
+            async with routed(harness.target) as router:
+                await eventually(lambda: made[0].num_looks == 2)
+                (member,) = router.router.fleet.members.values()
+                member.endpoint.load_due_s = 0.0
+                await eventually(lambda: member.endpoint.load_due_s > 0)
