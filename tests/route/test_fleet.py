@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged._proto.v1 import control_pb2, inference_pb2, prefixes_pb2, prefixes_pb2_grpc
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from jpaged.route import fleet, relay
 from jpaged.route import router as router_module
@@ -259,6 +260,7 @@ async def test_a_router_says_what_all_servers_are_together():
     ):
         info = await router.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert (info.state, info.backend.num_devices) == (control_pb2.SERVER_STATE_SERVING, 2)
+        assert info.role == "both"
         told = {option.name: option.value for option in info.options}
         assert told["port"] == "0"
         assert told[f"target {first.target}"] == "takes calls"
@@ -272,6 +274,29 @@ async def test_a_router_says_what_all_servers_are_together():
         assert total.num_blocks == sum(one.num_blocks for one in loads)
         assert list(total.replicas) == [*loads[0].replicas, *loads[1].replicas]
         assert min(one.slot_use for one in loads) <= total.slot_use <= max(one.slot_use for one in loads)
+
+
+async def test_a_server_that_says_nothing_does_not_keep_the_others_from_saying_how_busy_they_are():
+    async def silent(*_: Any, **options: Any) -> bytes:
+        raise aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, aio.Metadata(), aio.Metadata(), "silent")
+
+    async with server() as first, server() as second, routed(first.target, second.target) as router:
+        methods = router.router.fleet.members[second.target].endpoint.methods
+        with patch.dict(methods, {"GetLoad": silent, "ListAdapters": silent}):
+            total = await router.control.GetLoad(control_pb2.GetLoadRequest())
+            assert await router.control.ListAdapters(control_pb2.ListAdaptersRequest()) is not None
+        assert total.num_blocks == (await first.control.GetLoad(control_pb2.GetLoadRequest())).num_blocks
+
+
+async def test_prefixes_travel_between_servers_and_a_router_says_so():
+    async with server() as harness, routed(harness.target) as router:
+        stub: Any = prefixes_pb2_grpc.PrefixServiceStub(router.channel)
+        for call in (stub.FetchPrefix(prefixes_pb2.FetchPrefixRequest()), stub.LoadPrefix()):
+            error = await failure_of(call)
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "call one of those behind the router" in error.details()
+        error = await failure_of(stub.SavePrefix(prefixes_pb2.SavePrefixRequest()))
+        assert error.details().startswith("SavePrefix: prefixes travel between servers")
 
 
 async def test_without_a_server_everything_says_why(monkeypatch):
