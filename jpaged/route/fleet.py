@@ -210,7 +210,11 @@ class Fleet:
             self._drop(self.members.pop(target))
         for target, address in wanted.items():
             if target not in self.members:
-                channel = open_channel(aio, target, self._tls, name=address.name)
+                try:
+                    channel = open_channel(aio, target, self._tls, name=address.name)
+                except InvalidArgument as error:  # files that are being changed, perhaps: it is tried again
+                    _LOG.error("%s: no connection can be made: %s", target, error)
+                    continue
                 member = Member(address, Endpoint(target, channel, channel_methods(channel)))
                 member.following = asyncio.get_running_loop().create_task(self._follow(member))
                 self.members[target] = member

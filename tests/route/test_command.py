@@ -1,6 +1,9 @@
 """`jpaged route` as a process: what it prints, refuses and ends with."""
 
+import argparse
+import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +44,21 @@ def test_what_is_a_servers_own_affair_is_no_option_here(capsys, flag):
     with pytest.raises(SystemExit):
         make_parser().parse_args(["route", "--target", "a:1", flag, "1"])
     assert flag in capsys.readouterr().err
+
+
+def flags_of(command: str, begin: str = "--") -> set[str]:
+    """The flags of a command that begin like this."""
+    commands: Any = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    actions: Any = commands.choices[command]._actions
+    return {flag for action in actions for flag in action.option_strings if flag.startswith(begin)}
+
+
+def test_the_page_has_every_flag_of_a_router_and_none_that_is_not():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "route.md").read_text()
+    told = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--kustomize"}  # kubectl's
+    own = flags_of("route") - flags_of("serve")
+    assert {"--target", "--max-calls", "--target-tls-key"} <= own <= told
+    assert told <= flags_of("route") | flags_of("serve")
 
 
 @pytest.mark.long

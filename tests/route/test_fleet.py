@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2, prefixes_pb2, prefixes_pb2_grpc
+from jpaged.client.tls import open_channel
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from jpaged.route import fleet, relay
 from jpaged.route import router as router_module
@@ -390,3 +391,21 @@ async def test_a_name_that_takes_long_to_look_up_holds_up_nothing():
                 (member,) = router.router.fleet.members.values()
                 member.endpoint.load_due_s = 0.0
                 await eventually(lambda: member.endpoint.load_due_s > 0)
+
+
+async def test_a_server_for_which_a_certificate_cannot_be_read_is_tried_again_and_ends_nothing(tmp_path):
+    path, missing = tmp_path / "targets", [2]
+
+    def opened(library: Any, target: str, tls: Any, **options: Any) -> Any:
+        if target == second.target and missing[0]:
+            missing[0] -= 1
+            raise InvalidArgument("tls.ca", "cannot be read")
+        return open_channel(library, target, tls, **options)
+
+    async with server() as first, server() as second:
+        path.write_text(first.target)
+        with patch.object(fleet, "open_channel", opened):
+            async with routed(wait_for=1, targets_file=str(path)) as router:
+                path.write_text(f"{first.target}\n{second.target}")
+                await router.until(2)
+                assert missing == [0]
