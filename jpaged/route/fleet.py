@@ -340,13 +340,16 @@ class Fleet:
         self.endpoints.remove(member.endpoint)
 
     async def _hear(self, endpoint: Endpoint, question: Question) -> None:
-        answer, failure = None, None
+        answer: Any = None
+        failure: JpagedError | None = None
         try:
             if question == "health":
                 answer = await endpoint.health.Check(health_pb2.HealthCheckRequest(), timeout=ASK_TIMEOUT_S)
             else:
                 ask = control_pb2.GetLoadRequest()
                 answer = await endpoint.methods["load"](ask, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+            if answer is None:  # bytes that are no message
+                failure = Unavailable(f"{endpoint.name} does not say how it is")
         except aio.AioRpcError as error:
             failure = translated(error)
         self.endpoints.told(endpoint, question, answer, failure)
