@@ -41,6 +41,8 @@ LOOK_S = 0.25
 _LOOKS_A_LIST = 4
 """The list of targets is looked at once a second."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
+_SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0),)
+"""What a server may send of a stream that nobody reads stays at 64 KiB; else it grows to MiBs where much is sent."""
 Bring = Callable[["Member"], Awaitable[None]]
 
 
@@ -211,7 +213,7 @@ class Fleet:
         for target, address in wanted.items():
             if target not in self.members:
                 try:
-                    channel = open_channel(aio, target, self._tls, name=address.name)
+                    channel = open_channel(aio, target, self._tls, name=address.name, more=_SMALL_WINDOWS)
                 except InvalidArgument as error:  # files that are being changed, perhaps: it is tried again
                     _LOG.error("%s: no connection can be made: %s", target, error)
                     continue
