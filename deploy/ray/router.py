@@ -81,4 +81,5 @@ def key_of(pending_request: PendingRequest) -> Beginning | None:
     sent: Any = pickle.loads(pending_request.args[0])  # of the proxy's own making, in this process
     context = metadata.grpc_context
     owner = b"" if context is None else owner_of(tuple(context.invocation_metadata()))
-    return beginning_of(getattr(sent, "user_request_proto", None), owner)
+    found = beginning_of(getattr(sent, "user_request_proto", None), owner)
+    return None if found is None else Beginning(found.chain)  # its tokens are for who hears what servers hold

@@ -128,6 +128,7 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
     here = {name for name, section, _ in iter_options() if section in SECTIONS and name not in NOT_HERE}
     told = [(name, value, "set or resolved") for name, value in own.items()]
     told += [option for option in config.explain() if option[0] in here]
+    told = [(name.replace("_", "-"), value, source) for name, value, source in told if value != "None"]
     return RouteOptions(
         targets=tuple(arguments.target),
         targets_file=arguments.targets_file,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,16 @@ class Tls:
         return context
 
 
-def open_channel(library: Any, target: str, tls: Tls | None, *, name: str | None = None) -> Any:
+def open_channel(
+    library: Any, target: str, tls: Tls | None, *, name: str | None = None, more: Sequence[tuple[str, int]] = ()
+) -> Any:
     """Return a connection, made with `grpc` or `grpc.aio`; without `tls` it is in clear.
 
     Args:
+        more: options of gRPC's besides those of every client.
         name: what the server's certificate has to name, where the target is an address that a name stands for.
     """
-    options: list[tuple[str, Any]] = list(CHANNEL_OPTIONS)
+    options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS, *more]
     if name is not None:
         options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
     if tls is None:

@@ -129,9 +129,7 @@ class Directory:
             parent = key_of(parent, tokens)
             if one not in held.keys and len(held.keys) >= self._max_blocks:
                 return
-            former = held.keys.get(one, parent)
-            if former != parent and held.hashes.get(former) == one:
-                del held.hashes[former]
+            _forget_key(held, one)
             held.keys[one] = parent
             held.hashes[parent] = one
             held.tiers.setdefault(one, set()).add(event.tier)
@@ -144,9 +142,14 @@ class Directory:
             tiers.clear() if event.tier is None else tiers.discard(event.tier)
             if not tiers:
                 del held.tiers[one]
-                key = held.keys.pop(one)
-                if held.hashes.get(key) == one:
-                    del held.hashes[key]
+                _forget_key(held, one)
+
+
+def _forget_key(held: _Held, one: int) -> None:
+    """A hash of theirs has no key of ours any more, or gets another: the tokens that it had are not held by it."""
+    key = held.keys.pop(one, None)
+    if key is not None and held.hashes.get(key) == one:
+        del held.hashes[key]
 
 
 def root_of(owner: Owner) -> Key:

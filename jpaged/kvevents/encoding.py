@@ -50,6 +50,8 @@ _FIELDS = {
 MAX_MESSAGE_BYTES = 256 << 20
 """A longer message is of no server: a block has at most 1024 tokens, and a pool some hundred thousand blocks."""
 
+_MAX_TOKEN = (1 << 32) - 1
+
 
 def hash_of(key: bytes) -> int:
     """What a block is called in messages: 64 bits of its key."""
@@ -238,18 +240,14 @@ def _read(event: dict[str, Any]) -> Event | None:
     if kind == "BlockRemoved":
         return RemovedBlocks(None if medium is None else tier, hashes, kv_group)
     parent, token_ids, block_size = event["parent_block_hash"], tuple(event["token_ids"]), int(event["block_size"])
-    if token_ids and (len(token_ids) != block_size * len(hashes) or not _are_ids(token_ids)):
+    if token_ids and (len(token_ids) != block_size * len(hashes) or not all(map(_is_token, token_ids))):
         raise InvalidArgument(
-            "token_ids", f"{len(token_ids)} for {len(hashes)} blocks of {block_size}; each is an integer of 64 bits"
+            "token_ids", f"{len(token_ids)} for {len(hashes)} blocks of {block_size}; each is from 0 to {_MAX_TOKEN}"
         )
     parent = None if parent is None else _number(parent)
     window = event.get("kv_cache_spec_sliding_window")
     window = None if window is None else int(window)
     return StoredBlocks(tier, hashes, parent, token_ids, block_size, _owner(event), kv_group, window)
-
-
-def _are_ids(found: Sequence[Any]) -> bool:
-    return all(type(one) is int for one in found) and min(found) >= -(1 << 63) and max(found) < 1 << 63
 
 
 def _owner(event: dict[str, Any]) -> Owner:
@@ -261,6 +259,10 @@ def _owner(event: dict[str, Any]) -> Owner:
     salt = next((one for one in keys if isinstance(one, str)), "")
     pairs = [one for one in keys if isinstance(one, list | tuple) and len(one) == 2]
     return Owner(salt, next((str(name) for kind, name in pairs if kind == _TENANT), ""), adapter)
+
+
+def _is_token(found: Any) -> bool:
+    return type(found) is int and 0 <= found <= _MAX_TOKEN
 
 
 def _number(found: Any) -> int:

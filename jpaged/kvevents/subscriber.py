@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from jpaged.errors import InvalidArgument
-from jpaged.kvevents.encoding import Cleared, Event, decode
+from jpaged.kvevents.encoding import MAX_MESSAGE_BYTES, Cleared, Event, decode
 from jpaged.kvevents.publisher import is_ipv6
 
 _LOG = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ _JOIN_S = 5.0
 _SETTLE_MS = 1000
 """A server that is silent for so long after it was connected is asked again: it may have told something meanwhile."""
 _HIGH_WATER_MARK = 100_000
+_MAX_KEPT = 1_000_000
+"""No server keeps more messages; one that sends more is not read for ever."""
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
 """A server whose machine has gone without a word is asked so often, and is lost when it says nothing for so long."""
 _numbers = itertools.count()
@@ -66,6 +68,7 @@ class Subscriber:
         self._replay_endpoint = replay_endpoint
         self._events = self._context.socket(zmq.SUB)
         self._events.set_hwm(_HIGH_WATER_MARK)
+        self._events.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._events.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._events.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         self._stop = self._context.socket(zmq.PAIR)
@@ -180,7 +183,8 @@ class Subscriber:
         """A new socket for each question: an answer that is too late comes to none that somebody reads."""
         socket = self._context.socket(zmq.DEALER)
         try:
-            socket.set_hwm(0)
+            socket.set_hwm(_HIGH_WATER_MARK)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.setsockopt(zmq.IPV6, is_ipv6(str(self._replay_endpoint)))
             socket.connect(str(self._replay_endpoint))
         except zmq.ZMQError:
@@ -188,20 +192,23 @@ class Subscriber:
             raise
         return socket
 
-    def _ask(self, first: int) -> list[tuple[int, bytes]]:
-        """What the server has kept from a number on; nothing where it does not say in time."""
+    def _ask(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """What the server has kept from a number on; nothing more where it does not go on in time, or backwards."""
         if self._replay_endpoint is None:
-            return []
-        found: list[tuple[int, bytes]] = []
+            return
         with self._asking() as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.send_multipart((b"", first.to_bytes(8, "big")))
-            while socket.poll(_REPLAY_TIMEOUT_MS):
+            for _ in range(_MAX_KEPT):
+                if not socket.poll(_REPLAY_TIMEOUT_MS) or self._stopped.poll(0):
+                    return
                 frames = socket.recv_multipart()
-                if len(frames) != 3 or not frames[2]:
-                    break
-                found.append((int.from_bytes(frames[1], "big"), frames[2]))
-        return found
+                if len(frames) != 3 or len(frames[1]) != 8 or not frames[2]:
+                    return
+                if (number := int.from_bytes(frames[1], "big")) < first:
+                    return
+                first = number + 1
+                yield number, frames[2]
 
     def _give(self, number: int, message: bytes) -> None:
         self._order.taken(number)

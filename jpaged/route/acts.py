@@ -3,7 +3,7 @@
     PinPrefix, LoadAdapter       every server does it, or those that did undo it, and the call fails as the first did
     UnpinPrefix, UnloadAdapter   every server that has it undoes it; NOT_FOUND where none has
     a server comes later         does what stands before it takes calls
-    a server comes again         undoes what was undone meanwhile, too
+    a server comes again         undoes what was undone meanwhile, too, and what it may have done of what failed
 
 What servers were started with is theirs, and not known here.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from jpaged._proto.v1 import control_pb2
 from jpaged.client.failures import error_of
 from jpaged.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     JpagedError,
     LimitExceeded,
     NotFound,
@@ -41,6 +42,13 @@ _REQUESTS: Mapping[str, Any] = {name: vars(control_pb2)[f"{name}Request"] for na
 _OF_TENANTS = "PinPrefix"
 """Names of prefixes are of tenants; those of adapters are of all."""
 MAX_STANDING_BYTES = 256 << 20
+ACT_TIMEOUT_S = 600.0
+"""A server that has not done it by then is as one that is gone: nobody else waits for it any longer."""
+_MAX_UNDONE = 4096
+"""What is undone that nobody did through here is undone at so many of those later that are away."""
+_LOST = (Unavailable, DeadlineExceeded)
+"""What a server may have done, although it did not say so."""
+_MAY_NOT = (Unauthenticated, PermissionDenied)
 Key = tuple[str, bytes, str]
 
 
@@ -53,13 +61,25 @@ class Act:
     metadata: Metadata
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is kept.
+
+    Attributes:
+        at: servers that did it, by name; one of them may be away, or have started again.
+    """
+
+    act: Act
+    at: set[str]
+
+
 class Acts:
     """Calls that all servers of a fleet answer alike. One at a time."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._lock = asyncio.Lock()
-        self._standing: dict[Key, Act] = {}
+        self._standing: dict[Key, Standing] = {}
         self._undone: dict[str, dict[Key, Act]] = {}
         self._running = set[asyncio.Future[bytes]]()
 
@@ -82,29 +102,32 @@ class Acts:
             Unavailable: it cannot.
         """
         async with self._lock:
-            for key, act in list(self._undone.pop(member.name, {}).items()):
+            for key, act in list(self._undone.get(member.name, {}).items()):
                 if key not in self._standing:
                     await self._repeat(member, act, NotFound)
-            for key, act in list(self._standing.items()):
-                try:
-                    await self._repeat(member, act, AlreadyExists)
-                except (Unauthenticated, PermissionDenied) as error:
-                    _LOG.error("%s %s is not repeated any more, for who asked may not: %s", act.method, key[2], error)
+                del self._undone[member.name][key]
+            self._undone.pop(member.name, None)
+            for key, one in list(self._standing.items()):
+                if await self._repeat(member, one.act, AlreadyExists):
+                    one.at.add(member.name)
+                else:
                     del self._standing[key]
 
-    async def _repeat(self, member: Member, act: Act, is_done: type[JpagedError]) -> None:
+    async def _repeat(self, member: Member, act: Act, is_done: type[JpagedError]) -> bool:
+        """Ask one server for what was asked for before; False where who asked may not, any more."""
         _, error = (await _each([member], act))[0]
-        if error is None or isinstance(error, is_done):
-            return
-        if isinstance(error, Unauthenticated | PermissionDenied):
-            raise error
-        raise Unavailable(f"{act.method} fails there, which the others did: {error}") from error
+        if isinstance(error, _MAY_NOT):
+            _LOG.error("%s is not repeated any more, for who asked may not: %s", act.method, error)
+            return False
+        if error is not None and not isinstance(error, is_done):
+            raise Unavailable(f"{act.method} fails there, which the others did: {error}") from error
+        return True
 
     async def _do(self, act: Act) -> bytes:
         key = _key(act)
         async with self._lock:
             members = self._members()
-            if sum(len(one.content) for one in self._standing.values()) + len(act.content) > MAX_STANDING_BYTES:
+            if sum(len(one.act.content) for one in self._standing.values()) + len(act.content) > MAX_STANDING_BYTES:
                 raise LimitExceeded(
                     f"{act.method}: what is kept for servers to come is over {MAX_STANDING_BYTES} bytes"
                 )
@@ -112,9 +135,11 @@ class Acts:
             failed = [(one, error) for one, (_, error) in zip(members, answers, strict=True) if error is not None]
             if failed:
                 done = [one for one, (_, error) in zip(members, answers, strict=True) if error is None]
-                await self._take_back(done, key, act)
+                is_known = any(isinstance(error, AlreadyExists) for _, error in failed)  # not ours to undo
+                unsure = [one for one, error in failed if isinstance(error, _LOST) and not is_known]
+                await self._take_back(done, unsure, key, act)
                 raise _of_one(failed, len(members), "those that did have undone it" if done else "")
-            self._standing[key] = act
+            self._standing[key] = Standing(act, {one.name for one in members})
             for undone in self._undone.values():
                 undone.pop(key, None)
             return answers[0][0]
@@ -124,24 +149,35 @@ class Acts:
         async with self._lock:
             members = self._members()
             answers = await _each(members, act)
-            self._standing.pop(key, None)
-            for name, member in self._fleet.members.items():
-                if not member.is_admitted:
-                    self._undone.setdefault(name, {})[key] = act
-            self._undone = {name: acts for name, acts in self._undone.items() if name in self._fleet.members}
             failed = [(one, error) for one, (_, error) in zip(members, answers, strict=True) if error is not None]
             hard = [pair for pair in failed if not isinstance(pair[1], NotFound)]
+            if len(failed) < len(members) or (key in self._standing and len(hard) < len(members)):
+                self._forget(key, act, {one.name for one in members} - {one.name for one, _ in hard})
             if hard or len(failed) == len(members):
                 raise _of_one(hard or failed, len(members), "")
             return next(content for content, error in answers if error is None)
 
-    async def _take_back(self, done: Sequence[Member], key: Key, act: Act) -> None:
+    def _forget(self, key: Key, act: Act, undone_at: Set[str]) -> None:
+        """Something stands no more; servers that did it, and have not undone it now, will when they come again."""
+        self._undone = {name: acts for name, acts in self._undone.items() if name in self._fleet.members}
+        standing = self._standing.pop(key, None)
+        for name, member in self._fleet.members.items():
+            missed = self._undone.get(name, {})
+            has_it = name in standing.at if standing else not member.is_admitted and len(missed) < _MAX_UNDONE
+            if has_it and name not in undone_at:
+                self._undone[name] = missed | {key: act}
+
+    async def _take_back(self, done: Sequence[Member], unsure: Sequence[Member], key: Key, act: Act) -> None:
+        """Undo what some did; those of which it is not known whether they did will when they come again."""
         request = _REQUESTS[UNDOING[act.method]](name=key[2])
         undo = Act(UNDOING[act.method], request.SerializeToString(), act.metadata)
+        left = list(unsure)
         for member, (_, error) in zip(done, await _each(done, undo), strict=True):
             if error is not None and not isinstance(error, NotFound):
                 _LOG.error("%s: %s %s could not be undone: %s", member.name, act.method, key[2], error)
-                self._undone.setdefault(member.name, {})[key] = undo
+                left.append(member)
+        for member in left:
+            self._undone.setdefault(member.name, {})[key] = undo
 
     def _members(self) -> list[Member]:
         members = self._fleet.admitted()
@@ -161,7 +197,8 @@ async def _each(members: Sequence[Member], act: Act) -> list[tuple[bytes, Jpaged
 
     async def ask(member: Member) -> tuple[bytes, JpagedError | None]:
         try:
-            return await member.endpoint.methods[act.method](act.content, metadata=act.metadata), None
+            method = member.endpoint.methods[act.method]
+            return await method(act.content, timeout=ACT_TIMEOUT_S, metadata=act.metadata), None
         except aio.AioRpcError as error:
             return b"", caused(error)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,6 @@ from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, En
 from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import metadata_of
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable, sentence_of
-from jpaged.route.counts import Counts
 from jpaged.route.directory import Directory
 from jpaged.route.held import HeldPrefixes
 from jpaged.route.methods import channel_methods
@@ -41,7 +41,41 @@ LOOK_S = 0.25
 _LOOKS_A_LIST = 4
 """The list of targets is looked at once a second."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
+_SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0),)
+"""What a server may send of a stream that nobody reads stays at 64 KiB; else it grows to MiBs where much is sent."""
 Bring = Callable[["Member"], Awaitable[None]]
+
+
+class Counts:
+    """Written on the router's event loop, read on the thread of a scrape.
+
+    Attributes:
+        ended: calls that have ended here, by method and status.
+        begun: calls that were begun at a server, by it; of one call several where it was tried again.
+        retried: calls that were tried again because a server was gone, turned them away or failed, by it.
+        resumed: streams that went on at a server behind what had come of them, by it.
+        messages: messages of streams that were passed on, by the server that they came from.
+        tokens: tokens in them.
+        open: calls that are open here.
+    """
+
+    def __init__(self) -> None:
+        self.ended = Counter[tuple[str, str]]()
+        self.begun = Counter[str]()
+        self.retried = Counter[str]()
+        self.resumed = Counter[str]()
+        self.messages = Counter[str]()
+        self.tokens = Counter[str]()
+        self.open = 0
+
+    def forget(self, target: str) -> None:
+        """A server is none any more."""
+        for count in (self.begun, self.retried, self.resumed, self.messages, self.tokens):
+            count.pop(target, None)
+
+    def note_open(self, by: int) -> None:
+        """Calls have come or gone."""
+        self.open += by
 
 
 class Member:
@@ -100,7 +134,9 @@ class Fleet:
         held: HeldPrefixes | None = None,
     ) -> None:
         self.directory, self.counts, self.held = directory, counts, held
-        self.endpoints = Endpoints((), self._ask, placement=directory, is_watched=True)
+        self.endpoints = Endpoints(
+            (), lambda one, question: self._start(self._hear(one, question)), placement=directory, is_watched=True
+        )
         self.members: dict[str, Member] = {}
         self.model, self.checkpoint = b"", ""
         self.model_number = 0
@@ -146,14 +182,18 @@ class Fleet:
 
     async def run(self) -> None:
         """Follow the list of targets, and ask servers how they are; until it is cancelled."""
-        num_looks = 0
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_lists())
+            while True:
+                self.endpoints.look()
+                await self._let_go()
+                await asyncio.sleep(LOOK_S)
+
+    async def _follow_lists(self) -> None:
+        """Names may take long to look up, which holds up nothing else."""
         while True:
-            if num_looks % _LOOKS_A_LIST == 0:
-                self._follow_list(await self._targets.now())
-            num_looks += 1
-            self.endpoints.look()
-            await self._let_go()
-            await asyncio.sleep(LOOK_S)
+            self._follow_list(await self._targets.now())
+            await asyncio.sleep(_LOOKS_A_LIST * LOOK_S)
 
     async def close(self) -> None:
         """End what is asked, and the connections."""
@@ -172,7 +212,11 @@ class Fleet:
             self._drop(self.members.pop(target))
         for target, address in wanted.items():
             if target not in self.members:
-                channel = open_channel(aio, target, self._tls, name=address.name)
+                try:
+                    channel = open_channel(aio, target, self._tls, name=address.name, more=_SMALL_WINDOWS)
+                except InvalidArgument as error:  # files that are being changed, perhaps: it is tried again
+                    _LOG.error("%s: no connection can be made: %s", target, error)
+                    continue
                 member = Member(address, Endpoint(target, channel, channel_methods(channel)))
                 member.following = asyncio.get_running_loop().create_task(self._follow(member))
                 self.members[target] = member
@@ -212,6 +256,9 @@ class Fleet:
                 self._dismiss(member, f"{error.code().name}: {error.details()}")
             except JpagedError as error:
                 self._dismiss(member, sentence_of(error))
+            except Exception as error:  # of one server, which is none of ours perhaps: the others go on
+                _LOG.exception("%s: what it says is not understood", member.name)
+                self._dismiss(member, f"what it says is not understood: {type(error).__name__}: {error}")
             finally:
                 watch.cancel()
             await asyncio.sleep(pauses.next_s())
@@ -228,8 +275,10 @@ class Fleet:
             info = await methods["info"](control_pb2.GetServerInfoRequest(), **times)
         except aio.AioRpcError as error:
             raise translated(error) from error
+        if model is None or info is None:
+            raise Unavailable("what it says of itself is no message of jpaged.v1")
         if info.role == "prefill":
-            raise Unavailable("it computes prompts for servers of the role decode, which are the ones to name")
+            raise Unavailable("it computes prompts for other servers alone (role prefill)")
         self._note_identity(member, model, info)
         others = [one for one in self.members.values() if one is not member and _is_alike(self, one)]
         if not (self.model and others) and not _is_alike(self, member):
@@ -292,17 +341,17 @@ class Fleet:
         member.is_admitted, member.problem = False, problem
         self.endpoints.remove(member.endpoint)
 
-    def _ask(self, endpoint: Endpoint, question: Question) -> None:
-        self._start(self._hear(endpoint, question))
-
     async def _hear(self, endpoint: Endpoint, question: Question) -> None:
-        answer, failure = None, None
+        answer: Any = None
+        failure: JpagedError | None = None
         try:
             if question == "health":
                 answer = await endpoint.health.Check(health_pb2.HealthCheckRequest(), timeout=ASK_TIMEOUT_S)
             else:
                 ask = control_pb2.GetLoadRequest()
                 answer = await endpoint.methods["load"](ask, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+            if answer is None:  # bytes that are no message
+                failure = Unavailable(f"{endpoint.name} does not say how it is")
         except aio.AioRpcError as error:
             failure = translated(error)
         self.endpoints.told(endpoint, question, answer, failure)

@@ -11,8 +11,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
 from jpaged._proto.v1 import control_pb2
+from jpaged.client.channel import Backoff
 from jpaged.client.routing.endpoints import Endpoint
-from jpaged.errors import JpagedError, NotFound, Unavailable
+from jpaged.errors import DeadlineExceeded, JpagedError, NotFound, Unavailable
 from jpaged.route.callers import Metadata, caused, owner_of
 from jpaged.route.fleet import Fleet
 from jpaged.route.relay import CountedTries, Relay
@@ -22,7 +23,7 @@ _MEAN_OVER = {"slot_use": "num_steps"}
 """Numbers of a load that are means, and what they are weighed by; all others are added."""
 _LIST_TIMEOUT_S = 5.0
 _ABORT_WITHIN_S = 30.0
-_ABORT_PAUSE_S = 0.05
+_ABORT_PAUSE_S, _MAX_ABORT_PAUSE_S = 0.05, 1.0
 Options = Sequence[tuple[str, str, str]]
 
 
@@ -54,6 +55,7 @@ class Fleetwide:
             state=state,
             start_time=self._start_time,
             checkpoint=self._fleet.checkpoint if members else "",
+            role=", ".join(dict.fromkeys(one.info.role for one in members)),
         )
         if not members:
             told.startup.CopyFrom(control_pb2.StartupProgress(what="servers", done=0, total=max(1, num_all)))
@@ -97,6 +99,7 @@ class Fleetwide:
             JpagedError: none runs it, or what the one that does says.
         """
         key, content = (owner_of(metadata), request.request_id), request.SerializeToString()
+        pauses = Backoff(_ABORT_PAUSE_S, 2.0, _MAX_ABORT_PAUSE_S)  # each asks all servers
         until_s = time.monotonic() + min(_ABORT_WITHIN_S, _ABORT_WITHIN_S if remaining_s is None else remaining_s)
         while True:
             error = await self._abort_once(content, metadata, self._relay.flights.get(key))
@@ -106,7 +109,7 @@ class Fleetwide:
                 raise error
             if time.monotonic() >= until_s:
                 raise error
-            await asyncio.sleep(_ABORT_PAUSE_S)
+            await asyncio.sleep(pauses.next_s())
 
     async def _abort_once(self, content: bytes, metadata: Metadata, flight: CountedTries | None) -> JpagedError | None:
         asked = [
@@ -124,12 +127,12 @@ class Fleetwide:
         return (others or unknown or errors or [none])[0]
 
     async def _asked(self, method: str, content: bytes, metadata: Metadata) -> list[bytes]:
-        """The answers of those that gave one."""
+        """The answers of those that gave one: who is gone, or says nothing, has no part."""
         members = self._fleet.admitted()
         answers = await asyncio.gather(*(_ask(one.endpoint, method, content, metadata) for one in members))
         told = [answer for answer in answers if isinstance(answer, bytes)]
         errors = [answer for answer in answers if isinstance(answer, JpagedError)]
-        refused = [error for error in errors if not isinstance(error, Unavailable)]
+        refused = [error for error in errors if not isinstance(error, Unavailable | DeadlineExceeded)]
         if refused or not told:
             none = Unavailable(f"no server takes calls: {self._fleet.problems()}")
             raise (refused or errors or [none])[0]

@@ -6,12 +6,14 @@ What nothing has to be read of goes through as the bytes that it is.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import grpc
 from grpc import aio
 
-from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged._proto.v1 import control_pb2, inference_pb2, prefixes_pb2
+from jpaged.errors import Unsupported
+from jpaged.server.status import refuse
 
 Way = Literal["stream", "prompt", "one", "all", "knowing", "fleet"]
 """How a method is answered:
@@ -41,6 +43,8 @@ WAYS: Mapping[str, Way] = {
     "UnloadAdapter": "all",
 }
 """A method that is not here is answered with UNIMPLEMENTED: it is one server's own affair."""
+_PREFIXES = prefixes_pb2.DESCRIPTOR.services_by_name["PrefixService"]
+_ASK_A_SERVER = "prefixes travel between servers, which name each other: call one of those behind the router itself"
 
 SERVICES: tuple[Any, ...] = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
@@ -75,7 +79,10 @@ def channel_methods(channel: Any) -> dict[str, Any]:
 
 
 def register(server: aio.Server, handler_of: Callable[[str], Handler]) -> None:
-    """Have a server answer all methods that a router answers."""
+    """Have a server answer all methods that a router answers, and say of prefixes who does."""
+    refusing = {method.name: _refusing(method.name) for method in _PREFIXES.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_PREFIXES.full_name, refusing),))
+    server.add_registered_method_handlers(_PREFIXES.full_name, refusing)
     for service in SERVICES:
         handlers: dict[str, Any] = {}
         for method in service.methods:
@@ -89,3 +96,10 @@ def register(server: aio.Server, handler_of: Callable[[str], Handler]) -> None:
             handlers[method.name] = make(handler_of(method.name), request_deserializer=read)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
         server.add_registered_method_handlers(service.full_name, handlers)
+
+
+def _refusing(name: str) -> grpc.RpcMethodHandler:
+    async def answer(requests: object, context: Any) -> NoReturn:
+        await refuse(context, Unsupported(f"{name}: {_ASK_A_SERVER}"))
+
+    return grpc.stream_unary_rpc_method_handler(answer)

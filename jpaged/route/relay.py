@@ -7,7 +7,7 @@
 
 A message is read, for the tokens that another server would need, and sent on as the bytes that it came as, unless what
 another server says has to be made to fit. One is in hand for each stream: a caller who does not read holds up its
-server, and nothing is kept here.
+server, and nothing is kept here but what gRPC's windows have taken (fleet.py keeps them small).
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from jpaged.route.targets import NOWHERE, Address
 _TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^:\[\]]+):([0-9]+)")
 _HERE = "127.0.0.1"
 _LOCAL_NAMES = ("localhost", "ip6-localhost")
+MAX_REPLICAS = 256
+"""Each of a server's is read on a thread of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,15 @@ def telling_of(address: Address, info: Any) -> Telling | None:
         return None
     sockets = tuple(
         (with_rank(events, rank), None if replay is None else with_rank(replay, rank))
-        for rank in range(int(said.get("data-parallel-size", "1")))
+        for rank in range(_num_replicas(said.get("data-parallel-size", "1")))
     )
     return Telling(sockets, said.get("isolate-tenants") == "True", "api-keys" in said)
+
+
+def _num_replicas(said: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,2}", said) or int(said) > MAX_REPLICAS:
+        raise Unavailable(f"its data-parallel-size is {said[:8]!r}, not a number from 1 to {MAX_REPLICAS}")
+    return int(said)
 
 
 def _at(endpoint: str, address: Address) -> str:

@@ -201,3 +201,9 @@ def test_it_imports_nothing_that_lies_beside_it():
         "jpaged.route.prefixes",
         "jpaged.route.replicas",
     }
+
+
+def test_calls_that_wait_are_kept_without_their_prompts(module):
+    ids = inference_pb2.TokenIds(ids=range(1000))
+    key = module.key_of(Pending(inference_pb2.GenerateRequest(token_ids=ids), "1"))
+    assert (len(key.chain) > 1, key.token_ids) == (True, None)

@@ -138,6 +138,15 @@ def test_a_directory_is_bounded():
     assert held(directory) == 8
 
 
+def test_a_name_that_is_given_to_other_tokens_is_of_those_alone():
+    """A server that lies takes no more memory than one that does not."""
+    directory = told(*(stored([1], None, [number] * 4) for number in range(50)))
+    assert (held(directory, [0] * 4), held(directory, [49] * 4)) == (0, 4)
+    assert len(directory._servers["a"].hashes) == len(directory._servers["a"].keys) == 1
+    directory.take("a", [removed(1)])
+    assert not directory._servers["a"].hashes
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_it_knows_what_a_set_of_chains_would(seed):
     """Random blocks of a tree of texts come and go in random tiers, of two servers."""

@@ -201,6 +201,8 @@ def test_what_later_versions_add_is_passed_over():
         msgpack.packb([0.0, [["BlockRemoved", ["x"], "GPU"]]]),
         msgpack.packb([0.0, [["BlockStored", [1], None, [1, 2, 3], 2, None, "GPU"]]]),
         msgpack.packb([0.0, [["BlockStored", [1], None, ["a"], 1, None, "GPU"]]]),
+        msgpack.packb([0.0, [["BlockStored", [1], None, [-1], 1, None, "GPU"]]]),
+        msgpack.packb([0.0, [["BlockStored", [1], None, [1 << 63], 1, None, "GPU"]]]),
     ],
 )
 def test_what_is_no_message_is_refused(message: bytes) -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,22 @@ def test_what_waits_is_told_before_the_end(tmp_path: Path) -> None:
     assert not publisher.publish(block(0)), "nobody is told any more"
     assert [one for one in heard.wait_for(end + 199) if one is not None][-1] == end + 199
     subscriber.close()
+
+
+def test_a_server_that_sends_what_it_kept_again_and_again_is_not_read_for_ever(tmp_path):
+    heard, context = Heard(), zmq.Context()
+    tells, answers = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    tells.bind(f"ipc://{tmp_path}/e")
+    answers.bind(f"ipc://{tmp_path}/r")
+    with closing(Subscriber(f"ipc://{tmp_path}/e", heard.take, replay_endpoint=f"ipc://{tmp_path}/r")) as subscriber:
+        who, _, first = answers.recv_multipart()
+        assert int.from_bytes(first, "big") == 0
+        for number in (0, 1, 1, 0):  # and so on, as often as it likes
+            message = Encoder(1).encode(block(number), 0.0)
+            answers.send_multipart((who, b"", number.to_bytes(8, "big"), message))
+        assert heard.wait_for(1) == [0, 1]
+        deadline = time.monotonic() + _PATIENCE_S
+        while not subscriber.is_heard and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert subscriber.is_heard
+    context.destroy(linger=0)

@@ -1,18 +1,32 @@
 """What all servers have to keep: pins and adapters, on all of them or on none, and on those that come later."""
 
-from contextlib import AsyncExitStack
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import grpc
 import pytest
+from grpc import aio
 
+from jpaged._proto.v1 import control_pb2
 from jpaged.client import AsyncClient
-from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unsupported
+from jpaged.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    Unsupported,
+)
+from jpaged.route import acts
 from jpaged.types import SamplingParams
+from tests.access.test_keys import FILE, OTHER, TOKEN
 from tests.client.routing.cutting import wire
 from tests.client.test_adapters import executor
-from tests.route.rig import routed
-from tests.server.harness import Harness, eventually, running
+from tests.route.rig import Routed, routed
+from tests.server.harness import Harness, eventually, failure_of, running
 
 PREFIX = "a prefix"
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -36,6 +50,20 @@ async def has_pin(harness: Harness, name: str, tenant: str = "") -> bool:
 async def adapters_of(harness: Harness) -> set[str]:
     async with AsyncClient(harness.target) as direct:
         return {one.name for one in await direct.list_adapters()}
+
+
+@contextmanager
+def answering(router: Routed, target: str, method: str, answer: Any) -> Iterator[None]:
+    """The answer of one server to a method; `answer` is given what it really is asked with, to go on or not."""
+    methods = router.router.fleet.members[target].endpoint.methods
+    ask = methods[method]
+
+    async def answered(*given: Any, **options: Any) -> bytes:
+        code = await answer(lambda: ask(*given, **options), options["timeout"])
+        raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(), "lost")
+
+    with patch.dict(methods, {method: answered}):
+        yield
 
 
 @pytest.fixture
@@ -166,3 +194,85 @@ async def test_what_who_asked_may_not_do_there_is_not_repeated(adapter):
             async with server(port=port, disable_control=True):
                 await router.until(2)
                 assert not router.router._acts._standing
+
+
+async def test_what_nobody_may_undo_stands(adapter, tmp_path):
+    """Whoever may not unload an adapter does not keep servers that come later from having it, either."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text(FILE)
+    async with server(api_keys=str(keys)) as first:
+        async with server() as gone:
+            port = gone.port
+        async with (
+            routed(first.target, f"127.0.0.1:{port}", wait_for=1, api_key=OTHER) as router,
+            router.client(api_key=OTHER) as control,
+            router.client(api_key=TOKEN) as inference,
+        ):
+            await control.load_adapter("x", adapter)
+            with pytest.raises(PermissionDenied):
+                await inference.unload_adapter("x")
+            async with server(port=port) as again:
+                await router.until(2)
+                assert await adapters_of(again) == {"x"}
+
+
+async def test_names_of_nothing_are_not_kept_for_a_server_that_is_away():
+    async with server() as first, routed(first.target, "127.0.0.1:1", wait_for=1) as router, router.client() as client:
+        for i in range(3):
+            with pytest.raises(NotFound):
+                await client.unload_adapter(f"nothing {i}")
+        assert not any(router.router._acts._undone.values())
+
+
+async def test_what_a_server_may_have_done_before_it_was_lost_is_undone_when_it_comes_again(adapter):
+    async with (
+        server() as first,
+        server() as second,
+        wire(second.port) as cut,
+        routed(first.target, cut.target) as router,
+    ):
+
+        async def done_and_lost(ask: Any, within_s: float) -> grpc.StatusCode:
+            await ask()
+            cut.kill()
+            return grpc.StatusCode.UNAVAILABLE
+
+        async def lost(ask: Any, within_s: float) -> grpc.StatusCode:
+            cut.kill()
+            return grpc.StatusCode.UNAVAILABLE
+
+        load = control_pb2.LoadAdapterRequest(name="x", path=adapter)
+        unload = control_pb2.UnloadAdapterRequest(name="x")
+        for method, answer, message in (("LoadAdapter", done_and_lost, load), ("UnloadAdapter", lost, unload)):
+            with answering(router, cut.target, method, answer):
+                error = await failure_of(getattr(router.control, method)(message))
+            assert (error.code(), "1 of 2 servers" in error.details()) == (grpc.StatusCode.UNAVAILABLE, True)
+            assert [await adapters_of(one) for one in (first, second)] == [set(), {"x"}]
+            await router.until(1)
+            cut.restart()
+            await router.until(2)
+            assert await adapters_of(second) == set()
+            if method == "LoadAdapter":
+                await router.control.LoadAdapter(load)
+
+
+async def test_a_server_that_never_answers_holds_nobody_up_for_ever(adapter, monkeypatch):
+    monkeypatch.setattr(acts, "ACT_TIMEOUT_S", 0.2)
+    async with (
+        server() as first,
+        server() as second,
+        routed(first.target, second.target) as router,
+        router.client() as client,
+    ):
+
+        async def silent(ask: Any, within_s: float) -> grpc.StatusCode:
+            await asyncio.sleep(within_s)
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+
+        load = control_pb2.LoadAdapterRequest(name="x", path=adapter)
+        with answering(router, second.target, "LoadAdapter", silent):
+            error = await failure_of(router.control.LoadAdapter(load))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "those that did have undone it" in error.details()
+        assert await client.pin_prefix("p", PREFIX) > 0
+        assert await adapters_of(first) == set()

@@ -1,6 +1,9 @@
 """`jpaged route` as a process: what it prints, refuses and ends with."""
 
+import argparse
+import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +46,21 @@ def test_what_is_a_servers_own_affair_is_no_option_here(capsys, flag):
     assert flag in capsys.readouterr().err
 
 
+def flags_of(command: str, begin: str = "--") -> set[str]:
+    """The flags of a command that begin like this."""
+    commands: Any = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    actions: Any = commands.choices[command]._actions
+    return {flag for action in actions for flag in action.option_strings if flag.startswith(begin)}
+
+
+def test_the_page_has_every_flag_of_a_router_and_none_that_is_not():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "route.md").read_text()
+    told = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--kustomize"}  # kubectl's
+    own = flags_of("route") - flags_of("serve")
+    assert {"--target", "--max-calls", "--target-tls-key"} <= own <= told
+    assert told <= flags_of("route") | flags_of("serve")
+
+
 @pytest.mark.long
 def test_it_says_where_it_listens_passes_calls_on_and_drains():
     servers = [Process(FAKE) for _ in range(2)]
@@ -58,9 +76,9 @@ def test_it_says_where_it_listens_passes_calls_on_and_drains():
             assert len(client.complete(f"prompt {i}", GREEDY).outputs[0].token_ids) == 8
         info = client.server_info()
         assert {info.options[f"target {one}"] for one in targets} == {"takes calls"}
-        assert info.options["resume_within"] == "60 s"
-        assert info.options["max_request_size"] == "1.0 MiB"
-        assert "pin_prefix" not in info.options
+        assert info.options["resume-within"] == "60 s"
+        assert info.options["max-request-size"] == "1.0 MiB"
+        assert not {"pin-prefix", "targets-file", "tls-cert"} & info.options.keys()
     assert router.end(signal.SIGTERM) == 0
     assert router.find("^stopped$")
     for one in servers:

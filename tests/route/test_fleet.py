@@ -5,15 +5,19 @@ import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged._proto.v1 import control_pb2, inference_pb2, prefixes_pb2, prefixes_pb2_grpc
+from jpaged.client.tls import open_channel
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
-from jpaged.route import relay
+from jpaged.route import fleet, relay
+from jpaged.route import router as router_module
 from jpaged.route.targets import Targets, read_targets
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
@@ -22,6 +26,7 @@ from tests.client.routing.test_resuming import server
 from tests.route.rig import Routed, routed
 from tests.server import harness as harness_module
 from tests.server.harness import collect, eventually, failure_of, request, running
+from tests.server.roles.test_roles import fake
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -133,7 +138,7 @@ async def test_a_server_that_computes_prompts_for_others_is_set_aside():
     ):
         await eventually(lambda: bool(router.states()[prefill.target]))
         assert router.states() == {
-            prefill.target: "it computes prompts for servers of the role decode, which are the ones to name",
+            prefill.target: "it computes prompts for other servers alone (role prefill)",
             decode.target: "",
         }
         async with router.client() as client:
@@ -282,6 +287,7 @@ async def test_a_router_says_what_all_servers_are_together():
     ):
         info = await router.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert (info.state, info.backend.num_devices) == (control_pb2.SERVER_STATE_SERVING, 2)
+        assert info.role == "both"
         told = {option.name: option.value for option in info.options}
         assert told["port"] == "0"
         assert told[f"target {first.target}"] == "takes calls"
@@ -295,6 +301,29 @@ async def test_a_router_says_what_all_servers_are_together():
         assert total.num_blocks == sum(one.num_blocks for one in loads)
         assert list(total.replicas) == [*loads[0].replicas, *loads[1].replicas]
         assert min(one.slot_use for one in loads) <= total.slot_use <= max(one.slot_use for one in loads)
+
+
+async def test_a_server_that_says_nothing_does_not_keep_the_others_from_saying_how_busy_they_are():
+    async def silent(*_: Any, **options: Any) -> bytes:
+        raise aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, aio.Metadata(), aio.Metadata(), "silent")
+
+    async with server() as first, server() as second, routed(first.target, second.target) as router:
+        methods = router.router.fleet.members[second.target].endpoint.methods
+        with patch.dict(methods, {"GetLoad": silent, "ListAdapters": silent}):
+            total = await router.control.GetLoad(control_pb2.GetLoadRequest())
+            assert await router.control.ListAdapters(control_pb2.ListAdaptersRequest()) is not None
+        assert total.num_blocks == (await first.control.GetLoad(control_pb2.GetLoadRequest())).num_blocks
+
+
+async def test_prefixes_travel_between_servers_and_a_router_says_so():
+    async with server() as harness, routed(harness.target) as router:
+        stub: Any = prefixes_pb2_grpc.PrefixServiceStub(router.channel)
+        for call in (stub.FetchPrefix(prefixes_pb2.FetchPrefixRequest()), stub.LoadPrefix()):
+            error = await failure_of(call)
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "call one of those behind the router" in error.details()
+        error = await failure_of(stub.SavePrefix(prefixes_pb2.SavePrefixRequest()))
+        assert error.details().startswith("SavePrefix: prefixes travel between servers")
 
 
 async def test_without_a_server_everything_says_why(monkeypatch):
@@ -336,3 +365,73 @@ async def test_a_server_that_wants_a_key_is_set_aside_until_the_router_has_one(t
                     await liar.complete("x", GREEDY)
             with pytest.raises(Unauthenticated, match="authorization: is missing"):
                 await nobody.complete("x", GREEDY)
+
+
+async def test_a_server_that_computes_prompts_for_others_alone_has_no_calls():
+    async with (
+        running(executor=fake()) as first,
+        running(executor=fake(), role="prefill") as second,
+        routed(first.target, second.target, wait_for=1) as router,
+    ):
+        await eventually(lambda: "role prefill" in router.states().get(second.target, ""))
+        for i in range(4):
+            assert await collect(router.inference.Generate(request(f"prompt {i}")))
+        assert router.router.counts.begun[second.target] == 0
+
+
+async def test_a_server_that_is_not_understood_is_set_aside_until_it_is():
+    def odd(address: Any, info: Any) -> None:
+        raise ValueError("odd")
+
+    async with server() as first:
+        with patch.object(fleet, "telling_of", odd):
+            async with routed(first.target, wait_for=0) as router:
+                await eventually(lambda: "ValueError: odd" in router.states().get(first.target, ""))
+                with patch.object(fleet, "telling_of", lambda address, info: None):
+                    await router.until(1)
+                    assert await collect(router.inference.Generate(request()))
+
+
+async def test_a_name_that_takes_long_to_look_up_holds_up_nothing():
+    class Slow(Targets):
+        """Looks up once, and then for ever."""
+
+        num_looks = 0
+
+        async def now(self) -> Any:
+            self.num_looks += 1
+            if self.num_looks > 1:
+                await asyncio.Event().wait()
+            return await super().now()
+
+    made: list[Slow] = []
+
+    def slow(*given: Any) -> Slow:
+        made.append(Slow(*given))
+        return made[0]
+
+    async with server() as harness:
+        with patch.object(router_module, "Targets", slow):
+            async with routed(harness.target) as router:
+                await eventually(lambda: made[0].num_looks == 2)
+                (member,) = router.router.fleet.members.values()
+                member.endpoint.load_due_s = 0.0
+                await eventually(lambda: member.endpoint.load_due_s > 0)
+
+
+async def test_a_server_for_which_a_certificate_cannot_be_read_is_tried_again_and_ends_nothing(tmp_path):
+    path, missing = tmp_path / "targets", [2]
+
+    def opened(library: Any, target: str, tls: Any, **options: Any) -> Any:
+        if target == second.target and missing[0]:
+            missing[0] -= 1
+            raise InvalidArgument("tls.ca", "cannot be read")
+        return open_channel(library, target, tls, **options)
+
+    async with server() as first, server() as second:
+        path.write_text(first.target)
+        with patch.object(fleet, "open_channel", opened):
+            async with routed(wait_for=1, targets_file=str(path)) as router:
+                path.write_text(f"{first.target}\n{second.target}")
+                await router.until(2)
+                assert missing == [0]

@@ -93,3 +93,10 @@ async def test_all_addresses_of_a_name_tell_as_its_target_says() -> None:
     telling = telling_of(first, info())
     assert telling is not None
     assert telling.sockets == (("tcp://127.0.0.1:5557", None),)
+
+
+@pytest.mark.parametrize("number", ["", "0", "-1", "x", "257", "1000000000"])
+def test_a_number_of_replicas_that_no_server_has_is_not_believed(number: str) -> None:
+    said = info(kv_events_endpoint="tcp://*:5557", data_parallel_size=number)
+    with pytest.raises(Unavailable, match="data-parallel-size"):
+        telling_of(Address("a:1"), said)

@@ -1,7 +1,7 @@
 """The servers of a client: which of them are there, how busy they are, and which one a call goes to. No I/O.
 
     open ──lost──> away ──after a while: health? SERVING──> open      a client of one server calls it all the same
-     │ full: not before the time that it names
+     │ full: not before the time that it names; silent: not before it was asked again
 
 A call with a prompt goes where its beginning belongs, so that prefixes are computed once: to the server whose turn it
 is (the highest of one hash for each server, so that servers that come or go move few of them), or as another
@@ -29,7 +29,7 @@ from jpaged._proto.v1 import (
     prefixes_pb2_grpc,
 )
 from jpaged.client.channel import Backoff
-from jpaged.errors import Unavailable
+from jpaged.errors import DeadlineExceeded, Unavailable
 
 Question = Literal["health", "load"]
 """What a server is asked of in the background."""
@@ -37,6 +37,8 @@ Question = Literal["health", "load"]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 ASK_TIMEOUT_S = 2.0
 """A server that is asked how it is, and has not answered by then, is not there."""
+_SILENT_S = 2 * ASK_TIMEOUT_S
+"""One that has not said how busy it is is passed over for so long, which is until it has been asked again."""
 _FIRST_AWAY_S, _MAX_AWAY_S = 0.2, 5.0
 _LOAD_AGE_S = 1.0
 """A server is asked how busy it is when it was last asked so long ago, and a call is to be placed."""
@@ -262,6 +264,8 @@ class Endpoints:
             self.note_absence(endpoint)
         with self._lock:
             endpoint.is_asked = False
+            if question == "load" and isinstance(error, DeadlineExceeded):  # others are better than one that is silent
+                endpoint.full_until_s = self._clock() + _SILENT_S
             if question == "load" and error is None:
                 endpoint.num_others = max(0, answer.num_running + answer.num_waiting - endpoint.num_open)
 

@@ -11,7 +11,7 @@ import pytest
 from jpaged._proto.v1 import control_pb2
 from jpaged.client import AsyncClient, Client, wire
 from jpaged.client.routing.endpoints import SERVING, Endpoint, Endpoints, key_of
-from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable
+from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from jpaged.testing import FakeExecutor, VirtualClock
 from jpaged.types import Prompt, SamplingParams
 from tests.server.harness import eventually, running
@@ -54,6 +54,21 @@ def test_prompts_that_begin_alike_have_one_key():
     text = Prompt(text="a")
     assert len({key(text), key(text, adapter="x"), key(text, cache_salt="x")}) == 3
     assert key_of(control_pb2.GetLoadRequest()) is None
+
+
+def test_one_that_does_not_say_how_busy_it_is_is_passed_over_where_others_are_there():
+    rig = Rig(2)
+    silent, other = rig.all
+    rig.endpoints.told(silent, "load", None, DeadlineExceeded("silent"))
+    assert {rig.call(f"prompt {i}") for i in range(8)} == {other.name}
+    rig.endpoints.note_absence(other)
+    assert rig.call() == silent.name
+    rig.endpoints.note_answer(other)
+    rig.endpoints.note_answer(silent)
+    assert {rig.call(f"prompt {i}") for i in range(8)} == {silent.name, other.name}
+    rig.endpoints.told(silent, "load", None, DeadlineExceeded("silent"))
+    rig.clock.advance(60)
+    assert {rig.call(f"prompt {i}") for i in range(8)} == {silent.name, other.name}
 
 
 def test_one_beginning_goes_to_one_server_and_many_are_shared_out():
