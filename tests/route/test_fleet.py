@@ -26,7 +26,6 @@ from tests.client.routing.test_resuming import server
 from tests.route.rig import Routed, routed
 from tests.server import harness as harness_module
 from tests.server.harness import collect, eventually, failure_of, request, running
-from tests.server.roles.test_roles import fake
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -365,18 +364,6 @@ async def test_a_server_that_wants_a_key_is_set_aside_until_the_router_has_one(t
                     await liar.complete("x", GREEDY)
             with pytest.raises(Unauthenticated, match="authorization: is missing"):
                 await nobody.complete("x", GREEDY)
-
-
-async def test_a_server_that_computes_prompts_for_others_alone_has_no_calls():
-    async with (
-        running(executor=fake()) as first,
-        running(executor=fake(), role="prefill") as second,
-        routed(first.target, second.target, wait_for=1) as router,
-    ):
-        await eventually(lambda: "role prefill" in router.states().get(second.target, ""))
-        for i in range(4):
-            assert await collect(router.inference.Generate(request(f"prompt {i}")))
-        assert router.router.counts.begun[second.target] == 0
 
 
 async def test_a_server_that_is_not_understood_is_set_aside_until_it_is():
