@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,6 @@ from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, En
 from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import metadata_of
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable, sentence_of
-from jpaged.route.counts import Counts
 from jpaged.route.directory import Directory
 from jpaged.route.held import HeldPrefixes
 from jpaged.route.methods import channel_methods
@@ -42,6 +42,38 @@ _LOOKS_A_LIST = 4
 """The list of targets is looked at once a second."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
 Bring = Callable[["Member"], Awaitable[None]]
+
+
+class Counts:
+    """What a router counts. Written on its event loop, read on the thread of a scrape.
+
+    Attributes:
+        ended: calls that have ended here, by method and status.
+        begun: calls that were begun at a server, by it; of one call several where it was tried again.
+        retried: calls that were tried again because a server was gone, turned them away or failed, by it.
+        resumed: streams that went on at a server behind what had come of them, by it.
+        messages: messages of streams that were passed on, by the server that they came from.
+        tokens: tokens in them.
+        open: calls that are open here.
+    """
+
+    def __init__(self) -> None:
+        self.ended = Counter[tuple[str, str]]()
+        self.begun = Counter[str]()
+        self.retried = Counter[str]()
+        self.resumed = Counter[str]()
+        self.messages = Counter[str]()
+        self.tokens = Counter[str]()
+        self.open = 0
+
+    def forget(self, target: str) -> None:
+        """A server is none any more."""
+        for count in (self.begun, self.retried, self.resumed, self.messages, self.tokens):
+            count.pop(target, None)
+
+    def note_open(self, by: int) -> None:
+        """Calls have come or gone."""
+        self.open += by
 
 
 class Member:

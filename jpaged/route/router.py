@@ -27,9 +27,8 @@ from jpaged.config import AccessOptions, ServerOptions
 from jpaged.errors import QueueFull, Unavailable, reason_of
 from jpaged.route.acts import Acts
 from jpaged.route.callers import passed_on, refuse_as_told
-from jpaged.route.counts import Counts
 from jpaged.route.directory import Directory
-from jpaged.route.fleet import Fleet
+from jpaged.route.fleet import Counts, Fleet
 from jpaged.route.fleetwide import Fleetwide, Options
 from jpaged.route.held import HeldPrefixes
 from jpaged.route.methods import SERVICES, WAYS, Handler, register
