@@ -47,7 +47,7 @@ Bring = Callable[["Member"], Awaitable[None]]
 
 
 class Counts:
-    """Written on the router's event loop, read on the thread of a scrape.
+    """What a router counts. Written on its event loop, read on the thread of a scrape.
 
     Attributes:
         ended: calls that have ended here, by method and status.

@@ -6,9 +6,11 @@ JobSet and the Gateway API's by schemas/*.json beside this file, and the pods in
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
@@ -47,7 +52,12 @@ class Pod:
 
 def load(path: Path) -> list[Document]:
     """The documents of a file."""
-    return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+    return copy.deepcopy(_documents(path.read_text()))
+
+
+@cache
+def _documents(text: str) -> list[Document]:
+    return [document for document in yaml.safe_load_all(text) if document is not None]
 
 
 def load_all() -> dict[str, list[Document]]:
@@ -59,7 +69,17 @@ def load_all() -> dict[str, list[Document]]:
 
 
 def schema_problems(document: Document) -> list[str]:
-    """What the schemas object to."""
+    """What the schemas object to; a document that was asked of before is not validated again."""
+    words = repr(document)
+    if words not in _PROBLEMS:
+        _PROBLEMS[words] = _schema_problems(document)
+    return [*_PROBLEMS[words]]
+
+
+_PROBLEMS: dict[str, list[str]] = {}
+
+
+def _schema_problems(document: Document) -> list[str]:
     kind = str(document.get("kind"))
     try:
         if kind == "Kustomization":
@@ -97,8 +117,25 @@ def validate_custom(document: Document) -> None:
     Raises:
         jsonschema.ValidationError: what it objects to.
     """
-    schema = Path(__file__).with_name("schemas") / f"{document['kind'].lower()}.json"
-    jsonschema.validate(document, json.loads(schema.read_text()))
+    hold_to(document, f"{document['kind'].lower()}.json")
+
+
+def hold_to(document: Document, schema: str) -> None:
+    """Holds a document to a file of schemas/.
+
+    Raises:
+        jsonschema.ValidationError: what it objects to most.
+    """
+    if error := best_match(_validator(schema).iter_errors(document)):
+        raise error
+
+
+@cache
+def _validator(schema: str) -> Validator:
+    contents = json.loads((Path(__file__).with_name("schemas") / schema).read_text())
+    kind = validator_for(contents)
+    kind.check_schema(contents)
+    return kind(contents)
 
 
 def _validate_core(document: Document) -> None:

@@ -6,10 +6,8 @@ HTTPRoute ──> InferencePool ──> pods of servers.yaml: --http-port, --kv-
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -23,7 +21,6 @@ from tests.deploy.servers import serve_config
 FOLDER = ROOT / "deploy" / "gateway"
 FILES = ("gateway.yaml", "picker.yaml", "servers.yaml")
 POOL_GROUP = "inference.networking.k8s.io"
-_SCHEMA = Path(__file__).parents[1] / "schemas" / "endpointpickerconfig.json"
 _FLAGS = frozenset(
     {"pool-group", "pool-namespace", "pool-name", "config-file", "grpc-port", "grpc-health-port", "metrics-port"}
     | {"metrics-endpoint-auth", "tracing", "zap-encoder", "v", "secure-serving", "cert-path", "enable-cert-reload"}
@@ -83,7 +80,7 @@ def problems(documents: list[Document], exposed: set[str]) -> list[str]:
         return found
     config = config_of(documents)
     try:
-        jsonschema.validate(config, json.loads(_SCHEMA.read_text()))
+        manifests.hold_to(config, "endpointpickerconfig.json")
     except jsonschema.ValidationError as error:
         return [f"EndpointPickerConfig: {'.'.join(map(str, error.absolute_path))}: {error.message}"]
     servers, picker = pods_in(documents)

@@ -57,6 +57,7 @@ def test_a_prefix_outlives_its_engine_on_disk(tmp_path: Path, options: str) -> N
     assert second == first
 
 
+@pytest.mark.long  # tests/device/test_transfers.py has the identity, tests/blockstore what is found of another
 def test_another_type_of_numbers_finds_nothing(tmp_path: Path) -> None:
     folder = write_model("llama_mha", tmp_path / "model")
     disk: dict[str, Any] = {"kv_disk_space": 0.01, "kv_disk_dir": str(tmp_path / "kv"), **SIZES}
