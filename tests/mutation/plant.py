@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.mutation.adapter_faults import ADAPTER_FAULTS
+from tests.mutation.adapter_faults import ADAPTER_FAULTS, FEED_FAULTS
 from tests.mutation.draft_faults import DRAFT_FAULTS
 from tests.mutation.event_faults import CHANGE_FAULTS, EVENT_FAULTS
 from tests.mutation.eviction_faults import EVICTION_FAULTS
-from tests.mutation.feed_faults import FEED_FAULTS
 from tests.mutation.gpu_faults import GPU_FAULTS
 from tests.mutation.memory_faults import MEMORY_FAULTS
 from tests.mutation.planting import Bed

@@ -6,6 +6,7 @@ from tests.mutation.planting import Fault
 
 STORE = ("test_store.py",)
 DISK = ("kv/tiers/test_disk.py",)
+SLOW = ("kv/tiers/test_slow_disk.py",)
 THREADS = ("kv/tiers/test_threads.py",)
 TOLD = ("kv/tiers/test_told.py",)
 
@@ -285,14 +286,14 @@ TIER_FAULTS = (
         "kv/tiers/fetching.py",
         "fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s",
         "fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s * (1 if self._staging.num_out == 0 else 1e9)",
-        DISK,
+        SLOW,
     ),
     Fault(
         "a disk that was slow is never tried again",
         "kv/tiers/fetching.py",
         "_BELIEF = 1.02",
         "_BELIEF = 1.0",
-        DISK,
+        SLOW,
     ),
     Fault(
         "everybody who begins alike reads for himself",
@@ -334,14 +335,21 @@ TIER_FAULTS = (
         "kv/tiers/disk.py",
         "        if self._used and self._noting is None:",
         "        if self._used:",
-        DISK,
+        SLOW,
+    ),
+    Fault(
+        "the end does not wait for reads for other servers",
+        "kv/tiers/disk.py",
+        "*self._fetching.under_way, *self._lent]",
+        "*self._fetching.under_way]",
+        SLOW,
     ),
     Fault(
         "files are closed under a read that hangs",
         "kv/tiers/disk.py",
         'which are left to it", len(left))\n            return\n',
         'which are left to it", len(left))\n',
-        DISK,
+        SLOW,
     ),
     Fault(
         "a thread that hangs keeps the process",

@@ -135,11 +135,18 @@ class DiskTier:
             DiskThreads(_NUM_READERS, "jpaged-disk-read"),
             DiskThreads(_NUM_WRITERS, "jpaged-disk-write"),
         )
+        self._told: ToldOfDisk | None = None
+
+        def may_hold(key: Key) -> None:
+            if self._told is not None:
+                self._told.may_hold(key)
+
+        self._may_hold = may_hold
         num_blocks = num_staged(blocks.bytes_per_block, geometry.num_host_blocks)
         num_out = max(1, num_blocks // 4)
         self._stagings = Staging(host, num_out), Staging(host, num_blocks - num_out)
         self._max_due = max_due = geometry.num_blocks + geometry.num_host_blocks
-        self._spilling = Spilling(store, blocks, host, self._stagings[0], max_due, self._writers, self._may_hold)
+        self._spilling = Spilling(store, blocks, host, self._stagings[0], max_due, self._writers, may_hold)
         self._fetching = Fetching(
             store,
             blocks,
@@ -148,12 +155,11 @@ class DiskTier:
             geometry.block_size,
             self._readers,
             self._count,
-            self._may_hold,
+            may_hold,
         )
         self._counts = DiskCounts(store.counts)
         self._cache: PrefixCache | None = None
         self._bringing: Bringing | None = None
-        self._told: ToldOfDisk | None = None
         self._used: dict[Key, None] = {}
         self._noting: Future[None] | None = None
         self._lock = threading.Lock()
@@ -300,10 +306,6 @@ class DiskTier:
         self._allowance_bytes = min(float(most), self._allowance_bytes + (now_s - self._last_s) * rate)
         self._last_s = now_s
         return int(self._allowance_bytes)
-
-    def _may_hold(self, key: Key) -> None:
-        if self._told is not None:
-            self._told.may_hold(key)
 
     def _count(self, num_tokens: int, is_fallback: bool) -> None:
         self._counts = replace(
