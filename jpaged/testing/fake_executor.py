@@ -49,7 +49,7 @@ from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.fake_feed import FakeFeed
 from jpaged.testing.fake_host import FakeHostBlocks
-from jpaged.testing.fake_model import NAN, Script, Seen, sampled
+from jpaged.testing.fake_model import NAN, Script, Seen, places_seen, sampled
 from jpaged.testing.fake_rounds import FakeDraft, FakeRounds
 from jpaged.testing.fake_rows import adapter_slot, run_of
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
@@ -125,6 +125,7 @@ class FakeExecutor:
         num_speculative_tokens: that its draft model proposes; 0 has none.
         draft: what its draft model has seen.
         windows: of its KV groups.
+        num_sink_tokens: that they see besides.
         max_loras: its adapter slots.
         num_compiles_after_warm_up: it compiles nothing.
         host_blocks: the tokens in host memory, as bytes.
@@ -136,6 +137,7 @@ class FakeExecutor:
     has_fed_steps = False
     num_speculative_tokens = 0
     windows: tuple[int | None, ...] = (None,)
+    num_sink_tokens = 0
     max_loras = 0
     num_compiles_after_warm_up = 0
     sampled: Callable[[Seen, np.void, int], int] = staticmethod(sampled)
@@ -166,16 +168,19 @@ class FakeExecutor:
             max_num_steps=self.max_num_steps,
             has_fed_steps=self.has_fed_steps,
             windows=self.windows,
+            num_sink_tokens=self.num_sink_tokens,
             max_loras=self.max_loras,
             num_speculative_tokens=self.num_speculative_tokens,
-            cascade=dataclasses.replace(
+            cascade=None
+            if self.num_sink_tokens
+            else dataclasses.replace(
                 _ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens
             ),
         )
         # Of each slot the token, and the digest of the tokens up to it.
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
-        identity = repr((type(self).__name__, self.windows, block_size)).encode()
+        identity = repr((type(self).__name__, self.windows, self.num_sink_tokens, block_size)).encode()
         self.host_blocks = FakeHostBlocks(self._host, block_size, identity) if num_host_blocks else None
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
@@ -346,8 +351,10 @@ class FakeExecutor:
 
         By its run's block table those that the run shares and all see, the others by its own.
         """
-        block_size, window = self._geometry.block_size, self._geometry.windows[group]
-        positions, shared = np.arange(begin, inputs.kv_lens_s[row]), inputs.kv_begins_s[row]
+        return self._slots_at(inputs, row, group, np.arange(begin, inputs.kv_lens_s[row]))
+
+    def _slots_at(self, inputs: StepInputs, row: int, group: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        block_size, window, shared = self._geometry.block_size, self._geometry.windows[group], inputs.kv_begins_s[row]
         first, end = run_of(inputs, row)
         far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0  # where the last one's window begins
         is_shared = (positions >= -(-far // block_size) * block_size) & (positions < shared)
@@ -362,11 +369,10 @@ class FakeExecutor:
         if is_checked and inputs.positions_t[inputs.sample_tokens_s[row]] != end - 1:
             raise InternalError(f"row {row} of {end} tokens samples from token {inputs.sample_tokens_s[row]}")
         for group, window in enumerate(self._geometry.windows):
-            begin = max(0, end - window) if window else 0
             if is_checked:
                 self._check_reads(inputs, row, group)
-            seen.begins.append(begin)
-            seen.tokens.append(self._pool[self._slots_of(inputs, row, group, begin), 0])
+            seen.places.append(places_seen(end, window, self.num_sink_tokens))
+            seen.tokens.append(self._pool[self._slots_at(inputs, row, group, seen.places[-1]), 0])
         return seen
 
     def _seen_at(self, inputs: StepInputs, place: int) -> Seen:
@@ -376,7 +382,7 @@ class FakeExecutor:
         if row >= inputs.num_rows:
             return Seen.of([0], windows, 0)
         whole = self._pool[self._slots_of(inputs, row, 0, 0), 0][: position + 1] % NAN
-        return Seen.of(whole.tolist(), windows, self._weights.item(adapter_slot(inputs, row)))
+        return Seen.of(whole.tolist(), windows, self._weights.item(adapter_slot(inputs, row)), self.num_sink_tokens)
 
     def _check_reads(self, inputs: StepInputs, row: int, group: int) -> None:
         """Raises where any of a row's tokens sees what was never written, or keys of another prefix."""
@@ -400,6 +406,9 @@ class FakeExecutor:
         if np.any(is_wrong := digests != expected):
             place = begin + int(np.argmax(is_wrong))
             raise InternalError(f"row {row} reads keys of another prefix at {place}: {tokens.tolist()}")
+        first = self._slots_at(inputs, row, group, np.arange(min(self.num_sink_tokens, begin) if window else 0))
+        if np.any(self._pool[first, 1] != _digests(self._pool[first, 0], self._factors, weight)):
+            raise InternalError(f"row {row} reads first tokens of another prefix: blocks {first.tolist()}")
 
 
 class SeveralStepsExecutor(FakeExecutor):
@@ -425,9 +434,11 @@ def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> ty
     return type(f"{kind.__name__}WithAdapters", (kind,), {"max_loras": max_loras})
 
 
-def seeing(windows: tuple[int | None, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
-    """Make a kind of fake whose KV groups have these windows."""
-    return type(f"{kind.__name__}Seeing", (kind,), {"windows": windows})
+def seeing(
+    windows: tuple[int | None, ...], kind: type[FakeExecutor] = FakeExecutor, *, num_sink_tokens: int = 0
+) -> type[FakeExecutor]:
+    """Make a kind of fake whose KV groups have these windows, and see so many first tokens besides."""
+    return type(f"{kind.__name__}Seeing", (kind,), {"windows": windows, "num_sink_tokens": num_sink_tokens})
 
 
 def scripted(*answers: str, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:

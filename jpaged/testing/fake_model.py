@@ -14,17 +14,17 @@ NAN = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a row's last token sees in each KV group: tokens, the first's position; its adapter's weight."""
+    """What a row's last token sees in each KV group: tokens and their positions; its adapter's weight."""
 
-    begins: list[int]
+    places: list[NDArray[np.int64]]
     tokens: list[NDArray[np.int64]]
     weight: int
 
     @classmethod
-    def of(cls, context: list[int], windows: Sequence[int | None], weight: int) -> Seen:
-        """Everything that the last token of a context sees."""
-        begins = [max(0, len(context) - window) if window else 0 for window in windows]
-        return cls(begins, [np.array(context[begin:], np.int64) for begin in begins], weight)
+    def of(cls, context: list[int], windows: Sequence[int | None], weight: int, num_sinks: int = 0) -> Seen:
+        """Everything that the last token of a context sees: windows, and so many first tokens besides."""
+        places = [places_seen(len(context), window, num_sinks) for window in windows]
+        return cls(places, [np.array(context, np.int64)[of_group] for of_group in places], weight)
 
     @property
     def context(self) -> list[int]:
@@ -35,10 +35,15 @@ class Seen:
     def next_token(self, vocab_size: int) -> int:
         """The token that comes next."""
         total = self.weight
-        for group, (begin, tokens) in enumerate(zip(self.begins, self.tokens, strict=True)):
-            weights = np.arange(begin + 1, begin + len(tokens) + 1)
-            total += (group + 1) * int(np.sum(weights * (tokens % NAN)))
+        for group, (places, tokens) in enumerate(zip(self.places, self.tokens, strict=True)):
+            total += (group + 1) * int(np.sum((places + 1) * (tokens % NAN)))
         return total % vocab_size
+
+
+def places_seen(end: int, window: int | None, num_sinks: int) -> NDArray[np.int64]:
+    """The positions that the last of `end` tokens sees."""
+    begin = max(0, end - window) if window else 0
+    return np.concatenate([np.arange(min(num_sinks, begin)), np.arange(begin, end)])
 
 
 def sampled(seen: Seen, row: np.void, vocab_size: int) -> int:
@@ -91,6 +96,7 @@ def expected_tokens(
     eos_token_ids: frozenset[int] = frozenset(),
     windows: Sequence[int | None] = (None,),
     weight: int = 0,
+    num_sinks: int = 0,
 ) -> list[int]:
     """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.
 
@@ -98,10 +104,11 @@ def expected_tokens(
         seed: the request's seed where its temperature is above 0; None is greedy.
         windows: of its KV groups.
         weight: of its adapter; 0 is none.
+        num_sinks: first tokens that windows see besides.
     """
     context = list(prompt_token_ids)
     while len(context) - len(prompt_token_ids) < num_tokens:
-        token_id = Seen.of(context, windows, weight).next_token(vocab_size)
+        token_id = Seen.of(context, windows, weight, num_sinks).next_token(vocab_size)
         if seed is not None:
             token_id += _noise(seed, sequence_index, len(context))
         context.append(token_id % vocab_size)
