@@ -48,6 +48,7 @@ from jpaged.kvevents.publisher import Publisher
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.models import lossy
 from jpaged.models.sharding import with_parallel_experts
 from jpaged.service.adapters import Adapters
 from jpaged.service.chat.answering import ChatAnswering
@@ -101,7 +102,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         runs = [MultiHostExecutor(executor, leader)]
     for index, one in enumerate(runs):
         one.warm_up(_progress_of(index, len(runs), progress))
-    _say(executor.memory_plan.lines(), progress)
+    _say([*executor.memory_plan.lines(), *lossy.told(options)], progress)
     resolved = options.replace(
         max_model_len=geometry.max_model_len,
         num_blocks=geometry.num_blocks,
@@ -277,6 +278,7 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
     source = replace(source, config=quantised_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
+    config = lossy.as_asked(config, options)
     model = Model(config, _dtype(options.model.dtype, config, first_device(meshes[0]).platform))
     return source, model, [Placement.of(model, mesh) for mesh in meshes]
 
@@ -491,4 +493,6 @@ def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry, answ
         tool_call_parser=answer_format.tools.name if answer_format.tools else "",
         reasoning_parser=answer_format.reasoning.name if answer_format.reasoning else "",
         max_logprobs=resolved.model.max_logprobs,
+        lossy_kv_window=resolved.lossy.lossy_kv_window or 0,
+        lossy_kv_sinks=geometry.num_sink_tokens,
     )
