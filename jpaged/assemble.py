@@ -46,9 +46,9 @@ from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
 from jpaged.kvevents.publisher import Publisher
 from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import lossy
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models import lossy
 from jpaged.models.sharding import with_parallel_experts
 from jpaged.service.adapters import Adapters
 from jpaged.service.chat.answering import ChatAnswering

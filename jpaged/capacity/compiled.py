@@ -27,8 +27,8 @@ from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import lossy
 from jpaged.models.model import Model
-from jpaged.models import lossy
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
 
 _SERVED = ("float32", "bfloat16")

@@ -1,4 +1,4 @@
-"""What gives up answers for memory. Off unless it is asked for: nothing else in these options changes what is computed."""
+"""What gives up answers for memory. Off unless it is asked for: no other option does."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LossyOptions:
 
     lossy_kv_window: int | None = option(
         None,
-        "LOSSY: every token sees the last so many tokens alone, itself included, and the first lossy_kv_sinks; what lies "
-        "between is forgotten, and its blocks are free. Answers differ from the model's. Exact when left out",
+        "LOSSY: every token sees the last so many tokens alone, itself included, and the first lossy_kv_sinks; what "
+        "lies between is forgotten, and its blocks are free. Answers differ from the model's. Exact when left out",
         low=1,
         unit="tokens",
     )
@@ -48,13 +48,14 @@ class LossyOptions:
         if window is None:
             if self.lossy_kv_sinks is not None:
                 raise InvalidArgument(
-                    "lossy_kv_sinks", f"{self.lossy_kv_sinks}: lossy_kv_window is left out, so that nothing is forgotten"
+                    "lossy_kv_sinks",
+                    f"{self.lossy_kv_sinks}: lossy_kv_window is left out, so that nothing is forgotten",
                 )
             return
         if cache.kv_policy != "paged":
             raise InvalidArgument(
                 "lossy_kv_window",
-                f"{window}: kv_policy {cache.kv_policy} keeps room for whole sequences, so that forgetting frees nothing",
+                f"{window}: kv_policy {cache.kv_policy} keeps room for whole sequences: forgetting frees nothing",
             )
         if draft is not None:
             raise InvalidArgument(

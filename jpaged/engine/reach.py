@@ -46,13 +46,13 @@ class Reach:
         return 0 if self.num_seen is None else max(0, num_full - self.num_seen)
 
     def places(self, first: int, num_blocks: int) -> Sequence[int]:
-        """Of so many blocks those from `first` on, and those at the beginning that everybody sees."""
+        """The places of so many blocks from `first` on, and those at the beginning that everybody sees."""
         if not self.num_sinks:
             return range(first, num_blocks)
         return [*range(min(self.num_sinks, first)), *range(first, num_blocks)]
 
     def seen(self, num_full: int) -> Sequence[int]:
-        """Which of so many full blocks are seen from behind them, in order."""
+        """The places of so many full blocks that are seen from behind them, in order."""
         return self.places(self.first_block(num_full), num_full)
 
     def num_held(self, num_blocks: int) -> int:

@@ -32,5 +32,6 @@ class AttentionKind:
             raise InvalidArgument("soft_cap", f"{self.soft_cap} is not above 0")
         if self.num_sink_tokens < 0 or (self.num_sink_tokens and self.sliding_window is None):
             raise InvalidArgument(
-                "num_sink_tokens", f"{self.num_sink_tokens} first tokens are seen beside a window of {self.sliding_window}"
+                "num_sink_tokens",
+                f"{self.num_sink_tokens} first tokens are seen beside a window of {self.sliding_window}",
             )

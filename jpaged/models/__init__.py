@@ -12,7 +12,6 @@ layers.py       matrices, norms, projections, embeddings
 matmul.py       the matrix product, accumulated in float32
 stack.py        the one way through a stack of layers
 kv_groups.py    which layers share block tables
-lossy.py        a model that forgets old tokens
 leaves.py       leaves of a parameter tree <-> tensors of a Hugging Face checkpoint
 sharding.py     how parameters are split over devices
 rope/           rotary position embedding

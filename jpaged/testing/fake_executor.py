@@ -49,7 +49,7 @@ from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.fake_feed import FakeFeed
 from jpaged.testing.fake_host import FakeHostBlocks
-from jpaged.testing.fake_model import NAN, Script, Seen, places_seen, sampled
+from jpaged.testing.fake_model import NAN, Script, Seen, Window, places_seen, sampled
 from jpaged.testing.fake_rounds import FakeDraft, FakeRounds
 from jpaged.testing.fake_rows import adapter_slot, run_of
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
@@ -173,9 +173,7 @@ class FakeExecutor:
             num_speculative_tokens=self.num_speculative_tokens,
             cascade=None
             if self.num_sink_tokens
-            else dataclasses.replace(
-                _ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens
-            ),
+            else dataclasses.replace(_ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens),
         )
         # Of each slot the token, and the digest of the tokens up to it.
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
@@ -346,14 +344,14 @@ class FakeExecutor:
                 slots = slots[1:]
             self._pool[slots, 1] = _digests(self._pool[slots, 0], self._factors[start:], weight) + before
 
-    def _slots_of(self, inputs: StepInputs, row: int, group: int, begin: int) -> NDArray[np.int64]:
-        """The slots of a row's tokens from a position on.
+    def _slots_of(
+        self, inputs: StepInputs, row: int, group: int, begin: int, places: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """The slots of a row's tokens from a position on, or at places.
 
         By its run's block table those that the run shares and all see, the others by its own.
         """
-        return self._slots_at(inputs, row, group, np.arange(begin, inputs.kv_lens_s[row]))
-
-    def _slots_at(self, inputs: StepInputs, row: int, group: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        positions = np.arange(begin, inputs.kv_lens_s[row]) if places is None else places
         block_size, window, shared = self._geometry.block_size, self._geometry.windows[group], inputs.kv_begins_s[row]
         first, end = run_of(inputs, row)
         far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0  # where the last one's window begins
@@ -371,18 +369,19 @@ class FakeExecutor:
         for group, window in enumerate(self._geometry.windows):
             if is_checked:
                 self._check_reads(inputs, row, group)
-            seen.places.append(places_seen(end, window, self.num_sink_tokens))
-            seen.tokens.append(self._pool[self._slots_at(inputs, row, group, seen.places[-1]), 0])
+            seen.places.append(places_seen(end, (window, self.num_sink_tokens) if window else None))
+            seen.tokens.append(self._pool[self._slots_of(inputs, row, group, 0, seen.places[-1]), 0])
         return seen
 
     def _seen_at(self, inputs: StepInputs, place: int) -> Seen:
         """What the token at a place of the packed axis sees."""
         row = int(np.searchsorted(inputs.query_starts_s1[1 : inputs.num_rows + 1], place, side="right"))
-        position, windows = int(inputs.positions_t[place]), self._geometry.windows
+        position = int(inputs.positions_t[place])
+        windows = [(window, self.num_sink_tokens) if window else None for window in self._geometry.windows]
         if row >= inputs.num_rows:
             return Seen.of([0], windows, 0)
         whole = self._pool[self._slots_of(inputs, row, 0, 0), 0][: position + 1] % NAN
-        return Seen.of(whole.tolist(), windows, self._weights.item(adapter_slot(inputs, row)), self.num_sink_tokens)
+        return Seen.of(whole.tolist(), windows, self._weights.item(adapter_slot(inputs, row)))
 
     def _check_reads(self, inputs: StepInputs, row: int, group: int) -> None:
         """Raises where any of a row's tokens sees what was never written, or keys of another prefix."""
@@ -406,7 +405,7 @@ class FakeExecutor:
         if np.any(is_wrong := digests != expected):
             place = begin + int(np.argmax(is_wrong))
             raise InternalError(f"row {row} reads keys of another prefix at {place}: {tokens.tolist()}")
-        first = self._slots_at(inputs, row, group, np.arange(min(self.num_sink_tokens, begin) if window else 0))
+        first = self._slots_of(inputs, row, group, 0, np.arange(min(self.num_sink_tokens, begin) if window else 0))
         if np.any(self._pool[first, 1] != _digests(self._pool[first, 0], self._factors, weight)):
             raise InternalError(f"row {row} reads first tokens of another prefix: blocks {first.tolist()}")
 
@@ -434,11 +433,11 @@ def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> ty
     return type(f"{kind.__name__}WithAdapters", (kind,), {"max_loras": max_loras})
 
 
-def seeing(
-    windows: tuple[int | None, ...], kind: type[FakeExecutor] = FakeExecutor, *, num_sink_tokens: int = 0
-) -> type[FakeExecutor]:
-    """Make a kind of fake whose KV groups have these windows, and see so many first tokens besides."""
-    return type(f"{kind.__name__}Seeing", (kind,), {"windows": windows, "num_sink_tokens": num_sink_tokens})
+def seeing(windows: tuple[Window, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
+    """Make a kind of fake whose KV groups have these windows, all with as many first tokens besides or none."""
+    pairs = [window if isinstance(window, tuple) else (window, 0) for window in windows]
+    sees = {"windows": tuple(width for width, _ in pairs), "num_sink_tokens": max(sinks for _, sinks in pairs)}
+    return type(f"{kind.__name__}Seeing", (kind,), sees)
 
 
 def scripted(*answers: str, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 NAN = 1 << 40
 """Added to the token in a slot whose keys and values are NaN."""
 
+Window = int | tuple[int, int] | None
+"""Tokens that a KV group sees; a pair is of a window, and of first tokens that are seen besides."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -21,9 +24,9 @@ class Seen:
     weight: int
 
     @classmethod
-    def of(cls, context: list[int], windows: Sequence[int | None], weight: int, num_sinks: int = 0) -> Seen:
-        """Everything that the last token of a context sees: windows, and so many first tokens besides."""
-        places = [places_seen(len(context), window, num_sinks) for window in windows]
+    def of(cls, context: list[int], windows: Sequence[Window], weight: int) -> Seen:
+        """Everything that the last token of a context sees."""
+        places = [places_seen(len(context), window) for window in windows]
         return cls(places, [np.array(context, np.int64)[of_group] for of_group in places], weight)
 
     @property
@@ -40,9 +43,10 @@ class Seen:
         return total % vocab_size
 
 
-def places_seen(end: int, window: int | None, num_sinks: int) -> NDArray[np.int64]:
+def places_seen(end: int, window: Window) -> NDArray[np.int64]:
     """The positions that the last of `end` tokens sees."""
-    begin = max(0, end - window) if window else 0
+    width, num_sinks = window if isinstance(window, tuple) else (window, 0)
+    begin = max(0, end - width) if width else 0
     return np.concatenate([np.arange(min(num_sinks, begin)), np.arange(begin, end)])
 
 
@@ -94,9 +98,8 @@ def expected_tokens(
     seed: int | None = None,
     sequence_index: int = 0,
     eos_token_ids: frozenset[int] = frozenset(),
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[Window] = (None,),
     weight: int = 0,
-    num_sinks: int = 0,
 ) -> list[int]:
     """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.
 
@@ -104,11 +107,10 @@ def expected_tokens(
         seed: the request's seed where its temperature is above 0; None is greedy.
         windows: of its KV groups.
         weight: of its adapter; 0 is none.
-        num_sinks: first tokens that windows see besides.
     """
     context = list(prompt_token_ids)
     while len(context) - len(prompt_token_ids) < num_tokens:
-        token_id = Seen.of(context, windows, weight, num_sinks).next_token(vocab_size)
+        token_id = Seen.of(context, windows, weight).next_token(vocab_size)
         if seed is not None:
             token_id += _noise(seed, sequence_index, len(context))
         context.append(token_id % vocab_size)

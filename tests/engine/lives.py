@@ -25,8 +25,8 @@ SALTS = ("", "", "a", "b")
 TENANTS = ("", "", "t")
 WINDOWS = ((None, 5), (6,), (None, 3, 3), (None, 12, 2), (9, 4), (None, None, 1))
 """Windows of KV groups: beside what sees everything, one of a token, and models of windows alone."""
-STREAMING = (((6,), 1), ((4,), 5), ((3, 1), 2), ((1,), 9))
-"""Windows, and first tokens that are seen besides: what is lossy."""
+STREAMING = (((6, 1),), ((4, 5),), ((3, 2), (1, 2)), ((1, 9),))
+"""Windows with first tokens that are seen besides: what is lossy."""
 WEIGHTS = (5, 17, 40)
 ADAPTERS = tuple(LoadedAdapter("same name", "", i, FakeAdapter(weight)) for i, weight in enumerate(WEIGHTS, 1))
 ANY = -1
@@ -42,12 +42,12 @@ class Life:
         texts: what was or will be computed with the prefix cache, by salt, tenant and adapter.
     """
 
-    def __init__(self, seed, windows=(None,), *, num_sinks=0, max_loras=0, kind=SeveralStepsExecutor, **options):
-        self.seed, self.random, self.windows, self.num_sinks = seed, random.Random(seed), windows, num_sinks
+    def __init__(self, seed, windows=(None,), *, max_loras=0, kind=SeveralStepsExecutor, **options):
+        self.seed, self.random, self.windows = seed, random.Random(seed), windows
         sample, choice = self.random.randint, self.random.choice
         block_size = sample(1, 4)
         self.adapters = random.Random(seed).choices([None, *ADAPTERS] if max_loras else [None], k=1000)
-        executor = with_adapters(max_loras, seeing(windows, kind, num_sink_tokens=num_sinks))(
+        executor = with_adapters(max_loras, seeing(windows, kind))(
             num_blocks=len(windows) * (sample(24, 60) // block_size),
             block_size=block_size,
             max_num_seqs=sample(4, 8),
@@ -134,7 +134,6 @@ class Life:
             request.sampling,
             vocab_size=VOCAB_SIZE,
             windows=self.windows,
-            num_sinks=self.num_sinks,
             weight=0 if adapter is None else WEIGHTS[adapter.number - 1],
         )
         if self.h.enable_prefix_caching and sampling["use_prefix_cache"]:

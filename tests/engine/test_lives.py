@@ -35,11 +35,11 @@ def test_lives_of_models_whose_layers_see_unequally_far(windows):
         Life(seed, windows).run()
 
 
-@pytest.mark.parametrize(("windows", "num_sinks"), STREAMING, ids=str)
+@pytest.mark.parametrize("windows", STREAMING, ids=str)
 @pytest.mark.thinned(4)
-def test_lives_of_models_that_see_first_tokens_and_a_window(windows, num_sinks):
+def test_lives_of_models_that_see_first_tokens_and_a_window(windows):
     for seed in range(5000, 5006):
-        Life(seed, windows, num_sinks=num_sinks).run()
+        Life(seed, windows).run()
 
 
 @pytest.mark.long

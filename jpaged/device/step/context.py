@@ -146,7 +146,9 @@ def check_windows(kinds: Iterable[AttentionKind], max_model_len: int, num_parts:
             continue
         whose = "sliding window of the lossy cache, lossy_kv_window," if num_sinks else "model's sliding window"
         if window % num_parts:
-            raise InvalidArgument("context_parallel_size", f"{num_parts} does not divide the {whose} of {window} tokens")
+            raise InvalidArgument(
+                "context_parallel_size", f"{num_parts} does not divide the {whose} of {window} tokens"
+            )
         if num_sinks % num_parts:
             raise InvalidArgument("context_parallel_size", f"{num_parts} does not divide lossy_kv_sinks, {num_sinks}")
 

@@ -15,7 +15,7 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.llm import LLM, TokensPrompt
-from jpaged.models import lossy
+from jpaged.models.decoder import lossy
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.types import CompletionOutput, SamplingParams
@@ -44,12 +44,13 @@ def expected(folder: Path, prompt: list[int], num_tokens: int, **options: Any) -
     config = lossy.as_asked(published, EngineConfig.load({**LOSSY, **options}))
     model = Model(config, np.dtype("float32"))
     params = load_params(model, folder, "loop")
-    token_ids = np.zeros(len(prompt) + num_tokens, np.int32)
+    end = len(prompt) + num_tokens
+    token_ids = np.zeros(-(-end // 96) * 96, np.int32)  # few shapes, each a program
     token_ids[: len(prompt)] = prompt
-    for length in range(len(prompt), len(token_ids)):
+    for length in range(len(prompt), end):
         logits = dense.logits(model, params, jnp.asarray(token_ids), jnp.int32(len(prompt)))
         token_ids[length] = int(jnp.argmax(logits[length - 1]))
-    return token_ids[len(prompt) :].tolist()
+    return token_ids[len(prompt) : end].tolist()
 
 
 def tokens_of(completions: list[CompletionOutput]) -> list[list[int]]:
@@ -63,14 +64,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tokens_are_those_of_the_mask_in_bounded_memory(folder: Path) -> None:
     """The longest prompt and its answer fill 21 blocks, of which 16 are in the pool: 2 of sinks are always held."""
-    prompts = random_prompts(LENGTHS)
+    prompts = random_prompts([3, 70])
     want = [expected(folder, prompt, 12) for prompt in prompts]
-    exact = [expected(folder, prompt, 12, lossy_kv_window=900) for prompt in prompts]
-    assert [a == b for a, b in zip(want, exact, strict=True)] == [True, False, False, False]
+    assert want[1] != expected(folder, prompts[1], 12, lossy_kv_window=900)
     with open_llm(folder, **{**SIZES, "num_blocks": 16}, **LOSSY) as llm:
         assert tokens_of(generate(llm, prompts, GREEDY)) == want
         assert tokens_of(generate(llm, prompts, GREEDY)) == want  # behind their own prefixes
-        info = llm._serving.model
+        geometry, info = engine_of(llm).geometry, llm._serving.model
+        assert (geometry.windows, geometry.num_sink_tokens, geometry.cascade) == ((WINDOW,), SINKS, None)
         assert (info.lossy_kv_window, info.lossy_kv_sinks) == (WINDOW, SINKS)
     with open_llm(folder, **{**SIZES, "num_blocks": 16}) as llm:
         with pytest.raises(RequestTooLong, match="blocks"):
@@ -135,7 +136,8 @@ def test_a_prompt_of_many_times_the_pool_runs(folder: Path) -> None:
     with open_llm(folder, block_size=4, num_blocks=12, **LOSSY) as llm:
         engine = engine_of(llm)
         (completion,) = generate(llm, [prompt], dataclasses.replace(GREEDY, max_tokens=100))
-        assert engine.load().peak_blocks_used <= engine.geometry.reaches[0].max_num_held == 9
+        assert engine.load().peak_blocks_used <= 8
+        assert engine.geometry.num_blocks_of_longest == 8
     assert list(completion.token_ids[:4]) == expected(folder, prompt, 4)
 
 
@@ -190,9 +192,9 @@ def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], problem: s
 
 def test_a_model_with_windows_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = write_model("mistral_window", tmp_path)
-    with pytest.raises(InvalidArgument, match=r"lossy_kv_window: 11: .* windows of .* of their own"):
-        with open_llm(folder, **{**LOSSY, "lossy_kv_sinks": 1}):
-            pass
+    problem = r"lossy_kv_window: 11: .* windows of .* of their own"
+    with pytest.raises(InvalidArgument, match=problem), open_llm(folder, **{**LOSSY, "lossy_kv_sinks": 1}):
+        pass
 
 
 def test_a_model_of_one_kind_of_attention_is_refused(tmp_path: Path) -> None:
