@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -52,9 +53,9 @@ def main() -> None:
     )
     parser.add_argument("--window", type=int, nargs="+", default=[16, 32, 64, 128], metavar="N")
     parser.add_argument("--sinks", type=int, nargs="+", default=[0, 4], metavar="M")
-    parser.add_argument("--stories", type=int, default=20, help="how many are scored (default: 20)")
+    parser.add_argument("--stories", type=int, default=20, help="(default: 20)")
     parser.add_argument(
-        "--from", type=int, default=128, dest="first", help="the first token that counts (default: 128)"
+        "--from", type=int, default=128, dest="first", help="token that counts (default: 128)"
     )
     arguments = parser.parse_args()
     rows = [*stories(arguments.stories, arguments.first)]
@@ -82,7 +83,7 @@ def stories(number: int, first: int) -> Iterator[list[int]]:
 
 def measured(rows: Sequence[Sequence[int]], first: int, window: int, sinks: int) -> Row:
     """Scores what the stories have from `first` on."""
-    options = {"lossy_kv_window": window, "lossy_kv_sinks": sinks} if window else {}
+    options: dict[str, Any] = {"lossy_kv_window": window, "lossy_kv_sinks": sinks} if window else {}
     with LLM("demo", block_size=BLOCK_SIZE, max_num_batched_tokens=STEP_TOKENS, **options) as llm:
         prompts = [TokensPrompt(prompt_token_ids=list(row[:first])) for row in rows]
         each = llm.score(prompts, [[list(row[first:])] for row in rows], use_tqdm=False)
