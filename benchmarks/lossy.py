@@ -54,9 +54,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, nargs="+", default=[16, 32, 64, 128], metavar="N")
     parser.add_argument("--sinks", type=int, nargs="+", default=[0, 4], metavar="M")
     parser.add_argument("--stories", type=int, default=20, help="(default: 20)")
-    parser.add_argument(
-        "--from", type=int, default=128, dest="first", help="token that counts (default: 128)"
-    )
+    parser.add_argument("--from", type=int, default=128, dest="first", help="token that counts (default: 128)")
     arguments = parser.parse_args()
     rows = [*stories(arguments.stories, arguments.first)]
     found = [measured(rows, arguments.first, 0, 0)]

@@ -117,6 +117,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         attention_backend=executor.step.backend,
         linear_backend=executor.step.linear_backend,
         kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
+        lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
         served_model_name=options.server.served_model_name or source.name,
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
