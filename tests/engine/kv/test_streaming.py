@@ -77,7 +77,7 @@ def test_who_goes_back_keeps_first_tokens_or_runs_from_the_beginning():
 
 
 def test_a_prefix_without_its_first_tokens_is_none():
-    """Of 30 tokens seven blocks are full. Who comes behind them sees the first two, and the last ones."""
+    """Seven blocks of 30 tokens are full. Who comes behind them sees the first two, and the last ones."""
     for index, num_known in ((0, 0), (1, 1), (2, 7), (4, 7), (6, 6)):
         memory = memory_of()
         leader = compute(memory, group_of(range(30)))

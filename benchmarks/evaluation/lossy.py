@@ -1,6 +1,6 @@
 """What forgetting old tokens costs the demo model: perplexity of stories that it has not learnt, under several windows.
 
-python -m benchmarks.lossy
+python -m benchmarks.evaluation.lossy
 
 A story of a seed that no corpus has is scored token by token, at once; what is counted are the tokens from --from on,
 where most windows have lost something. Blocks are those that a sequence of 1024 tokens holds at most, from the engine.
@@ -48,7 +48,7 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lossy",
+        prog="python -m benchmarks.evaluation.lossy",
         description="Perplexity of the demo model that forgets old tokens, beside the exact one.",
     )
     parser.add_argument("--window", type=int, nargs="+", default=[16, 32, 64, 128], metavar="N")
@@ -63,7 +63,7 @@ def main() -> None:
         found.append(measured(rows, arguments.first, window, sinks))
         print(line(found[-1]), flush=True)
     facts = {"stories": len(rows), "tokens": sum(len(row) - arguments.first for row in rows), "from": arguments.first}
-    print(save("lossy", "python -m benchmarks.lossy", {**facts, "rows": [asdict(row) for row in found]}))
+    print(save("lossy", "python -m benchmarks.evaluation.lossy", {**facts, "rows": [asdict(row) for row in found]}))
     put_on_page({"lossy": table(found)})
 
 
