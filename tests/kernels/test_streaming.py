@@ -86,8 +86,8 @@ def test_where_no_query_is_far_enough_no_second_pass_is_run() -> None:
     assert streaming.sinks.kv_lens_s[:4].tolist() == [0, 0, 0, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", FIRST)
-@pytest.mark.thinned(2)
 def test_hopper_reads_both_in_one_launch(first: str) -> None:
     shape = Shape(sliding_window=37, num_tokens=64)
     case, spec = streaming_case("mixed", shape, FIRST[first])
@@ -99,7 +99,7 @@ def test_hopper_reads_both_in_one_launch(first: str) -> None:
 
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("part_chunks", [None, 1])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_triton_reads_both_in_one_launch(first: str, part_chunks: int | None) -> None:
     shape = Shape(sliding_window=37, num_tokens=64)
     case, spec = streaming_case("mixed", shape, FIRST[first])
