@@ -46,6 +46,7 @@ from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
 from jpaged.kvevents.publisher import Publisher
 from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import lossy
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_parallel_experts
@@ -101,7 +102,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         runs = [MultiHostExecutor(executor, leader)]
     for index, one in enumerate(runs):
         one.warm_up(_progress_of(index, len(runs), progress))
-    _say(executor.memory_plan.lines(), progress)
+    _say([*executor.memory_plan.lines(), *lossy.told(options)], progress)
     resolved = options.replace(
         max_model_len=geometry.max_model_len,
         num_blocks=geometry.num_blocks,
@@ -116,6 +117,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         attention_backend=executor.step.backend,
         linear_backend=executor.step.linear_backend,
         kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
+        lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
         served_model_name=options.server.served_model_name or source.name,
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
@@ -277,6 +279,7 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
     source = replace(source, config=quantised_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
+    config = lossy.as_asked(config, options)
     model = Model(config, _dtype(options.model.dtype, config, first_device(meshes[0]).platform))
     return source, model, [Placement.of(model, mesh) for mesh in meshes]
 
@@ -491,4 +494,6 @@ def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry, answ
         tool_call_parser=answer_format.tools.name if answer_format.tools else "",
         reasoning_parser=answer_format.reasoning.name if answer_format.reasoning else "",
         max_logprobs=resolved.model.max_logprobs,
+        lossy_kv_window=resolved.lossy.lossy_kv_window or 0,
+        lossy_kv_sinks=geometry.num_sink_tokens,
     )

@@ -2,6 +2,7 @@
 
 __main__.py  the comparison, and the measurement
 worker.py    one model in one process
+lossy.py     perplexity of the demo model that forgets old tokens
 stories.py   the texts of the tasks
 tasks/       what the harness reads
 """

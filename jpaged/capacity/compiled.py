@@ -27,6 +27,7 @@ from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import lossy
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
 
@@ -97,6 +98,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
+    config = lossy.as_asked(config, options)
     draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
     num_parts = options.parallel.context_parallel_size
     num_sharing, notes = _num_devices([config] if draft is None else [config, draft], target, chosen, num_parts)

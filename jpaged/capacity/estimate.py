@@ -51,17 +51,19 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What limits how many run: blocks, their size, rows of a step, its tokens, and the windows of KV groups."""
+    """What limits how many run: blocks, their size, rows of a step, its tokens, and what KV groups see of a text."""
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     windows: Sequence[int | None] = (None,)
+    num_sink_tokens: int = 0
 
     def num_fitting(self, num_tokens: int) -> int:
         """Sequences of so many tokens that find blocks."""
-        reaches = [Reach.of(window, self.block_size, self.max_num_batched_tokens) for window in self.windows]
+        sizes = self.block_size, self.max_num_batched_tokens, self.num_sink_tokens
+        reaches = [Reach.of(window, *sizes) for window in self.windows]
         return self.num_blocks // sum(reach.num_kept(num_tokens) for reach in reaches)
 
 

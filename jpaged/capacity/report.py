@@ -81,6 +81,7 @@ def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
         deployment.geometry.max_num_seqs,
         deployment.geometry.max_num_batched_tokens,
         deployment.geometry.windows,
+        deployment.geometry.num_sink_tokens,
     )
     mix = estimate(mean_lengths(workload.lengths), pool, plan.step_times)
     tokens_per_s = mix.tokens_per_s * plan.num_copies

@@ -2,6 +2,7 @@
 
 engine_config.py   all of them together: loaded, resolved, explained; and the environment
 groups.py          the sections of an engine
+lossy.py           what gives up answers for memory
 serving.py         those of a server
 speculative.py     how tokens are proposed before they are drawn
 roles.py           prefill and decode on servers of their own
@@ -43,6 +44,7 @@ from jpaged.config.groups import (
     SchedulerOptions,
     StartupOptions,
 )
+from jpaged.config.lossy import LossyOptions
 from jpaged.config.option import (
     checked,
     option,
@@ -68,6 +70,7 @@ __all__ = [
     "KVPolicy",
     "LinearBackend",
     "LoraOptions",
+    "LossyOptions",
     "ModelOptions",
     "ParallelOptions",
     "Policy",

@@ -27,6 +27,7 @@ from jpaged.config.groups import (
     SchedulerOptions,
     StartupOptions,
 )
+from jpaged.config.lossy import LossyOptions
 from jpaged.config.option import checked, section_of
 from jpaged.config.roles import RoleOptions
 from jpaged.config.serving import AccessOptions, HttpOptions, KVEventsOptions, ServerOptions, TelemetryOptions
@@ -65,6 +66,7 @@ class EngineConfig:
 
     model: ModelOptions = section_of(ModelOptions, "Which model, and how its numbers are held.")
     cache: CacheOptions = section_of(CacheOptions, "The pool of blocks of keys and values.")
+    lossy: LossyOptions = section_of(LossyOptions, "Lossy: less memory for answers that differ from the model's.")
     scheduler: SchedulerOptions = section_of(SchedulerOptions, "Who runs in a step, in which order, and how many.")
     parallel: ParallelOptions = section_of(
         ParallelOptions, "How the model is split and copied over devices and processes."
@@ -130,6 +132,7 @@ class EngineConfig:
                 f"{self.parallel.data_parallel_size}, the limit with them is 1",
             )
         self.cache.check()
+        self.lossy.check(self.cache, self.speculation.method if self.speculation and self.has_draft else None)
         self.parallel.check()
         self.lora.check()
         self.timeouts.check()

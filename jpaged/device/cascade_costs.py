@@ -55,7 +55,8 @@ def cascade_costs(
             long as so many times the tokens of a whole context.
     """
     joint = IMPLEMENTATIONS[backend].attend_parts is not None
-    if layout.form == "gpu" and not joint:
+    has_sinks = any(kind.num_sink_tokens for kind in kinds)  # whose second pass reads each row's own first tokens
+    if has_sinks or (layout.form == "gpu" and not joint):
         return None
     costs = _full_costs(backend, layout, num_heads)
     costs = dataclasses.replace(

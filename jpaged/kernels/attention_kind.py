@@ -14,12 +14,14 @@ class AttentionKind:
     Attributes:
         scale: scores are q . k * scale.
         sliding_window: a token sees itself and so many before it that the window is full; None sees all.
+        num_sink_tokens: first tokens of a context that every query sees besides its window: the way of StreamingLLM.
         soft_cap: scores become cap * tanh(score / cap); None leaves them.
     """
 
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
@@ -28,3 +30,8 @@ class AttentionKind:
             raise InvalidArgument("sliding_window", f"{self.sliding_window} is below the limit of 1")
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise InvalidArgument("soft_cap", f"{self.soft_cap} is not above 0")
+        if self.num_sink_tokens < 0 or (self.num_sink_tokens and self.sliding_window is None):
+            raise InvalidArgument(
+                "num_sink_tokens",
+                f"{self.num_sink_tokens} first tokens are seen beside a window of {self.sliding_window}",
+            )

@@ -49,7 +49,7 @@ from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.fake_feed import FakeFeed
 from jpaged.testing.fake_host import FakeHostBlocks
-from jpaged.testing.fake_model import NAN, Script, Seen, sampled
+from jpaged.testing.fake_model import NAN, Script, Seen, Window, places_seen, sampled
 from jpaged.testing.fake_rounds import FakeDraft, FakeRounds
 from jpaged.testing.fake_rows import adapter_slot, run_of
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
@@ -125,6 +125,7 @@ class FakeExecutor:
         num_speculative_tokens: that its draft model proposes; 0 has none.
         draft: what its draft model has seen.
         windows: of its KV groups.
+        num_sink_tokens: that they see besides.
         max_loras: its adapter slots.
         num_compiles_after_warm_up: it compiles nothing.
         host_blocks: the tokens in host memory, as bytes.
@@ -136,6 +137,7 @@ class FakeExecutor:
     has_fed_steps = False
     num_speculative_tokens = 0
     windows: tuple[int | None, ...] = (None,)
+    num_sink_tokens = 0
     max_loras = 0
     num_compiles_after_warm_up = 0
     sampled: Callable[[Seen, np.void, int], int] = staticmethod(sampled)
@@ -166,16 +168,17 @@ class FakeExecutor:
             max_num_steps=self.max_num_steps,
             has_fed_steps=self.has_fed_steps,
             windows=self.windows,
+            num_sink_tokens=self.num_sink_tokens,
             max_loras=self.max_loras,
             num_speculative_tokens=self.num_speculative_tokens,
-            cascade=dataclasses.replace(
-                _ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens
-            ),
+            cascade=None
+            if self.num_sink_tokens
+            else dataclasses.replace(_ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens),
         )
         # Of each slot the token, and the digest of the tokens up to it.
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
-        identity = repr((type(self).__name__, self.windows, block_size)).encode()
+        identity = repr((type(self).__name__, self.windows, self.num_sink_tokens, block_size)).encode()
         self.host_blocks = FakeHostBlocks(self._host, block_size, identity) if num_host_blocks else None
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
@@ -341,13 +344,15 @@ class FakeExecutor:
                 slots = slots[1:]
             self._pool[slots, 1] = _digests(self._pool[slots, 0], self._factors[start:], weight) + before
 
-    def _slots_of(self, inputs: StepInputs, row: int, group: int, begin: int) -> NDArray[np.int64]:
-        """The slots of a row's tokens from a position on.
+    def _slots_of(
+        self, inputs: StepInputs, row: int, group: int, begin: int, places: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """The slots of a row's tokens from a position on, or at places.
 
         By its run's block table those that the run shares and all see, the others by its own.
         """
-        block_size, window = self._geometry.block_size, self._geometry.windows[group]
-        positions, shared = np.arange(begin, inputs.kv_lens_s[row]), inputs.kv_begins_s[row]
+        positions = np.arange(begin, inputs.kv_lens_s[row]) if places is None else places
+        block_size, window, shared = self._geometry.block_size, self._geometry.windows[group], inputs.kv_begins_s[row]
         first, end = run_of(inputs, row)
         far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0  # where the last one's window begins
         is_shared = (positions >= -(-far // block_size) * block_size) & (positions < shared)
@@ -362,17 +367,17 @@ class FakeExecutor:
         if is_checked and inputs.positions_t[inputs.sample_tokens_s[row]] != end - 1:
             raise InternalError(f"row {row} of {end} tokens samples from token {inputs.sample_tokens_s[row]}")
         for group, window in enumerate(self._geometry.windows):
-            begin = max(0, end - window) if window else 0
             if is_checked:
                 self._check_reads(inputs, row, group)
-            seen.begins.append(begin)
-            seen.tokens.append(self._pool[self._slots_of(inputs, row, group, begin), 0])
+            seen.places.append(places_seen(end, (window, self.num_sink_tokens) if window else None))
+            seen.tokens.append(self._pool[self._slots_of(inputs, row, group, 0, seen.places[-1]), 0])
         return seen
 
     def _seen_at(self, inputs: StepInputs, place: int) -> Seen:
         """What the token at a place of the packed axis sees."""
         row = int(np.searchsorted(inputs.query_starts_s1[1 : inputs.num_rows + 1], place, side="right"))
-        position, windows = int(inputs.positions_t[place]), self._geometry.windows
+        position = int(inputs.positions_t[place])
+        windows = [(window, self.num_sink_tokens) if window else None for window in self._geometry.windows]
         if row >= inputs.num_rows:
             return Seen.of([0], windows, 0)
         whole = self._pool[self._slots_of(inputs, row, 0, 0), 0][: position + 1] % NAN
@@ -400,6 +405,9 @@ class FakeExecutor:
         if np.any(is_wrong := digests != expected):
             place = begin + int(np.argmax(is_wrong))
             raise InternalError(f"row {row} reads keys of another prefix at {place}: {tokens.tolist()}")
+        first = self._slots_of(inputs, row, group, 0, np.arange(min(self.num_sink_tokens, begin) if window else 0))
+        if np.any(self._pool[first, 1] != _digests(self._pool[first, 0], self._factors, weight)):
+            raise InternalError(f"row {row} reads first tokens of another prefix: blocks {first.tolist()}")
 
 
 class SeveralStepsExecutor(FakeExecutor):
@@ -425,9 +433,11 @@ def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> ty
     return type(f"{kind.__name__}WithAdapters", (kind,), {"max_loras": max_loras})
 
 
-def seeing(windows: tuple[int | None, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
-    """Make a kind of fake whose KV groups have these windows."""
-    return type(f"{kind.__name__}Seeing", (kind,), {"windows": windows})
+def seeing(windows: tuple[Window, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
+    """Make a kind of fake whose KV groups have these windows, all with as many first tokens besides or none."""
+    pairs = [window if isinstance(window, tuple) else (window, 0) for window in windows]
+    sees = {"windows": tuple(width for width, _ in pairs), "num_sink_tokens": max(sinks for _, sinks in pairs)}
+    return type(f"{kind.__name__}Seeing", (kind,), sees)
 
 
 def scripted(*answers: str, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:

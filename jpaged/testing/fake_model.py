@@ -11,20 +11,23 @@ from numpy.typing import NDArray
 NAN = 1 << 40
 """Added to the token in a slot whose keys and values are NaN."""
 
+Window = int | tuple[int, int] | None
+"""Tokens that a KV group sees; a pair is of a window, and of first tokens that are seen besides."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a row's last token sees in each KV group: tokens, the first's position; its adapter's weight."""
+    """What a row's last token sees in each KV group: tokens and their positions; its adapter's weight."""
 
-    begins: list[int]
+    places: list[NDArray[np.int64]]
     tokens: list[NDArray[np.int64]]
     weight: int
 
     @classmethod
-    def of(cls, context: list[int], windows: Sequence[int | None], weight: int) -> Seen:
+    def of(cls, context: list[int], windows: Sequence[Window], weight: int) -> Seen:
         """Everything that the last token of a context sees."""
-        begins = [max(0, len(context) - window) if window else 0 for window in windows]
-        return cls(begins, [np.array(context[begin:], np.int64) for begin in begins], weight)
+        places = [places_seen(len(context), window) for window in windows]
+        return cls(places, [np.array(context, np.int64)[of_group] for of_group in places], weight)
 
     @property
     def context(self) -> list[int]:
@@ -35,10 +38,16 @@ class Seen:
     def next_token(self, vocab_size: int) -> int:
         """The token that comes next."""
         total = self.weight
-        for group, (begin, tokens) in enumerate(zip(self.begins, self.tokens, strict=True)):
-            weights = np.arange(begin + 1, begin + len(tokens) + 1)
-            total += (group + 1) * int(np.sum(weights * (tokens % NAN)))
+        for group, (places, tokens) in enumerate(zip(self.places, self.tokens, strict=True)):
+            total += (group + 1) * int(np.sum((places + 1) * (tokens % NAN)))
         return total % vocab_size
+
+
+def places_seen(end: int, window: Window) -> NDArray[np.int64]:
+    """The positions that the last of `end` tokens sees."""
+    width, num_sinks = window if isinstance(window, tuple) else (window, 0)
+    begin = max(0, end - width) if width else 0
+    return np.concatenate([np.arange(min(num_sinks, begin)), np.arange(begin, end)])
 
 
 def sampled(seen: Seen, row: np.void, vocab_size: int) -> int:
@@ -89,7 +98,7 @@ def expected_tokens(
     seed: int | None = None,
     sequence_index: int = 0,
     eos_token_ids: frozenset[int] = frozenset(),
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[Window] = (None,),
     weight: int = 0,
 ) -> list[int]:
     """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.

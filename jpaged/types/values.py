@@ -50,6 +50,8 @@ class ModelInfo:
         tool_call_parser: the format in which it writes tool calls; "" where none is known.
         reasoning_parser: the same of its reasoning.
         max_logprobs: likeliest tokens that a request may be told of at each position; -1 is all.
+        lossy_kv_window: last tokens that every token sees beside the first ones, all others forgotten; 0 sees all.
+        lossy_kv_sinks: first tokens that are seen beside the window.
     """
 
     name: str
@@ -68,6 +70,8 @@ class ModelInfo:
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     max_logprobs: int = 20
+    lossy_kv_window: int = 0
+    lossy_kv_sinks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

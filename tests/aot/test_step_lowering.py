@@ -39,6 +39,7 @@ from jpaged.engine.executor.telling import Tell
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel
+from jpaged.models.decoder import lossy
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.quantisation.rules import Quantisation
@@ -92,10 +93,18 @@ def primitives(jaxpr: Jaxpr) -> Iterator[str]:
             yield from primitives(inner)
 
 
-def test_layers_on_a_tpu_find_the_lists_of_rows_made() -> None:
-    target = TARGETS["v6e"]
-    model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
-    step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
+LOSSY = {**OPTIONS, "lossy_kv_window": 256}
+
+
+def model_of(options: EngineConfig) -> Model:
+    """Llama-3-8B, exact or lossy."""
+    return Model(lossy.as_asked(KNOWN_MODELS["llama-3-8b"].config, options), jnp.dtype("bfloat16"))
+
+
+@pytest.mark.parametrize("options", [OPTIONS, LOSSY], ids=["exact", "lossy"])
+def test_layers_on_a_tpu_find_the_lists_of_rows_made(options: dict[str, Any]) -> None:
+    target, config = TARGETS["v6e"], EngineConfig.load(options)
+    step, geometry, _ = abstract_serving(model_of(config), config, build_mesh(jax.devices()[:1]))
     layout = dataclasses.replace(step.layout, form=target.form)
     step = dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan")
     packing = forward_packing(NUM_TOKENS, geometry)
@@ -173,6 +182,30 @@ def test_a_step_over_contexts_in_parts_lowers_with_each_devices_kernel(name: str
     assert text.count("stablehlo.all_gather") == 1, "the log-sum-exps of a layer"
     assert text.count("stablehlo.all_reduce") == 1, "its outputs; XLA adds the sums of the model's parts"
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+@pytest.mark.parametrize(("name", "num_more"), [("v6e", 2), ("h200", 0)])
+def test_a_lossy_step_lowers_with_a_second_pass_or_one_launch(name: str, num_more: int) -> None:
+    """On a TPU rows of one query and of more are a call each in both passes; on Hopper both are lists of one launch."""
+    target, texts = TARGETS[name], []
+    for options in (OPTIONS, LOSSY):
+        config = EngineConfig.load({**options, "enable_cascade_attention": False})
+        step, geometry, _ = abstract_serving(model_of(config), config, build_mesh(jax.devices()[:1]))
+        layout = dataclasses.replace(step.layout, form=target.form)
+        step = dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan")
+        packing = forward_packing(NUM_TOKENS, geometry)
+        arguments = (
+            step.model.abstract_params("scan"),
+            jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
+            jax.ShapeDtypeStruct((step.num_places,), np.int32),
+            jax.ShapeDtypeStruct((packing.size,), np.int32),
+        )
+        jitted = jax.jit(functools.partial(step.packed_forward, packing=packing), donate_argnums=1)
+        with on(target):
+            texts.append(export.export(jitted, platforms=[target.platform])(*arguments).mlir_module())
+    exact, both = (text.count(target.call) for text in texts)
+    assert (both - exact, exact > 0) == (num_more, True)
+    assert "tf.aliasing_output" in texts[1] or "jax.buffer_donor" in texts[1]
 
 
 @pytest.mark.long

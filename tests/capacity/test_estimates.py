@@ -153,6 +153,8 @@ def test_an_unknown_target_is_refused_with_those_that_are_known(name: str) -> No
 
 def test_windows_let_more_sequences_fit() -> None:
     everything = Pool(num_blocks=1000, block_size=16, max_num_seqs=64, max_num_batched_tokens=512)
+    lossy = dataclasses.replace(everything, windows=(256,), num_sink_tokens=20)
+    assert lossy.num_fitting(10_000) == 1000 // (2 + 16)  # of first tokens, and of the window
     assert everything.num_fitting(3200) == 1000 // 200
     mixed = dataclasses.replace(everything, windows=(None, 100, 100))
     assert mixed.num_fitting(3200) == 1000 // (200 + 7 + 7)  # 99 tokens of those before are in seven blocks

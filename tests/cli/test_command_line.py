@@ -29,6 +29,7 @@ VALUES |= {"speculative_config": '{"method": "suffix"}'}
 TOGETHER = (
     {"coordinator": "host:1234", "num_processes": "100", "process_id": "0"},
     {"kv_disk_space": "1", "kv_disk_dir": "folder"},
+    {"lossy_kv_window": "99", "lossy_kv_sinks": "99"},
 )
 """What goes with each other, so that they make sense."""
 

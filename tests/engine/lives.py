@@ -25,6 +25,8 @@ SALTS = ("", "", "a", "b")
 TENANTS = ("", "", "t")
 WINDOWS = ((None, 5), (6,), (None, 3, 3), (None, 12, 2), (9, 4), (None, None, 1))
 """Windows of KV groups: beside what sees everything, one of a token, and models of windows alone."""
+STREAMING = (((6, 1),), ((4, 5),), ((3, 2), (1, 2)), ((1, 9),))
+"""Windows with first tokens that are seen besides: what is lossy."""
 WEIGHTS = (5, 17, 40)
 ADAPTERS = tuple(LoadedAdapter("same name", "", i, FakeAdapter(weight)) for i, weight in enumerate(WEIGHTS, 1))
 ANY = -1

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.testing import SpeculatingExecutor
 from jpaged.types import LoadedAdapter
-from tests.engine.lives import ADAPTERS, WINDOWS, Life
+from tests.engine.lives import ADAPTERS, STREAMING, WINDOWS, Life
 
 WHAT_HAPPENS = (
     "num_preemptions",
@@ -32,6 +32,13 @@ def test_lives_in_a_short_memory_sample_every_token_as_if_alone(first):
 @pytest.mark.thinned(4)
 def test_lives_of_models_whose_layers_see_unequally_far(windows):
     for seed in range(2000, 2006):
+        Life(seed, windows).run()
+
+
+@pytest.mark.parametrize("windows", STREAMING, ids=str)
+@pytest.mark.thinned(4)
+def test_lives_of_models_that_see_first_tokens_and_a_window(windows):
+    for seed in range(5000, 5006):
         Life(seed, windows).run()
 
 

@@ -392,6 +392,13 @@ class PagedAttentionPromises(BackendUnderTest):
         case = make_case([(2, 1), (20, 19), (1, 0), (7, 6), (9, 40)], shape)
         self.check_case(case, shape)
 
+    def test_queries_may_stand_before_the_first_key(self) -> None:
+        """They see nothing, and those behind them what lies up to their place: first tokens behind a window."""
+        shape = Shape(dtype="bfloat16")
+        case = make_case([(1, 64), (5, 48), (1, 100), (20, 90), (1, 33), (70, 70)], shape)
+        positions = np.array([-1000, -2, -1, -5, 3, -64, 0, 0], np.int32)
+        self.check_case(dataclasses.replace(case, first_positions_s=positions), shape)
+
     def test_a_part_of_each_context_in_a_window(self) -> None:
         """Windows that end within the keys, where they begin, and behind all of them."""
         shape = Shape(sliding_window=30)

@@ -25,6 +25,7 @@ class Case:
     first_positions_s: np.ndarray | None = None
     kv_begins_s: np.ndarray | None = None
     sinks_h: np.ndarray | None = None
+    num_sink_tokens: int = 0
 
     def first_position(self, row: int) -> int:
         if self.first_positions_s is not None:
@@ -60,8 +61,9 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
         for t in range(start, end):
             position = case.first_position(row) + t - start
             first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
-            seen = slice(max(first, case.kv_begin(row)), min(position + 1, int(case.kv_lens_s[row])))
-            if seen.start >= seen.stop:
+            window = range(max(first, case.kv_begin(row)), min(position + 1, int(case.kv_lens_s[row])))
+            seen = [*range(min(case.num_sink_tokens, first)), *window]
+            if not seen:
                 continue
             for h in range(num_heads):
                 s = k[seen, h // group] @ case.q_thd[t, h].astype(np.float64) * case.scale

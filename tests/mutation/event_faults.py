@@ -169,8 +169,8 @@ EVENT_FAULTS = (
     Fault(
         "the last of two names of a block goes with the first",
         "directory.py",
-        "                if held.hashes.get(key) == one:\n",
-        "                if key in held.hashes:\n",
+        "    if key is not None and held.hashes.get(key) == one:\n",
+        "    if key in held.hashes:\n",
         DIRECTORY,
     ),
     Fault(

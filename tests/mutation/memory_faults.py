@@ -6,6 +6,7 @@ from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
 WINDOWS = ("kv/test_windows.py", "test_lives.py")
+STREAMING = ("kv/test_streaming.py",)
 ROOM = ("scheduling/test_scheduler.py", "kv/test_paged.py")
 RESERVED = ("kv/test_contiguous.py",)
 
@@ -13,8 +14,8 @@ MEMORY_FAULTS = (
     Fault(
         "a fork's reference is not counted",
         "kv/blocks.py",
-        "            self.acquire(block_id)\n        child.extend(block_ids)",
-        "            pass\n        child.extend(block_ids)",
+        "            self.acquire(block_id)\n        child.fill(",
+        "            pass\n        child.fill(",
         ("kv/test_sharing.py",),
     ),
     Fault(
@@ -263,7 +264,7 @@ MEMORY_FAULTS = (
     Fault(
         "what no query sees is kept",
         "kv/windows.py",
-        "                self._pool.drop(table, first)\n",
+        "                self._pool.drop(table, first, reach.num_sinks)\n",
         "                pass\n",
         WINDOWS,
     ),
@@ -291,9 +292,44 @@ MEMORY_FAULTS = (
     Fault(
         "a fork remembers what its parent gave up",
         "kv/blocks.py",
-        "        child.begin_at(parent.num_dropped)\n",
-        "",
+        "child.fill(block_ids, parent.num_dropped, parent.num_sinks)",
+        "child.extend(block_ids)",
         WINDOWS,
+    ),
+    Fault(
+        "first tokens that are seen are given up",
+        "kv/windows.py",
+        "self._pool.drop(table, first, reach.num_sinks)",
+        "self._pool.drop(table, first)",
+        STREAMING,
+    ),
+    Fault(
+        "first tokens are left behind when a sequence leaves its blocks",
+        "kv/blocks.py",
+        "block_ids = self._ids[num_blocks : self.num_sinks] + self._ids[max(num_blocks, self.num_dropped) :]",
+        "block_ids = self._ids[max(num_blocks, self.num_dropped) :]",
+        STREAMING,
+    ),
+    Fault(
+        "first tokens are swapped in where the window begins",
+        "kv/swapping.py",
+        "source.num_dropped, source.num_sinks)",
+        "source.num_dropped)",
+        STREAMING,
+    ),
+    Fault(
+        "a prefix is found of which the first tokens are gone",
+        "kv/prefix_cache.py",
+        "range(num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks))",
+        "range(num_blocks if reach.num_seen is None else 0)",
+        STREAMING,
+    ),
+    Fault(
+        "first tokens are not promised",
+        "reach.py",
+        "return self.num_sinks + self.num_seen + (",
+        "return self.num_seen + (",
+        STREAMING,
     ),
     Fault(
         "a window's blocks are promised for a whole prompt's",

@@ -89,9 +89,9 @@ def _sized_step(
     sizes = attention.sizes()
     chosen = attention.choose(sizes)
     vocab_size, model = model.config.vocab_size, Placement.of(model, mesh, layer_mode).model
-    config = model.config  # what was chosen is one device's part
+    config, kinds = model.config, model.config.attention_kinds  # what was chosen is one device's part
     stacks = list(stacks_of(config.layer_kinds).values()) if layer_mode == "scan" else None
-    groups = group_layers([kind.sliding_window for kind in config.attention_kinds], sizes.max_model_len, stacks)
+    groups = group_layers([kind.sliding_window for kind in kinds], sizes.max_model_len, stacks)
     layout = dataclasses.replace(
         chosen.layout,
         num_layers=groups.num_layers,
@@ -101,8 +101,7 @@ def _sized_step(
         num_shards=num_parts,
         num_context_parts=num_contexts,
     )
-    num_heads = config.num_heads // num_parts
-    cascade = cascade_costs(chosen.backend, layout.local, config.attention_kinds, num_heads, num_contexts)
+    cascade = cascade_costs(chosen.backend, layout.local, kinds, config.num_heads // num_parts, num_contexts)
     max_num_steps = max_steps_of_dispatch(options, mesh)
     sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
@@ -123,6 +122,7 @@ def _sized_step(
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
         windows=groups.windows,
+        num_sink_tokens=max(kind.num_sink_tokens for kind in kinds),
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         num_told=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
     )

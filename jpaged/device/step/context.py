@@ -131,7 +131,8 @@ def kind_of_part(kind: AttentionKind, num_parts: int) -> AttentionKind:
     """What attention computes over the keys of one device: of a window, its part."""
     if kind.sliding_window is None or num_parts == 1:
         return kind
-    return dataclasses.replace(kind, sliding_window=-(-kind.sliding_window // num_parts))
+    num_sinks = kind.num_sink_tokens // num_parts
+    return dataclasses.replace(kind, sliding_window=-(-kind.sliding_window // num_parts), num_sink_tokens=num_sinks)
 
 
 def check_windows(kinds: Iterable[AttentionKind], max_model_len: int, num_parts: int) -> None:
@@ -140,11 +141,16 @@ def check_windows(kinds: Iterable[AttentionKind], max_model_len: int, num_parts:
     Raises:
         InvalidArgument: one cannot be cut into equal parts.
     """
-    for window in {kind.sliding_window for kind in kinds} - {None}:
-        if window is not None and window < max_model_len and window % num_parts:
+    for window, num_sinks in {(kind.sliding_window, kind.num_sink_tokens) for kind in kinds}:
+        if window is None or window >= max_model_len:
+            continue
+        whose = "sliding window of the lossy cache, lossy_kv_window," if num_sinks else "model's sliding window"
+        if window % num_parts:
             raise InvalidArgument(
-                "context_parallel_size", f"{num_parts} does not divide the model's sliding window of {window} tokens"
+                "context_parallel_size", f"{num_parts} does not divide the {whose} of {window} tokens"
             )
+        if num_sinks % num_parts:
+            raise InvalidArgument("context_parallel_size", f"{num_parts} does not divide lossy_kv_sinks, {num_sinks}")
 
 
 def merged(attended: Attended, axis: str) -> Attended:

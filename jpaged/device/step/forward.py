@@ -46,8 +46,8 @@ from jpaged.engine.executor.telling import TELL_IDS, Tell
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.heads import tpu as heads
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, prepare_rows
-from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, prefix_spec
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_update, prepare_step_rows
 from jpaged.kernels.paged_attention.sinks import add_sinks
 from jpaged.kernels.paged_attention.spec import NewKV
 from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, Sampled, SamplingKernel
@@ -378,7 +378,7 @@ class Step:
 
     def _prepare(
         self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: ContextOrder | None
-    ) -> RaggedRows | CascadeRows:
+    ) -> StepRows:
         """The rows as the layers of a kind in a KV group take them: what depends on the step alone is made once.
 
         Where contexts are split each device has its own, one after the other on a first axis.
@@ -396,16 +396,16 @@ class Step:
             return self._prepared(kind, rows, slots_t, runs)
         num_parts = num_context_parts(self.mesh)
 
-        def of_part(order: Any, rows: Any, slots: Any, runs: Any) -> RaggedRows | CascadeRows:
+        def of_part(order: Any, rows: Any, slots: Any, runs: Any) -> StepRows:
             part = jax.lax.axis_index(CONTEXT_AXIS)
             runs = None if runs is None else (order.run_starts(runs[0]), runs[1])
             own = order.rows_of(rows, part, num_parts)
             prepared = self._prepared(kind, own, own_slots(slots, part, num_parts), runs)
-            found: RaggedRows | CascadeRows = jax.tree.map(lambda leaf: leaf[None], prepared)
+            found: StepRows = jax.tree.map(lambda leaf: leaf[None], prepared)
             return found
 
         of_parts = on_shards(of_part, self.mesh, PartitionSpec(), PartitionSpec(CONTEXT_AXIS))
-        prepared: RaggedRows | CascadeRows = of_parts(order, rows, slots_t, runs)
+        prepared: StepRows = of_parts(order, rows, slots_t, runs)
         return prepared
 
     def _prepared(
@@ -414,19 +414,13 @@ class Step:
         rows: RaggedRows,
         slots_t: jax.Array,
         runs: tuple[jax.Array, jax.Array] | None,
-    ) -> RaggedRows | CascadeRows:
+    ) -> StepRows:
         """The rows of one device, with their runs if any: where those begin, and how many there are."""
         spec = self._spec(kind)
         num_rows, table_width = rows.block_tables_sm.shape
         num_heads = self.model.config.num_heads // num_shards(self.mesh)
         queries = Queries(num_heads, jnp.dtype(self.model.dtype), num_rows, table_width, slots_t.shape[0])
-        prepared = prepare_rows(rows, slots_t, spec, queries, backend=self.backend)
-        if runs is None:
-            return prepared
-        cascade = CascadeRows.of(rows, *runs, spec)
-        prefixes = prepare_rows(cascade.prefixes, None, prefix_spec(spec), queries, backend=self.backend)
-        edges = cascade.edges and prepare_rows(cascade.edges, None, spec, queries, backend=self.backend)
-        return dataclasses.replace(cascade, rows=prepared, prefixes=prefixes, edges=edges)
+        return prepare_step_rows(rows, slots_t, runs, spec, queries, backend=self.backend)
 
     def _attend(
         self,
@@ -434,7 +428,7 @@ class Step:
         new_kv: NewKV,
         pool: jax.Array,
         place: LayerPlace,
-        rows: RaggedRows | CascadeRows,
+        rows: StepRows,
         scales_lk2: jax.Array | None,
         sinks_h: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
@@ -451,7 +445,7 @@ class Step:
                 k, v, slots = new_kv
                 new_kv = k, v, own_slots(slots, jax.lax.axis_index(CONTEXT_AXIS), num_parts)
                 rows = jax.tree.map(lambda leaf: leaf[0], rows)
-            update = cascade_attention_update if isinstance(rows, CascadeRows) else paged_attention_update
+            update = paged_attention_update if isinstance(rows, RaggedRows) else cascade_attention_update
             *attended, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
             o_thd, lse_th = attended if num_parts == 1 else merged((attended[0], attended[1]), CONTEXT_AXIS)
             return (o_thd if sinks is None else add_sinks((o_thd, lse_th), sinks)[0]), pool

@@ -86,6 +86,7 @@ class Geometry:
         cascade: what reading a shared prefix once costs; None where the executor does not.
         max_num_steps: decode steps of one dispatch at most.
         windows: tokens that the layers of each KV group see; None is everything. A block is of one group.
+        num_sink_tokens: first tokens of a sequence that those with a window see besides.
         max_loras: adapter slots, 1 to max_loras; 0 where the device takes no adapters.
         has_fed_steps: several steps can be given masks while they are under way.
         num_told: tokens of a step of which more than a sample is asked, at most (Q).
@@ -104,6 +105,7 @@ class Geometry:
     cascade: CascadeCosts | None = None
     max_num_steps: int = 1
     windows: tuple[int | None, ...] = (None,)
+    num_sink_tokens: int = 0
     max_loras: int = 0
     has_fed_steps: bool = False
     num_told: int = MIN_BUCKET
@@ -122,7 +124,8 @@ class Geometry:
     @property
     def reaches(self) -> tuple[Reach, ...]:
         """What the layers of each KV group see, in blocks."""
-        return tuple(Reach.of(window, self.block_size, self.max_num_batched_tokens) for window in self.windows)
+        sizes = self.block_size, self.max_num_batched_tokens, self.num_sink_tokens
+        return tuple(Reach.of(window, *sizes) for window in self.windows)
 
     @property
     def num_blocks_of_longest(self) -> int:

@@ -10,7 +10,7 @@
 
     keys        root ── a b c d ── e f g h    a full block is keyed by SHA-256 over its parent's key and its tokens
     KV groups   0 [ 7 8 9 ]   1 [ . . 6 ]     a table for each; of a window's the places that nobody sees any more are
-                                              given up, and hold the null block
+                                              given up, and hold the null block; what is lossy keeps the first
 
 Knows nothing of requests or devices. Block 0 is the null block: it is never allocated and never counted.
 """
@@ -68,18 +68,19 @@ class BlockTable:
     Attributes:
         ids_m: [M] int32, read by the batch; written here alone.
         num_blocks: places that are used, those that were given up included.
-        num_dropped: places at the beginning that were given up.
+        num_dropped: places at the beginning that were given up, but for num_sinks; 0 where none was.
+        num_sinks: places in front of those that were given up, which keep their blocks.
 
     Args:
         ids_m: whose array it is, of null blocks; None is one of its own.
     """
 
-    __slots__ = ("_ids", "ids_m", "num_blocks", "num_dropped")
+    __slots__ = ("_ids", "ids_m", "num_blocks", "num_dropped", "num_sinks")
 
     def __init__(self, max_blocks: int, ids_m: NDArray[np.int32] | None = None) -> None:
         self.ids_m: NDArray[np.int32] = np.full(max_blocks, NULL_BLOCK, np.int32) if ids_m is None else ids_m
         self.num_blocks = 0
-        self.num_dropped = 0
+        self.num_dropped = self.num_sinks = 0
         self._ids: list[int] = []  # the same once more: an element of a list is read five times as fast
 
     def extend(self, block_ids: list[int]) -> None:
@@ -87,10 +88,12 @@ class BlockTable:
         self.ids_m[self.num_blocks : len(self._ids)] = block_ids
         self.num_blocks = len(self._ids)
 
-    def begin_at(self, num_dropped: int) -> None:
-        """Gives up so many places of an empty table."""
-        self.extend([NULL_BLOCK] * num_dropped)
-        self.num_dropped = num_dropped
+    def fill(self, block_ids: list[int], num_dropped: int, num_sinks: int = 0) -> None:
+        """Takes blocks into an empty table, num_sinks of them in front of the places that it gives up."""
+        num_sinks = min(num_sinks, num_dropped)
+        num_empty = num_dropped - num_sinks
+        self.extend([*block_ids[:num_sinks], *[NULL_BLOCK] * num_empty, *block_ids[num_sinks:]])
+        self.num_dropped, self.num_sinks = (num_dropped, num_sinks) if num_empty else (0, 0)
 
     def replace(self, index: int, block_id: int) -> None:
         self._ids[index] = block_id
@@ -101,21 +104,30 @@ class BlockTable:
 
     def block_ids(self) -> list[int]:
         """The blocks that it holds."""
-        return self._ids[self.num_dropped :]
+        return self._ids[: self.num_sinks] + self._ids[self.num_dropped :]
 
-    def drop(self, num_blocks: int) -> list[int]:
-        """Gives up the first num_blocks places and returns what they held, for the pool to release."""
-        block_ids = self._ids[self.num_dropped : num_blocks]
-        self._ids[self.num_dropped : num_blocks] = [NULL_BLOCK] * len(block_ids)
-        self.ids_m[self.num_dropped : num_blocks] = NULL_BLOCK
-        self.num_dropped = num_blocks
+    def holds(self, index: int) -> bool:
+        """Whether a place that is used was not given up."""
+        return index >= self.num_dropped or index < self.num_sinks
+
+    def drop(self, num_blocks: int, num_sinks: int = 0) -> list[int]:
+        """Gives up the first num_blocks places but for num_sinks, always as many, and returns what they held."""
+        first = max(self.num_dropped, num_sinks)
+        block_ids = self._ids[first:num_blocks]
+        if block_ids:
+            self._ids[first:num_blocks] = [NULL_BLOCK] * len(block_ids)
+            self.ids_m[first:num_blocks] = NULL_BLOCK
+            self.num_dropped, self.num_sinks = num_blocks, num_sinks
         return block_ids
 
     def truncate(self, num_blocks: int = 0) -> list[int]:
         """Keeps the first num_blocks places and returns what the others held, for the pool to release."""
-        block_ids, self._ids = self._ids[max(num_blocks, self.num_dropped) :], self._ids[:num_blocks]
+        block_ids = self._ids[num_blocks : self.num_sinks] + self._ids[max(num_blocks, self.num_dropped) :]
+        del self._ids[num_blocks:]
         self.ids_m[num_blocks : self.num_blocks] = NULL_BLOCK
         self.num_blocks = len(self._ids)
+        if num_blocks <= self.num_sinks:
+            self.num_dropped = self.num_sinks = 0
         self.num_dropped = min(self.num_dropped, num_blocks)
         return block_ids
 
@@ -275,10 +287,9 @@ class BlockPool:
         if child.num_blocks:
             raise InternalError(f"a table of {child.num_blocks} blocks is to become a fork")
         block_ids = parent.block_ids()
-        child.begin_at(parent.num_dropped)
         for block_id in block_ids:
             self.acquire(block_id)
-        child.extend(block_ids)
+        child.fill(block_ids, parent.num_dropped, parent.num_sinks)
 
     def copy_on_write(self, table: BlockTable, index: int) -> tuple[int, int] | None:
         """Makes the block at `index` the table's alone; the (source, destination) to copy, None when it was already."""
@@ -319,9 +330,9 @@ class BlockPool:
         rows = [reversed(table.truncate(num_kept)) for table in tables]
         self._let_go(block_id for place in zip_longest(*rows) for block_id in place if block_id is not None)
 
-    def drop(self, table: BlockTable, num_blocks: int) -> None:
-        """Gives up the first num_blocks places of a table, which drops its references to their blocks."""
-        self._let_go(table.drop(num_blocks))
+    def drop(self, table: BlockTable, num_blocks: int, num_sinks: int = 0) -> None:
+        """Gives up the first num_blocks places of a table but for num_sinks, which drops its references to them."""
+        self._let_go(table.drop(num_blocks, num_sinks))
 
     def _let_go(self, block_ids: Iterable[int]) -> None:
         freed = []

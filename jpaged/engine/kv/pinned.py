@@ -191,4 +191,4 @@ class PinnedPrefixes:
             if count >= geometry.block_size:
                 cause = f"are over max_cached_tokens ({self._prefixes.max_tokens})"
             raise InvalidArgument("token_ids", f"{count} tokens {cause}: there is nothing to pin")
-        return sum(num_blocks - reach.first_block(num_blocks) for reach in geometry.reaches)
+        return sum(len(reach.seen(num_blocks)) for reach in geometry.reaches)

@@ -5,7 +5,7 @@
                  match       2 tokens        block and overwriting its tail
 
 Each KV group has a block for a key. A hit needs all blocks of groups that see everything, but of a window only those
-that the next token sees: the longest prefix is taken that has them.
+that the next token sees, its sinks among them: the longest prefix is taken that has them.
 
     everything    [0][1][2][3][4][5] .       six blocks are known
     a window       .  . [2][3] . [5] .       of two full blocks: four are a hit, for 4 and 5 are not both known
@@ -103,7 +103,7 @@ class PrefixCache:
         before_last = keys[: (len(token_ids) - 1) // self._block_size]
         num_blocks = num_usable(before_last, self._reaches, self._blocks.__contains__)
         block_ids = tuple(
-            [self._blocks[key_in_group(key, group)] for key in keys[reach.first_block(num_blocks) : num_blocks]]
+            [self._blocks[key_in_group(keys[place], group)] for place in reach.seen(num_blocks)]
             for group, reach in enumerate(self._reaches)
         )
         start = num_blocks * self._block_size
@@ -202,8 +202,7 @@ def num_usable(keys: Sequence[Key], reaches: Sequence[Reach], is_known: Callable
     for kv_group, reach in enumerate(reaches):
         if reach.num_seen is not None:
             windows.append((kv_group, reach))
-            continue
-        for place in range(num_blocks):
+        for place in range(num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks)):
             if not is_known(key_in_group(keys[place], kv_group)):
                 num_blocks = place
                 break
@@ -220,9 +219,9 @@ def num_usable(keys: Sequence[Key], reaches: Sequence[Reach], is_known: Callable
 def keys_seen(keys: Sequence[Key], num_blocks: int, reaches: Sequence[Reach]) -> list[Key]:
     """What the blocks are known by that are seen from behind so many, one KV group after the other."""
     return [
-        key_in_group(key, kv_group)
+        key_in_group(keys[place], kv_group)
         for kv_group, reach in enumerate(reaches)
-        for key in keys[reach.first_block(num_blocks) : num_blocks]
+        for place in reach.seen(num_blocks)
     ]
 
 

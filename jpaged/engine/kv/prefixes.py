@@ -178,7 +178,7 @@ class Prefixes:
         keys = _keys(self._block_size, sequence, num_full)
         for i in range(first, num_full):
             for kv_group, table in enumerate(kv.tables):
-                if i >= table.num_dropped:
+                if table.holds(i):
                     self._cache.insert_of(sequence, i, table.block_id(i), keys[i], kv_group)
                     if self._below is not None:
                         self._below.note(key_in_group(keys[i], kv_group))
@@ -241,8 +241,8 @@ class Prefixes:
         keys = _keys(self._block_size, sequence, self.num_cacheable_blocks(sequence.num_prompt_tokens))
         table = BlockTable(len(self.reaches) * len(keys))
         for kv_group, reach in enumerate(self.reaches):
-            for key in keys[reach.first_block(len(keys)) :]:
-                block_id = self._cache.find(key_in_group(key, kv_group))
+            for place in reach.seen(len(keys)):
+                block_id = self._cache.find(key_in_group(keys[place], kv_group))
                 assert block_id is not None
                 self.num_cached -= self.pool.acquire(block_id)
                 table.extend([block_id])
@@ -298,13 +298,13 @@ class Prefixes:
         away = [key for key in wanted if key not in found]
         brought = dict(zip(away, self._host.bring_back(away, self.pool), strict=True))
         for kv_group, (reach, table) in enumerate(zip(self.reaches, kv.tables, strict=True)):
-            first = reach.first_block(num_blocks)
-            table.begin_at(first)
-            for i in range(first, num_blocks):
+            block_ids = []
+            for i in reach.seen(num_blocks):
                 key = key_in_group(keys[i], kv_group)
                 if key in brought:
                     self._cache.insert_of(leader, i, brought[key], keys[i], kv_group)
-                table.extend([found[key] if key in found else brought[key]])
+                block_ids.append(found[key] if key in found else brought[key])
+            table.fill(block_ids, reach.first_block(num_blocks), reach.num_sinks)
         self._ops.counts.brought_back(self._block_size * len(brought) // len(self.reaches))
         if self._below is not None:
             self._below.used(wanted)

@@ -72,10 +72,9 @@ class Swapping:
 def _move(sources: Tables, targets: Tables, pool: BlockPool, homes: dict[int, int]) -> None:
     """Fills a sequence's tables with new homes for the blocks of others; shared blocks keep one home."""
     for source, target in zip(sources, targets, strict=True):
-        target.begin_at(source.num_dropped)
         for block_id in source.block_ids():
             if block_id in homes:
                 pool.acquire(homes[block_id])
             else:
                 (homes[block_id],) = pool.allocate(1)
-            target.extend([homes[block_id]])
+        target.fill([homes[block_id] for block_id in source.block_ids()], source.num_dropped, source.num_sinks)

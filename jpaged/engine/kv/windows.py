@@ -2,6 +2,7 @@
 
 a window   [ . ][ . ][ 7 ][ 4 ][ 9 ]      its places stay, and hold the null block; who shares the blocks keeps them
 after      [ . ][ . ][ . ][ 4 ][ 9 ]      or finds them again by their keys, until they are reissued
+lossy      [ 2 ][ . ][ . ][ 4 ][ 9 ]      the first tokens are seen from everywhere, and stay
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Windows:
         kv = sequence.kv
         for reach, table in zip(self._reaches, kv.tables, strict=True):
             first = reach.first_block(sequence.num_computed_tokens // reach.block_size)
-            if first > table.num_dropped:
-                self._pool.drop(table, first)
+            if first > max(table.num_dropped, reach.num_sinks):
+                self._pool.drop(table, first, reach.num_sinks)
 
     def can_go_back(self, sequence: TokenSequence) -> bool:
         """Whether everything is there that who comes behind a sequence's computed tokens sees."""

@@ -4,7 +4,8 @@ api.py         the call, checked
 spec.py        what a call is made of
 backends.py    which kernels there are, where each runs, what it cannot do
 reference.py   the operation in plain XLA: its specification
-cascade.py     rows that begin with the same blocks
+cascade.py     rows that begin with the same blocks; attention over parts of contexts, merged
+streaming.py   rows that see the first tokens and a window
 sinks.py       scores of heads that have no value
 shapes.py      head shapes of real models
 measure.py     how fast it is on this device

@@ -31,7 +31,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.config import Backend
-from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
+from jpaged.errors import InternalError
+from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update, prepare_rows
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.spec import (
     Attended,
@@ -39,12 +40,14 @@ from jpaged.kernels.paged_attention.spec import (
     AttentionSpec,
     ContextPart,
     NewKV,
+    Queries,
     RaggedRows,
     Updated,
 )
+from jpaged.kernels.paged_attention.streaming import StreamingRows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Shaped
+    from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -111,6 +114,11 @@ class CascadeRows:
         )
         return cls(rows, dataclasses.replace(prefixes, kv_begins_s=begins_s), first_rows_s, edges)
 
+    @property
+    def has_others(self) -> Bool[Array, ""]:
+        """Whether any rows share a prefix."""
+        return self.prefixes.num_rows > 0
+
     def parts(self, spec: AttentionSpec) -> tuple[ContextPart, ...]:
         """What is attended and merged: the rows' own part first."""
         own = ContextPart(self.rows, spec)
@@ -123,23 +131,63 @@ def prefix_spec(spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(spec, kind=dataclasses.replace(spec.kind, sliding_window=None))
 
 
+StepRows = RaggedRows | CascadeRows | StreamingRows
+"""The rows of a step, whole or in parts."""
+
+
+def prepare_step_rows(
+    rows: RaggedRows,
+    slots_t: Int[Array, "T"],
+    runs: tuple[Int[Array, "S+1"], Int[Array, ""]] | None,
+    spec: AttentionSpec,
+    queries: Queries,
+    *,
+    backend: Backend,
+) -> StepRows:
+    """The rows of a step in the parts that they are attended in, each with what `prepare_rows` makes of it.
+
+    Args:
+        runs: of rows that read a prefix together, as `CascadeRows.of` takes them; a kind with sink tokens takes none.
+    """
+
+    def prepare(part: RaggedRows, slots_t: jax.Array | None, spec: AttentionSpec) -> RaggedRows:
+        return prepare_rows(part, slots_t, spec, queries, backend=backend)
+
+    if spec.kind.num_sink_tokens:
+        if runs is not None:
+            raise InternalError("rows with sink tokens are to read a prefix together")
+        streaming = StreamingRows.of(rows, spec)
+        own, sinks = streaming.parts(spec)
+        return StreamingRows(prepare(own.rows, slots_t, own.spec), prepare(sinks.rows, None, sinks.spec))
+    if runs is None:
+        return prepare(rows, slots_t, spec)
+    cascade = CascadeRows.of(rows, *runs, spec)
+    return dataclasses.replace(
+        cascade,
+        rows=prepare(rows, slots_t, spec),
+        prefixes=prepare(cascade.prefixes, None, prefix_spec(spec)),
+        edges=cascade.edges and prepare(cascade.edges, None, spec),
+    )
+
+
 def cascade_attention_update(
     q_thd: Float[Array, "T H D"],
     new_kv: NewKV,
     pool: Shaped[Array, "P B ..."],
     layer: Int[Array, ""] | int,
-    cascade: CascadeRows,
+    cascade: CascadeRows | StreamingRows,
     spec: AttentionSpec,
     scales_lk2: Float[Array, "L K 2"] | None = None,
     *,
     backend: Backend,
 ) -> Updated:
-    """`paged_attention_update` of `cascade.rows` from the beginning of their contexts, reading each shared prefix once.
+    """`paged_attention_update` of `cascade.rows` over all parts of their contexts, reading each shared prefix once.
 
     Donate the pool: it is updated in place.
 
-    The keys of the step are stored with the rows' own part. The prefixes are older, so that they could be read before
-    or after; after, the pool is an input of the condition and no output, which XLA would have to copy.
+    The keys of the step are stored with the rows' own part. Prefixes are older, so that they could be read before or
+    after, and first tokens may be among them; after, the pool is an input of the condition and no output, which XLA
+    would have to copy.
 
     Returns:
         what `paged_attention_update` returns, up to rounding: where a part is a call of its own it comes in the
@@ -149,6 +197,7 @@ def cascade_attention_update(
         Unsupported, InternalError: as `paged_attention_update` does.
     """
     parts = cascade.parts(spec)
+    spec = parts[0].spec
     call = AttentionCall(q_thd, pool, layer, cascade.rows, spec, scales_lk2)
     if (attend_parts := implementation(backend, spec, call.queries).attend_parts) is not None:
         pool = spec.layout.write(pool, layer, *call.scaled(new_kv))
@@ -162,14 +211,14 @@ def cascade_attention_update(
     shape, (q_tw, own_tw) = o_thd.shape, (x_thd.reshape(x_thd.shape[0], -1) for x_thd in (q_thd, o_thd))
     q_tw = jax.lax.optimization_barrier(q_tw)
 
-    def with_prefixes() -> Attended:
+    def with_others() -> Attended:
         found = own_tw.reshape(shape), lse_th
         for part in parts[1:]:
             q = q_tw.reshape(q_thd.shape)
             found = merge(paged_attention(q, pool, layer, part.rows, part.spec, scales_lk2, backend=backend), found)
         return found[0].reshape(own_tw.shape), found[1]
 
-    o_tw, lse_th = jax.lax.cond(cascade.prefixes.num_rows > 0, with_prefixes, lambda: (own_tw, lse_th))
+    o_tw, lse_th = jax.lax.cond(cascade.has_others, with_others, lambda: (own_tw, lse_th))
     return o_tw.reshape(shape), lse_th, pool
 
 

@@ -131,6 +131,8 @@ class AttentionCall:
     scales_lk2: Float[Array, "L K 2"] | None = None
 
     def __post_init__(self) -> None:
+        if self.spec.kind.num_sink_tokens:
+            raise InternalError("sink tokens are a part of the context of their own: no kernel looks for them")
         layout, q_shape = self.spec.layout, self.q_thd.shape
         if self.pool.shape != layout.shape or self.pool.dtype != layout.storage_dtype:
             raise InternalError(

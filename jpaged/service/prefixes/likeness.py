@@ -19,6 +19,8 @@ def facts_of(model: LoadedModel) -> tuple[tuple[str, str], ...]:
         "head dimension": model.model.head_dim,
         "dtype": model.model.dtype,
         "kv_cache_dtype": model.config.cache.kv_cache_dtype,
+        "lossy_kv_window": model.model.lossy_kv_window,
+        "lossy_kv_sinks": model.model.lossy_kv_sinks,
         "block_size": travels.block_size,
         "bytes of a block": travels.bytes_per_block,
         "KV groups": travels.num_kv_groups,

@@ -15,6 +15,7 @@ from jpaged.device.mesh import Placement, build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import program_lowerings, sized_step
 from jpaged.engine.executor import Detail
+from jpaged.models.decoder import lossy
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
@@ -51,6 +52,22 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
     assert memory.alias_size_in_bytes == layout.num_bytes
     assert memory.temp_size_in_bytes < layout.num_bytes // 10
     assert pool_sized_operations(executable, math.prod(layout.shape)) == set()
+
+
+@pytest.mark.parametrize("num_tokens", [8, 64])
+def test_a_second_pass_over_first_tokens_copies_no_pool(num_tokens: int) -> None:
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    options = EngineConfig.load({**given, "lossy_kv_window": 20, "attention_backend": "xla"})
+    model, mesh = tiny_model.model("float32"), build_mesh(jax.devices()[:1])
+    model = dataclasses.replace(model, config=lossy.as_asked(model.config, options))
+    step, geometry = sized_step(model, options, "scan", 2000, mesh)
+    params = Placement.of(model, mesh, "scan").abstract_params()
+    executable = program_lowerings(step, params, geometry)[ProgramSpec("forward", num_tokens)]().compile()
+    memory = executable.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == step.layout.num_bytes
+    assert memory.temp_size_in_bytes < step.layout.num_bytes // 10
+    assert pool_sized_operations(executable, math.prod(step.layout.shape)) == set()
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -71,18 +71,18 @@ def test_every_token_that_is_seen_is_held_and_no_block_too_many(window, block_si
 
 
 @given(
-    st.lists(st.sampled_from([None, 0, 1, 2, 5]), min_size=1, max_size=3),
+    st.lists(st.sampled_from([(None, 0), (0, 0), (1, 0), (2, 0), (5, 0), (1, 2), (0, 1)]), min_size=1, max_size=3),
     st.lists(st.lists(st.booleans(), min_size=3, max_size=3), max_size=10),
 )
 def test_the_longest_prefix_is_found_of_which_all_that_is_seen_is_known(seen, known):
-    reaches = [Reach(1, num_seen) for num_seen in seen]
+    reaches = [Reach(1, num_seen, num_sinks=num_sinks) for num_seen, num_sinks in seen]
     keys = [bytes([100 + i]) for i in range(len(known))]
 
     def is_known(key):
         return known[key[0] - 100][key[1] if len(key) > 1 else 0]
 
     usable = [
-        all(known[i][group] for group, reach in enumerate(reaches) for i in range(reach.first_block(end), end))
+        all(known[i][group] for group, reach in enumerate(reaches) for i in reach.seen(end))
         for end in range(len(known) + 1)
     ]
     assert num_usable(keys, reaches, is_known) == max(end for end, is_usable in enumerate(usable) if is_usable)

@@ -46,7 +46,7 @@ class Bringing:
             seen = [
                 Place(i, kv_group, key_in_group(keys[i], kv_group))
                 for kv_group, reach in enumerate(reaches)
-                for i in range(reach.first_block(num_blocks), num_blocks)
+                for i in reach.seen(num_blocks)
             ]
             places = sorted(place for place in seen if not prefixes.has_prefix(place.key))
             if prefixes.pool.can_allocate(len(places)):

@@ -84,7 +84,8 @@ class Tiers:
         places = []
         for kv_group, reach in enumerate(self.reaches):
             before = reach.first_block(max(0, num_blocks - 1))
-            places += [Place(index, kv_group) for index in range(max(before, num_skipped), num_blocks)]
+            kept = reach.places(before, num_blocks)
+            places += [Place(index, kv_group) for index in kept if index >= num_skipped]
         return tuple(sorted(places))
 
 

@@ -68,7 +68,7 @@ class Nearing:
         places = sorted(
             (index, kv_group)
             for kv_group, reach in enumerate(prefixes.reaches)
-            for index in range(reach.first_block(num_blocks), num_blocks)
+            for index in reach.seen(num_blocks)
             if prefixes.cache.find(key_in_group(chain[index], kv_group)) is None
         )[:room]
         keys = [key_in_group(chain[index], kv_group) for index, kv_group in places]

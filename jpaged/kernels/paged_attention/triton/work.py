@@ -130,7 +130,7 @@ def choose_cut(
     has_prompts = num_tokens > num_rows
     tiles = tuple(_choose_tile(layout, dtype, group, is_shared, has_prompts) for is_shared in are_shared)
     max_tokens = table_width * layout.block_size
-    if spec.kind.sliding_window is not None and not any(are_shared):
+    if spec.kind.sliding_window is not None and len(tiles) == 1:  # other parts of contexts have no such end
         seen = max(tile.num_tokens + tile.chunk_tokens for tile in tiles)
         max_tokens = min(max_tokens, spec.kind.sliding_window + seen)
     return Cut(

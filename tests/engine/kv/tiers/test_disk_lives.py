@@ -12,7 +12,7 @@ from jpaged.engine.executor import DeviceRates
 from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.testing import SeveralStepsExecutor
 from tests.engine.kv.tiers.disks import IDENTITY, Inline
-from tests.engine.lives import WINDOWS, Life
+from tests.engine.lives import STREAMING, WINDOWS, Life
 
 
 class Slow(SeveralStepsExecutor):
@@ -84,7 +84,7 @@ def _step_and_work(harness, workers, step):
     return did_something
 
 
-@pytest.mark.parametrize("windows", [(None,), *WINDOWS[:2]])
+@pytest.mark.parametrize("windows", [(None,), *WINDOWS[:2], STREAMING[0]])
 def test_a_few_lives(tmp_path, windows):
     num_tokens = 0
     for seed in range(2):
@@ -94,7 +94,7 @@ def test_a_few_lives(tmp_path, windows):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("windows", [(None,), *WINDOWS])
+@pytest.mark.parametrize("windows", [(None,), *WINDOWS, *STREAMING])
 def test_many_lives(tmp_path, windows):
     found: Counter[str] = Counter()
     for seed in range(40):
