@@ -8,7 +8,7 @@ which the other two have pushed it. Behind these rounds streams run, and the gap
 while nothing else happens, while a prompt comes back from disk, and while one is computed. A seed that is recorded
 already, with the same numbers asked for, is not measured again.
 
-    taskset -c 0 python -m benchmarks.tiers [--seeds 3] [--rounds 3] [--length 4000] [--record] [--anew]
+    taskset -c 0 python -m benchmarks.tiers [--seeds 3] [--rounds 4] [--length 4000] [--record] [--anew]
 """
 
 from __future__ import annotations
@@ -87,23 +87,24 @@ def _checked(way: str, first: First, length: int) -> dict[str, float]:
 
 def _beside_streams(
     life: Life, kept: Iterator[Prompt], new: Iterator[Prompt], options: argparse.Namespace
-) -> dict[str, list[dict[str, float]]]:
-    """Gaps of running streams in each state, in turns."""
-    found: dict[str, list[dict[str, float]]] = {state: [] for state in STATES}
+) -> dict[str, dict[str, Any]]:
+    """Gaps of running streams in each state, of all rounds together; states take turns."""
+    first: dict[str, list[dict[str, float]]] = {state: [] for state in STATES}
+    gaps_ms: dict[str, list[float]] = {state: [] for state in STATES}
     told = [list(next(new).token_ids[:_STREAM_PROMPT]) for _ in range(options.streams)]
     with Streams(life.client, told, _STREAM_TOKENS) as streams:
         for _ in range(options.rounds):
             for state in STATES:
                 time.sleep(_SETTLED_S)
-                begin_s, numbers = time.perf_counter(), dict[str, float]()
+                begin_s = time.perf_counter()
                 if state == "alone":
                     time.sleep(_ALONE_S)
-                else:
-                    one = _from_disk(life, next(kept), state) if state == "disk_cold" else life.ask(next(new))[1]
-                    begin_s, numbers = one.begin_s, asdict(one)
-                end_s = begin_s + numbers.get("ttft_s", _ALONE_S)
-                found[state].append({**numbers, **_gaps(streams.gaps_ms(begin_s, end_s))})
-    return found
+                    gaps_ms[state] += streams.gaps_ms(begin_s, time.perf_counter())
+                    continue
+                one = _from_disk(life, next(kept), state) if state == "disk_cold" else life.ask(next(new))[1]
+                first[state].append(asdict(one))
+                gaps_ms[state] += streams.gaps_ms(one.begin_s, one.begin_s + one.ttft_s)
+    return {state: {"first": first[state], "gaps": _gaps(gaps_ms[state])} for state in STATES}
 
 
 def _gaps(gaps_ms: list[float]) -> dict[str, float]:
@@ -157,7 +158,7 @@ def _options() -> argparse.Namespace:
         prog="python -m benchmarks.tiers", description="Times to first token by the tier that has a prompt."
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="prompts and lives (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of a seed (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="of a seed (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4000, metavar="N", help="of a prompt (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=4, metavar="N", help="that run (default: %(default)s)")
     parser.add_argument("--core", type=int, metavar="CPU", help="the server's; any of this process's when left out")

@@ -24,7 +24,7 @@ def tables(length: int, num_bytes: int, seeds: Mapping[str, Any]) -> str:
 
     Args:
         length, num_bytes: of a prompt: its tokens, and what its blocks hold.
-        seeds: what each seed measured: a list of rounds for each of WAYS, and one for each of STATES.
+        seeds: what each measured: a list of rounds for each of WAYS, and that and gaps for each of STATES.
     """
     firsts = [one["first"] for one in seeds.values()]
     streams = [one["streams"] for one in seeds.values()]
@@ -42,9 +42,9 @@ def tables(length: int, num_bytes: int, seeds: Mapping[str, Any]) -> str:
     lines += ["|---|---|---|---|---|"]
     for state, told in STATES.items():
         texts = [
-            _spread([_of(one[state], name) for one in streams], 1) + " ms" for name in ("p50_ms", "p99_ms", "max_ms")
+            _spread([one[state]["gaps"][name] for one in streams], 1) + " ms" for name in ("p50_ms", "p99_ms", "max_ms")
         ]
-        values_s = [] if state == "alone" else [_of(one[state], "ttft_s") for one in streams]
+        values_s = [] if state == "alone" else [_of(one[state]["first"], "ttft_s") for one in streams]
         texts.append(f"{_spread(values_s, 2)} s" if values_s else "")
         lines.append(f"| {told} | {' | '.join(texts)} |")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from benchmarks.tiers.table import STATES, WAYS, tables
 def seed(ttft_s: dict[str, float], num_found: int) -> dict[str, Any]:
     gaps = {"p50_ms": 4.0, "p99_ms": 9.0, "max_ms": 12.0}
     first = {way: [{"ttft_s": ttft_s[way], "cached_tokens": num_found}] for way in WAYS}
-    return {"first": first, "streams": {state: [{**gaps, "ttft_s": 1.5}] for state in STATES}}
+    return {"first": first, "streams": {state: {"first": [{"ttft_s": 1.5}], "gaps": gaps} for state in STATES}}
 
 
 def test_a_table_has_medians_their_spread_and_the_least_that_was_found() -> None:
