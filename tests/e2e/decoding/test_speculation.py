@@ -210,7 +210,8 @@ def test_some_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_many_requests_have_the_same_tokens_with_a_draft_model(draft: str, way: str, tmp_path: Path) -> None:
-    seeds = {"as it comes": range(1000), "two devices": range(1000, 1040)}.get(way, range(1000, 1100))
+    few = range(1000, 1040)
+    seeds = {"as it comes": range(1000), "two devices": few, "contexts in parts": few}.get(way, range(1000, 1100))
     check_draft(draft, way, seeds, tmp_path)
 
 
