@@ -206,7 +206,10 @@ class Life:
         if not request.sampling.use_prefix_cache:
             return 0
         others = [text for other, texts in self.texts[_owner(request)] if other != name for text in texts]
-        return max((_num_common(request.prompt_token_ids, text) for text in others), default=0)
+        num_common = max((_num_common(request.prompt_token_ids, text) for text in others), default=0)
+        geometry = self.h.engine.geometry
+        sees_first_alone = set(geometry.windows) == {1} and num_common >= geometry.num_sink_tokens > 0
+        return len(request.prompt_token_ids) if sees_first_alone else num_common
 
 
 def _owner(request):
