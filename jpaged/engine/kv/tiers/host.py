@@ -88,6 +88,10 @@ class HostTier:
             self._hand_back(source)
         return destinations
 
+    def times_seen(self, key: Key) -> int:
+        """Requests that computed or found a block that is kept; 1 where blocks are not ranked."""
+        return 1 if self._ranked is None else self._ranked.times_seen(self._blocks[key])
+
     def forget(self, key: Key) -> None:
         """Drops what is kept under a key, if anything is."""
         if key in self._blocks:
