@@ -118,18 +118,23 @@ class Fetching:
         """Seconds that reading a block takes, as far as was seen; None where disk has it not."""
         return self._blocks.bytes_per_block / self._bytes_per_s if key in self._store else None
 
+    def is_worth(self, begin: int, end: int, num_blocks: int) -> bool:
+        """So many blocks are read sooner than those from `begin` to `end` are computed. Any thread may ask."""
+        read_s = _LATENCY_S + num_blocks * self._blocks.bytes_per_block / self._bytes_per_s
+        return self._compute_s(begin, end) > read_s
+
     def begin(self, group: Group, bringing: Bringing) -> bool:
         """Begins to fetch what disk has of a group's prompt; False where it has nothing that is worth it."""
         places = bringing.missing(group, self._store.__contains__)
         if not places:
             return False
-        seconds = self._compute_s(places)
-        if seconds <= _LATENCY_S + len(places) * self._blocks.bytes_per_block / self._bytes_per_s:
+        begin, end = places[0].index, places[-1].index + 1
+        if not self.is_worth(begin, end, len(places)):
             self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
             return False
         first = places[0].key
         behind = next((other for other in self._wanting.get(first, ()) if other.places[0].key == first), None)
-        self._fetches[group] = fetch = _Fetch(group, places, max(seconds, _LEAST_WAIT_S), behind)
+        self._fetches[group] = fetch = _Fetch(group, places, max(self._compute_s(begin, end), _LEAST_WAIT_S), behind)
         self._want(fetch)
         return True
 
@@ -236,8 +241,8 @@ class Fetching:
         yield from self._fetches.values()
         yield from self._leftover
 
-    def _compute_s(self, places: list[Place]) -> float:
-        """Seconds to compute the tokens of these places."""
-        begin, end = places[0].index * self._block_size, (places[-1].index + 1) * self._block_size
+    def _compute_s(self, begin: int, end: int) -> float:
+        """Seconds to compute the tokens of these blocks of a prompt."""
+        begin, end = begin * self._block_size, end * self._block_size
         size, seconds = self._rates.forward_s[-1]
         return (end - begin) * seconds / size + self._rates.pair_s * (end**2 - begin**2) / 2
