@@ -13,7 +13,7 @@ from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.testing import FakeExecutor
 from tests.engine.kv.tiers.disks import Slow
 from tests.server import harness as harness_module
-from tests.server.harness import collect, eventually, request, running
+from tests.server.harness import Harness, collect, eventually, request, running
 from tests.server.roles.test_roles import LONG, fake, folded, pair
 
 
@@ -34,19 +34,23 @@ def with_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeExecu
     return kept
 
 
+def disk_of(harness: Harness) -> Any:
+    engine: Any = harness.serving.engine
+    return engine._loop.memory.disk
+
+
 async def test_what_its_disk_has_is_read_there_and_the_rest_alone_is_asked_for(with_disk: list[FakeExecutor]) -> None:
     num_blocks, longer = len(LONG) // 4, LONG + " And it was good at it."
     first, second = fake(Slow), fake(Slow)
     with_disk += [first, second]
     async with running(executor=first) as harness:
         told = await collect(harness.inference.Generate(request(LONG)))
-        disk = harness.serving.engine._loop.memory.disk
+        disk = disk_of(harness)
         await eventually(lambda: disk.counts.store.num_blocks >= num_blocks)
     async with pair(executors=(fake(Slow), second)) as both:
         assert folded(await both.generate(request(LONG))) == folded(told)
         assert (both.here["cached"], both.received.num_asked) == (1, 0)
-        disk = both.decode.serving.engine._loop.memory.disk
-        assert disk.counts.num_tokens == 4 * num_blocks
+        assert disk_of(both.decode).counts.num_tokens == 4 * num_blocks
     third = fake(Slow)
     with_disk.append(third)
     async with pair(executors=(fake(Slow), third)) as both:

@@ -140,7 +140,8 @@ async def test_what_disk_has_is_not_fetched_from_another_server(with_disk, monke
     def slow():
         return Slow(num_host_blocks=96, max_model_len=256, num_blocks=96)
 
-    longer, on_disk = f"{TEXT}, and more of it than there was", harness_module.Engine
+    longer = f"{TEXT}, and more of it than there was"
+    on_disk = vars(harness_module)["Engine"]
     await lived(NUM_FULL // 4, slow())
     monkeypatch.setattr(harness_module, "Engine", Engine)
     async with running(executor=slow()) as first, AsyncClient(first.target) as a:

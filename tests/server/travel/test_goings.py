@@ -285,7 +285,8 @@ async def test_an_engine_that_has_failed_is_not_waited_for(monkeypatch, way):
         prefix = travelling_module.Prefix(prompt=Prompt(text=TEXT))
         saved = [part async for part in source.server._travelling.save(prefix)]
     async with running(executor=executor()) as harness:
-        travelling, engine = harness.server._travelling, harness.serving.engine
+        travelling = harness.server._travelling
+        engine: Any = harness.serving.engine
         monkeypatch.setattr(harness.server._service.state, "note_failure", lambda error=None: None)
 
         async def fail():
