@@ -84,6 +84,9 @@ class _Furthest:
     def found(self, places: Sequence[int]) -> None:
         """What is found was known to be."""
 
+    def times_seen(self, place: int) -> int:
+        return self._entries[place].times_seen
+
     def freed(self, place: int) -> None:
         entry = self._entries[place]
         self._free[place] = rank = -self._knowledge.next_use(entry.key), -entry.index

@@ -70,7 +70,8 @@ class Happening:
     Attributes:
         number: counts up; a watcher that sees one twice knows it.
         kind: admission, resumption, preemption_swap, preemption_recompute or end of a request; fork; what is moved:
-            copy_on_write, prefix_copy, swap_out and swap_in of groups, eviction and prefix_in of cached prefixes.
+            copy_on_write, prefix_copy, swap_out and swap_in of groups, eviction and prefix_in of cached prefixes,
+            prefix_out of those that stay, and are copied to disk or to another server.
         request: the number of whose it is; None where it is nobody's in particular.
         count: sequences of a fork, blocks of a move.
         blocks: those concerned, where they were and where they went in turns; the first of them where they are many.

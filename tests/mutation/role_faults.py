@@ -13,7 +13,7 @@ ROLE_FAULTS = (
     Fault(
         "what disk alone has stays",
         f"{_TRAVEL}/travelling.py",
-        "num_found = await self._bring_from_disk(arriving, num_known)",
+        "num_found = await self._bring_from_disk(model, arriving, num_known)",
         "num_found = 0",
         DISK,
     ),
@@ -125,15 +125,15 @@ ROLE_FAULTS = (
     Fault(
         "what arrives stays held when its bringer goes away at the end",
         f"{_TRAVEL}/travelling.py",
-        "await _told(await asyncio.shield(asyncio.wrap_future(closed)))",
-        "await _told(await asyncio.wrap_future(closed))",
+        "await _told(model, await asyncio.shield(asyncio.wrap_future(closed)))",
+        "await _told(model, await asyncio.wrap_future(closed))",
         GOINGS,
     ),
     Fault(
         "a stream that stalls is waited for",
         f"{_TRAVEL}/travelling.py",
-        "return await asyncio.wait_for(anext(parts, None), _STALL_S)",
-        "return await anext(parts, None)",
+        "part = await asyncio.wait_for(anext(parts, None), self._left_s)",
+        "part = await anext(parts, None)",
         GOINGS,
     ),
     Fault(

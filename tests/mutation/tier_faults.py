@@ -298,8 +298,8 @@ TIER_FAULTS = (
     Fault(
         "everybody who begins alike reads for himself",
         "kv/tiers/fetching.py",
-        "for other in self._fetches.values() if any(",
-        "for other in () if any(",
+        "for other in self._wanting.get(first, ()) if",
+        "for other in () if",
         DISK,
     ),
     Fault(

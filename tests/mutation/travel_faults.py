@@ -146,8 +146,8 @@ TRAVEL_FAULTS = (
     Fault(
         "what comes is known by its neighbour's key",
         "kv/tiers/nearing.py",
-        "block_id, chain[index], kv_group)",
-        "block_id, chain[max(0, index - 1)], kv_group)",
+        "block_id, chain[index], kv_group, ",
+        "block_id, chain[max(0, index - 1)], kv_group, ",
         NEARING,
     ),
     Fault(

@@ -41,6 +41,7 @@ _NAMES = {
     "swap_in": ("swapped in", "blue"),
     "eviction": ("evicted, to host memory", "bright_black"),
     "prefix_in": ("brought back", "bright_black"),
+    "prefix_out": ("copied, to disk or a server", "bright_black"),
     "preemption_swap": ("preempted, to host memory", "red"),
     "preemption_recompute": ("preempted, to run again", "red"),
     "end": ("ended", "bright_black"),

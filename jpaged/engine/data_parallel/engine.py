@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from jpaged.engine.data_parallel.entrance import Entrance
 from jpaged.engine.data_parallel.routing import Router
@@ -199,8 +199,9 @@ class DataParallelEngine:
 
     def stop(self) -> None:
         self.drain(0.0)
-        for engine in self._engines:
-            engine.stop()
+        with ThreadPoolExecutor(len(self._engines), "jpaged-stop") as threads:  # one that hangs waits beside others
+            for stopped in [threads.submit(engine.stop) for engine in self._engines]:
+                stopped.result()
 
     def _note_failure(self, index: int, error: Exception) -> None:
         with self._lock:

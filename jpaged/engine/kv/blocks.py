@@ -426,6 +426,8 @@ class MemoryOps:
 
     counts: MemoryCounts = field(default_factory=MemoryCounts)
     _moves: list[tuple[Move, int, int]] = field(default_factory=list)
+    passing: set[tuple[Move, int, int]] = field(default_factory=set)
+    """Those of them whose block is on its way through host memory."""
     num_taken: int = 0
     """How often `take` was called: what was added when it was less is on its way."""
 
@@ -437,12 +439,15 @@ class MemoryOps:
                 counted where it goes to or comes from.
         """
         self._moves.append((move, source, destination))
-        if not passes:
+        if passes:
+            self.passing.add((move, source, destination))
+        else:
             self.counts.moved(move)
 
     def take(self) -> MemoryOps:
         """The moves so far, which are not among these any more."""
-        taken, self._moves = MemoryOps(self.counts, self._moves), []
+        taken = MemoryOps(self.counts, self._moves, self.passing)
+        self._moves, self.passing = [], set()
         self.num_taken += 1
         return taken
 

@@ -123,8 +123,14 @@ class PrefixCache:
             self._children.setdefault(parent, {})[block_id] = None
         return is_new
 
-    def insert_of(self, sequence: TokenSequence, index: int, block_id: int, key: Key, group: int = 0) -> None:
-        """Makes the full block at an index of a sequence known, in one of the KV groups."""
+    def insert_of(
+        self, sequence: TokenSequence, index: int, block_id: int, key: Key, group: int = 0, *, times_seen: int = 1
+    ) -> None:
+        """Makes the full block at an index of a sequence known, in one of the KV groups.
+
+        Args:
+            times_seen: requests that computed or found it, this one among them.
+        """
         parent = sequence.kv.parent(index)
         if group:
             is_new = self._enter(block_id, key_in_group(key, group))
@@ -137,7 +143,8 @@ class PrefixCache:
             # Of a window nobody needs what is in front of it.
             is_needed = index > 0 and self._reaches[group].num_seen is None
             above = key_in_group(parent, group) if is_needed else None
-            self._ranked.enter(block_id, Entry(key_in_group(key, group), above, index, sequence.kv.root or b""))
+            entry = Entry(key_in_group(key, group), above, index, sequence.kv.root or b"", times_seen)
+            self._ranked.enter(block_id, entry)
 
     def _tokens_at(self, sequence: TokenSequence, index: int) -> list[int]:
         return sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]

@@ -296,13 +296,14 @@ class Prefixes:
         if self._ranked is not None:
             self._ranked.found([*found.values()])
         away = [key for key in wanted if key not in found]
+        seen = {key: self._host.times_seen(key) + 1 for key in away}
         brought = dict(zip(away, self._host.bring_back(away, self.pool), strict=True))
         for kv_group, (reach, table) in enumerate(zip(self.reaches, kv.tables, strict=True)):
             block_ids = []
             for i in reach.seen(num_blocks):
                 key = key_in_group(keys[i], kv_group)
                 if key in brought:
-                    self._cache.insert_of(leader, i, brought[key], keys[i], kv_group)
+                    self._cache.insert_of(leader, i, brought[key], keys[i], kv_group, times_seen=seen[key])
                 block_ids.append(found[key] if key in found else brought[key])
             table.fill(block_ids, reach.first_block(num_blocks), reach.num_sinks)
         self._ops.counts.brought_back(self._block_size * len(brought) // len(self.reaches))

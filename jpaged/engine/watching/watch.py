@@ -152,6 +152,7 @@ class Watch:
     def _note_moves(self, schedule: Schedule) -> None:
         new = _blocks_of(table for group in schedule.admitted for one in group.live for table in one.kv.tables)
         away = _blocks_of(table for group in schedule.preempted for one in group.live for table in one.kv.host_tables)
+        passing = schedule.ops.passing
         for moves in schedule.ops.batches():
             pairs = list(zip(moves.sources, moves.destinations, strict=True))
             if moves.move is Move.COPY:
@@ -160,10 +161,12 @@ class Watch:
                     self._note(kind, None, blocks=(source, destination))
                 continue
             is_out = moves.move is Move.SWAP_OUT
-            kinds = ("eviction", "swap_out") if is_out else ("swap_in", "prefix_in")
-            sides: tuple[list[int], list[int]] = ([], [])
+            kinds = ("eviction", "swap_out", "prefix_out") if is_out else ("swap_in", "prefix_in", "prefix_in")
+            sides: tuple[list[int], list[int], list[int]] = ([], [], [])
             for source, destination in pairs:
-                sides[destination in (away if is_out else new)].extend((source, destination))
+                passes = (moves.move, source, destination) in passing
+                side = 2 if passes else destination in (away if is_out else new)
+                sides[side].extend((source, destination))
             for kind, blocks in zip(kinds, sides, strict=True):
                 if blocks:
                     self._note(kind, None, count=len(blocks) // 2, blocks=blocks)

@@ -4,7 +4,7 @@
     load    header, pieces ──> checked and written on a thread ──> engine makes them known
     fetch   load of what another server saves
 
-A few travel at one time; whoever goes away, or does not go on for _STALL_S, leaves nothing behind.
+A few travel at one time; whoever goes away, or does not go on for _STALL_S or at a crawl, leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ Parts = AsyncIterator[Header | Sequence[Piece]]
 MAX_TRAVELLING = 8
 """Prefixes that come and go at one time: each holds host memory."""
 _STALL_S = 30.0
+_LEAST_BYTES_PER_S = 64 << 10
+"""What comes slower than that for _STALL_S has stalled, too."""
+_LOOK_S = 0.1
+"""How often who waits for the engine looks whether there still is one."""
 _RETRY_S = 1.0
 _NUM_THREADS = 2
 
@@ -100,28 +104,29 @@ class Travelling:
             identity = await self._run(travels.kv_identity)
             arriving, num_known = travels.arrive(chain), num_known_tokens // travels.block_size
             try:
-                num_found = await self._bring_from_disk(arriving, num_known)
-                leaving = await self._left(travels.leave(chain, num_known))
+                num_found = await self._bring_from_disk(model, arriving, num_known)
+                leaving = await self._left(model, travels.leave(chain, num_known))
             finally:
                 self._threads.submit(arriving.close)
             num_found = max(num_found, leaving.num_found)
             try:
                 yield header_of(model, prefix.cache_salt, prefix.adapter, chain, leaving, num_found, identity)
                 for part in range(leaving.num_parts):
-                    await _told(leaving.when_there(part))
+                    await _told(model, leaving.when_there(part))
                     for pieces in await self._run(functools.partial(cut, leaving, part, keys)):
                         yield pieces
             finally:
                 self._threads.submit(leaving.close)
 
-    async def _bring_from_disk(self, arriving: Arriving, num_skipped: int) -> int:
+    async def _bring_from_disk(self, model: LoadedModel, arriving: Arriving, num_skipped: int) -> int:
         """Bring to host memory what disk alone has of a prefix, as far as there is room; how many blocks there are."""
         num_found, places = await self._run(lambda: arriving.on_disk(num_skipped))
         while places:
-            homes = await _told(arriving.reserve(min(len(places), arriving.num_blocks_at_once)))
+            homes = await _told(model, arriving.reserve(min(len(places), arriving.num_blocks_at_once)))
             some, places = places[: len(homes)], places[len(homes) :]
             if not homes or await self._run(functools.partial(arriving.read, some, homes)) < len(some):
                 break
+        await _told(model, arriving.num_known())  # the replica that has most of it is looked for next
         return num_found
 
     async def load(self, parts: Parts, tenant: str = "") -> Arrival:
@@ -152,7 +157,7 @@ class Travelling:
         with self._counted():
             chain, _ = await self._chains(model, prefix)
             travels = model.engine.travels
-            size, num_known = travels.block_size, await self._run(lambda: travels.num_known(chain))
+            size, num_known = travels.block_size, await self._run(lambda: travels.num_findable(chain))
             if num_known == len(chain.keys):
                 return Arrival(num_known * size, num_known * size, 0, num_known * travels.num_kv_groups)
             asked = Prefix(
@@ -180,17 +185,18 @@ class Travelling:
         identity = await self._run(model.engine.travels.kv_identity)
         require_alike(model, header, chain, identity)
         arriving = model.engine.travels.arrive(chain)
-        receiving = Receiving(arriving, header.num_blocks, keys)
+        receiving, pace = Receiving(arriving, header.num_blocks, keys), _Pace()
         try:
-            while not receiving.is_full and (pieces := await _next(parts)) is not None:
+            while not receiving.is_full and (pieces := await pace.next(parts)) is not None:
                 if isinstance(pieces, Header):
                     raise InvalidArgument("header", "comes again behind the first message")
-                await self._make_room(arriving, receiving, pieces)
+                await self._make_room(model, arriving, receiving, pieces)
                 await self._run(functools.partial(receiving.take, pieces))
             receiving.finish()
         finally:
             closed = self._threads.submit(arriving.close)
-        num_blocks = await _told(await asyncio.shield(asyncio.wrap_future(closed)))
+        num_blocks = await _told(model, await asyncio.shield(asyncio.wrap_future(closed)))
+        num_blocks = max(num_blocks, await self._run(lambda: model.engine.travels.num_findable(chain)))
         return Arrival(
             num_tokens=num_blocks * header.block_size,
             num_found_tokens=header.num_found_tokens,
@@ -199,11 +205,13 @@ class Travelling:
             is_short_of_room=receiving.is_full,
         )
 
-    async def _make_room(self, arriving: Arriving, receiving: Receiving, pieces: Sequence[Piece]) -> None:
+    async def _make_room(
+        self, model: LoadedModel, arriving: Arriving, receiving: Receiving, pieces: Sequence[Piece]
+    ) -> None:
         """Reserve host blocks for those that begin in these pieces; some more, as further ones will come."""
         while (num_missing := receiving.num_missing(pieces)) > 0:
             num_blocks = max(num_missing, min(arriving.num_blocks_at_once, receiving.num_to_come))
-            homes = await _told(arriving.reserve(num_blocks))
+            homes = await _told(model, arriving.reserve(num_blocks))
             receiving.give(homes)
             if not homes:
                 return
@@ -223,10 +231,10 @@ class Travelling:
 
         return await self._service.work(make, prefix.prompt.size or 0)
 
-    async def _left(self, future: Future[Leaving]) -> Leaving:
+    async def _left(self, model: LoadedModel, future: Future[Leaving]) -> Leaving:
         """Wait for what is held; nobody who goes away meanwhile leaves it so."""
         try:
-            return await _told(future)
+            return await _told(model, future)
         except BaseException:
             future.add_done_callback(lambda done: None if done.exception() else done.result().close())
             raise
@@ -246,24 +254,44 @@ class Travelling:
             self._num_open -= 1
 
 
-async def _told(future: Future[_T]) -> _T:
-    """Wait for the engine."""
+async def _told(model: LoadedModel, future: Future[_T]) -> _T:
+    """Wait for the engine, unless it has failed."""
+    clock = asyncio.get_running_loop().time
+    until_s, told = clock() + _STALL_S, asyncio.wrap_future(future)
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), _STALL_S)
-    except TimeoutError:
-        raise Unavailable(f"the engine did not come to it in {_STALL_S:g} s") from None
+        while not (await asyncio.wait([told], timeout=_LOOK_S))[0]:
+            if model.engine.failure is not None:
+                raise Unavailable("the engine has failed")
+            if clock() >= until_s:
+                raise Unavailable(f"the engine did not come to it in {_STALL_S:g} s")
+        return told.result()
+    finally:
+        told.cancel()
 
 
-async def _next(parts: Parts) -> Header | Sequence[Piece] | None:
-    """Wait for what comes next; None is the end."""
-    try:
-        return await asyncio.wait_for(anext(parts, None), _STALL_S)
-    except TimeoutError:
-        raise DeadlineExceeded(f"nothing of the prefix came for {_STALL_S:g} s") from None
+class _Pace:
+    """How long a sender is waited for: no longer than for one that sends the least that is borne."""
+
+    def __init__(self) -> None:
+        self._left_s = _STALL_S
+
+    async def next(self, parts: Parts) -> Header | Sequence[Piece] | None:
+        """Wait for what comes next; None is the end."""
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        try:
+            part = await asyncio.wait_for(anext(parts, None), self._left_s)
+        except TimeoutError:
+            least = f"less than {_LEAST_BYTES_PER_S >> 10} KiB a second"
+            raise DeadlineExceeded(f"nothing of the prefix came for {_STALL_S:g} s, or {least}") from None
+        num_bytes = 0 if part is None or isinstance(part, Header) else sum(len(piece.contents) for piece in part)
+        left_s = self._left_s - (clock() - began_s) + num_bytes / _LEAST_BYTES_PER_S
+        self._left_s = min(_STALL_S, left_s)
+        return part
 
 
 async def _header_of(parts: Parts) -> Header:
-    header = await _next(parts)
+    header = await _Pace().next(parts)
     if not isinstance(header, Header):
         raise InvalidArgument("header", "is missing from the first message")
     return header

@@ -219,7 +219,7 @@ class _Coming:
     """What comes of a prompt.
 
     Attributes:
-        num_known: leading blocks that are here.
+        num_known: leading blocks that are here, or on disk where that is quicker than computing.
         num_missing: blocks of all KV groups behind them that are not.
     """
 
@@ -232,7 +232,7 @@ class _Coming:
         """Look for the blocks of a prompt; on a thread where it is long: a block takes 3 us."""
         root = root_key(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
         chain = travels.chain(root, request.prompt_token_ids)
-        arriving, num_known = travels.arrive(chain), travels.num_known(chain)
+        arriving, num_known = travels.arrive(chain), travels.num_findable(chain)
         return cls(arriving, num_known, len(arriving.missing(num_known)))
 
 

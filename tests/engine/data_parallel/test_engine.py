@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
 from jpaged.load import DISTRIBUTIONS, EngineLoad, total_load
-from jpaged.testing import Faults, expected_tokens
+from jpaged.testing import FakeExecutor, Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, Request, SamplingParams
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
 from tests.engine.kv.oracle import expected_outputs
@@ -394,3 +394,17 @@ def test_whatever_happens_every_request_ends_once_with_its_tokens(count, num_blo
         if last.finish.reason is not FinishReason.ABORT:
             want = expected_outputs(list(request.prompt_token_ids), request.sampling)
             assert [fleet.tokens(name, i) for i in range(request.sampling.n)] == want
+
+
+def test_replicas_that_hang_at_the_end_are_waited_for_together(monkeypatch):
+    fleet = Fleet(3)
+    all_wait = threading.Barrier(3)
+    shutdown = FakeExecutor.shutdown
+
+    def hang(executor):
+        all_wait.wait(60.0)
+        shutdown(executor)
+
+    monkeypatch.setattr(FakeExecutor, "shutdown", hang)
+    fleet.replicas.stop()
+    assert not all_wait.broken

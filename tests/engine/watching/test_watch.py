@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.pool import FrameReader, FrameWriter, Kind, unpack
 from jpaged.testing import FakeExecutor
 from tests.engine.harness import Harness
+from tests.engine.kv.tiers.disks import PROMPT, Server
 from tests.engine.lives import WINDOWS, Life
 
 KINDS = {
@@ -216,3 +218,20 @@ def test_nothing_is_noted_while_nobody_watches() -> None:
     watch._until_s = -1.0
     h.run()
     assert not watch.is_on and not watch._notes and not watch._known
+
+
+def test_what_is_copied_to_disk_and_stays_is_no_eviction_and_what_comes_from_there_no_swap(tmp_path: Path) -> None:
+    first = Server(tmp_path)
+    picture_of(first.h)
+    first.ask("a", PROMPT)
+    out = [one for one in picture_of(first.h).happenings if one.kind in ("prefix_out", "eviction", "swap_out")]
+    assert {one.kind for one in out} == {"prefix_out"}
+    assert sum(one.count for one in out) == first.store.counts.num_written == 7
+    first.kill()
+    second = Server(tmp_path)
+    picture_of(second.h)
+    assert second.ask("a", PROMPT) == 24
+    came = [one for one in picture_of(second.h).happenings if one.kind in ("prefix_in", "swap_in")]
+    assert {one.kind for one in came} == {"prefix_in"}
+    assert sum(one.count for one in came) == 6
+    second.kill()

@@ -8,6 +8,8 @@ from jpaged.blockstore.store import BlockStore
 from jpaged.client import AsyncClient
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.testing import seeing
+from tests.engine.kv.tiers.disks import Slow
 from tests.server import harness as harness_module
 from tests.server.harness import eventually, running
 from tests.server.travel.pairs import GREEDY, NUM_FULL, TEXT, executor, is_at_rest, messages_of, saved_by
@@ -17,11 +19,16 @@ OPTIONS = {"num_host_blocks": 96}
 
 @pytest.fixture
 def with_disk(tmp_path, monkeypatch):
-    """Every engine keeps its prefixes in one folder, which one server has at a time."""
+    """Every engine keeps its prefixes in one folder, which one server has at a time, its replicas together."""
+    stores: list[BlockStore] = []
 
     def make(executor, *words, **rest):
         blocks = executor.host_blocks
-        store = BlockStore(tmp_path, blocks.kv_identity(), blocks.bytes_per_block, 1 << 20)
+        if stores and stores[-1].is_on:
+            store = stores[-1].share()
+        else:
+            store = BlockStore(tmp_path, blocks.kv_identity(), blocks.bytes_per_block, 1 << 20)
+            stores.append(store)
         return Engine(executor, *words, disk=Disk(store), **rest)
 
     monkeypatch.setattr(harness_module, "Engine", make)
@@ -32,9 +39,9 @@ def disk_of(harness):
     return harness.serving.engine._loop.memory.disk
 
 
-async def lived(num_blocks):
+async def lived(num_blocks, of=None):
     """A life of a server that has computed a prompt, and written it; what it answered."""
-    async with running(executor=executor(**OPTIONS)) as harness, AsyncClient(harness.target) as client:
+    async with running(executor=of or executor(**OPTIONS)) as harness, AsyncClient(harness.target) as client:
         output = await client.complete(TEXT, GREEDY)
         await eventually(lambda: disk_of(harness).counts.store.num_blocks >= num_blocks)
     return output
@@ -97,3 +104,59 @@ async def test_a_server_that_ends_while_disk_is_read_ends(with_disk, monkeypatch
         saving = asyncio.create_task(saved_by(a))
         await begun.wait()
     await asyncio.gather(saving, return_exceptions=True)
+
+
+async def test_of_a_window_what_is_seen_leaves_from_disk(with_disk, monkeypatch):
+    def windowed():
+        return seeing((None, 6))(num_host_blocks=96, max_model_len=256, num_blocks=96)
+
+    output = await lived(2 * (NUM_FULL // 4), windowed())
+    async with running(executor=windowed()) as first, AsyncClient(first.target) as a:
+        saved = await saved_by(a)
+        header = messages_of(saved)[0].header
+        assert header.num_found_tokens == NUM_FULL
+        assert NUM_FULL // 4 < header.num_blocks < 2 * (NUM_FULL // 4)
+        first.serving.engine.check()
+    monkeypatch.setattr(harness_module, "Engine", Engine)
+    async with running(executor=windowed()) as second, AsyncClient(second.target) as b:
+        assert (await b.prefixes.load(saved)).num_tokens == NUM_FULL
+        again = await b.complete(TEXT, GREEDY)
+        assert again.usage.cached_tokens == NUM_FULL - 4
+        assert again.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_of_replicas_the_one_that_reads_a_prefix_from_disk_sends_it(with_disk, monkeypatch, place):
+    await lived(NUM_FULL // 4)
+    others = [executor(**OPTIONS)]
+    async with running(executor=executor(**OPTIONS), others=others) as first, AsyncClient(first.target) as a:
+        monkeypatch.setattr(first.serving.engine.travels, "_place", lambda keys: place)
+        header = messages_of(await saved_by(a))[0].header
+        assert (header.num_found_tokens, header.num_blocks) == (NUM_FULL, NUM_FULL // 4)
+        first.serving.engine.check()
+
+
+async def test_what_disk_has_is_not_fetched_from_another_server(with_disk, monkeypatch):
+    def slow():
+        return Slow(num_host_blocks=96, max_model_len=256, num_blocks=96)
+
+    longer = f"{TEXT}, and more of it than there was"
+    on_disk = vars(harness_module)["Engine"]
+    await lived(NUM_FULL // 4, slow())
+    monkeypatch.setattr(harness_module, "Engine", Engine)
+    async with running(executor=slow()) as first, AsyncClient(first.target) as a:
+        output = await a.complete(longer, GREEDY)
+        monkeypatch.setattr(harness_module, "Engine", on_disk)
+        async with (
+            running(executor=slow(), prefix_peers=[first.target]) as second,
+            AsyncClient(second.target) as b,
+        ):
+            arrival = await b.prefixes.fetch(first.target, TEXT)
+            assert (arrival.num_tokens, arrival.num_loaded_blocks) == (NUM_FULL, 0)
+            num_full = len(longer) // 4
+            arrival = await b.prefixes.fetch(first.target, longer)
+            assert (arrival.num_tokens, arrival.num_loaded_blocks) == (4 * num_full, num_full - NUM_FULL // 4)
+            again = await b.complete(longer, GREEDY)
+            assert again.usage.cached_tokens >= 4 * (num_full - 1)
+            assert again.outputs[0].token_ids == output.outputs[0].token_ids
+            second.serving.engine.check()

@@ -26,7 +26,7 @@ from jpaged.server.travel import servicer as servicer_module
 from jpaged.service.prefixes import travelling as travelling_module
 from jpaged.service.prefixes.receiving import Receiving
 from jpaged.testing import FakeExecutor
-from jpaged.types import SamplingParams
+from jpaged.types import Prompt, SamplingParams
 from tests.server.harness import eventually, running
 from tests.server.travel.pairs import GREEDY, NUM_FULL, TEXT, executor, framed, is_at_rest, messages_of, saved_by, two
 
@@ -255,3 +255,57 @@ async def test_closed_clients_ask_nobody():
     for call in (saved_by(client), client.prefixes.load([MAGIC])):
         with pytest.raises(Cancelled, match="the client was closed"):
             await call
+
+
+async def test_whoever_brings_little_at_a_time_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(travelling_module, "_STALL_S", 2.0)
+    async with two() as (_, a, second, b):
+        await a.complete(TEXT, GREEDY)
+        header, pieces = messages_of(await saved_by(a))
+
+        async def little_by_little():
+            for chunk in framed([header]):
+                yield chunk
+            for piece in pieces.pieces.pieces:
+                message = prefixes_pb2.LoadPrefixRequest()
+                message.pieces.pieces.append(piece)
+                yield framed([message])[1]
+                await asyncio.sleep(0.5)
+
+        with pytest.raises(DeadlineExceeded, match=r"came for 2 s, or less than 64 KiB a second"):
+            await b.prefixes.load(little_by_little())
+        await eventually(lambda: second.server._travelling._num_open == 0)
+
+
+@pytest.mark.parametrize("way", ["load", "save"])
+async def test_an_engine_that_has_failed_is_not_waited_for(monkeypatch, way):
+    monkeypatch.setattr(travelling_module, "_STALL_S", 3600.0)
+    async with running(executor=executor()) as source, AsyncClient(source.target) as a:
+        await a.complete(TEXT, GREEDY)
+        prefix = travelling_module.Prefix(prompt=Prompt(text=TEXT))
+        saved = [part async for part in source.server._travelling.save(prefix)]
+    async with running(executor=executor()) as harness:
+        travelling = harness.server._travelling
+        engine: Any = harness.serving.engine
+        monkeypatch.setattr(harness.server._service.state, "note_failure", lambda error=None: None)
+
+        async def fail():
+            engine.fail(RuntimeError("of a test"))
+            await eventually(lambda: engine.failure is not None and not engine._thread._thread.is_alive())
+
+        async def parts():
+            yield saved[0]
+            await fail()
+            for part in saved[1:]:
+                yield part
+
+        async def travel():
+            if way == "load":
+                await travelling.load(parts())
+            else:
+                await fail()
+                monkeypatch.setattr(travelling._service, "controlled", lambda *_: harness.serving)
+                [part async for part in travelling.save(prefix)]
+
+        with pytest.raises(Unavailable, match="the engine has failed"):
+            await asyncio.wait_for(travel(), 60.0)

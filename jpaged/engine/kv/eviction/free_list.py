@@ -93,6 +93,10 @@ class RankedFreeList:
         """A request has found these and holds them by now; one KV group after the other."""
         self._policy.found(places)
 
+    def times_seen(self, place: int) -> int:
+        """Requests that computed or found what a place holds."""
+        return self._policy.times_seen(place)
+
     def evicted(self, place: int) -> Entry:
         """What a place held is gone, which `popitem` has just returned, or that is held for another reason."""
         self._known.remove(place)

@@ -37,6 +37,9 @@ class LeastFrequentlyUsed:
             if is_free:
                 self.freed(place)
 
+    def times_seen(self, place: int) -> int:
+        return self._counts[place]
+
     def freed(self, place: int) -> None:
         count = self._counts[place]
         queue = self._free.get(count)

@@ -52,6 +52,10 @@ class EvictionPolicy(Protocol):
         """A request found these, free or held, and takes them; one KV group after the other."""
         ...
 
+    def times_seen(self, place: int) -> int:
+        """Requests that computed or found what a place holds, as far as is known here."""
+        ...
+
     def freed(self, place: int) -> None:
         """Nobody holds it any more: it may be chosen."""
         ...

@@ -44,6 +44,9 @@ class TwoQueues:
                 del self._once[place]
                 self._again[place] = None
 
+    def times_seen(self, place: int) -> int:
+        return self._counts[place]
+
     def freed(self, place: int) -> None:
         (self._again if self._counts[place] > 1 else self._once)[place] = None
 

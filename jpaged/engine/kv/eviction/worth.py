@@ -117,6 +117,9 @@ class Worth:
                 self._was_needed(block)
                 block.freed_at = None
 
+    def times_seen(self, place: int) -> int:
+        return self._blocks[place].seen
+
     def freed(self, place: int) -> None:
         block = self._blocks[place]
         block.kind, block.freed_at = self._kind(block), self._now

@@ -138,6 +138,13 @@ class Arriving:
         ]
         self._tiers.ask(lambda: self._enter(named))
 
+    def num_known(self) -> Future[int]:
+        """How many blocks of the prefix a request would find, once what was entered is known."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        self._tiers.ask(lambda: future.set_result(self._tiers.num_known(self.chain)))
+        return future
+
     def close(self) -> Future[int]:
         """Lets go of all blocks; how many of the prefix's a request would find. Any thread may, and again."""
         future: Future[int] = Future()

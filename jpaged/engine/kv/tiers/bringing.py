@@ -34,8 +34,9 @@ class Bringing:
     def missing(self, group: Group, is_below: Callable[[Key], bool]) -> list[Place]:
         """What memory misses of the longest prefix of a prompt that is there or below, in the order of the prompt.
 
-        Of a pool that has too little room for all of it the beginning. What is on the device already becomes the last
-        to be evicted, so that what is brought in does not push it out.
+        Of a pool that has too little room for all of it the beginning: what is on the device already and free, and what
+        host memory has, is no room. What is on the device becomes the last to be evicted, so that what is brought in
+        does not push it out.
         """
         prefixes, reaches = self._prefixes, self._prefixes.reaches
         keys = prefixes.findable(group)
@@ -49,12 +50,19 @@ class Bringing:
                 for i in reach.seen(num_blocks)
             ]
             places = sorted(place for place in seen if not prefixes.has_prefix(place.key))
-            if prefixes.pool.can_allocate(len(places)):
-                if places:
-                    prefixes.renew([place.key for place in seen])
+            if not places:
+                return []
+            num_needed = sum(self._takes_room(place.key) for place in seen)
+            if prefixes.pool.can_allocate(num_needed):
+                prefixes.renew([place.key for place in seen])
                 return places
-            num_blocks -= max(1, (len(places) - prefixes.pool.num_free) // len(reaches))
+            num_blocks -= max(1, (num_needed - prefixes.pool.num_free) // len(reaches))
         return []
+
+    def _takes_room(self, key: Key) -> bool:
+        """Who takes the block takes a free one of the pool: its own, or another that it is copied to."""
+        block_id = self._prefixes.cache.find(key)
+        return block_id is None or self._prefixes.pool.is_free(block_id)
 
     def bring_in(self, group: Group, place: Place, home: int) -> bool:
         """Makes a block known that a reserved block of host memory holds; False where the pool has no room for it."""

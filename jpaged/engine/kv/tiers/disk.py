@@ -120,6 +120,9 @@ class DiskTier:
 
     Implements `jpaged.engine.kv.prefixes.Below`.
 
+    Attributes:
+        is_worth: see `Fetching.is_worth`.
+
     Args:
         disk: its store is this tier's until `close`.
         blocks: the bytes of host memory.
@@ -157,6 +160,7 @@ class DiskTier:
             self._count,
             may_hold,
         )
+        self.is_worth = self._fetching.is_worth
         self._counts = DiskCounts(store.counts)
         self._cache: PrefixCache | None = None
         self._bringing: Bringing | None = None

@@ -23,6 +23,7 @@ from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.tiers.bringing import Bringing, Place
 from jpaged.engine.kv.tiers.staging import Staging
 from jpaged.engine.sequence import Group
+from jpaged.errors import InternalError
 
 _FIRST_BYTES_PER_S = 200e6
 _LATENCY_S = 0.002
@@ -100,6 +101,7 @@ class Fetching:
         self._came = came
         self._bytes_per_s = _FIRST_BYTES_PER_S
         self._fetches: dict[Group, _Fetch] = {}
+        self._wanting: dict[Key, dict[_Fetch, None]] = {}  # who waits for a key; none is empty
         self._leftover: list[_Fetch] = []
 
     @property
@@ -116,34 +118,38 @@ class Fetching:
         """Seconds that reading a block takes, as far as was seen; None where disk has it not."""
         return self._blocks.bytes_per_block / self._bytes_per_s if key in self._store else None
 
+    def is_worth(self, begin: int, end: int, num_blocks: int) -> bool:
+        """So many blocks are read sooner than those from `begin` to `end` are computed. Any thread may ask."""
+        read_s = _LATENCY_S + num_blocks * self._blocks.bytes_per_block / self._bytes_per_s
+        return self._compute_s(begin, end) > read_s
+
     def begin(self, group: Group, bringing: Bringing) -> bool:
         """Begins to fetch what disk has of a group's prompt; False where it has nothing that is worth it."""
         places = bringing.missing(group, self._store.__contains__)
         if not places:
             return False
-        seconds = self._compute_s(places)
-        if seconds <= _LATENCY_S + len(places) * self._blocks.bytes_per_block / self._bytes_per_s:
+        begin, end = places[0].index, places[-1].index + 1
+        if not self.is_worth(begin, end, len(places)):
             self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
             return False
         first = places[0].key
-        behind = next(
-            (other for other in self._fetches.values() if any(p.key == first for p in other.places[:1])), None
-        )
-        self._fetches[group] = _Fetch(group, places, max(seconds, _LEAST_WAIT_S), behind)
+        behind = next((other for other in self._wanting.get(first, ()) if other.places[0].key == first), None)
+        self._fetches[group] = fetch = _Fetch(group, places, max(self._compute_s(begin, end), _LEAST_WAIT_S), behind)
+        self._want(fetch)
         return True
 
     def leave(self, group: Group) -> None:
         """A group has ended, which need not be fetched for any more."""
         fetch = self._fetches.pop(group, None)
         if fetch is not None:
+            self._want_no_more(fetch)
             fetch.is_over = fetch.has_gone_on = True
             self._leftover.append(fetch)
 
     def forget(self, key: Key | None) -> None:
         """Sees to it that a key is not brought in by what is under way; None is any key."""
-        for fetch in self._fetches.values():
-            if key is None or any(place.key == key for place in fetch.places):
-                fetch.is_over = True
+        for fetch in self._fetches.values() if key is None else self._wanting.get(key, ()):
+            fetch.is_over = True
 
     def advance(self, now_s: float, max_bytes: int, bringing: Bringing) -> list[Group]:
         """Brings in what is read, up to so many bytes, and reads on; the groups that go on now."""
@@ -155,7 +161,9 @@ class Fetching:
             if fetch.behind is not None:
                 if not fetch.behind.has_gone_on:
                     continue
+                self._want_no_more(fetch)
                 fetch.behind, fetch.places = None, bringing.missing(fetch.group, self._store.__contains__)
+                self._want(fetch)
             if fetch.began_s is None:
                 fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
             max_bytes -= self._bring_in(fetch, max_bytes, bringing)
@@ -167,9 +175,21 @@ class Fetching:
                 going_on.append(fetch.group)
         return going_on
 
+    def _want(self, fetch: _Fetch) -> None:
+        for place in fetch.places:
+            self._wanting.setdefault(place.key, {})[fetch] = None
+
+    def _want_no_more(self, fetch: _Fetch) -> None:
+        for place in fetch.places:
+            wanting = self._wanting[place.key]
+            del wanting[fetch]
+            if not wanting:
+                del self._wanting[place.key]
+
     def _end(self, fetch: _Fetch, now_s: float) -> None:
         fetch.has_gone_on = True
         del self._fetches[fetch.group]
+        self._want_no_more(fetch)
         self._leftover.append(fetch)
         self._count(0, fetch.is_over)
         if fetch.began_s is not None and now_s > fetch.began_s:
@@ -211,15 +231,18 @@ class Fetching:
             fetch.num_in += 1
 
     def check(self) -> None:
-        """Raises InternalError where a block is free that is read into."""
+        """Raises InternalError where a block is free that is read into, or it is not known who waits for one."""
+        wanted = {(place.key, fetch) for fetch in self._fetches.values() for place in fetch.places}
+        if wanted != {(key, fetch) for key, wanting in self._wanting.items() for fetch in wanting}:
+            raise InternalError(f"{len(wanted)} blocks are waited for, and not those of {len(self._wanting)} keys")
         self._staging.check(home for fetch in self._all() for home in fetch.homes[fetch.num_in :])
 
     def _all(self) -> Iterator[_Fetch]:
         yield from self._fetches.values()
         yield from self._leftover
 
-    def _compute_s(self, places: list[Place]) -> float:
-        """Seconds to compute the tokens of these places."""
-        begin, end = places[0].index * self._block_size, (places[-1].index + 1) * self._block_size
+    def _compute_s(self, begin: int, end: int) -> float:
+        """Seconds to compute the tokens of these blocks of a prompt."""
+        begin, end = begin * self._block_size, end * self._block_size
         size, seconds = self._rates.forward_s[-1]
         return (end - begin) * seconds / size + self._rates.pair_s * (end**2 - begin**2) / 2

@@ -73,7 +73,7 @@ class HostTier:
         if self._ranked is not None and entry is not None:
             self._ranked.enter(home, entry)
         self._ops.add(Move.SWAP_OUT, block_id, home)
-        self._hand_back(home)
+        _hand_back(self.pool, home)
 
     def bring_back(self, keys: Sequence[Key], pool: BlockPool) -> list[int]:
         """Copies kept blocks into blocks of the device pool, which has as many free ones; the new blocks."""
@@ -85,8 +85,12 @@ class HostTier:
             self._ranked.found(sources)
         for source, destination in zip(sources, destinations, strict=True):
             self._ops.add(Move.SWAP_IN, source, destination)
-            self._hand_back(source)
+            _hand_back(self.pool, source)
         return destinations
+
+    def times_seen(self, key: Key) -> int:
+        """Requests that computed or found a block that is kept; 1 where blocks are not ranked."""
+        return 1 if self._ranked is None else self._ranked.times_seen(self._blocks[key])
 
     def forget(self, key: Key) -> None:
         """Drops what is kept under a key, if anything is."""
@@ -216,9 +220,6 @@ class HostTier:
         self.marks = bytearray(len(self.marks))
         return num_kept
 
-    def _hand_back(self, home: int) -> None:
-        self.pool.release(_table_of([home]))
-
     def _evict(self, home: int) -> None:
         key = self._keys.pop(home, None)
         if key is not None:
@@ -228,6 +229,10 @@ class HostTier:
                 self._changes.removed("host", key)
             if self._ranked is not None:
                 self._ranked.evicted(home)
+
+
+def _hand_back(pool: BlockPool, block_id: int) -> None:
+    pool.release(_table_of([block_id]))
 
 
 def _table_of(block_ids: list[int]) -> BlockTable:

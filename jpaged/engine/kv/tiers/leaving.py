@@ -66,6 +66,13 @@ class Tiers:
         """Blocks of the longest prefix that a request would find. Any thread may ask."""
         return num_usable(chain.keys, self.reaches, self.prefixes.has_prefix)
 
+    def num_findable(self, chain: Chain) -> int:
+        """The same, with what comes from disk sooner than it is computed. Any thread may ask."""
+        num_blocks, away = self.on_disk(chain, 0)
+        if self.disk is None or not away or self.disk.is_worth(away[0].index, away[-1].index + 1, len(away)):
+            return num_blocks
+        return self.num_known(chain)
+
     def on_disk(self, chain: Chain, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
         """Blocks of the longest prefix that is here or on disk, and which are on disk alone. Any thread may ask."""
         disk, has_prefix = self.disk, self.prefixes.has_prefix

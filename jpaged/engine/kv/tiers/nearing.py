@@ -72,9 +72,10 @@ class Nearing:
             if prefixes.cache.find(key_in_group(chain[index], kv_group)) is None
         )[:room]
         keys = [key_in_group(chain[index], kv_group) for index, kv_group in places]
+        seen = [self._host.times_seen(key) for key in keys]  # who is admitted finds them on the device
         table = BlockTable(len(keys))
         table.extend(self._host.bring_back(keys, prefixes.pool))
-        for (index, kv_group), block_id in zip(places, table.block_ids(), strict=True):
-            prefixes.cache.insert_of(leader, index, block_id, chain[index], kv_group)
+        for (index, kv_group), block_id, times_seen in zip(places, table.block_ids(), seen, strict=True):
+            prefixes.cache.insert_of(leader, index, block_id, chain[index], kv_group, times_seen=times_seen)
         prefixes.pool.release(table)
         self._ops.counts.brought_back(prefixes.pool.block_size * len(keys) // len(prefixes.reaches))

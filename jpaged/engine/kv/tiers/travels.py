@@ -124,6 +124,10 @@ class Travels:
         """Blocks of the longest prefix that is here, in the pool that has most of it."""
         return max(one.tiers.num_known(chain) for one in self.each)
 
+    def num_findable(self, chain: Chain) -> int:
+        """The same, with what disk has where it is quicker than computing. Any thread may ask."""
+        return max(one.tiers.num_findable(chain) for one in self.each)
+
     def leave(self, chain: Chain, num_skipped: int = 0, *, is_hurried: bool = False) -> Future[Leaving]:
         """Finds a prefix where most of it is, and holds it while it is read.
 

@@ -16,6 +16,7 @@ const SAYS = {
   prefix_copy: ["copied a prefix", (who, count, [from, to]) => `${from} → ${to}`],
   eviction: ["evicted", (who, count) => `${count} cached, to host memory`],
   prefix_in: ["brought back", (who, count) => `${count} cached, from host memory`],
+  prefix_out: ["copied", (who, count) => `${count} cached, to disk or another server`],
   swap_out: ["swapped out", (who, count) => `${blocks(count)} to host memory`],
   swap_in: ["swapped in", (who, count) => `${blocks(count)} from host memory`],
   preemption_swap: ["preempted", (who) => `${who}: its blocks go to host memory`],

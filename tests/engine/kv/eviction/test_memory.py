@@ -232,3 +232,17 @@ def test_a_policy_without_anything_to_choose_from_is_refused(policy, option, val
     assert {*get_args(EvictionPolicyName)} == {"auto", "lru", *MAKERS}
     EngineConfig.load({option: value})  # nobody asked for a policy
     assert EngineConfig.load({"eviction_policy": policy}).cache.eviction_policy == policy
+
+
+@pytest.mark.parametrize("policy", MAKERS)
+def test_how_often_a_block_was_seen_is_known_of_one_that_comes_back_from_host_memory(policy):
+    h = make(policy, num_blocks=16, num_host_blocks=64)
+    for i in range(3):
+        ask(h, f"{i}", [*SYSTEM, 1])
+    ask(h, "large", list(range(20, 80)))  # which has the whole pool
+    (on_device, in_host), ranked = where(h, SYSTEM), h.engine.prefixes._ranked
+    assert on_device == [None] * 4
+    assert None not in in_host
+    assert ask(h, "again", [*SYSTEM, 1]) == 16
+    (on_device, _) = where(h, SYSTEM)
+    assert [ranked.times_seen(block_id) for block_id in on_device] == [4] * 4

@@ -441,3 +441,53 @@ def test_the_rates_decide_by_attention_too(tmp_path):
     second = second_life(tmp_path, kind=Attentive)
     assert second.ask("a", PROMPT) == 24
     second.kill()
+
+
+def test_what_a_prompt_has_on_the_device_is_no_room_for_the_rest_of_it(tmp_path):
+    second = second_life(tmp_path, sizes={"num_blocks": 12, "num_host_blocks": 16})
+    prefixes = second.memory.prefixes
+    second.ask("own", PROMPT[:13], max_tokens=1)
+    own = [*prefixes.cache._blocks]
+    second.submit("busy", [50] * 29, max_tokens=3)
+    second.step(2)
+    assert prefixes.pool.num_free == len(own) + 1 == 4
+    second.submit("a", PROMPT)
+    num_before = second.disk.counts.num_tokens
+    while second.disk.counts.num_tokens == num_before:
+        second.step()
+    second.step()
+    assert all(prefixes.cache.find(key) is not None for key in own)
+    assert second.disk.counts.num_tokens == num_before + 4  # the next would have pushed out the first
+    assert second.finish("a") == 16
+    second.kill()
+
+
+def test_who_waits_for_a_key_that_is_forgotten_is_found_without_looking_at_all_others(tmp_path):
+    class Unseen(list[Any]):
+        def __iter__(self):
+            raise AssertionError("every place is looked at")
+
+    first = Server(tmp_path)
+    prompts = [[start, *range(20, 40)] for start in range(3)]
+    for prompt in prompts:
+        first.ask(f"{prompt[0]}", prompt)
+    first.kill()
+    second = Server(tmp_path)
+    second.readers.hold()
+    for prompt in prompts:
+        second.submit(f"{prompt[0]}", prompt)
+    second.step()
+    fetches = [*second.disk._fetching._fetches.values()]
+    assert len(fetches) == 3
+    places = [fetch.places for fetch in fetches]
+    for fetch in fetches:
+        fetch.places = Unseen(fetch.places)
+    second.disk.forget(places[1][2].key)
+    assert [fetch.is_over for fetch in fetches] == [False, True, False]
+    for fetch, before in zip(fetches, places, strict=True):
+        fetch.places = before
+    second.readers.release()
+    for prompt in prompts:
+        second.finish(f"{prompt[0]}")
+    assert not second.disk._fetching._wanting
+    second.kill()
