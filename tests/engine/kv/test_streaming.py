@@ -145,12 +145,13 @@ def test_first_tokens_outlive_all_that_is_seen_with_them(policy):
     for name in ("first", "again"):
         h.submit(name, text, max_tokens=2)
         h.run()
-    lens = []
+    prefixes, lens = h.engine.prefixes, []
+    assert prefixes is not None
     for i in range(6):
         h.submit(f"other {i}", [120 + 9 * i + j for j in range(9)], max_tokens=2)
         h.run()
         keys = group_of(text).live[0].kv.keys(text, 8, 4)
-        known = [h.engine.prefixes.cache.find(key) is not None for key in keys]
+        known = [prefixes.cache.find(key) is not None for key in keys]
         assert known[:2] == sorted(known[:2], reverse=True)
         assert all(known[:2]) or not any(known[2:]), "blocks are kept that nobody can use"
         lens.append(sum(known))
