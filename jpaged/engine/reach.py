@@ -55,6 +55,11 @@ class Reach:
         """The places of so many full blocks that are seen from behind them, in order."""
         return self.places(self.first_block(num_full), num_full)
 
+    def above(self, index: int) -> int | None:
+        """The place of the last block in front of one that whoever sees that one sees too; None where there is none."""
+        place = (index if self.num_seen is None else min(index, self.num_sinks)) - 1
+        return place if place >= 0 else None
+
     def num_held(self, num_blocks: int) -> int:
         """Blocks at most of so many that one sequence has filled or begun to fill."""
         limit = self.max_num_held

@@ -140,9 +140,9 @@ class PrefixCache:
             tokens = tuple(self._tokens_at(sequence, index))
             self._changes.filled(Stored("device", key, group, parent if index else None, tokens, sequence.kv.owner))
         if is_new and self._ranked is not None:
-            # Of a window nobody needs what is in front of it.
-            is_needed = index > 0 and self._reaches[group].num_seen is None
-            above = key_in_group(parent, group) if is_needed else None
+            # Of a window nobody needs what is in front of it, but for first tokens.
+            place = self._reaches[group].above(index)
+            above = None if place is None else key_in_group(sequence.kv.parent(place + 1), group)
             entry = Entry(key_in_group(key, group), above, index, sequence.kv.root or b"", times_seen)
             self._ranked.enter(block_id, entry)
 

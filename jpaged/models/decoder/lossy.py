@@ -37,10 +37,12 @@ def as_asked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
             f"{window} tokens and {num_sinks} first ones (lossy_kv_sinks) are all of a sequence of max_model_len "
             f"({max_model_len}): leave it out",
         )
-    own = {kind.sliding_window for kind in config.attention_kinds} - {None}
+    widths = {kind.sliding_window for kind in config.attention_kinds}
+    own = sorted(width for width in widths if width is not None and width < max_model_len)
     if own:
+        told = ", ".join(map(str, own))
         raise InvalidArgument(
-            WINDOW, f"{window}: {config.architecture} has layers with windows of {own} tokens of their own"
+            WINDOW, f"{window}: {config.architecture} has layers with windows of {told} tokens of their own"
         )
 
     def narrowed(kind: AttentionKind) -> AttentionKind:

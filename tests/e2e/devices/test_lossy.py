@@ -18,6 +18,7 @@ from jpaged.llm import LLM, TokensPrompt
 from jpaged.models.decoder import lossy
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
+from jpaged.service.prefixes.likeness import facts_of
 from jpaged.types import CompletionOutput, SamplingParams
 from tests.e2e.rig import assert_same, engine_of, generate, open_llm, random_prompts, write_model
 from tests.models import dense
@@ -158,12 +159,16 @@ def identity_of(llm: LLM) -> bytes:
 
 @pytest.mark.long
 def test_blocks_mean_something_else_than_exact_ones_and_those_of_other_windows(folder: Path) -> None:
-    identities = []
+    identities, facts = [], []
     for options in ({}, LOSSY, {**LOSSY, "lossy_kv_sinks": 4}, {**LOSSY, "lossy_kv_window": 12}, LOSSY):
         with open_llm(folder, **SIZES, **options) as llm:
             identities.append(identity_of(llm))
+            facts.append(dict(facts_of(llm._serving)))
     assert identities[1] == identities[4]
     assert len(set(identities)) == 4
+    differing = [{name for name, fact in facts[1].items() if other[name] != fact} for other in facts]
+    window, sinks = "lossy_kv_window", "lossy_kv_sinks"
+    assert differing == [{window, sinks}, set(), {sinks}, {window}, set()]
 
 
 REFUSED = [
@@ -195,6 +200,16 @@ def test_a_model_with_windows_of_its_own_is_refused(tmp_path: Path) -> None:
     problem = r"lossy_kv_window: 11: .* windows of .* of their own"
     with pytest.raises(InvalidArgument, match=problem), open_llm(folder, **{**LOSSY, "lossy_kv_sinks": 1}):
         pass
+
+
+def test_windows_of_its_own_that_no_sequence_fills_are_none() -> None:
+    """Phi-3's windows are longer than some of its contexts, and hide nothing there."""
+    published = from_hf(tiny_case("phi3").config)  # a window of 11
+    options = {"lossy_kv_window": 4, "lossy_kv_sinks": 2}
+    config = lossy.as_asked(published, EngineConfig.load({**options, "max_model_len": 11}))
+    assert {(kind.sliding_window, kind.num_sink_tokens) for kind in config.attention_kinds} == {(4, 2)}
+    with pytest.raises(InvalidArgument, match="lossy_kv_window: 4: Phi3ForCausalLM has layers with windows of 11 tok"):
+        lossy.as_asked(published, EngineConfig.load({**options, "max_model_len": 12}))
 
 
 def test_a_model_of_one_kind_of_attention_is_refused(tmp_path: Path) -> None:

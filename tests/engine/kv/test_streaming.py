@@ -1,11 +1,16 @@
 """First tokens are held beside a window: by who runs, who forks, who is swapped, and who finds them by their keys."""
 
+import dataclasses
+
 import pytest
 
+from jpaged.engine.kv.blocks import key_in_group
+from jpaged.engine.kv.eviction.policies import MAKERS
 from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.kv.tiers.chain import Chain, Place
 from jpaged.engine.reach import Reach
 from jpaged.engine.sequence import Status
-from jpaged.testing import SeveralStepsExecutor, expected_tokens, seeing
+from jpaged.testing import FakeExecutor, SeveralStepsExecutor, expected_tokens, seeing
 from tests.engine.harness import Harness
 from tests.engine.kv.test_windows import compute, group_of, held, settle
 
@@ -122,3 +127,42 @@ def test_requests_of_many_times_the_pool_run_side_by_side(overlap):
     for i, prompt in enumerate(prompts):
         assert h.tokens(f"r{i}") == expected_tokens(prompt, 40, windows=windows)
     assert h.engine.load().peak_blocks_used <= 2 * 7
+
+
+class Growing(FakeExecutor):
+    """Tokens cost more the more are in front of them, so that the first block costs least."""
+
+    @property
+    def rates(self):
+        return dataclasses.replace(super().rates, pair_s=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["lru", *MAKERS])
+def test_first_tokens_outlive_all_that_is_seen_with_them(policy):
+    executor = seeing(((6, 5),), Growing)(num_blocks=14, max_num_batched_tokens=32, max_model_len=64)
+    h = Harness(executor=executor, eviction_policy=policy)
+    text = list(range(60, 92))
+    for name in ("first", "again"):
+        h.submit(name, text, max_tokens=2)
+        h.run()
+    prefixes, lens = h.engine.prefixes, []
+    assert prefixes is not None
+    for i in range(6):
+        h.submit(f"other {i}", [120 + 9 * i + j for j in range(9)], max_tokens=2)
+        h.run()
+        keys = group_of(text).live[0].kv.keys(text, 8, 4)
+        known = [prefixes.cache.find(key) is not None for key in keys]
+        assert known[:2] == sorted(known[:2], reverse=True)
+        assert all(known[:2]) or not any(known[2:]), "blocks are kept that nobody can use"
+        lens.append(sum(known))
+    assert lens[0] > lens[-1]
+
+
+def test_a_chain_that_travels_needs_its_first_tokens():
+    reaches = (Reach.of(6, 4, 8, num_sink_tokens=5), Reach.of(6, 4, 8), Reach.of(None, 4, 8))
+    chain = Chain.of(b"root", range(24), 4)
+    for index in range(6):
+        above = [chain.entry(Place(index, group), reaches).parent for group in range(3)]
+        sinks = None if index == 0 else chain.keys[min(index, 2) - 1]
+        before = None if index == 0 else key_in_group(chain.keys[index - 1], 2)
+        assert above == [sinks, None, before]

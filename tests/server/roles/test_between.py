@@ -110,6 +110,7 @@ async def test_a_target_without_a_port_is_refused() -> None:
 KINDS: dict[str, type[FakeExecutor]] = {
     "windows": seeing((8, None)),
     "narrow windows": seeing((8, 20)),
+    "first tokens and a window": seeing(((8, 5),)),
     "several steps": SeveralStepsExecutor,
     "a draft model": SpeculatingExecutor,
 }

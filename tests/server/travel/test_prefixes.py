@@ -22,7 +22,11 @@ from tests.server.travel.pairs import GREEDY, NUM_FULL, TEXT, executor, saved_by
 
 
 @pytest.mark.parametrize("way", ["file", "fetch"])
-@pytest.mark.parametrize("kind", [FakeExecutor, seeing((None, 6))], ids=["everything", "a window"])
+@pytest.mark.parametrize(
+    "kind",
+    [FakeExecutor, seeing((None, 6)), seeing(((6, 5),))],
+    ids=["everything", "a window", "first tokens and a window"],
+)
 async def test_a_prefix_travels_and_the_next_request_finds_it(way, kind):
     sizes = {"num_host_blocks": 60, "num_blocks": 96}
     async with two(kind(**sizes), kind(**sizes)) as (first, a, _, b):

@@ -40,9 +40,9 @@ class Chain:
         return key_in_group(self.keys[place.index], place.kv_group)
 
     def entry(self, place: Place, reaches: Sequence[Reach]) -> Entry:
-        """What eviction knows of a block; of a window nobody needs what is in front of it."""
-        is_needed = place.index > 0 and reaches[place.kv_group].num_seen is None
-        above = key_in_group(self.keys[place.index - 1], place.kv_group) if is_needed else None
+        """What eviction knows of a block; of a window nobody needs what is in front of it but first tokens."""
+        needed = reaches[place.kv_group].above(place.index)
+        above = None if needed is None else key_in_group(self.keys[needed], place.kv_group)
         return Entry(self.key(place), above, place.index, self.root)
 
 
