@@ -13,8 +13,9 @@ A hash is the first 64 bits of a block's key. Blocks that follow each other are 
 a tier beneath the device takes a block its key alone is known, and token_ids is empty, as in vLLM's offloading: who
 reads along knows the hash. `extra_keys` has, of each block, what its hash depends on besides tokens: the adapter's
 name, and of the first block the salt and the tenant. `kv_cache_spec_sink_tokens` is of ours alone, and there only where
-the first M tokens are seen besides a window: readers of vLLM's pass it over, as they do names that they do not know. Older readers of vLLM take events as arrays of the same order,
-which is the other encoding and has no place for it; unknown names are passed over when reading, so that later versions are understood.
+the first M tokens are seen besides a window: readers of vLLM's pass it over, as they do names that they do not know.
+Older readers of vLLM take events as arrays of the same order, which is the other encoding and has no place for it;
+unknown names are passed over when reading, so that later versions are understood.
 """
 
 from __future__ import annotations
