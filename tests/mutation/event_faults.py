@@ -239,15 +239,29 @@ EVENT_FAULTS = (
     Fault(
         "the first that was missed is not told again",
         "publisher.py",
-        '            if number >= int.from_bytes(first, "big"):\n',
-        '            if number > int.from_bytes(first, "big"):\n',
+        "if number >= first)",
+        "if number > first)",
         SOCKETS,
     ),
     Fault(
         "nobody hears that an answer has ended",
         "publisher.py",
-        '        self._replay.send_multipart((who, b"", _END, b""))\n',
+        '                    self._replay.send_multipart((answer.who, b"", _END, b""), zmq.NOBLOCK)\n',
         "",
+        SOCKETS,
+    ),
+    Fault(
+        "who asks and takes nothing is waited for, for ever",
+        "publisher.py",
+        "                if now_s - answer.sent_at_s > _STALLED_S:\n",
+        "                if now_s < answer.sent_at_s:\n",
+        SOCKETS,
+    ),
+    Fault(
+        "messages are kept whatever their size",
+        "publisher.py",
+        "            self._kept_bytes -= len(",
+        "            self._kept_bytes = 0 * len(",
         SOCKETS,
     ),
     Fault(
