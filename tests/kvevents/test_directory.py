@@ -133,7 +133,7 @@ def test_however_long_a_prompt_is_so_many_blocks_are_looked_for(monkeypatch, win
     text = list(range(65_536))
     directory = told(replace(stored(range(65_536), None, text, size=1), window=window))
     directory.take("b", [replace(stored(range(16_384), None, text), window=window)])
-    monkeypatch.setattr(directory_module.hashlib, "blake2b", counted)
+    monkeypatch.setattr(hashlib, "blake2b", counted)
     most = directory_module._MAX_KEYS
     assert directory.num_tokens_held(text, servers=["b"]) == {"b": 4 * most}
     assert counted.num_made <= most + 1
@@ -145,7 +145,7 @@ def test_however_long_a_prompt_is_so_many_blocks_are_looked_for(monkeypatch, win
 def test_of_a_prompt_whose_first_tokens_nobody_has_no_more_is_made(monkeypatch):
     directory = told(replace(stored(range(5), None, TEXT), window=6, num_sink_tokens=4))
     counted = Counted()
-    monkeypatch.setattr(directory_module.hashlib, "blake2b", counted)
+    monkeypatch.setattr(hashlib, "blake2b", counted)
     assert held(directory, [7] * 65_536) == 0
     assert counted.num_made == 2
 

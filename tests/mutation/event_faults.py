@@ -6,6 +6,7 @@ from tests.mutation.planting import Fault
 
 CHANGES = ("kv/test_changes.py",)
 DIRECTORY, ENCODING, SOCKETS = ("test_directory.py",), ("test_encoding.py",), ("test_sockets.py",)
+ANSWERS = ("test_answers.py",)
 
 CHANGE_FAULTS = (
     Fault(
@@ -255,14 +256,14 @@ EVENT_FAULTS = (
         "publisher.py",
         "                if now_s - answer.sent_at_s > _STALLED_S:\n",
         "                if now_s < answer.sent_at_s:\n",
-        SOCKETS,
+        ANSWERS,
     ),
     Fault(
         "messages are kept whatever their size",
         "publisher.py",
         "            self._kept_bytes -= len(",
         "            self._kept_bytes = 0 * len(",
-        SOCKETS,
+        ANSWERS,
     ),
     Fault(
         "replicas have one address",

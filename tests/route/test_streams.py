@@ -110,8 +110,8 @@ async def test_a_stream_that_is_cut_again_and_again_is_as_if_it_had_not_been(sha
 
 async def test_a_stream_that_follows_a_grammar_goes_on_within_it():
     """It is cut three times, within words that the grammar is in the middle of."""
-    structured = StructuredOutputs(regex="[0-9]{30}(-[0-9]{4}){2}")
-    sampling = SamplingParams(max_tokens=80, seed=3, structured_outputs=structured)
+    pattern = "[0-9]{30}(-[0-9]{4}){2}"
+    sampling = SamplingParams(max_tokens=80, seed=3, structured_outputs=StructuredOutputs(regex=pattern))
     async with (
         constrained(max_messages_per_second=1_000_000) as harness,
         wire(harness.port) as cut,
@@ -132,7 +132,7 @@ async def test_a_stream_that_follows_a_grammar_goes_on_within_it():
         harness.faults.release()
         assert folded(await reading, sampling) == undisturbed
         (output,) = undisturbed.outputs
-        assert re.fullmatch(structured.regex, output.text)
+        assert re.fullmatch(pattern, output.text)
         assert output.finish_reason == "stop"
         assert router.router.counts.resumed.total() >= 1
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sized
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -188,7 +189,8 @@ def test_old_lots_are_put_together_a_bounded_part_at_a_time(monkeypatch, most):
     """Whatever is moved when, none is lost, the oldest stay in front, and in the end it is as if it were at once."""
     monkeypatch.setattr("jpaged.engine.kv.eviction.lots._MOST_MOVED", most)
     choose = random.Random(0)
-    lots, freed_at = Lots(span=4), {place: place for place in range(160)}
+    lots: Any = Lots(span=4)
+    freed_at = {place: place for place in range(160)}
     for place, when in freed_at.items():
         lots.add(place, choose.randrange(2), 0, when)
     passed = choose.sample(range(100), 40)
