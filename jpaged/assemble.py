@@ -176,7 +176,8 @@ def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
     try:
         for rank, engine in enumerate(engines):
             assert engine.prefixes is not None  # the options are refused otherwise
-            encoder = Encoder(engine.geometry.block_size, engine.geometry.windows, rank)
+            told = engine.geometry
+            encoder = Encoder(told.block_size, told.windows, rank, num_sink_tokens=told.num_sink_tokens)
             publishers.append(Publisher(options.kv_events, encoder))
             engine.prefixes.changes.tell_to(publishers[-1])
     except InvalidArgument:

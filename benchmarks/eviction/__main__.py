@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -80,8 +81,7 @@ def _arguments() -> argparse.Namespace:
 
 def _all_rows(arguments: argparse.Namespace, kept: Path) -> Iterator[Row]:
     kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = kept.read_text().splitlines() if kept.exists() else []
-    done = {_key(row): row for row in map(json.loads, lines)}
+    done = {_key(row): row for row in _kept_rows(kept)}
     for trace in arguments.traces or TRACES:
         for seed in range(arguments.seeds):
             requests: list[Coming] = []
@@ -99,6 +99,17 @@ def _all_rows(arguments: argparse.Namespace, kept: Path) -> Iterator[Row]:
                             file.write(json_text.dumps(row) + "\n")
                         print(json_text.dumps(row), flush=True)
                     yield row
+
+
+def _kept_rows(kept: Path) -> list[Row]:
+    """The rows of a file; what a run that was ended was writing is cut off, for the next line would go on with it."""
+    if not kept.exists():
+        return []
+    content = kept.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(kept, len(whole))
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _key(row: Row) -> tuple[object, ...]:

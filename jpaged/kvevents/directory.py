@@ -7,10 +7,12 @@ A key of ours is a digest of the tokens of a block, of the key before it, and of
 front: what a router has without a tokenizer of its own, if requests bring token ids. So servers whose own keys differ
 (other adapters' numbers, other hash functions, vLLM) are in one directory. What a server holds in several tiers counts
 until it is gone from all of them. Of models with several KV groups the first counts, which has no window where any has
-none; where all have, the blocks count that whoever goes on behind a prompt sees, for no other is needed.
+none; where all have, the blocks count that whoever goes on behind a prompt sees, for no other is needed: those of the
+window, and where first tokens are kept besides, theirs.
 
 What is told of blocks that nobody knows the tokens of is passed over: a directory may say too little, which costs a
-hit, and where messages were lost too much, which costs one as well.
+hit, and where messages were lost too much, which costs one as well. Of a prompt so many blocks are looked for and no
+more, however long it is and however small the blocks are that servers tell of: who asks does not wait for long.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from jpaged.pool import Owner, Tier
 Key = bytes
 Tokens = Sequence[int] | NDArray[np.integer]
 _KEY_BYTES = 16
+_TOKEN_BYTES = 8
 _FIRST_PART = 8
 """Blocks of a prompt that are looked for at first; then twice as many each time."""
+_MAX_KEYS = 4096
+"""Keys that are made for one question, some milliseconds; servers of several block sizes share them."""
 NOBODY = Owner()
 """No salt, no tenant and no adapter."""
 
@@ -40,6 +45,7 @@ class _Held:
 
     Attributes:
         window: tokens that a query sees; None is all.
+        num_sink_tokens: those at the beginning that it sees besides.
         keys: our key of each hash of theirs.
         hashes: theirs of each key of ours.
         tiers: where each hash is.
@@ -47,6 +53,7 @@ class _Held:
 
     block_size: int | None = None
     window: int | None = None
+    num_sink_tokens: int = 0
     keys: dict[int, Key] = field(default_factory=dict)
     hashes: dict[Key, int] = field(default_factory=dict)
     tiers: dict[int, set[Tier]] = field(default_factory=dict)
@@ -95,22 +102,25 @@ class Directory:
     ) -> Mapping[str, int]:
         """Tokens from the front of a prompt that each server holds; those that hold none are left out.
 
+        Behind the first `_MAX_KEYS` blocks nothing is looked for; where servers have blocks of k sizes, a k-th of that.
+
         Args:
             servers: who is asked about; None is all.
         """
+        asked = [
+            (server, held, held.block_size)
+            for server in (self._servers if servers is None else servers)
+            if (held := self._servers.get(server)) is not None and held.block_size is not None
+        ]
+        sizes = {block_size for *_, block_size in asked}
+        longest = max(sizes, default=0) * _MAX_KEYS
+        prompt = np.asarray(token_ids[:longest], np.int64).tobytes()
+        chains = {size: _Chain(size, prompt, owner, _MAX_KEYS // len(sizes)) for size in sizes}
         found: dict[str, int] = {}
-        chains: dict[int, _Chain] = {}
-        prompt = np.asarray(token_ids, np.int64)
-        for server in self._servers if servers is None else servers:
-            held = self._servers.get(server)
-            if held is None or held.block_size is None:
-                continue
-            chain = chains.get(held.block_size)
-            if chain is None:
-                chain = chains[held.block_size] = _Chain(held.block_size, prompt, owner)
-            num_blocks = _num_held(held, chain)
+        for server, held, block_size in asked:
+            num_blocks = _num_held(held, chains[block_size])
             if num_blocks:
-                found[server] = num_blocks * held.block_size
+                found[server] = num_blocks * block_size
         return found
 
     def _store(self, held: _Held, event: StoredBlocks) -> None:
@@ -121,6 +131,7 @@ class Directory:
             return
         if held.block_size is None:
             held.block_size, held.window = event.block_size, event.window
+            held.num_sink_tokens = event.num_sink_tokens
         parent = root_of(event.owner) if event.parent is None else held.keys.get(event.parent)
         if parent is None or event.block_size != held.block_size:
             return
@@ -163,34 +174,49 @@ def root_of(owner: Owner) -> Key:
 
 def key_of(parent: Key, token_ids: Tokens) -> Key:
     """The key of a block behind `parent`."""
-    return hashlib.blake2b(parent + np.asarray(token_ids, np.int64).tobytes(), digest_size=_KEY_BYTES).digest()
+    return _key_of_bytes(parent, np.asarray(token_ids, np.int64).tobytes())
+
+
+def _key_of_bytes(parent: Key, tokens: bytes) -> Key:
+    return hashlib.blake2b(parent + tokens, digest_size=_KEY_BYTES).digest()
 
 
 class _Chain:
-    """The keys of a prompt's blocks, made as far as somebody asks."""
+    """The keys of a prompt's blocks, made as far as somebody asks and there are to be; tokens are of 8 bytes."""
 
-    def __init__(self, block_size: int, token_ids: NDArray[np.int64], owner: Owner) -> None:
-        self.num_blocks = len(token_ids) // block_size
-        self._block_size, self._token_ids = block_size, token_ids
+    def __init__(self, block_size: int, tokens: bytes, owner: Owner, max_blocks: int) -> None:
+        self._block_bytes = block_size * _TOKEN_BYTES
+        self._tokens = tokens
+        self.num_blocks = min(len(tokens) // self._block_bytes, max_blocks)
         self._keys: list[Key] = []
         self._last = root_of(owner)
 
     def part(self, begin: int, end: int) -> list[Key]:
         """The keys of some blocks."""
         for place in range(len(self._keys), end):
-            tokens = self._token_ids[place * self._block_size : (place + 1) * self._block_size]
-            self._last = key_of(self._last, tokens)
+            tokens = self._tokens[place * self._block_bytes : (place + 1) * self._block_bytes]
+            self._last = _key_of_bytes(self._last, tokens)
             self._keys.append(self._last)
         return self._keys[begin:end]
 
 
 def _num_held(held: _Held, chain: _Chain) -> int:
     """The most blocks of a prompt behind which a server can go on."""
-    if held.window is not None:
-        return _num_seen_held(held.hashes, chain, -(-(held.window - 1) // (held.block_size or 1)))
-    num_blocks, width, holds = 0, _FIRST_PART, held.hashes.__contains__
-    while num_blocks < chain.num_blocks:
-        part = chain.part(num_blocks, min(num_blocks + width, chain.num_blocks))
+    if held.window is None:
+        return _num_in_front(held.hashes, chain, chain.num_blocks)
+    block_size = held.block_size or 1
+    num_sinks, num_seen = -(-held.num_sink_tokens // block_size), -(-(held.window - 1) // block_size)
+    num_in_front = _num_in_front(held.hashes, chain, min(num_sinks, chain.num_blocks))
+    if num_in_front < num_sinks:  # whoever goes on behind a block that is missing there would need it
+        return num_in_front
+    return _num_seen_held(held.hashes, chain, max(1, num_seen))
+
+
+def _num_in_front(hashes: Mapping[Key, int], chain: _Chain, most: int) -> int:
+    """Blocks from the front without a gap, of the first so many."""
+    num_blocks, width, holds = 0, _FIRST_PART, hashes.__contains__
+    while num_blocks < most:
+        part = chain.part(num_blocks, min(num_blocks + width, most))
         if not all(map(holds, part)):  # a loop of ours takes five times as long, for each of many servers
             return num_blocks + [*map(holds, part)].index(False)
         num_blocks, width = num_blocks + len(part), 2 * width
@@ -198,10 +224,11 @@ def _num_held(held: _Held, chain: _Chain) -> int:
 
 
 def _num_seen_held(hashes: Mapping[Key, int], chain: _Chain, num_seen: int) -> int:
-    """The same where who goes on sees so many blocks."""
-    longest = num_together = 0
-    for place, key in enumerate(chain.part(0, chain.num_blocks)):
-        num_together = num_together + 1 if key in hashes else 0
-        if num_together and num_together >= min(place + 1, num_seen):
-            longest = place + 1
-    return longest
+    """The most blocks of which the last so many are held, or all where they are fewer."""
+    runs = bytes(map(hashes.__contains__, chain.part(0, chain.num_blocks))).split(b"\0")
+    end = chain.num_blocks
+    for run in reversed(runs):
+        if len(run) >= num_seen:
+            return end
+        end -= len(run) + 1
+    return len(runs[0])

@@ -4,15 +4,18 @@
 
     {"type": "BlockStored", "block_hashes": [u64, ...], "parent_block_hash": u64 | nil, "token_ids": [...],
      "block_size": B, "lora_id": nil, "medium": "GPU" | "CPU" | "DISK", "lora_name": str | nil, "extra_keys": [...],
-     "group_idx": g, "kv_cache_spec_kind": "full_attention" | "sliding_window", "kv_cache_spec_sliding_window": W | nil}
+     "group_idx": g, "kv_cache_spec_kind": "full_attention" | "sliding_window", "kv_cache_spec_sliding_window": W | nil,
+     "kv_cache_spec_sink_tokens": M}
     {"type": "BlockRemoved", "block_hashes": [...], "medium": ..., "group_idx": g}
     {"type": "AllBlocksCleared"}
 
 A hash is the first 64 bits of a block's key. Blocks that follow each other are one event, with the tokens of all. Where
 a tier beneath the device takes a block its key alone is known, and token_ids is empty, as in vLLM's offloading: who
 reads along knows the hash. `extra_keys` has, of each block, what its hash depends on besides tokens: the adapter's
-name, and of the first block the salt and the tenant. Older readers of vLLM take events as arrays of the same order,
-which is the other encoding; unknown names are passed over when reading, so that later versions are understood.
+name, and of the first block the salt and the tenant. `kv_cache_spec_sink_tokens` is of ours alone, and there only where
+the first M tokens are seen besides a window: readers of vLLM's pass it over, as they do names that they do not know.
+Older readers of vLLM take events as arrays of the same order, which is the other encoding and has no place for it;
+unknown names are passed over when reading, so that later versions are understood.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ Encoding = Literal["map", "array"]
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK"}
 _TIERS: dict[str, Tier] = {medium: tier for tier, medium in MEDIA.items()}
 _TENANT = "tenant"
+_SINKS = "kv_cache_spec_sink_tokens"
 _FIELDS = {
     "BlockStored": (
         "block_hashes",
@@ -65,6 +69,7 @@ class Encoder:
     Attributes:
         block_size: B.
         windows: of each KV group; None sees everything.
+        num_sink_tokens: at the beginning, which those that have a window see besides.
         encoding: "map" is what vLLM writes today, "array" what it wrote before.
     """
 
@@ -72,6 +77,7 @@ class Encoder:
     windows: tuple[int | None, ...] = (None,)
     rank: int = 0
     encoding: Encoding = "map"
+    num_sink_tokens: int = 0
 
     def encode(self, changes: Sequence[Change], time_s: float) -> bytes:
         """The message of a step.
@@ -123,6 +129,7 @@ class Encoder:
             "extra_keys": [_extra_keys(change)],
             "kv_cache_spec_kind": "full_attention" if window is None else "sliding_window",
             **({} if window is None else {"kv_cache_spec_sliding_window": window}),
+            **({_SINKS: self.num_sink_tokens} if window is not None and self.num_sink_tokens else {}),
         }
 
     def _written(self, event: dict[str, Any]) -> dict[str, Any] | list[Any]:
@@ -169,6 +176,7 @@ class StoredBlocks:
         token_ids: of all, block_size of each; empty where they are not told.
         owner: of the first where that begins a prompt; else its adapter alone is known.
         window: tokens that its KV group sees, which needs no blocks before them; None sees all.
+        num_sink_tokens: those at the beginning that it sees besides.
     """
 
     tier: Tier
@@ -179,6 +187,7 @@ class StoredBlocks:
     owner: Owner
     kv_group: int
     window: int | None = None
+    num_sink_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +256,8 @@ def _read(event: dict[str, Any]) -> Event | None:
     parent = None if parent is None else _number(parent)
     window = event.get("kv_cache_spec_sliding_window")
     window = None if window is None else int(window)
-    return StoredBlocks(tier, hashes, parent, token_ids, block_size, _owner(event), kv_group, window)
+    num_sink_tokens = max(0, int(event.get(_SINKS) or 0))
+    return StoredBlocks(tier, hashes, parent, token_ids, block_size, _owner(event), kv_group, window, num_sink_tokens)
 
 
 def _owner(event: dict[str, Any]) -> Owner:

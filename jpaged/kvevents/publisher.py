@@ -6,6 +6,10 @@
 
 The frames are those of vLLM: sequence numbers of 8 bytes, big-endian, from 0. What the queue has no room for is
 dropped with its number, so that who subscribes sees a gap that nobody can fill, and counted.
+
+Who asks and does not read is sent little, and the rest as it reads; some are answered at once, and who takes nothing
+for a while is left. What is told goes to each subscriber as far as its queue has room, which holds no more messages
+than are kept: what it misses it can ask for.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -25,7 +30,15 @@ from jpaged.kvevents.encoding import Encoder
 from jpaged.pool import Change
 
 _LOG = logging.getLogger(__name__)
-_HIGH_WATER_MARK = 100_000
+_MAX_KEPT_BYTES = 256 << 20
+"""Messages that are kept have so many bytes together, or it is one."""
+_MAX_ANSWERS = 64
+"""So many questions are answered at once; others wait for them."""
+_ANSWER_MESSAGES = 64
+"""So many messages of an answer wait to be read; further ones are sent when there are fewer."""
+_MAX_QUESTION_BYTES = 1024
+_AGAIN_MS, _STALLED_S = 5, 10.0
+"""Who has no room for more of an answer is tried again so soon, and left when it has had none for so long."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 1000
 _JOIN_S = 5.0
@@ -33,6 +46,20 @@ _WAKE = "inproc://jpaged-kv-events-{}"
 _numbers = itertools.count()
 
 Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What somebody has asked for and was not sent yet.
+
+    Attributes:
+        numbers: of messages that were kept when it was asked; some may be kept no longer.
+        sent_at_s: when it has taken the last.
+    """
+
+    who: bytes
+    numbers: deque[int]
+    sent_at_s: float
 
 
 class Publisher:
@@ -54,14 +81,18 @@ class Publisher:
         self._topic = options.kv_events_topic.encode()
         self._max_waiting = options.kv_events_buffer
         self._waiting: deque[tuple[int, float, Sequence[Change]]] = deque()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=options.kv_events_buffer)
+        self._kept = OrderedDict[int, bytes]()
+        self._kept_bytes = 0
+        self._answers: list[_Answer] = []
         self._next = 0
         self._is_closed = False
         self._context = zmq.Context()
         self._publish = self._context.socket(zmq.PUB)
-        self._publish.set_hwm(_HIGH_WATER_MARK)
+        self._publish.set_hwm(options.kv_events_buffer)
         self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.set_hwm(options.kv_events_buffer + 1)  # a router drops what is over it
+        self._replay.set_hwm(_ANSWER_MESSAGES)
+        self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says what there is no room for, which it would drop
+        self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_QUESTION_BYTES)
         name = _WAKE.format(next(_numbers))
         self._woken = self._context.socket(zmq.PULL)
         self._woken.bind(name)
@@ -117,10 +148,11 @@ class Publisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
-        poller.register(self._replay, zmq.POLLIN)
+        wait_ms: int | None = None
         try:
             while True:
-                ready = dict(poller.poll())
+                poller.register(self._replay, zmq.POLLIN if len(self._answers) < _MAX_ANSWERS else 0)
+                ready = dict(poller.poll(wait_ms))
                 is_closed = self._is_closed  # before what it was closed behind is told
                 if self._woken in ready:
                     while self._woken.poll(0):
@@ -129,7 +161,8 @@ class Publisher:
                 if is_closed:
                     return
                 if self._replay in ready:
-                    self._answer(self._replay.recv_multipart())
+                    self._begin_answer(self._replay.recv_multipart())
+                wait_ms = self._go_on()
         except Exception:  # the top of the thread: the server goes on without its events
             _LOG.exception("KV events are told no longer")
         finally:
@@ -142,19 +175,65 @@ class Publisher:
             number, time_s, changes = self._waiting[0]
             message = self._encoder.encode(changes, time_s)
             self._publish.send_multipart((self._topic, number.to_bytes(8, "big"), message))
-            self._kept.append((number, message))
+            self._keep(number, message)
             self._waiting.popleft()
 
-    def _answer(self, frames: list[bytes]) -> None:
-        """Sends what is kept from a number on."""
+    def _keep(self, number: int, message: bytes) -> None:
+        self._kept[number] = message
+        self._kept_bytes += len(message)
+        while len(self._kept) > self._max_waiting or (self._kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1):
+            self._kept_bytes -= len(self._kept.popitem(last=False)[1])
+
+    def _begin_answer(self, frames: list[bytes]) -> None:
+        """Somebody asks for what is kept from a number on."""
         if len(frames) != 3 or len(frames[2]) != 8:
             _LOG.warning("a request for KV events that were missed has frames of %s bytes", [*map(len, frames)])
             return
-        who, _, first = frames
-        for number, message in self._kept:
-            if number >= int.from_bytes(first, "big"):
-                self._replay.send_multipart((who, b"", number.to_bytes(8, "big"), message))
-        self._replay.send_multipart((who, b"", _END, b""))
+        first = int.from_bytes(frames[2], "big")
+        numbers = deque(number for number in self._kept if number >= first)
+        self._answers.append(_Answer(frames[0], numbers, time.monotonic()))
+
+    def _go_on(self) -> int | None:
+        """Sends more of each answer; returns after how many milliseconds to go on, and None where there is nothing to.
+
+        Who has asked twice is answered once after the other.
+        """
+        going_on, left, now_s, has_sent = set[bytes](), [], time.monotonic(), False
+        for answer in self._answers:
+            if answer.who not in going_on:
+                num_left = len(answer.numbers)
+                if self._send_more(answer, now_s):
+                    continue
+                has_sent |= len(answer.numbers) < num_left
+                if now_s - answer.sent_at_s > _STALLED_S:
+                    _LOG.warning("who asked for KV events takes none: %d messages are not sent", len(answer.numbers))
+                    continue
+            going_on.add(answer.who)
+            left.append(answer)
+        self._answers = left
+        return None if not left else 0 if has_sent else _AGAIN_MS
+
+    def _send_more(self, answer: _Answer, now_s: float) -> bool:
+        """Sends as much of an answer as there is room for; returns whether that was all, or nobody is there now."""
+        try:
+            for _ in range(_ANSWER_MESSAGES):
+                while answer.numbers and answer.numbers[0] not in self._kept:
+                    answer.numbers.popleft()
+                if not answer.numbers:
+                    self._replay.send_multipart((answer.who, b"", _END, b""), zmq.NOBLOCK)
+                    return True
+                number = answer.numbers[0]
+                frames = answer.who, b"", number.to_bytes(8, "big"), self._kept[number]
+                self._replay.send_multipart(frames, zmq.NOBLOCK)
+                answer.numbers.popleft()
+                answer.sent_at_s = now_s
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return True
+        return False
 
 
 def with_rank(endpoint: str, rank: int) -> str:

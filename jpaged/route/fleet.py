@@ -6,7 +6,9 @@
 
 Each server's health is watched, so that one that drains has no new call from then on; what it runs goes on. All are of
 one model, that of the first that was admitted, as long as one of it is named. Models are one where what servers say of
-them is, and the checkpoint that they loaded, as far as both tell a fingerprint of it.
+them is, and the checkpoint that they loaded, as far as both tell a fingerprint of it. A connection has the certificates
+that there were when it was made: when they change, servers that are not admitted are connected to anew, and others when
+their connection is lost.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import control_pb2
+from jpaged.access.watching import FileWatch
 from jpaged.client.channel import Backoff
 from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question
@@ -87,11 +90,12 @@ class Member:
         info: what it says of itself.
         is_admitted: it is asked for everything that the fleet is asked for.
         problem: why it is not admitted, in words.
+        files_number: which of the files that were shown to it since the start these are, counted.
         telling: how it tells which prefixes it holds; None where it does not, or is not listened to.
     """
 
-    def __init__(self, address: Address, endpoint: Endpoint) -> None:
-        self.address, self.endpoint = address, endpoint
+    def __init__(self, address: Address, endpoint: Endpoint, files_number: int = 0) -> None:
+        self.address, self.endpoint, self.files_number = address, endpoint, files_number
         self.model = b""
         self.info = control_pb2.GetServerInfoResponse()
         self.is_admitted = False
@@ -143,6 +147,8 @@ class Fleet:
         self._bring: Bring = _bring_nothing
         self._targets = targets
         self._tls = tls
+        files = () if tls is None else (tls.ca, tls.cert, tls.key)
+        self._files, self._files_number = FileWatch([path for path in files if path is not None]), 0
         self._metadata = metadata_of("", api_key)
         self._tasks = set[asyncio.Task[None]]()
         self._leaving: list[Member] = []
@@ -192,6 +198,9 @@ class Fleet:
     async def _follow_lists(self) -> None:
         """Names may take long to look up, which holds up nothing else."""
         while True:
+            if self._tls is not None and await asyncio.to_thread(self._files.has_changed):
+                self._files_number += 1
+                _LOG.warning("certificates have changed: connections that are made from now on have the new ones")
             self._follow_list(await self._targets.now())
             await asyncio.sleep(_LOOKS_A_LIST * LOOK_S)
 
@@ -208,8 +217,11 @@ class Fleet:
 
     def _follow_list(self, addresses: tuple[Address, ...]) -> None:
         wanted = {one.target: one for one in addresses}
-        for target in [name for name, one in self.members.items() if wanted.get(name) != one.address]:
-            self._drop(self.members.pop(target))
+        for target, member in list(self.members.items()):
+            if wanted.get(target) != member.address:
+                self._drop(self.members.pop(target), "it is not named any more")
+            elif not member.is_admitted and member.files_number != self._files_number:
+                self._drop(self.members.pop(target), "it is connected to anew, for certificates have changed")
         for target, address in wanted.items():
             if target not in self.members:
                 try:
@@ -217,14 +229,14 @@ class Fleet:
                 except InvalidArgument as error:  # files that are being changed, perhaps: it is tried again
                     _LOG.error("%s: no connection can be made: %s", target, error)
                     continue
-                member = Member(address, Endpoint(target, channel, channel_methods(channel)))
+                member = Member(address, Endpoint(target, channel, channel_methods(channel)), self._files_number)
                 member.following = asyncio.get_running_loop().create_task(self._follow(member))
                 self.members[target] = member
 
-    def _drop(self, member: Member) -> None:
-        """A server is not named any more: it has no new call, and is let go when its last has ended."""
-        _LOG.warning("%s is not named any more; %d calls go on there", member.name, member.endpoint.num_open)
-        self._dismiss(member, "it is not named any more")
+    def _drop(self, member: Member, problem: str) -> None:
+        """A server, or a connection to it, has no new call any more, and is let go when its last has ended."""
+        _LOG.warning("%s: %s; %d calls go on there", member.name, problem, member.endpoint.num_open)
+        self._dismiss(member, problem)
         self.directory.end(member.name)
         self._listen(member, None)
         if member.following is not None:
@@ -232,7 +244,7 @@ class Fleet:
         self._leaving.append(member)
 
     async def _let_go(self) -> None:
-        """Close the connections of those that are not named any more and have no call left."""
+        """Close the connections of those that were dropped and have no call left."""
         for member in [one for one in self._leaving if not one.endpoint.num_open]:
             self._leaving.remove(member)
             await member.endpoint.channel.close()

@@ -131,7 +131,7 @@ class Targets:
         self._watch = None if path is None else FileWatch([path])
         self._of_file = () if path is None else _parsed(read_targets(path))
         self._resolved: dict[str, tuple[Address, ...]] = {}
-        self._num_looks = 0
+        self._num_looks = self._num_left_out = 0
 
     async def now(self) -> tuple[Address, ...]:
         """Look again, and return all; each once."""
@@ -150,7 +150,14 @@ class Targets:
         for one in names.values():
             for found in self._resolved.get(one.target) or _plain(one.target):
                 every.setdefault(found.target, replace(found, events=one.events, replay=one.replay))
+        self._note_left_out(max(0, len(every) - MAX_TARGETS))
         return tuple(every.values())[:MAX_TARGETS]
+
+    def _note_left_out(self, num: int) -> None:
+        if num > self._num_left_out:
+            limit = f"at most {MAX_TARGETS} are routed to; {num} are left out"
+            _LOG.error("target: names stand for %d addresses, and %s", MAX_TARGETS + num, limit)
+        self._num_left_out = num
 
     def _read_again(self) -> None:
         if self._path is None:

@@ -1,10 +1,13 @@
 """The comparison of policies of eviction: its traces, its bound, and that what is measured is what happened."""
 
 import itertools
+import json
 import random
+from argparse import Namespace
 
 import pytest
 
+from benchmarks.eviction import __main__ as command
 from benchmarks.eviction import decisions
 from benchmarks.eviction.hindsight import bound, chain
 from benchmarks.eviction.rows import decision_table, gains, seconds_table, table
@@ -119,3 +122,19 @@ def test_tables_say_the_mean_and_the_spread():
     assert seconds.splitlines()[0] == "| trace | blocks | lru |" and seconds.splitlines()[2] == "| chat | 9 | 18.0 |"
     row = {"policy": "lru", "num_blocks": 1, "turn_us": 1.04, "choice_us": 2.0, "longest_us": 30.0}
     assert decision_table([row]).splitlines()[2] == "| lru | 1 | 1.0 | 2.0 | 30.0 |"
+
+
+def test_a_run_that_was_ended_while_it_wrote_is_gone_on_with(tmp_path, monkeypatch):
+    kept = tmp_path / "eviction.jsonl"
+    given = {"traces": ["chat"], "seeds": 3, "blocks": [2000], "policies": ["lru"], "kept_only": False}
+    arguments = Namespace(**given, seconds=1.0, host_blocks=0)
+    num_measured = itertools.count(1)
+    monkeypatch.setattr(command, "_measure", lambda *_: {"number": next(num_measured)})
+    rows = list(command._all_rows(arguments, kept))
+    whole = kept.read_bytes()
+    for num_bytes in range(len(whole) - 1, whole.rfind(b"\n", 0, -1), -1):  # of its last line
+        kept.write_bytes(whole[:num_bytes])
+        assert [row["seed"] for row in command._all_rows(arguments, kept)] == [0, 1, 2]
+        assert [*map(json.loads, kept.read_text().splitlines())][:2] == rows[:2]
+        assert len(kept.read_text().splitlines()) == 3
+    assert next(num_measured) == 4 + len(whole) - 1 - whole.rfind(b"\n", 0, -1)

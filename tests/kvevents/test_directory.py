@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 
 import pytest
 
+from jpaged.kvevents import directory as directory_module
 from jpaged.kvevents.directory import NOBODY, Directory
 from jpaged.kvevents.encoding import Cleared, RemovedBlocks, StoredBlocks
 from jpaged.pool import Owner
@@ -81,6 +83,71 @@ def test_of_a_window_what_whoever_goes_on_sees_is_enough():
     directory.take("a", [replace(stored([1, 2], None, TEXT[:8]), window=6), replace(stored([9], 2, [7] * 4), window=6)])
     assert held(directory) == 12
     assert held(directory, [0, *TEXT[1:]]) == 0
+
+
+def test_where_first_tokens_are_kept_besides_a_window_they_count_too():
+    """5 first tokens are in 2 blocks of 4; a window of 6 sees 2 before the one that a query is in."""
+    text = list(range(40))
+    blocks = replace(stored(range(1, 11), None, text), window=6, num_sink_tokens=5)
+    directory = told(blocks)
+    assert held(directory, text) == 40
+    directory.take("a", [removed(*range(3, 9))])
+    assert (held(directory, text), held(directory, text[:39])) == (40, 8)
+    directory.take("a", [removed(2)])
+    assert held(directory, text) == 4, "what is behind the first tokens is of no use without all of them"
+    directory.take("a", [removed(1), replace(stored([2], 1, text[4:8]), window=6, num_sink_tokens=5)])
+    assert held(directory, text) == 0
+
+
+@pytest.mark.parametrize("num_sinks", [0, 1, 3])
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 100])
+def test_behind_what_is_held_whoever_goes_on_sees_no_gap(window, num_sinks):
+    """The longest prefix is the one that trying each finds."""
+    choose = random.Random(window)
+    text = list(range(24))
+    num_seen = max(1, window - 1)
+    for _ in range(50):
+        has = [choose.random() < 0.7 for _ in text]
+        blocks = stored(range(1, 25), None, text, size=1)
+        directory = told(replace(blocks, window=window, num_sink_tokens=num_sinks))
+        directory.take("a", [removed(*(place + 1 for place in text if not has[place]))])
+        seen = [[*range(min(end, num_sinks)), *range(max(0, end - num_seen), end)] for end in range(25)]
+        assert held(directory, text) == max(end for end in range(25) if all(has[place] for place in seen[end]))
+
+
+class Counted:
+    """Makes digests as `hashlib.blake2b` does, and counts them."""
+
+    def __init__(self):
+        self.num_made = 0
+        self._make = hashlib.blake2b
+
+    def __call__(self, *given, **more):
+        self.num_made += 1
+        return self._make(*given, **more)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_however_long_a_prompt_is_so_many_blocks_are_looked_for(monkeypatch, window):
+    counted = Counted()
+    text = list(range(65_536))
+    directory = told(replace(stored(range(65_536), None, text, size=1), window=window))
+    directory.take("b", [replace(stored(range(16_384), None, text), window=window)])
+    monkeypatch.setattr(hashlib, "blake2b", counted)
+    most = directory_module._MAX_KEYS
+    assert directory.num_tokens_held(text, servers=["b"]) == {"b": 4 * most}
+    assert counted.num_made <= most + 1
+    counted.num_made = 0
+    assert directory.num_tokens_held(text) == {"a": most // 2, "b": 4 * (most // 2)}
+    assert counted.num_made <= most + 2
+
+
+def test_of_a_prompt_whose_first_tokens_nobody_has_no_more_is_made(monkeypatch):
+    directory = told(replace(stored(range(5), None, TEXT), window=6, num_sink_tokens=4))
+    counted = Counted()
+    monkeypatch.setattr(hashlib, "blake2b", counted)
+    assert held(directory, [7] * 65_536) == 0
+    assert counted.num_made == 2
 
 
 def test_a_block_that_a_server_knows_by_two_names_is_held_until_the_last_is_gone():

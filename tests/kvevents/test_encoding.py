@@ -123,6 +123,19 @@ def test_groups_of_a_window_say_so():
     assert batch.events == [BlockRemoved([1], "GPU", 0), BlockRemoved([1], "GPU", 1)]
 
 
+def test_first_tokens_that_are_seen_besides_a_window_are_told_to_who_knows_of_them() -> None:
+    changes = [Stored("device", key(1), 0, None, (1, 2), Owner())]
+    message = Encoder(2, windows=(8,), num_sink_tokens=3).encode(changes, 1.0)
+    (event,), _ = decode(message)
+    assert isinstance(event, StoredBlocks)
+    assert (event.window, event.num_sink_tokens) == (8, 3)
+    (read,) = msgspec.msgpack.decode(message, type=Batch).events
+    assert isinstance(read, BlockStored)
+    assert (read.kv_cache_spec_kind, read.kv_cache_spec_sliding_window) == ("sliding_window", 8)
+    for other in (Encoder(2, windows=(8,)), Encoder(2, num_sink_tokens=3)):
+        assert b"sink" not in other.encode(changes, 1.0)
+
+
 names = st.sampled_from(["", "a", "tenant", "salt", "sql"])
 owners = st.builds(Owner, names, names, names)
 tiers: Any = st.sampled_from(["device", "host", "disk"])

@@ -65,3 +65,15 @@ def test_a_router_knows_what_each_replica_holds(tmp_path: Path, num_replicas: in
 def test_events_of_what_is_not_cached_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="kv_events_endpoint: there is nothing to tell"):
         EngineConfig.load({"kv_events_endpoint": "tcp://*:5557", **given})
+
+
+@pytest.mark.long
+def test_a_lossy_server_tells_of_its_first_tokens(tmp_path: Path) -> None:
+    lossy = {"lossy_kv_window": 32, "lossy_kv_sinks": 5}
+    loaded = build(EngineConfig.load({**OPTIONS, **lossy, "kv_events_endpoint": f"ipc://{tmp_path}/e"}))
+    try:
+        engine: Any = loaded.engine
+        encoder = engine.prefixes.changes._sink._encoder
+        assert (encoder.windows, encoder.num_sink_tokens) == ((32,), 5)
+    finally:
+        loaded.engine.stop()

@@ -6,6 +6,7 @@ from tests.mutation.planting import Fault
 
 CHANGES = ("kv/test_changes.py",)
 DIRECTORY, ENCODING, SOCKETS = ("test_directory.py",), ("test_encoding.py",), ("test_sockets.py",)
+ANSWERS = ("test_answers.py",)
 
 CHANGE_FAULTS = (
     Fault(
@@ -99,16 +100,37 @@ EVENT_FAULTS = (
     Fault(
         "blocks that no window sees are needed",
         "directory.py",
-        "        if num_together and num_together >= min(place + 1, num_seen):\n",
-        "        if num_together and num_together >= place + 1:\n",
+        "        if len(run) >= num_seen:\n",
+        "        if len(run) >= end:\n",
         DIRECTORY,
     ),
     Fault(
         "a window sees over a gap",
         "directory.py",
-        "        num_together = num_together + 1 if key in hashes else 0\n",
-        "        num_together += key in hashes\n",
+        '.split(b"\\0")',
+        '.replace(b"\\0", b"").split(b"\\0")',
         DIRECTORY,
+    ),
+    Fault(
+        "first tokens are not needed",
+        "directory.py",
+        "    if num_in_front < num_sinks:",
+        "    if num_in_front > num_sinks:",
+        DIRECTORY,
+    ),
+    Fault(
+        "a long prompt is looked for as far as it goes",
+        "directory.py",
+        "min(len(tokens) // self._block_bytes, max_blocks)",
+        "len(tokens) // self._block_bytes",
+        DIRECTORY,
+    ),
+    Fault(
+        "first tokens are not told",
+        "encoding.py",
+        "            **({_SINKS: self.num_sink_tokens} if window is not None and self.num_sink_tokens else {}),\n",
+        "",
+        ENCODING,
     ),
     Fault(
         "windows are not read",
@@ -162,8 +184,8 @@ EVENT_FAULTS = (
     Fault(
         "a block is known by its own tokens",
         "directory.py",
-        "blake2b(parent + np.asarray",
-        "blake2b(np.asarray",
+        "blake2b(parent + tokens",
+        "blake2b(tokens",
         DIRECTORY,
     ),
     Fault(
@@ -218,16 +240,30 @@ EVENT_FAULTS = (
     Fault(
         "the first that was missed is not told again",
         "publisher.py",
-        '            if number >= int.from_bytes(first, "big"):\n',
-        '            if number > int.from_bytes(first, "big"):\n',
+        "if number >= first)",
+        "if number > first)",
         SOCKETS,
     ),
     Fault(
         "nobody hears that an answer has ended",
         "publisher.py",
-        '        self._replay.send_multipart((who, b"", _END, b""))\n',
+        '                    self._replay.send_multipart((answer.who, b"", _END, b""), zmq.NOBLOCK)\n',
         "",
         SOCKETS,
+    ),
+    Fault(
+        "who asks and takes nothing is waited for, for ever",
+        "publisher.py",
+        "                if now_s - answer.sent_at_s > _STALLED_S:\n",
+        "                if now_s < answer.sent_at_s:\n",
+        ANSWERS,
+    ),
+    Fault(
+        "messages are kept whatever their size",
+        "publisher.py",
+        "            self._kept_bytes -= len(",
+        "            self._kept_bytes = 0 * len(",
+        ANSWERS,
     ),
     Fault(
         "replicas have one address",

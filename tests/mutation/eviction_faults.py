@@ -42,8 +42,15 @@ EVICTION_FAULTS = (
     Fault(
         "old lots lose blocks when they are put together",
         "kv/eviction/lots.py",
-        "        self.passed.update(younger.passed)\n",
-        "",
+        "            self.passed[place] = freed_at\n            moved",
+        "            moved",
+        POLICIES,
+    ),
+    Fault(
+        "old lots are put together at once, however many blocks they hold",
+        "kv/eviction/lots.py",
+        "                moved, num_left = older.take_in(lot, num_left)\n",
+        "                moved, _ = older.take_in(lot, len(self._lot_of) * 2)\n",
         POLICIES,
     ),
     Fault(

@@ -17,6 +17,8 @@ from tests.forking import PYTEST, forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
+_SUMMARY = "short test summary info"
+"""What pytest puts above the names of tests that failed."""
 _HUNG_S = 300.0
 """Tests that take so long hang, which nobody would wait for: a fault has to make them fail."""
 
@@ -48,6 +50,16 @@ class Outcome:
     @property
     def is_caught(self) -> bool:
         return self.exit_status == 1 and self.failed is not None
+
+
+def first_failure(output: str) -> str | None:
+    """The first test that failed, or that could not be given what it takes; None where pytest's summary names none.
+
+    What is in front of the summary may be lines of a log, which begin with ERROR as well.
+    """
+    _, found, summary = output.rpartition(f" {_SUMMARY} ")
+    failures = [line for line in summary.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failures[0].partition("::")[2] if found and failures else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +109,7 @@ class Bed:
             ended = forks().run(PYTEST, words, copy, _HUNG_S)
         if ended.code is None:
             return Outcome(fault, None, None, f"no end after {_HUNG_S:g} s", time.monotonic() - begin)
-        # A test that failed, or what one is given.
-        failures = [line for line in ended.output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        failed = failures[0].partition("::")[2] if failures else None
+        failed = first_failure(ended.output)
         return Outcome(fault, ended.code, failed, failed or ended.output[-300:], time.monotonic() - begin)
 
     def plant_all(self, faults: Sequence[Fault]) -> int:

@@ -14,6 +14,16 @@ def test_every_fault_is_one_edit_of_the_code_as_it_is_and_a_program(name):
         compile(BEDS[name].faulty(fault), fault.path, "exec")
 
 
+def test_the_first_failure_is_the_summarys_whatever_a_log_says():
+    log = "-- Captured log call --\nERROR    jpaged:x.py:1 no::test\nFAILED to\n"
+    summary = "=== short test summary info ===\n"
+    ended = f"{log}{summary}FAILED tests/a.py::test_one - assert\nERROR tests/a.py::test_two\n"
+    assert planting.first_failure(ended) == "test_one - assert"
+    assert planting.first_failure(f"{log}{summary}ERROR tests/a.py::test_two - no room\n") == "test_two - no room"
+    for nothing in (log, "ERROR: usage", f"{log}1 passed", summary):
+        assert planting.first_failure(nothing) is None
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("bed", "fault"),

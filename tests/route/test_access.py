@@ -95,3 +95,35 @@ async def test_tls_to_callers_and_to_servers(tmp_path):
                         await clear.complete("hello", GREEDY)
             async with routed(target, wait_for=0, tls=Tls(ca)) as router:  # it shows nothing
                 await eventually(lambda: "UNAVAILABLE" in "".join(router.states().values()))
+
+
+async def test_certificates_that_change_are_shown_to_servers_without_a_new_start(tmp_path):
+    """A connection that stands goes on; one that is made from then on has the new ones."""
+    folder = tmp_path / "server"
+    folder.mkdir()
+    files = Files(folder)
+    files.issue(CA, "localhost")
+    ca, cert, key = tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def shown(by: trustme.CA) -> None:
+        one = by.issue_cert("router")
+        one.private_key_pem.write_to_path(str(key))
+        one.cert_chain_pems[0].write_to_path(str(cert))
+
+    CA.cert_pem.write_to_path(str(ca))
+    shown(trustme.CA())  # whom the server does not believe
+    tls = Tls(str(ca), str(cert), str(key))
+    async with (
+        server(**files.believe(CA)) as harness,
+        routed(f"dns:///localhost:{harness.port}", wait_for=0, tls=tls) as router,
+    ):
+        await eventually(lambda: "UNAVAILABLE" in "".join(router.states().values()))
+        shown(CA)
+        await router.until(1)
+        (member,) = router.router.fleet.members.values()
+        before = router.router.fleet._files_number
+        shown(trustme.CA())
+        await eventually(lambda: router.router.fleet._files_number > before)
+        async with router.client() as client:
+            assert (await client.complete("hello", GREEDY)).usage.completion_tokens == 4
+        assert [*router.router.fleet.members.values()] == [member]

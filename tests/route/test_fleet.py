@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,24 @@ async def test_all_addresses_of_a_name_are_targets():
     found = await targets.now()
     assert [(one.target, one.name) for one in found] == [("127.0.0.1:1234", "localhost"), ("127.0.0.1:9", None)]
     assert await Targets(["dns:///no-such-name.invalid:1"], None).now() == ()
+
+
+async def test_addresses_that_are_too_many_are_told_of_when_they_become_more(monkeypatch, caplog):
+    monkeypatch.setattr("jpaged.route.targets.MAX_TARGETS", 4)
+    monkeypatch.setattr("jpaged.route.targets._RESOLVE_EVERY", 1)
+    counts = iter((4, 6, 6, 5, 7))
+
+    async def resolved(*_: Any, **__: Any) -> list[Any]:
+        return [(socket.AF_INET, None, 0, "", (f"10.0.0.{i}", 1)) for i in range(next(counts))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+    targets, told = Targets(["dns:///many:1"], None), list[str]()
+    for _ in range(5):
+        caplog.clear()
+        assert len(await targets.now()) == 4
+        told.append(caplog.text)
+    assert [bool(text) for text in told] == [False, True, False, False, True]
+    assert "7 addresses, and at most 4 are routed to; 3 are left out" in told[-1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -18,12 +19,14 @@ from jpaged.errors import (
     QueueFull,
     Unavailable,
 )
+from jpaged.structured import StructuredOutputs
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.client.routing.cutting import wire
 from tests.client.routing.test_resuming import SHAPES, all_of, folded, server
 from tests.route.rig import routed
 from tests.server.connections.raw_http2 import Connection, message
+from tests.server.faces.test_constraints import constrained
 from tests.server.harness import collect, details_of, eventually, failure_of, request
 
 WHOLE = {
@@ -103,6 +106,35 @@ async def test_a_stream_that_is_cut_again_and_again_is_as_if_it_had_not_been(sha
         assert router.router.counts.ended == {("Generate", "OK"): 1}  # the client has seen nothing of it
         await eventually(lambda: harness.num_open_calls == 0)
         await eventually(lambda: harness.num_blocks_used == 0)
+
+
+async def test_a_stream_that_follows_a_grammar_goes_on_within_it():
+    """It is cut three times, within words that the grammar is in the middle of."""
+    pattern = "[0-9]{30}(-[0-9]{4}){2}"
+    sampling = SamplingParams(max_tokens=80, seed=3, structured_outputs=StructuredOutputs(regex=pattern))
+    async with (
+        constrained(max_messages_per_second=1_000_000) as harness,
+        wire(harness.port) as cut,
+        routed(cut.target) as router,
+        AsyncClient(harness.target) as direct,
+        router.client(resuming=None) as client,
+    ):
+        undisturbed = folded(await all_of(direct.generate("once", sampling)), sampling)
+        harness.faults.hold_after(4)
+        reading = asyncio.ensure_future(all_of(client.generate("once", sampling)))
+        for _ in range(3):
+            await eventually(lambda: harness.num_open_calls == 1 and not harness.faults.gate.is_set())
+            cut.kill()
+            harness.faults.release()
+            await eventually(lambda: harness.num_open_calls == 0)
+            harness.faults.hold_after(4)
+            cut.restart()
+        harness.faults.release()
+        assert folded(await reading, sampling) == undisturbed
+        (output,) = undisturbed.outputs
+        assert re.fullmatch(pattern, output.text)
+        assert output.finish_reason == "stop"
+        assert router.router.counts.resumed.total() >= 1
 
 
 @pytest.mark.parametrize("end", ["kill", "drain", "die"])

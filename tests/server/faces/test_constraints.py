@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2
@@ -15,13 +18,14 @@ from jpaged.testing import FakeExecutor
 from tests.server import harness as harnesses
 from tests.server.faces import test_vllm_engine as vllm_engine
 from tests.server.faces.triton import client_of, inputs, strings, tensor
-from tests.server.harness import collect, running
+from tests.server.harness import Harness, collect, running
 
 CHOICES = ["a red ball", "the blue one"]
 
 
-@pytest.fixture
-async def harness(monkeypatch):
+@asynccontextmanager
+async def constrained(**options: Any) -> AsyncIterator[Harness]:
+    """A server whose grammars are real."""
     tokenizer: Any = HuggingFaceTokenizer(FOLDER)
     plain = harnesses.make_serving
     eos = tokenizer.eos_token_ids
@@ -31,8 +35,15 @@ async def harness(monkeypatch):
         engine = Engine(executor, tokenizer, config, eos_token_ids=eos, make_masks=grammars.make_masks)
         return dataclasses.replace(plain(executor, config, *others), engine=engine, grammars=grammars)
 
-    monkeypatch.setattr(harnesses, "make_serving", with_grammars)
-    async with running(executor=FakeExecutor(vocab_size=tokenizer.vocab_size), tokenizer=tokenizer) as harness:
+    executor = FakeExecutor(vocab_size=tokenizer.vocab_size)
+    with patch.object(harnesses, "make_serving", with_grammars):
+        async with running(executor=executor, tokenizer=tokenizer, **options) as harness:
+            yield harness
+
+
+@pytest.fixture
+async def harness():
+    async with constrained() as harness:
         yield harness
 
 

@@ -21,6 +21,8 @@ LotKey = tuple[int, int, int]
 
 _FINE_SPANS_BITS = 4
 """Spans of the first length are fewer than two to the power of this."""
+_MOST_MOVED = 4096
+"""So many places are moved at most, some milliseconds, when old lots are put together; the next time goes on."""
 _MOST_LOTS = 256
 """So many, and twice as many as hold anything, are kept before the empty ones are dropped."""
 
@@ -40,7 +42,7 @@ class Lot:
     cost: int
     span: int
     places: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    passed: dict[int, int] = field(default_factory=dict)
+    passed: OrderedDict[int, int] = field(default_factory=OrderedDict)
     ripe: list[tuple[int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -76,11 +78,30 @@ class Lot:
         if place in self.passed:
             heapq.heappush(self.ripe, (self.passed[place], place))
 
-    def take_in(self, younger: Lot) -> None:
-        """Adds a lot of later spans."""
-        self.places.update(younger.places)
-        self.passed.update(younger.passed)
-        self.ripe = list(heapq.merge(self.ripe, younger.ripe))
+    def take_in(self, younger: Lot, most: int) -> tuple[list[int], int]:
+        """Moves places of a lot of later spans here, in so many acts at most; returns them, and how many acts are left.
+
+        What is left of that lot is as it was. The oldest go first, then those that are ripe, then the others.
+        """
+        moved: list[int] = []
+        while younger.places and most:
+            place, freed_at = younger.places.popitem(last=False)
+            self.places[place] = freed_at
+            moved.append(place)
+            most -= 1
+        while younger.ripe and most:
+            freed_at, place = heapq.heappop(younger.ripe)
+            if younger.passed.get(place) == freed_at:
+                self.passed[place] = younger.passed.pop(place)
+                heapq.heappush(self.ripe, (freed_at, place))
+                moved.append(place)
+            most -= 1
+        while younger.passed and most:
+            place, freed_at = younger.passed.popitem(last=False)
+            self.passed[place] = freed_at
+            moved.append(place)
+            most -= 1
+        return moved, most
 
 
 class Lots:
@@ -120,18 +141,23 @@ class Lots:
         self._lot_of.pop(place).remove(place)
 
     def settle(self, now: int) -> None:
-        """Drops empty lots, and puts old ones together: of a class and cost there are about eight for each doubling."""
+        """Drops empty lots, and puts old ones together: of a class and cost there are about eight for each doubling.
+
+        Of a lot for which it would take too long at once a part stays on its own until the next time.
+        """
         now_span, old, self._lots = now // self._span, self._lots, {}
+        num_left = _MOST_MOVED
         for lot in sorted((lot for lot in old.values() if lot), key=lambda lot: lot.span):
             coarse = max(0, (now_span - lot.span).bit_length() - _FINE_SPANS_BITS)
-            lot.span = lot.span >> coarse << coarse
-            key = lot.kind, lot.cost, lot.span
-            older = self._lots.setdefault(key, lot)
-            if older is lot:
-                continue
-            older.take_in(lot)
-            for place in (*lot.places, *lot.passed):
-                self._lot_of[place] = older
+            span = lot.span >> coarse << coarse
+            older = self._lots.get((lot.kind, lot.cost, span))
+            if older is None:
+                lot.span = span
+            else:
+                moved, num_left = older.take_in(lot, num_left)
+                self._lot_of.update(dict.fromkeys(moved, older))
+            if lot:  # no other has this key: of its class and cost those that came before it are of earlier spans
+                self._lots[lot.kind, lot.cost, lot.span] = lot
 
     def _drop_empty(self, now_span: int) -> None:
         """Drops lots to which nothing can be added any more, now and then: nobody settles them where nothing goes."""

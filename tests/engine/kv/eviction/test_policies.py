@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sized
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -177,3 +178,43 @@ def num_kept(thing):
     values = [*vars(thing).values()]
     of_its_own = [value for value in values if isinstance(value, Lots)]
     return sum(len(value) for value in values if isinstance(value, Sized)) + sum(map(num_kept, of_its_own))
+
+
+SPANS = (0, 8, 16, 24, 32)
+"""Where lots of spans 0 to 39 begin in the end when it is span 100: those at least 64 old are of eight spans."""
+
+
+@pytest.mark.parametrize("most", [1, 7, 10_000])
+def test_old_lots_are_put_together_a_bounded_part_at_a_time(monkeypatch, most):
+    """Whatever is moved when, none is lost, the oldest stay in front, and in the end it is as if it were at once."""
+    monkeypatch.setattr("jpaged.engine.kv.eviction.lots._MOST_MOVED", most)
+    choose = random.Random(0)
+    lots: Any = Lots(span=4)
+    freed_at = {place: place for place in range(160)}
+    for place, when in freed_at.items():
+        lots.add(place, choose.randrange(2), 0, when)
+    passed = choose.sample(range(100), 40)
+    for place in passed:
+        lots.lot_of(place).pass_over(place)
+    for place in passed[:20]:
+        lots.lot_of(place).ripen(place)
+    for place in passed[10:15]:  # gone while it is ripe
+        lots.remove(place)
+        del freed_at[place]
+    now, ripe = 400, set(passed[:10] + passed[15:20])
+    for _ in range(len(freed_at) + 50):
+        before = {place: lots.lot_of(place) for place in freed_at}
+        lots.settle(now)
+        assert sum(lots.lot_of(place) is not before[place] for place in freed_at) <= most
+        assert sorted(place for lot in lots for place in (*lot.places, *lot.passed)) == sorted(freed_at)
+        for lot in lots:
+            assert all(lots.lot_of(place) is lot for place in (*lot.places, *lot.passed))
+            assert list(lot.places.values()) == sorted(lot.places.values())
+            assert lots.begin_of(lot) <= min((*lot.places.values(), *lot.passed.values()))
+    assert sorted((lot.kind, lot.span) for lot in lots) == [(kind, span) for kind in (0, 1) for span in SPANS]
+    found = set()
+    for lot in lots:
+        while (place := lot.oldest()) is not None:
+            found.add(place)
+            lot.remove(place)
+    assert found == {place for place in freed_at if place not in passed or place in ripe}
