@@ -12,7 +12,7 @@ from jpaged.engine.reach import Reach
 from jpaged.engine.sequence import Status
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor, expected_tokens, seeing
 from tests.engine.harness import Harness
-from tests.engine.kv.test_windows import compute, group_of, held, settle
+from tests.engine.kv.test_windows import compute, group_of, held, pinned, settle
 
 WINDOWS = ((6, 5), (3, 5))
 """Two groups; blocks of four, so that two of them hold the first tokens."""
@@ -97,19 +97,7 @@ def test_a_prefix_without_its_first_tokens_is_none():
 
 
 def test_a_pin_keeps_first_tokens_and_the_end_of_a_window():
-    h = Harness(executor=seeing(WINDOWS)(num_blocks=60, max_num_batched_tokens=16))
-    prompt = list(range(30))
-    future = h.engine.pin_prefix("system", prompt)
-    h.run()
-    assert future.result() == 28
-    assert h.engine.load().num_blocks_used == (2 + 2) + (2 + 1)
-    for i in range(4):
-        h.submit(f"other {i}", [100 + i] * 60, max_tokens=1)
-    h.run()
-    h.submit("a", [*prompt[:28], 1, 2], max_tokens=4)
-    h.run()
-    assert h.last("a").usage.cached_tokens == 28
-    assert h.tokens("a") == expected_tokens([*prompt[:28], 1, 2], 4, windows=WINDOWS)
+    pinned(WINDOWS, num_blocks=(2 + 2) + (2 + 1))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -207,20 +207,26 @@ def test_who_goes_back_behind_what_was_given_up_runs_from_the_beginning():
         memory.check([group])
 
 
-def test_a_pin_keeps_the_end_of_a_window():
-    h = Harness(executor=seeing(WINDOWS)(num_blocks=60, max_num_batched_tokens=16))
+def pinned(windows, num_blocks):
+    """An engine in which seven full blocks of a prompt are pinned, as so many, and found though others came since."""
+    h = Harness(executor=seeing(windows)(num_blocks=60, max_num_batched_tokens=16))
     prompt = list(range(30))
     future = h.engine.pin_prefix("system", prompt)
     h.run()
     assert future.result() == 28
-    assert h.engine.load().num_blocks_used == 7 + 2
+    assert h.engine.load().num_blocks_used == num_blocks
     for i in range(4):
         h.submit(f"other {i}", [100 + i] * 60, max_tokens=1)
     h.run()
     h.submit("a", [*prompt[:28], 1, 2], max_tokens=4)
     h.run()
     assert h.last("a").usage.cached_tokens == 28
-    assert h.tokens("a") == expected_tokens([*prompt[:28], 1, 2], 4, windows=WINDOWS)
+    assert h.tokens("a") == expected_tokens([*prompt[:28], 1, 2], 4, windows=windows)
+    return h
+
+
+def test_a_pin_keeps_the_end_of_a_window():
+    h = pinned(WINDOWS, num_blocks=7 + 2)
     assert h.engine.unpin_prefix("system")
     h.step()
     assert h.engine.load().num_blocks_used == 0

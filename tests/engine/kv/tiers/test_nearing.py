@@ -44,15 +44,20 @@ def bound(monkeypatch, h, num_blocks):
     h.executor.swapped_in = []
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_beside_others_a_step_brings_a_part_at_most(monkeypatch, overlap):
-    h = make(overlap=overlap)
+def bring_back_beside_another(monkeypatch, h):
+    """A prompt that host memory has comes while another request runs, three blocks a step at most."""
     put_into_host_memory(h)
     bound(monkeypatch, h, 3)
     h.submit("running", [7] * 5, max_tokens=30, ignore_eos=True)
     h.step()
     h.submit("back", PROMPT, max_tokens=4, ignore_eos=True)
     h.run()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beside_others_a_step_brings_a_part_at_most(monkeypatch, overlap):
+    h = make(overlap=overlap)
+    bring_back_beside_another(monkeypatch, h)
     assert h.executor.swapped_in == [3, 3, 3, 1]
     assert h.last("back").usage.cached_tokens == 40
     assert h.tokens("back") == expected_tokens(PROMPT, 4)
@@ -99,12 +104,7 @@ def test_who_loses_what_comes_is_admitted_all_the_same(monkeypatch):
 
 def test_of_a_window_comes_what_is_seen(monkeypatch):
     h = make(seeing((None, 6), Counting), num_blocks=50)
-    put_into_host_memory(h)
-    bound(monkeypatch, h, 3)
-    h.submit("running", [7] * 5, max_tokens=30, ignore_eos=True)
-    h.step()
-    h.submit("back", PROMPT, max_tokens=4, ignore_eos=True)
-    h.run()
+    bring_back_beside_another(monkeypatch, h)
     assert sum(h.executor.swapped_in) >= 10
     assert max(h.executor.swapped_in) == 3
     assert h.last("back").usage.cached_tokens == 40
