@@ -2,8 +2,8 @@
 
 probes    one server's steps are timed while the others serve another day at the same rate
 real      a day is sent to all of them
-probes    the same once more: the machine may have become slower or faster
-simulated the same day, with steps as long as both probes say in the mean
+probes    the same once more, before the next day: the machine may have become slower or faster
+simulated each day, with steps as long as the probes before and behind it say in the mean
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jpaged.hardware import HARDWARE
 
 WINDOW_S = 0.02
 """The driver of real servers knows at once what has ended; the simulator so late."""
-PROBE_ROUNDS = 3
+PROBE_ROUNDS = 6
 
 
 def day_of(seconds: float, rate_per_s: float) -> Day:
@@ -61,18 +61,27 @@ def day_of(seconds: float, rate_per_s: float) -> Day:
     )
 
 
-def compare(num_replicas: int, rate_per_s: float, seconds: float, rule: Rule, seed: int) -> dict[str, Any]:
-    """Numbers of both, and how far apart they are."""
+def compare(num_replicas: int, rate_per_s: float, seconds: float, rule: Rule, seeds: Sequence[int]) -> dict[str, Any]:
+    """Numbers of both, and how far apart they are, of a day for each seed."""
     day = day_of(seconds, rate_per_s)
     with started(num_replicas) as targets:
-        times, run = asyncio.run(_serve(targets, day, rule, seed))
-    outcome = simulated(num_replicas, day, rule, seed, times)
-    real, ours = _numbers_of_run(run), _numbers_of_outcome(outcome)
+        served = asyncio.run(_serve(targets, day, rule, seeds))
     return {
         "num_replicas": num_replicas,
         "rate_per_s": rate_per_s,
         "seconds": seconds,
         "router": rule,
+        "days": [
+            {"seed": seed, **_compared(num_replicas, day, rule, seed, times, run)}
+            for seed, (times, run) in zip(seeds, served, strict=True)
+        ],
+    }
+
+
+def _compared(num_replicas: int, day: Day, rule: Rule, seed: int, times: MeasuredTimes, run: Run) -> dict[str, Any]:
+    outcome = simulated(num_replicas, day, rule, seed, times)
+    real, ours = _numbers_of_run(run), _numbers_of_outcome(outcome)
+    return {
         "steps": dataclasses.asdict(times),
         "busy_percent": 100 * outcome.totals.busy_s / (num_replicas * outcome.elapsed_s),
         "real": real,
@@ -81,14 +90,20 @@ def compare(num_replicas: int, rate_per_s: float, seconds: float, rule: Rule, se
     }
 
 
-async def _serve(targets: Sequence[str], day: Day, rule: Rule, seed: int) -> tuple[MeasuredTimes, Run]:
+async def _serve(targets: Sequence[str], day: Day, rule: Rule, seeds: Sequence[int]) -> list[tuple[MeasuredTimes, Run]]:
+    """A day for each seed, with what steps took before it and behind it."""
     clients = [AsyncClient(target) for target in targets]
+    served = list[tuple[MeasuredTimes, Run]]()
     try:
         warm = dataclasses.replace(day, seconds=5.0)
-        await Driver(clients, rule, warm, seed + 1).run(draw_sessions(warm, seed + 1))
-        before = await _probe(clients, day, rule, seed)
-        run = await Driver(clients, rule, day, seed).run(draw_sessions(day, seed))
-        return before.mean_with(await _probe(clients, day, rule, seed + 1)), run
+        await Driver(clients, rule, warm, seeds[0] + 1).run(draw_sessions(warm, seeds[0] + 1))
+        before = await _probe(clients, day, rule, seeds[0])
+        for seed in seeds:
+            run = await Driver(clients, rule, day, seed).run(draw_sessions(day, seed))
+            behind = await _probe(clients, day, rule, seed + 1)
+            served.append((before.mean_with(behind), run))
+            before = behind
+        return served
     finally:
         for client in clients:
             await client.close()

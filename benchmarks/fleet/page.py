@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import mean
 from typing import Any
 
 _COLUMNS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -35,6 +36,7 @@ _COLUMNS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 _KINDS = {"routers": "routers", "busy": "routers", "failures": "failures", "mixes": "money", "autoscaling": "money"}
+_SIDES = ("real", "simulated", "apart_percent")
 
 
 def page_texts(record: Mapping[str, Any]) -> dict[str, str]:
@@ -82,9 +84,12 @@ def _check(runs: Mapping[str, Any]) -> str:
         "itl_p90_ms": "ITL p90, ms",
         "hit_percent": "hits, %",
     }
-    lines = ["| replicas | | processes | simulated | apart |", "|---|---|---|---|---|"]
-    for label, run in runs.items():
+    lines = ["| replicas | | processes | simulated | apart | least and most |", "|---" * 6 + "|"]
+    for label, check in runs.items():
         for key, name in names.items():
-            real, ours, apart = run["real"][key], run["simulated"][key], run["apart_percent"][key]
-            lines.append(f"| {label} | {name} | {real:.2f} | {ours:.2f} | {apart:+.1f}% |")
+            real, ours, apart = ([day[side][key] for day in check["days"]] for side in _SIDES)
+            cells = (
+                f"{mean(real):.2f} | {mean(ours):.2f} | {mean(apart):+.1f}% | {min(apart):+.1f}%, {max(apart):+.1f}%"
+            )
+            lines.append(f"| {label} | {name} | {cells} |")
     return "\n".join(lines)

@@ -1,62 +1,85 @@
 """How long a server's steps take while the others, and those beside it on its CPU, do what they do in the day.
 
-    rows      1, 2, 4, 8 and 16 answers at once: the mean time between tokens is a step that decodes
-    prompts   new tokens that fill a program, behind a context that is cached: the time to the first token is a step
+    decodes   1, 2, 4, 8 and 16 answers at once, behind short and long contexts: the mean time between tokens is a step
+    prompts   8 to 256 new tokens, behind nothing and behind cached contexts: the time to the first token is a step
 
-Means, as what now and then takes longer does so in the day, too.
+Means, as what now and then takes longer does so in the day, too. Between what was measured steps are interpolated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from scipy.interpolate import RegularGridInterpolator
 
 from benchmarks.fleet.drive import Measured, measured
-from benchmarks.fleet.servers import MAX_NUM_BATCHED_TOKENS
 from jpaged.capacity.cost import StepLoad
 from jpaged.client import AsyncClient
 from jpaged.types import SamplingParams
 
-SIZES = tuple(8 << i for i in range(16) if 8 << i <= MAX_NUM_BATCHED_TOKENS)
-_ROWS = (1, 2, 4, 8, 16)
-_CONTEXT, _NUM_TOKENS = 240, 40
-"""Tokens of a context, about what conversations have, and of the answer."""
+ROWS, DECODE_CONTEXTS = (1, 2, 4, 8, 16), (40, 240, 480, 900)
+SIZES, PROMPT_CONTEXTS = (8, 16, 32, 64, 96, 128, 192, 256), (0, 240, 480)
+"""Answers at once, new tokens of a prompt, and the tokens of the contexts that they are measured behind."""
+_NUM_TOKENS = 40
+"""Of an answer."""
+_DECODES = 3
+"""Of each kind a round: they are short."""
 _PAUSE_S = 0.15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MeasuredTimes:
     """How long a step takes, by what was measured.
 
     Attributes:
-        rows_s: seconds of a step in which so many rows decode, for each of 1, 2, 4, 8 and 16.
-        sizes_s: seconds of a prompt that fills a program of each of SIZES.
+        decodes_s: seconds of a step in which so many rows decode, for each of ROWS: behind each of DECODE_CONTEXTS.
+        prompts_s: seconds of a step of so many new tokens, for each of SIZES: behind each of PROMPT_CONTEXTS.
     """
 
-    rows_s: tuple[float, ...]
-    sizes_s: tuple[float, ...]
+    decodes_s: tuple[tuple[float, ...], ...]
+    prompts_s: tuple[tuple[float, ...], ...]
 
     def mean_with(self, other: MeasuredTimes) -> MeasuredTimes:
         """The mean of both."""
-        return MeasuredTimes(
-            tuple((a + b) / 2 for a, b in zip(self.rows_s, other.rows_s, strict=True)),
-            tuple((a + b) / 2 for a, b in zip(self.sizes_s, other.sizes_s, strict=True)),
-        )
+        return MeasuredTimes(_mean(self.decodes_s, other.decodes_s), _mean(self.prompts_s, other.prompts_s))
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of a step."""
-        decodes_s = float(np.interp(load.num_decoding, _ROWS, self.rows_s)) if load.num_decoding else 0.0
-        if load.num_tokens == load.num_decoding:
-            return decodes_s
-        size = min(bisect_left(SIZES, load.num_tokens), len(SIZES) - 1)
+        num_new = load.num_tokens - load.num_decoding
+        decode_s = self._decode_s(load.num_decoding, load.num_decoding_kv_tokens) if load.num_decoding else 0.0
+        if not num_new:
+            return decode_s
+        within = num_new * (num_new + 1) // 2
+        context = max(0.0, (load.num_pairs - load.num_decoding_kv_tokens - within) / num_new)
+        prompt_s = float(self._prompts((num_new, context)))
         # Beside a prompt a row takes what it takes beside another row.
-        return self.sizes_s[size] + max(0.0, decodes_s - self.rows_s[0])
+        return prompt_s + max(0.0, decode_s - self._decode_s(1, DECODE_CONTEXTS[0])) if decode_s else prompt_s
+
+    def _decode_s(self, num_rows: int, num_kv_tokens: float) -> float:
+        return float(self._decodes((num_rows, num_kv_tokens / num_rows)))
+
+    @cached_property
+    def _decodes(self) -> RegularGridInterpolator:
+        return _interpolated(ROWS, DECODE_CONTEXTS, self.decodes_s)
+
+    @cached_property
+    def _prompts(self) -> RegularGridInterpolator:
+        return _interpolated(SIZES, PROMPT_CONTEXTS, self.prompts_s)
+
+
+def _interpolated(xs: Sequence[int], ys: Sequence[int], seconds: Sequence[Sequence[float]]) -> RegularGridInterpolator:
+    """Beyond what was measured it goes on as straight as between the last two."""
+    return RegularGridInterpolator((xs, ys), seconds, bounds_error=False, fill_value=None)
+
+
+def _mean(these: Sequence[Sequence[float]], those: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    means: list[list[float]] = ((np.array(these) + np.array(those)) / 2).tolist()
+    return tuple(tuple(row) for row in means)
 
 
 async def probe(client: AsyncClient, rounds: int, seed: int) -> MeasuredTimes:
@@ -71,23 +94,25 @@ async def probe(client: AsyncClient, rounds: int, seed: int) -> MeasuredTimes:
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
         return measured([chunk async for chunk in client.generate(prompt_token_ids=ids, sampling=sampling)])
 
-    prompts_s: dict[int, list[float]] = {size: [] for size in SIZES}
-    rows_s: dict[int, list[float]] = {rows: [] for rows in _ROWS}
+    async def prompt_s(size: int, context: int) -> float:
+        before = text(context)
+        if before:
+            await ask(before, 1)
+        await asyncio.sleep(float(generator.exponential(_PAUSE_S)))  # as cold as one that comes in the day
+        return (await ask([*before, *text(size)], 1)).ttft_s
+
+    async def decode_s(rows: int, context: int) -> float:
+        answers = await asyncio.gather(*(ask(text(context), _NUM_TOKENS) for _ in range(rows)))
+        return max(answers, key=lambda answer: answer.ttft_s).itl_s  # the last waits for no other's prompt
+
+    prompts_s = {(size, context): list[float]() for size in SIZES for context in PROMPT_CONTEXTS}
+    decodes_s = {(rows, context): list[float]() for rows in ROWS for context in DECODE_CONTEXTS}
     for _ in range(rounds):
-        before = text(_CONTEXT)
-        await ask(before, 1)
-        for size in SIZES:
-            for _ in range(4):
-                await asyncio.sleep(float(generator.exponential(_PAUSE_S)))  # as cold as one that comes in the day
-                prompts_s[size].append((await ask([*before, *text(size)], 1)).ttft_s)
-        for rows in _ROWS:
-            answers = await asyncio.gather(*(ask(text(_CONTEXT), _NUM_TOKENS) for _ in range(rows)))
-            last = max(answers, key=lambda answer: answer.ttft_s)  # which waits for no other's prompt
-            rows_s[rows].append(last.itl_s)
-    return MeasuredTimes(_rising(rows_s), _rising(prompts_s))
-
-
-def _rising(measured_s: Mapping[int, Sequence[float]]) -> tuple[float, ...]:
-    """The mean of each size; no less than that of a smaller one."""
-    means = [statistics.mean(values) for values in measured_s.values()]
-    return tuple(itertools.accumulate(means, max))
+        for (size, context), values in prompts_s.items():
+            values.append(await prompt_s(size, context))
+        for (rows, context), values in decodes_s.items():
+            values.extend([await decode_s(rows, context) for _ in range(_DECODES)])
+    return MeasuredTimes(
+        tuple(tuple(statistics.mean(decodes_s[rows, context]) for context in DECODE_CONTEXTS) for rows in ROWS),
+        tuple(tuple(statistics.mean(prompts_s[size, context]) for context in PROMPT_CONTEXTS) for size in SIZES),
+    )
