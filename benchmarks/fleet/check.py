@@ -3,7 +3,7 @@
 probes    one server's steps are timed while the others serve another day at the same rate
 real      a day is sent to all of them
 probes    the same once more, before the next day: the machine may have become slower or faster
-simulated each day, with steps as long as the probes before and behind it say in the mean
+simulated each day, with steps as long as the probes before and behind it say
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fleet.drive import Driver, Run
-from benchmarks.fleet.probes import MeasuredTimes, probe
+from benchmarks.fleet.probes import DrawnTimes, MeasuredTimes, probe
 from benchmarks.fleet.servers import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -41,7 +41,7 @@ from jpaged.hardware import HARDWARE
 
 WINDOW_S = 0.02
 """The driver of real servers knows at once what has ended; the simulator so late."""
-PROBE_ROUNDS = 6
+PROBE_ROUNDS = 3
 
 
 def day_of(seconds: float, rate_per_s: float) -> Day:
@@ -82,7 +82,7 @@ def _compared(num_replicas: int, day: Day, rule: Rule, seed: int, times: Measure
     outcome = simulated(num_replicas, day, rule, seed, times)
     real, ours = _numbers_of_run(run), _numbers_of_outcome(outcome)
     return {
-        "steps": dataclasses.asdict(times),
+        "steps_ms": times.means_ms(),
         "busy_percent": 100 * outcome.totals.busy_s / (num_replicas * outcome.elapsed_s),
         "real": real,
         "simulated": ours,
@@ -101,7 +101,7 @@ async def _serve(targets: Sequence[str], day: Day, rule: Rule, seeds: Sequence[i
         for seed in seeds:
             run = await Driver(clients, rule, day, seed).run(draw_sessions(day, seed))
             behind = await _probe(clients, day, rule, seed + 1)
-            served.append((before.mean_with(behind), run))
+            served.append((before.and_then(behind), run))
             before = behind
         return served
     finally:
@@ -135,12 +135,14 @@ def simulated(num_replicas: int, day: Day, rule: Rule, seed: int, times: Measure
     _, config = find_config(MODEL)
     model = SimulatedModel(MODEL, config, 1e6)
     deployment = deploy(model, HARDWARE["h100"], num_kv_slots=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE)
-    deployment = dataclasses.replace(deployment, times=times)
     serving = Serving(MODEL, MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
     kind = PoolKind(MODEL, MODEL, NUM_BLOCKS * BLOCK_SIZE, 1, 0.0, None)
     options = FleetOptions(rule, seed=seed, window_s=WINDOW_S, replays=False)
-    pool = Pool(deployment, serving.engine)
-    return Fleet([pool], [kind], [0] * num_replicas, day, draw_sessions(day, seed), options).run()
+    pools = [
+        Pool(dataclasses.replace(deployment, times=DrawnTimes(times, 1000 * seed + place)), serving.engine)
+        for place in range(num_replicas)
+    ]
+    return Fleet(pools, [kind] * num_replicas, range(num_replicas), day, draw_sessions(day, seed), options).run()
 
 
 def _numbers_of_run(run: Run) -> dict[str, float]:

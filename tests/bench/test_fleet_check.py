@@ -2,42 +2,49 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks.fleet import __main__ as command
 from benchmarks.fleet.__main__ import DAYS
 from benchmarks.fleet.check import day_of, simulated
 from benchmarks.fleet.page import page_texts
-from benchmarks.fleet.probes import DECODE_CONTEXTS, PROMPT_CONTEXTS, ROWS, SIZES, MeasuredTimes
+from benchmarks.fleet.probes import DECODE_CONTEXTS, PROMPT_CONTEXTS, ROWS, SIZES, DrawnTimes, MeasuredTimes
 from benchmarks.record import PAGE, RESULTS
 from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.fleet.topology import START_S
 
 TIMES = MeasuredTimes(
-    tuple(tuple(0.001 * (1 + rows) + 1e-6 * rows * context for context in DECODE_CONTEXTS) for rows in ROWS),
-    tuple(tuple(0.002 + 1e-4 * size + 1e-5 * context for context in PROMPT_CONTEXTS) for size in SIZES),
+    np.array([[[0.001 * (1 + rows) + 1e-6 * rows * context] for context in DECODE_CONTEXTS] for rows in ROWS]),
+    np.array([[[0.002 + 1e-4 * size + 1e-5 * context] for context in PROMPT_CONTEXTS] for size in SIZES]),
 )
 
 
 def test_steps_take_what_was_measured():
-    assert TIMES.step_s(StepLoad.decoding(1, 240)) == pytest.approx(0.00224)
-    assert TIMES.step_s(StepLoad.decoding(3, 3 * 100)) == pytest.approx(0.0043)
-    assert TIMES.step_s(StepLoad.decoding(1, 1000)) == pytest.approx(0.003)  # beyond what was measured
-    assert TIMES.step_s(StepLoad(1, 60, 60, 1830)) == pytest.approx(0.008)
-    assert TIMES.step_s(StepLoad(1, 60, 160, 60 * 100 + 1830)) == pytest.approx(0.009)
-    assert TIMES.step_s(StepLoad(1, 4, 4, 10)) == pytest.approx(0.0024)
+    times = DrawnTimes(TIMES, 0)
+    assert times.step_s(StepLoad.decoding(1, 240)) == pytest.approx(0.00224)
+    assert times.step_s(StepLoad.decoding(3, 100)) == pytest.approx(0.0043)
+    assert times.step_s(StepLoad.decoding(1, 1000)) == pytest.approx(0.003)  # beyond what was measured
+    assert times.step_s(StepLoad(1, 60, 60, 1830)) == pytest.approx(0.008)
+    assert times.step_s(StepLoad(1, 60, 160, 60 * 100 + 1830)) == pytest.approx(0.009)
+    assert times.step_s(StepLoad(1, 4, 4, 10)) == pytest.approx(0.0024)
 
 
 def test_rows_beside_a_prompt_take_what_they_take_beside_a_row():
     load = StepLoad(5, 64, 60 + 400, 1830 + 400, 4, 400)
-    assert TIMES.step_s(load) == pytest.approx(0.008 + 0.0054 - 0.00204)
+    assert DrawnTimes(TIMES, 0).step_s(load) == pytest.approx(0.008 + 0.0054 - 0.00204)
 
 
-def test_what_was_measured_before_and_after_counts_alike():
-    later = MeasuredTimes(tuple(tuple(3 * seconds for seconds in row) for row in TIMES.decodes_s), TIMES.prompts_s)
-    mean = TIMES.mean_with(later)
-    assert mean.step_s(StepLoad.decoding(2, 80)) == pytest.approx(2 * TIMES.step_s(StepLoad.decoding(2, 80)))
-    assert mean.step_s(StepLoad(1, 60, 60, 1830)) == pytest.approx(0.008)
+def test_what_was_measured_before_and_behind_counts_alike():
+    """Steps are drawn from both: one time in two of three times as long."""
+    both = TIMES.and_then(MeasuredTimes(3 * TIMES.decodes_s, 3 * TIMES.prompts_s))
+    assert both.decode_s(2, 80) == pytest.approx(2 * TIMES.decode_s(2, 80))
+    assert both.prompt_s(60, 0) == pytest.approx(2 * TIMES.prompt_s(60, 0))
+    drawn = DrawnTimes(both, 0)
+    prompts = [drawn.step_s(StepLoad(1, 60, 60, 1830)) for _ in range(200)]
+    assert {round(seconds, 6) for seconds in prompts} == {0.008, 0.024}
+    decodes = [drawn.step_s(StepLoad.decoding(1, 240)) for _ in range(40)]
+    assert len(set(decodes)) == 1  # noise lasts as long as an answer that was measured
 
 
 def test_a_simulated_small_model_takes_its_steps():
