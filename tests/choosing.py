@@ -34,8 +34,8 @@ def part_of(asked: str) -> tuple[int, int]:
 
 
 def is_in_part(nodeid: str, part: int, num_parts: int) -> bool:
-    """Tell whether a test is in a part. The cases of one stay together: they share what is made for them."""
-    return crc32(_function_of(nodeid).encode()) % num_parts == part - 1
+    """Tell whether a test is in a part. The cases of one are shared out as well: some take minutes each."""
+    return crc32(nodeid.encode()) % num_parts == part - 1
 
 
 def _function_of(nodeid: str) -> str:

@@ -24,12 +24,10 @@ class Case:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 4, 9])
-def test_every_test_is_in_one_part_with_all_its_cases(num_parts):
+def test_every_test_is_in_one_part_and_none_has_most_of_a_tests_cases(num_parts):
     parts = [[name for name in NAMES if is_in_part(name, part + 1, num_parts)] for part in range(num_parts)]
     assert sorted(name for part in parts for name in part) == sorted(NAMES)
-    functions = [{name.partition("[")[0] for name in part} for part in parts]
-    assert sum(map(len, functions)) == len(set().union(*functions))
-    assert all(functions)
+    assert max(map(len, parts)) < 1.5 * len(NAMES) / num_parts
 
 
 @pytest.mark.parametrize("asked", ["", "1", "0/4", "5/4", "-1/4", "1/0", "a/b", "1/4/2", "1.0/4"])
