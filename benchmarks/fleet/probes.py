@@ -27,7 +27,7 @@ ROWS, DECODE_CONTEXTS = (1, 2, 4, 8, 16), (40, 240, 900)
 SIZES, PROMPT_CONTEXTS = (8, 32, 64, 128, 256), (0, 240, 480)
 """Answers at once, new tokens of a prompt, and the tokens of the contexts that they are measured behind."""
 _NUM_TOKENS = 40
-"""Of an answer."""
+"""Tokens of an answer."""
 _PAUSE_S = 0.15
 Seconds = NDArray[np.float64]
 
@@ -97,7 +97,7 @@ class DrawnTimes:
         return prompt_s + max(0.0, decode_s - self._times.decode_s(1, DECODE_CONTEXTS[0]))
 
     def _decode_stretch(self) -> float:
-        """Of as many steps as were measured together."""
+        """The noise of a step, which lasts for as many as were measured together."""
         if not self._num_left:
             self._stretch, self._num_left = float(self._generator.choice(self._of_decodes)), _NUM_TOKENS
         self._num_left -= 1
