@@ -1,6 +1,7 @@
 """Prefixes that travel over gRPC, between servers and by way of files: which, whose, and who may."""
 
 import asyncio
+from typing import Any
 
 import pytest
 import trustme
@@ -11,6 +12,7 @@ from jpaged.errors import (
     InvalidArgument,
     PermissionDenied,
     Unauthenticated,
+    Unavailable,
 )
 from jpaged.service.prefixes import parts as parts_module
 from jpaged.testing import FakeExecutor, seeing
@@ -175,3 +177,28 @@ async def test_servers_show_each_other_certificates(tmp_path):
                 await a.complete(TEXT, GREEDY)
                 assert (await b.prefixes.fetch(peer, TEXT)).num_tokens == NUM_FULL
                 assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == NUM_FULL - 4
+
+
+async def test_certificates_of_peers_are_believed_from_when_the_files_have_changed(tmp_path):
+    authority, files = trustme.CA(), Files(tmp_path)
+    files.issue(authority)
+    options = files.believe(authority)
+    believed = tmp_path / "peers.pem"
+    believed.write_bytes(trustme.CA().cert_pem.bytes())  # somebody else's
+    async with running(executor=executor(), **options) as first:
+        peer = f"localhost:{first.port}"
+        peers: dict[str, Any] = {"prefix_peers": [peer], "prefix_peer_ca": str(believed)}
+        with client_files(authority.issue_cert("operator"), authority) as shown:
+            tls = Tls(*shown)
+            async with (
+                running(executor=executor(), **options, **peers) as second,
+                AsyncClient(peer, tls=tls) as a,
+                AsyncClient(f"localhost:{second.port}", tls=tls) as b,
+            ):
+                await a.complete(TEXT, GREEDY)
+                with pytest.raises(Unavailable):
+                    await b.prefixes.fetch(peer, TEXT)
+                renewed = tmp_path / "renewed.pem"
+                renewed.write_bytes(authority.cert_pem.bytes())
+                renewed.replace(believed)
+                assert (await b.prefixes.fetch(peer, TEXT)).num_tokens == NUM_FULL
