@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import save
+from benchmarks.record import put_on_page, save
 from jpaged import json_text
 
 _PROMPTS, _MAX_TOKENS = 24, 6
@@ -152,6 +152,24 @@ def kill(num_kills: int, longest_s: float, folder: str, seed: int = 0, most_answ
     return Kills(num_kills, num_answers, num_hits, most_found, num_dropped, round(seconds, 1))
 
 
+def table(done: Kills) -> str:
+    """What came of it, for the page."""
+    columns = {
+        "kills": done.kills,
+        "answers, all as without a disk": done.answers,
+        "tokens that came back": done.hit_tokens,
+        "blocks found by a start, the most": done.found,
+        "blocks that were not what their hash says": done.dropped,
+    }
+    return "\n".join(
+        (
+            f"| {' | '.join(columns)} |",
+            "|---" * len(columns) + "|",
+            f"| {' | '.join(map('{:,}'.format, columns.values()))} |",
+        )
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tiers.kills", description="Kills a server with a disk at random moments."
@@ -160,7 +178,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="the longest of them serves so long (%(default)s)")
     parser.add_argument("--live", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help="which moments, and which prompts (%(default)s)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/tier_kills.json")
+    parser.add_argument(
+        "--record", action="store_true", help="write benchmarks/results/tier_kills.json and docs/performance.md"
+    )
     options = parser.parse_args()
     if options.live is not None:
         live(options.live or None, options.seed)
@@ -169,7 +189,8 @@ def main() -> None:
         done = kill(options.kills, options.seconds, str(Path(folder) / "kv"), options.seed)
     print(done)
     if options.record:
-        save("tier_kills", f"python -m benchmarks.tiers.kills --kills {options.kills}", asdict(done))
+        save("tier_kills", f"python -m benchmarks.tiers.kills --kills {options.kills} --record", asdict(done))
+        put_on_page({"kills": table(done)})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """The benchmark of tiers: its table, its pool, and what it does to the page cache."""
 
+import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.record import PAGE, RESULTS
+from benchmarks.tiers.kills import Kills, table
 from benchmarks.tiers.pages import drop, resident, warm
 from benchmarks.tiers.server import num_findable, pool_blocks
 from benchmarks.tiers.table import STATES, WAYS, tables
@@ -61,3 +65,10 @@ def test_what_stays_in_memory_is_not_called_cold(tmp_path: Path, monkeypatch: py
 def test_a_folder_without_blocks_is_neither_cold_nor_warm(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no file"):
         resident(tmp_path)
+
+
+def test_the_page_has_the_kills_that_are_recorded() -> None:
+    record = json.loads((RESULTS / "tier_kills.json").read_text())
+    done = Kills(**{field.name: record[field.name] for field in fields(Kills)})
+    assert f"<!-- kills: begin -->\n{table(done)}\n<!-- kills: end -->" in PAGE.read_text()
+    assert f"| {done.answers:,} |" in table(done)
