@@ -18,6 +18,7 @@ import ctypes
 import importlib
 import logging
 import resource
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ _DELAY_S = 1.0
 
 
 class FreedMemory:
-    """Gives back what is free, on a thread, a while after a large message. Lives on one event loop.
+    """Gives back what is free, on a thread of its own, a while after a large message.
 
     A message of a MiB can become a hundred when it is read, in pieces of 32 KiB between others that stay. The C library
     keeps them when they are free, and would for ever.
@@ -51,11 +52,13 @@ class FreedMemory:
         """A message of this size has come."""
         if num_bytes >= LARGE_BYTES and not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_later(_DELAY_S, self._start)
+            timer = threading.Timer(_DELAY_S, self._trim)
+            timer.daemon = True  # a server that ends does not wait for it
+            timer.start()
 
-    def _start(self) -> None:
+    def _trim(self) -> None:
         self._is_due = False
-        self._trimming = asyncio.get_running_loop().run_in_executor(None, _trim)
+        _trim()
 
 
 def _trim() -> None:

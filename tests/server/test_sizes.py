@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,19 +162,45 @@ def is_large(thing):
     return type(thing) is inference_pb2.GenerateRequest and len(thing.chat.messages) == NUM_TURNS
 
 
-async def test_memory_is_given_back_once_after_large_messages_and_never_after_small_ones(monkeypatch):
-    monkeypatch.setattr(port, "_DELAY_S", 0.0)
-    given_back = asyncio.Semaphore(0)
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(port, "_trim", lambda: loop.call_soon_threadsafe(given_back.release))
+def test_memory_is_given_back_once_after_large_messages_and_never_after_small_ones(monkeypatch):
+    timers, num_trims = [], []
+
+    class Timer:
+        """A thread that runs when the test says so."""
+
+        def __init__(self, seconds, function):
+            self.function = function
+
+        def start(self):
+            timers.append(self)
+
+    monkeypatch.setattr(port, "threading", SimpleNamespace(Timer=Timer))
+    monkeypatch.setattr(port, "_trim", lambda: num_trims.append(1))
     freed = port.FreedMemory()
     freed.note(port.LARGE_BYTES - 1)
-    for _ in range(3):
-        freed.note(port.LARGE_BYTES)
-    await asyncio.wait_for(given_back.acquire(), 60)
-    freed.note(port.LARGE_BYTES)
-    await asyncio.wait_for(given_back.acquire(), 60)
-    assert given_back.locked()
+    for num_given_back in (1, 2):
+        for _ in range(3):
+            freed.note(port.LARGE_BYTES)
+        assert len(timers) == num_given_back
+        timers[-1].function()
+        assert len(num_trims) == num_given_back
+
+
+def test_memory_is_given_back_by_a_thread_that_no_end_of_a_loop_fails_and_none_waits_for(monkeypatch):
+    threads, given_back = [], threading.Event()
+
+    def trim():
+        threads.append(threading.current_thread())
+        given_back.set()
+
+    async def serve():
+        port.FreedMemory().note(port.LARGE_BYTES)
+
+    monkeypatch.setattr(port, "_DELAY_S", 0.0)
+    monkeypatch.setattr(port, "_trim", trim)
+    asyncio.run(serve())
+    assert given_back.wait(60)
+    assert threads[0].daemon
 
 
 class Held(ByteTokenizer):
