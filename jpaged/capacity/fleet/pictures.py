@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_MAX_TICKS = 10
 _DPI = 160
 
 
@@ -64,8 +66,9 @@ def _draw_bars(ax: Any, runs: Sequence[Mapping[str, Any]], keys: Sequence[str], 
     ax.set_xticks([place + 0.4 - width / 2 for place in range(len(keys))])
     ax.set_xticklabels([key.removesuffix("_ms").removesuffix("_percent").replace("_", " ") for key in keys])
     ax.set_title(title, fontsize=9)
+    ax.margins(y=0.3)  # the legend's, above all bars
     ax.set_ylim(bottom=0)
-    ax.legend(fontsize=7)
+    ax.legend(fontsize=7, loc="upper center", ncols=2)
 
 
 def _name(run: Mapping[str, Any]) -> str:
@@ -78,7 +81,7 @@ def _finish(ax: Any, title: str) -> None:
     ax.set_title(title, fontsize=9)
     ax.set_xlabel("hour of the day; behind the line what has begun ends")
     ax.axvline(24, color="0.6", lw=0.8, ls=":")
-    ax.xaxis.set_major_locator(MultipleLocator(6))
     ax.set_xlim(0, None)
+    ax.xaxis.set_major_locator(MultipleLocator(6 * math.ceil(ax.get_xlim()[1] / _MAX_TICKS / 6)))
     ax.set_ylim(bottom=0)
     ax.legend(fontsize=7)
