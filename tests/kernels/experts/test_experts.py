@@ -123,6 +123,7 @@ def test_every_width_of_vectors_and_number_of_threads_gives_the_same_rows(
     max_width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, x, routes = mixture(6, 128, 320, "float32"), numbers((40, 128), "float32"), random_routes(40, 6, 2)
+    assert isinstance(cpu.kernel(), CpuExperts)  # which registers what all of them call
     found = []
     for max_threads in (1, 2, 0):
         monkeypatch.setattr(cpu, "kernel", lambda limits=(max_width, max_threads): CpuExperts(*limits))
