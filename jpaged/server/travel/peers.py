@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Final
+from dataclasses import dataclass
 
 from grpc import aio
 
@@ -19,8 +18,18 @@ from jpaged.server.travel.wire import part_from
 from jpaged.service.prefixes.parts import Header, Piece
 from jpaged.service.prefixes.travelling import Prefix
 
-_GRACE_S: Final = 600.0
-"""What is on its way over a connection that is replaced has so long."""
+
+@dataclass(slots=True)
+class _Connection:
+    """To one peer.
+
+    Attributes:
+        is_replaced: its certificates are old: the last of its calls closes it.
+    """
+
+    channel: aio.Channel
+    num_calls: int = 0
+    is_replaced: bool = False
 
 
 class PeerServers:
@@ -41,8 +50,7 @@ class PeerServers:
             self._tls = Tls(options.prefix_peer_ca, options.tls_cert, options.tls_key)
         files = () if self._tls is None else (self._tls.ca, self._tls.cert, self._tls.key)
         self._files = FileWatch([path for path in files if path is not None])
-        self._channels: dict[str, aio.Channel] = {}
-        self._ending = set[asyncio.Task[None]]()
+        self._connections: dict[str, _Connection] = {}
 
     async def save(
         self, source: str, prefix: Prefix, num_known_tokens: int
@@ -54,7 +62,9 @@ class PeerServers:
             adapter=prefix.adapter,
             num_known_tokens=num_known_tokens,
         )
-        stub = prefixes_pb2_grpc.PrefixServiceStub(self._channel(source))
+        connection = await self._connection(source)
+        stub = prefixes_pb2_grpc.PrefixServiceStub(connection.channel)
+        connection.num_calls += 1
         call = stub.SavePrefix(request, metadata=prefix.headers)
         try:
             async for message in call:
@@ -63,24 +73,24 @@ class PeerServers:
             raise translated(error) from error
         finally:
             call.cancel()
+            connection.num_calls -= 1
+            if connection.is_replaced and not connection.num_calls:
+                await connection.channel.close()
 
-    def _channel(self, source: str) -> aio.Channel:
+    async def _connection(self, source: str) -> _Connection:
         if source not in self._options.prefix_peers:
             raise PermissionDenied(f"source: {source[:128]!r} is not one of this server's prefix_peers")
         if self._files.has_changed():
-            for channel in self._channels.values():
-                ending = asyncio.get_running_loop().create_task(channel.close(_GRACE_S))
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
-            self._channels.clear()
-        if source not in self._channels:
-            self._channels[source] = open_channel(aio, source, self._tls)
-        return self._channels[source]
+            replaced, self._connections = self._connections, {}
+            for connection in replaced.values():
+                connection.is_replaced = True
+                if not connection.num_calls:
+                    await connection.channel.close()
+        if source not in self._connections:
+            self._connections[source] = _Connection(open_channel(aio, source, self._tls))
+        return self._connections[source]
 
     async def close(self) -> None:
         """Close the connections."""
-        for channel in self._channels.values():
-            await channel.close()
-        for ending in self._ending:
-            ending.cancel()
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        for connection in self._connections.values():
+            await connection.channel.close()

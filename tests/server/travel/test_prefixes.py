@@ -1,6 +1,7 @@
 """Prefixes that travel over gRPC, between servers and by way of files: which, whose, and who may."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -8,15 +9,19 @@ import trustme
 
 from jpaged.client import AsyncClient, Client, PrefixArrival, Tls
 from jpaged.client.prefixes import MAGIC
+from jpaged.config import AccessOptions
 from jpaged.errors import (
     InvalidArgument,
     PermissionDenied,
     Unauthenticated,
     Unavailable,
 )
+from jpaged.server.travel.peers import PeerServers
 from jpaged.service.prefixes import parts as parts_module
-from jpaged.testing import FakeExecutor, seeing
-from jpaged.types import SamplingParams
+from jpaged.service.prefixes.parts import Header
+from jpaged.service.prefixes.travelling import Prefix
+from jpaged.testing import ByteTokenizer, FakeExecutor, seeing
+from jpaged.types import Prompt, SamplingParams
 from tests.access.test_keys import FILE, HASHED, OTHER, TOKEN
 from tests.server.access.certificates import Files, client_files
 from tests.server.harness import running
@@ -159,14 +164,15 @@ async def test_on_a_port_for_acts_of_control_prefixes_travel_there_alone():
             assert (await operator.prefixes.load(await saved_by(operator))).num_tokens == NUM_FULL
 
 
-async def test_servers_show_each_other_certificates(tmp_path):
-    authority = trustme.CA()
-    files = Files(tmp_path)
+@contextlib.asynccontextmanager
+async def two_that_show_certificates(folder, believed=None):
+    """A server, one that fetches from it and believes what the file says, and clients of both."""
+    authority, files = trustme.CA(), Files(folder)
     files.issue(authority)
     options = files.believe(authority)
     async with running(executor=executor(), **options) as first:
         peer = f"localhost:{first.port}"
-        peers = {"prefix_peers": [peer], "prefix_peer_ca": options["tls_client_ca"]}
+        peers: dict[str, Any] = {"prefix_peers": [peer], "prefix_peer_ca": str(believed or options["tls_client_ca"])}
         with client_files(authority.issue_cert("operator"), authority) as shown:
             tls = Tls(*shown)
             async with (
@@ -175,30 +181,46 @@ async def test_servers_show_each_other_certificates(tmp_path):
                 AsyncClient(f"localhost:{second.port}", tls=tls) as b,
             ):
                 await a.complete(TEXT, GREEDY)
-                assert (await b.prefixes.fetch(peer, TEXT)).num_tokens == NUM_FULL
-                assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == NUM_FULL - 4
+                yield authority, peer, b, {**options, **peers}
+
+
+def replace(path, authority):
+    new = path.with_suffix(".new")
+    new.write_bytes(authority.cert_pem.bytes())
+    new.replace(path)
+
+
+async def test_servers_show_each_other_certificates(tmp_path):
+    async with two_that_show_certificates(tmp_path) as (_, peer, b, _):
+        assert (await b.prefixes.fetch(peer, TEXT)).num_tokens == NUM_FULL
+        assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == NUM_FULL - 4
 
 
 async def test_certificates_of_peers_are_believed_from_when_the_files_have_changed(tmp_path):
-    authority, files = trustme.CA(), Files(tmp_path)
-    files.issue(authority)
-    options = files.believe(authority)
     believed = tmp_path / "peers.pem"
-    believed.write_bytes(trustme.CA().cert_pem.bytes())  # somebody else's
-    async with running(executor=executor(), **options) as first:
-        peer = f"localhost:{first.port}"
-        peers: dict[str, Any] = {"prefix_peers": [peer], "prefix_peer_ca": str(believed)}
-        with client_files(authority.issue_cert("operator"), authority) as shown:
-            tls = Tls(*shown)
-            async with (
-                running(executor=executor(), **options, **peers) as second,
-                AsyncClient(peer, tls=tls) as a,
-                AsyncClient(f"localhost:{second.port}", tls=tls) as b,
-            ):
-                await a.complete(TEXT, GREEDY)
-                with pytest.raises(Unavailable):
-                    await b.prefixes.fetch(peer, TEXT)
-                renewed = tmp_path / "renewed.pem"
-                renewed.write_bytes(authority.cert_pem.bytes())
-                renewed.replace(believed)
-                assert (await b.prefixes.fetch(peer, TEXT)).num_tokens == NUM_FULL
+    replace(believed, trustme.CA())  # somebody else's
+    async with two_that_show_certificates(tmp_path, believed) as (authority, peer, b, _):
+        with pytest.raises(Unavailable):
+            await b.prefixes.fetch(peer, TEXT)
+        replace(believed, authority)
+        assert (await b.prefixes.fetch(peer, TEXT)).num_tokens == NUM_FULL
+
+
+async def test_what_is_on_its_way_from_a_peer_goes_on_when_certificates_change(tmp_path):
+    believed = tmp_path / "peers.pem"
+    replace(believed, trustme.CA())
+    async with two_that_show_certificates(tmp_path, believed) as (authority, peer, _, options):
+        replace(believed, authority)
+        peers = PeerServers(AccessOptions(**options))
+        prefix = Prefix(prompt=Prompt(token_ids=ByteTokenizer().encode(TEXT)))
+        whole = [part async for part in peers.save(peer, prefix, 0)]
+        assert isinstance(whole[0], Header)
+        assert len(whole) > 1
+        going = peers.save(peer, prefix, 0)
+        parts = [await anext(going)]
+        replace(believed, trustme.CA())
+        with pytest.raises(Unavailable):
+            await anext(peers.save(peer, prefix, 0))
+        parts += [part async for part in going]
+        assert parts == whole
+        await peers.close()
