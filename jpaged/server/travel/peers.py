@@ -21,7 +21,7 @@ from jpaged.service.prefixes.travelling import Prefix
 
 @dataclass(slots=True)
 class _Connection:
-    """To one peer.
+    """A connection to one peer.
 
     Attributes:
         is_replaced: its certificates are old: the last of its calls closes it.
