@@ -40,7 +40,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         ax.set_xscale("log", base=2)
         ax.set_xticks(sizes, [str(size) for size in sizes])
         ax.minorticks_off()
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 100)
         ax.set_xlabel("blocks of 16 tokens", fontsize=8)
         ax.tick_params(labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)

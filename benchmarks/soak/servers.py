@@ -46,14 +46,45 @@ class Child:
 
     async def start(self) -> None:
         """Start it, and wait until it takes requests."""
+        await self.begin()
+        await self.until_ready()
+
+    async def begin(self) -> None:
+        """Start it, and wait for nothing."""
         ports = ("--port", str(self.port), "--http-port", str(self.http_port))
         command = (sys.executable, "-m", "jpaged", "serve", "demo", *ports, *self._flags)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
             )
-        async with AsyncClient(self.target) as client:
-            await client.wait_until_ready(_START_TIMEOUT_S)
+
+    async def until_ready(self) -> None:
+        """Wait until it takes requests.
+
+        Raises:
+            RuntimeError: it ended before.
+        """
+        assert self._process is not None
+        async with AsyncClient(self.target) as client, asyncio.TaskGroup() as group:
+            ready = group.create_task(client.wait_until_ready(_START_TIMEOUT_S))
+            ended = group.create_task(self._process.wait())
+            await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
+            has_ended = ended.done()
+            for task in (ready, ended):
+                task.cancel()
+        if has_ended:
+            raise RuntimeError(f"no server came up: {self.last_words}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended, or never began."""
+        return self._process is None or self._process.returncode is not None
+
+    @property
+    def last_words(self) -> str:
+        """Its status, where it has ended, and the end of its log."""
+        status = None if self._process is None else self._process.returncode
+        return f"status {status}, {self._log.read_text(errors='replace')[-1000:]}"
 
     async def kill(self) -> None:
         """Kill it as kill -9 does."""

@@ -1,10 +1,11 @@
 """A server with a disk beneath it, killed with -9 at random moments: no token is ever wrong, and no start is refused.
 
-    start ── finds what it left ── prompts that begin alike, over and over ── SIGKILL ── start ...
+    jpaged serve ── finds what is in the folder ── streams that begin alike ── SIGKILL ── jpaged serve ── ...
 
-Each life is a process of its own, with the demo model and one folder for all. It tells every answer as it comes; each
-is held to what the prompt gave before there was a disk. A life that does not start, an answer that differs, or blocks
-that a life had on disk and the next one has not, are errors.
+Each life is `jpaged serve demo` on one port, over one folder. Half of them, by chance, are killed while they start. The
+streams of one client go on through all: what a life leaves unfinished goes on at the next. Each is held to what its
+prompt gave before there was a disk. A life that ends by itself, an answer that differs, or blocks that a life had on
+disk of which the next one finds none, are errors.
 
     python -m benchmarks.tiers.kills [--kills 200] [--seconds 2]
 """
@@ -12,26 +13,30 @@ that a life had on disk and the next one has not, are errors.
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import random
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.record import put_on_page, save
-from jpaged import json_text
+from benchmarks.soak.servers import Child
+from jpaged.client import AsyncClient, Resuming
+from jpaged.errors import Unavailable
+from jpaged.types import SamplingParams
 
-_PROMPTS, _MAX_TOKENS = 24, 6
-_SIZES: dict[str, Any] = {"max_model_len": 256, "num_blocks": 48, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-_DISK: dict[str, Any] = {"swap_space": 0.01, "kv_disk_space": 0.004}
-_LIFE_S = 600.0
-"""A life that takes so long hangs, and is killed: that is an error."""
+_PROMPTS, _STREAMS = 24, 6
+_GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+_SIZES = (
+    *("--max-model-len", "256", "--num-blocks", "48", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
+    *("--max-messages-per-second", "100000"),
+)
+_DISK = ("--swap-space", "0.01", "--kv-disk-space", "0.004", "--kv-disk-dir")
+_RESUMING = Resuming(within_s=600.0, max_times=1000)
+"""Streams go on however often their server is killed in a row."""
+_IN_START = 0.5
+_PAUSE_S, _AFTER_LOOK_S, _LONGEST_S = 0.01, 0.05, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +44,17 @@ class Kills:
     """What came of it.
 
     Attributes:
-        answers: that were held to what they have to be.
+        kills, in_starts: all of them, and those before the server took requests.
+        answers, resumed: streams that were held to what they have to be, and those of them that outlived a server.
         hit_tokens: of prompts, that came back from disk.
         found: blocks that a life found when it began, the most of any.
         dropped: blocks that were not what their hash says.
     """
 
     kills: int
+    in_starts: int
     answers: int
+    resumed: int
     hit_tokens: int
     found: int
     dropped: int
@@ -60,103 +68,177 @@ def prompts(seed: int) -> list[list[int]]:
     return [[*choose.choice(heads), *(choose.randrange(3, 250) for _ in range(16))] for _ in range(_PROMPTS)]
 
 
-def live(folder: str | None, seed: int) -> None:
-    """One life: answers prompts for ever and tells of each, or once of each where there is no disk."""
-    from jpaged.llm import LLM, TokensPrompt
-    from jpaged.types import SamplingParams
-
-    disk = {} if folder is None else {**_DISK, "kv_disk_dir": folder}
-    asked, params = prompts(0), SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    order = random.Random(seed)
-    with LLM("demo", **_SIZES, **disk) as llm:
-        print(json_text.dumps({"ready": llm.load().num_disk_blocks}), flush=True)
-        while True:
-            places = [*range(_PROMPTS)] if folder is None else [order.randrange(_PROMPTS) for _ in range(4)]
-            given = [TokensPrompt(prompt_token_ids=asked[place]) for place in places]
-            outputs = llm.generate(given, params, use_tqdm=False)
-            load = llm.load()
-            for place, output in zip(places, outputs, strict=True):
-                tokens = [*output.outputs[0].token_ids]
-                told = {"place": place, "tokens": tokens, "hits": load.num_disk_hit_tokens}
-                disk = {"kept": load.num_disk_blocks, "dropped": load.num_disk_blocks_dropped}
-                print(json_text.dumps({**told, **disk}), flush=True)
-            if folder is None:
-                return
-
-
-def begin(folder: str | None, seed: int) -> subprocess.Popen[str]:
-    """A life in a process of its own, which has an end in any case."""
-    words = [sys.executable, "-m", "benchmarks.tiers.kills", "--live", folder or "", "--seed", str(seed)]
-    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    limit = threading.Timer(_LIFE_S, child.kill)
-    limit.daemon = True
-    limit.start()
-    return child
-
-
-def lines(child: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """What a life has told: whole lines alone, for the last may be cut off."""
-    assert child.stdout is not None
-    return [json.loads(line) for line in child.stdout if line.startswith("{") and line.endswith("}\n")]
-
-
-def right_answers() -> dict[int, list[int]]:
+async def right_answers(folder: Path) -> dict[int, list[int]]:
     """What each prompt gives without a disk."""
-    child = begin(None, 0)
-    told = {one["place"]: one["tokens"] for one in lines(child) if "place" in one}
-    if child.wait() or len(told) != _PROMPTS:
-        raise SystemExit("the prompts were not answered without a disk")
-    return told
+    child = Child(folder / "right.log", _SIZES)
+    try:
+        await child.start()
+        async with AsyncClient(child.target) as client:
+            outputs = [await client.complete(prompt_token_ids=prompt, sampling=_GREEDY) for prompt in prompts(0)]
+    finally:
+        await child.kill()
+    return {place: [*output.outputs[0].token_ids] for place, output in enumerate(outputs)}
 
 
-def kill(num_kills: int, longest_s: float, folder: str, seed: int = 0, most_answers: int = 0) -> Kills:
-    """Begins and kills so many lives, and holds what they tell to what is right.
+class Streams:
+    """Requests of one client, one behind the other, through all lives of a server.
 
     Args:
-        longest_s: the longest time that a life has behind its beginning.
+        right: the tokens that each prompt has to give.
+        seed: which prompts they ask for.
+
+    Attributes:
+        may_begin: while this is set, new ones begin; those that run go on in any case.
+        is_over: once this is set, `run` ends with what runs.
+        answers, resumed: as `Kills` has them.
+        wrong: of answers that were not right, what is to be said.
+    """
+
+    def __init__(self, right: dict[int, list[int]], seed: int) -> None:
+        self.may_begin = asyncio.Event()
+        self.is_over = False
+        self.answers = self.resumed = 0
+        self.wrong: list[str] = []
+        self._came: asyncio.Queue[None] = asyncio.Queue()
+        self._right, self._choose = right, random.Random(seed)
+
+    async def answered(self, num: int) -> None:
+        """Waits for so many further answers.
+
+        Raises:
+            TimeoutError: they do not come.
+        """
+        while not self._came.empty():
+            self._came.get_nowait()
+        async with asyncio.timeout(_LONGEST_S):
+            for _ in range(num):
+                await self._came.get()
+
+    async def run(self, client: AsyncClient) -> None:
+        """Asks for prompts until it is over."""
+        asked = prompts(0)
+        while await self.may_begin.wait() and not self.is_over:
+            place, tokens = self._choose.randrange(_PROMPTS), list[int]()
+            try:
+                async with client.generate(prompt_token_ids=asked[place], sampling=_GREEDY) as stream:
+                    async for chunk in stream:
+                        tokens += chunk.token_ids
+            except Unavailable:
+                if tokens:
+                    raise  # what has begun goes on
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if tokens != self._right[place]:
+                self.wrong.append(f"prompt {place} gave {tokens}, not {self._right[place]}")
+            self.answers += 1
+            self._came.put_nowait(None)
+            self.resumed += stream.num_tries > 1
+
+
+class _Lives:
+    """Lives of one server, and what each has told of its disk before it was killed."""
+
+    def __init__(self, child: Child, client: AsyncClient, streams: Streams, choose: random.Random) -> None:
+        self._child, self._client, self._streams, self._choose = child, client, streams, choose
+        self._start_s = 0.0
+        self.num = self.num_in_starts = 0
+        self.num_hit_tokens = self.num_dropped = self.most_found = self._num_kept = 0
+
+    async def start(self) -> None:
+        """Begins a life; it is one that takes requests, and that finds what the one before had."""
+        begin_s = time.monotonic()
+        await self._child.start()
+        self._start_s = self._start_s or time.monotonic() - begin_s
+        num_found = (await self._client.load()).num_disk_blocks
+        if self._num_kept and not num_found:
+            raise SystemExit(f"life {self.num} found nothing; one before had {self._num_kept} blocks on disk")
+        self.most_found = max(self.most_found, num_found)
+
+    async def serve(self, longest_s: float, most_answers: int) -> None:
+        """One that is killed while it serves."""
+        await self.start()
+        self._streams.may_begin.set()
+        await self._streams.answered(self._choose.randint(0, most_answers))
+        await asyncio.sleep(longest_s * self._choose.random() ** 2)
+        last = await self._client.load()
+        await asyncio.sleep(_AFTER_LOOK_S * self._choose.random())
+        self._streams.may_begin.clear()
+        await self._kill()
+        self.num_hit_tokens += last.num_disk_hit_tokens
+        self.num_dropped += last.num_disk_blocks_dropped
+        self._num_kept = last.num_disk_blocks
+
+    async def begin(self) -> None:
+        """One that is killed before it serves, or soon behind that where this start is a fast one."""
+        await self._child.begin()
+        await asyncio.sleep(self._start_s * self._choose.random())
+        await self._kill()
+        self.num_in_starts += 1
+
+    async def _kill(self) -> None:
+        if self._child.has_ended:
+            raise SystemExit(f"life {self.num} ended by itself: {self._child.last_words}")
+        await self._child.kill()
+        self.num += 1
+        if self._streams.wrong:
+            raise SystemExit(f"behind {self.num} kills: {'; '.join(self._streams.wrong[:5])}")
+
+
+async def kill(num_kills: int, longest_s: float, folder: Path, seed: int = 0, most_answers: int = 0) -> Kills:
+    """Starts and kills so many servers, and holds what the streams tell to what is right.
+
+    Args:
+        longest_s: the longest time that a server serves.
+        folder: of the logs and of the disk tier.
         most_answers: a number of answers, this one at most, is waited for before that time begins.
 
     Raises:
-        SystemExit: a life did not start, an answer was wrong, or what was on disk is not.
+        SystemExit: a server ended by itself, an answer was wrong, or what was on disk is not.
+        RuntimeError: a server ended before it took requests.
+        TimeoutError: it answers nothing.
     """
-    right, choose, begin_s = right_answers(), random.Random(seed), time.monotonic()
-    num_answers = num_hits = most_found = num_dropped = num_kept = 0
-    for life in range(num_kills):
-        child = begin(folder, life)
-        assert child.stdout is not None
-        first = child.stdout.readline()
-        if '"ready"' not in first:
-            raise SystemExit(f"life {life} did not start: {first!r}, status {child.wait()}")
-        num_found = json.loads(first)["ready"]
-        if num_kept and not num_found:
-            raise SystemExit(f"life {life} found nothing; the one before had {num_kept} blocks on disk")
-        most_found = max(most_found, num_found)
-        told: list[dict[str, Any]] = []
-        for _ in range(choose.randint(0, most_answers)):
-            if not (line := child.stdout.readline()):
-                raise SystemExit(f"life {life} ended behind {len(told)} answers, with status {child.wait()}")
-            told.append(json.loads(line))
-        time.sleep(longest_s * choose.random() ** 2)
-        child.send_signal(signal.SIGKILL)
-        told += lines(child)
-        if child.wait() != -signal.SIGKILL:
-            raise SystemExit(f"life {life} ended by itself, with status {child.returncode}")
-        for one in told:
-            if one["tokens"] != right[one["place"]]:
-                raise SystemExit(f"life {life}: prompt {one['place']} gave {one['tokens']}, not {right[one['place']]}")
-        num_answers += len(told)
-        num_hits += told[-1]["hits"] if told else 0
-        num_dropped += told[-1]["dropped"] if told else 0
-        num_kept = told[-1]["kept"] if told else num_found
-    seconds = time.monotonic() - begin_s
-    return Kills(num_kills, num_answers, num_hits, most_found, num_dropped, round(seconds, 1))
+    choose, begin_s = random.Random(seed), time.monotonic()
+    streams = Streams(await right_answers(folder), seed)
+    child = Child(folder / "lives.log", (*_SIZES, *_DISK, str(folder / "kv")))
+    async with AsyncClient(child.target, resuming=_RESUMING) as client:
+        lives = _Lives(child, client, streams, choose)
+        try:
+            async with asyncio.TaskGroup() as running:
+                for _ in range(_STREAMS):
+                    running.create_task(streams.run(client))
+                for life in range(num_kills):
+                    if life and choose.random() < _IN_START:
+                        await lives.begin()
+                    else:
+                        await lives.serve(longest_s, most_answers)
+                await lives.start()
+                streams.is_over = True
+                streams.may_begin.set()
+            if code := await child.stop():
+                raise SystemExit(f"the last life ended with status {code}: {child.last_words}")
+        finally:
+            await child.kill()
+    if streams.wrong:
+        raise SystemExit("; ".join(streams.wrong[:5]))
+    return Kills(
+        kills=lives.num,
+        in_starts=lives.num_in_starts,
+        answers=streams.answers,
+        resumed=streams.resumed,
+        hit_tokens=lives.num_hit_tokens,
+        found=lives.most_found,
+        dropped=lives.num_dropped,
+        seconds=round(time.monotonic() - begin_s, 1),
+    )
 
 
 def table(done: Kills) -> str:
     """What came of it, for the page."""
     columns = {
         "kills": done.kills,
+        "of them in a start": done.in_starts,
         "answers, all as without a disk": done.answers,
+        "of streams that outlived a server": done.resumed,
         "tokens that came back": done.hit_tokens,
         "blocks found by a start, the most": done.found,
         "blocks that were not what their hash says": done.dropped,
@@ -174,19 +256,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tiers.kills", description="Kills a server with a disk at random moments."
     )
-    parser.add_argument("--kills", type=int, default=200, help="lives that are killed (%(default)s)")
+    parser.add_argument("--kills", type=int, default=200, help="servers that are killed (%(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="the longest of them serves so long (%(default)s)")
-    parser.add_argument("--live", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help="which moments, and which prompts (%(default)s)")
     parser.add_argument(
         "--record", action="store_true", help="write benchmarks/results/tier_kills.json and docs/performance.md"
     )
     options = parser.parse_args()
-    if options.live is not None:
-        live(options.live or None, options.seed)
-        return
     with tempfile.TemporaryDirectory() as folder:
-        done = kill(options.kills, options.seconds, str(Path(folder) / "kv"), options.seed)
+        done = asyncio.run(kill(options.kills, options.seconds, Path(folder), options.seed))
     print(done)
     if options.record:
         save("tier_kills", f"python -m benchmarks.tiers.kills --kills {options.kills} --record", asdict(done))
