@@ -63,6 +63,7 @@ class Child:
 
         Raises:
             RuntimeError: it ended before.
+            ExceptionGroup: of DeadlineExceeded, where it does neither.
         """
         assert self._process is not None
         async with AsyncClient(self.target) as client, asyncio.TaskGroup() as group:

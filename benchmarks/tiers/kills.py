@@ -2,10 +2,10 @@
 
     jpaged serve ── finds what is in the folder ── streams that begin alike ── SIGKILL ── jpaged serve ── ...
 
-Each life is `jpaged serve demo` on one port, over one folder. Half of them, by chance, are killed while they start. The
-streams of one client go on through all: what a life leaves unfinished goes on at the next. Each is held to what its
-prompt gave before there was a disk. A life that ends by itself, an answer that differs, or blocks that a life had on
-disk of which the next one finds none, are errors.
+Each life is `jpaged serve demo` on one port, over one folder. Half of them, by chance, are killed within the time that
+the first one took to start, the others behind it. The streams of one client go on through all: what a life leaves
+unfinished goes on at the next. Each is held to what its prompt gave before there was a disk. A life that ends by
+itself, an answer that differs, or blocks that a life had on disk of which the next one finds none, are errors.
 
     python -m benchmarks.tiers.kills [--kills 200] [--seconds 2]
 """
@@ -44,7 +44,7 @@ class Kills:
     """What came of it.
 
     Attributes:
-        kills, in_starts: all of them, and those before the server took requests.
+        kills, in_starts: all of them, and those within the time that the first start took.
         answers, resumed: streams that were held to what they have to be, and those of them that outlived a server.
         hit_tokens: of prompts, that came back from disk.
         found: blocks that a life found when it began, the most of any.
@@ -194,8 +194,8 @@ async def kill(num_kills: int, longest_s: float, folder: Path, seed: int = 0, mo
 
     Raises:
         SystemExit: a server ended by itself, an answer was wrong, or what was on disk is not.
-        RuntimeError: a server ended before it took requests.
-        TimeoutError: it answers nothing.
+        ExceptionGroup: of RuntimeError, where a server ended before it took requests, or of TimeoutError, where it
+            answers nothing.
     """
     choose, begin_s = random.Random(seed), time.monotonic()
     streams = Streams(await right_answers(folder), seed)
@@ -236,7 +236,7 @@ def table(done: Kills) -> str:
     """What came of it, for the page."""
     columns = {
         "kills": done.kills,
-        "of them in a start": done.in_starts,
+        "of them within a start's time": done.in_starts,
         "answers, all as without a disk": done.answers,
         "of streams that outlived a server": done.resumed,
         "tokens that came back": done.hit_tokens,
