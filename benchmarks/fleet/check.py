@@ -41,7 +41,7 @@ from jpaged.hardware import HARDWARE
 
 WINDOW_S = 0.02
 """The driver of real servers knows at once what has ended; the simulator so late."""
-PROBE_ROUNDS = 3
+PROBE_ROUNDS = 2
 
 
 def day_of(seconds: float, rate_per_s: float) -> Day:
@@ -139,7 +139,7 @@ def simulated(num_replicas: int, day: Day, rule: Rule, seed: int, times: Measure
     kind = PoolKind(MODEL, MODEL, NUM_BLOCKS * BLOCK_SIZE, 1, 0.0, None)
     options = FleetOptions(rule, seed=seed, window_s=WINDOW_S, replays=False)
     pools = [
-        Pool(dataclasses.replace(deployment, times=DrawnTimes(times, 1000 * seed + place)), serving.engine)
+        Pool(dataclasses.replace(deployment, times=DrawnTimes(times, 1000 * seed + place), draws=True), serving.engine)
         for place in range(num_replicas)
     ]
     return Fleet(pools, [kind] * num_replicas, range(num_replicas), day, draw_sessions(day, seed), options).run()

@@ -1,6 +1,7 @@
 """The parts of `python -m benchmarks.fleet` that no server is needed for."""
 
 import json
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from jpaged.capacity.fleet.topology import START_S
 TIMES = MeasuredTimes(
     np.array([[[0.001 * (1 + rows) + 1e-6 * rows * context] for context in DECODE_CONTEXTS] for rows in ROWS]),
     np.array([[[0.002 + 1e-4 * size + 1e-5 * context] for context in PROMPT_CONTEXTS] for size in SIZES]),
+    np.array([[[0.003 + 1e-4 * size + 1e-5 * context] for context in PROMPT_CONTEXTS] for size in SIZES]),
+    np.array([[0.001] for _ in DECODE_CONTEXTS]),
 )
 
 
@@ -30,20 +33,34 @@ def test_steps_take_what_was_measured():
     assert times.step_s(StepLoad(1, 4, 4, 10)) == pytest.approx(0.0024)
 
 
-def test_rows_beside_a_prompt_take_what_they_take_beside_a_row():
+def test_a_prompt_holds_up_the_rows_beside_it():
     load = StepLoad(5, 64, 60 + 400, 1830 + 400, 4, 400)
-    assert DrawnTimes(TIMES, 0).step_s(load) == pytest.approx(0.008 + 0.0054 - 0.00204)
+    assert DrawnTimes(TIMES, 0).step_s(load) == pytest.approx(0.0054 + 0.009)
+    faster = replace(TIMES, beside_s=-TIMES.beside_s)
+    assert DrawnTimes(faster, 0).step_s(load) == pytest.approx(0.0054)  # by noise: no step is shorter for it
+
+
+def test_a_second_token_takes_longer_than_later_ones():
+    """It is the first step in which a row decodes, whether it follows its prompt alone or others decode, too."""
+    times, prompt, alone = DrawnTimes(TIMES, 0), StepLoad(1, 60, 60, 1830), StepLoad.decoding(1, 240)
+    first = times.step_s(prompt)
+    assert [first, times.step_s(alone), times.step_s(alone)] == pytest.approx([0.008, 0.00324, 0.00224])
+    beside = StepLoad(2, 61, 60 + 240, 1830 + 240, 1, 240)  # one decodes on, another has its prompt
+    both = StepLoad.decoding(2, 240)
+    spans = [times.step_s(load) for load in (beside, both, both)]
+    assert spans == pytest.approx([0.00224 + 0.009, 0.00348 + 0.001, 0.00348])
 
 
 def test_what_was_measured_before_and_behind_counts_alike():
-    """Steps are drawn from both: one time in two of three times as long."""
-    both = TIMES.and_then(MeasuredTimes(3 * TIMES.decodes_s, 3 * TIMES.prompts_s))
+    """Steps are drawn from both, as far from the mean as two that say nothing of each other are."""
+    slower = {field.name: 3 * getattr(TIMES, field.name) for field in fields(TIMES)}
+    both = TIMES.and_then(MeasuredTimes(**slower))
     assert both.decode_s(2, 80) == pytest.approx(2 * TIMES.decode_s(2, 80))
     assert both.prompt_s(60, 0) == pytest.approx(2 * TIMES.prompt_s(60, 0))
     drawn = DrawnTimes(both, 0)
     prompts = [drawn.step_s(StepLoad(1, 60, 60, 1830)) for _ in range(200)]
-    assert {round(seconds, 6) for seconds in prompts} == {0.008, 0.024}
-    decodes = [drawn.step_s(StepLoad.decoding(1, 240)) for _ in range(40)]
+    assert {round(seconds, 6) for seconds in prompts} == {round(0.016 + sign * 0.008 * 2**0.5, 6) for sign in (-1, 1)}
+    decodes = [drawn.step_s(StepLoad.decoding(1, 240)) for _ in range(40)][1:]  # behind the second token
     assert len(set(decodes)) == 1  # noise lasts as long as an answer that was measured
 
 
@@ -51,6 +68,20 @@ def test_a_simulated_small_model_takes_its_steps():
     outcome = simulated(2, day_of(4.0, 3.0), "prefix+load", 0, TIMES)
     assert len(outcome.ends) > 5
     assert outcome.totals.busy_s > 0.002 * outcome.totals.num_steps
+
+
+def test_every_simulated_step_is_drawn_once_and_in_order(monkeypatch):
+    """What is drawn for a look ahead would be missing where it belongs."""
+    drawn, draw = [], DrawnTimes.step_s
+
+    def step_s(times, load):
+        drawn.append(draw(times, load))
+        return drawn[-1]
+
+    monkeypatch.setattr(DrawnTimes, "step_s", step_s)
+    outcome = simulated(2, day_of(4.0, 3.0), "prefix+load", 0, TIMES)
+    assert len(drawn) == outcome.totals.num_steps
+    assert sum(drawn) == pytest.approx(outcome.totals.busy_s)
 
 
 def test_the_page_has_what_is_recorded():

@@ -86,7 +86,7 @@ class BulkExecutor(SimulatedExecutor):
 
     def _num_sure_steps(self, seconds: float) -> int:
         """Steps that the rows of the last one make in that time at least, if they go on; 1 where that is not known."""
-        num_rows, most = self._num_rows, MAX_STEPS
+        num_rows, most = self._num_rows, 1 if self._deployment.draws else MAX_STEPS
         while num_rows and most > 1:
             longest_s = self._deployment.step_s(_decoding(num_rows, self._num_kv_tokens + most * num_rows))
             sure = min(most, int(seconds / longest_s))

@@ -37,6 +37,7 @@ class Deployment:
         block_size: token slots in a block.
         num_host_blocks: blocks in host memory to swap out to.
         times: of steps, where a plan's are known or they were measured; None for the paper's system.
+        draws: whether `times` draws them, so that they are asked for once for each step, and in order.
     """
 
     model: SimulatedModel
@@ -45,6 +46,7 @@ class Deployment:
     block_size: int
     num_host_blocks: int
     times: Times | None = None
+    draws: bool = False
 
     @property
     def num_blocks(self) -> int:
