@@ -59,7 +59,7 @@ DAYS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 CHECKS = ((2, 4.0), (4, 6.0))
 """Replicas, and requests a second that two cores carry with them."""
-_CHECK_S, _CHECK_SEEDS = 30.0, range(6)
+_CHECK_S, _CHECK_SEEDS = 30.0, range(10)
 _CHECK_RULE: Rule = "prefix+load"
 
 

@@ -1,6 +1,6 @@
 """The simulator beside real processes: the same conversations to servers of the small model and to simulated ones.
 
-probes    one server's steps are timed while the others serve another day at the same rate
+probes    one server's steps are timed, and by how much those of others that are at work slow them down
 real      a day is sent to all of them
 probes    the same once more, before the next day: the machine may have become slower or faster
 simulated each day, with steps as long as the probes before and behind it say
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.fleet.drive import Driver, Run
-from benchmarks.fleet.probes import DrawnTimes, MeasuredTimes, probe
+from benchmarks.fleet.neighbours import Processors
+from benchmarks.fleet.probes import probe
 from benchmarks.fleet.servers import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -24,8 +26,10 @@ from benchmarks.fleet.servers import (
     MAX_NUM_SEQS,
     MODEL,
     NUM_BLOCKS,
+    num_processors,
     started,
 )
+from benchmarks.fleet.times import DrawnTimes, MeasuredTimes
 from jpaged.capacity.fleet.day import Day, Lengths, draw_sessions
 from jpaged.capacity.fleet.fleet import Fleet, FleetOptions
 from jpaged.capacity.fleet.outcomes import Outcome, itl_s, ttft_s
@@ -39,9 +43,9 @@ from jpaged.capacity.simulator.models import SimulatedModel
 from jpaged.client import AsyncClient
 from jpaged.hardware import HARDWARE
 
-WINDOW_S = 0.02
+WINDOW_S = 0.005
 """The driver of real servers knows at once what has ended; the simulator so late."""
-PROBE_ROUNDS = 2
+PROBE_ROUNDS = 1
 
 
 def day_of(seconds: float, rate_per_s: float) -> Day:
@@ -82,7 +86,7 @@ def _compared(num_replicas: int, day: Day, rule: Rule, seed: int, times: Measure
     outcome = simulated(num_replicas, day, rule, seed, times)
     real, ours = _numbers_of_run(run), _numbers_of_outcome(outcome)
     return {
-        "steps_ms": times.means_ms(),
+        "measured": times.told(),
         "busy_percent": 100 * outcome.totals.busy_s / (num_replicas * outcome.elapsed_s),
         "real": real,
         "simulated": ours,
@@ -97,37 +101,16 @@ async def _serve(targets: Sequence[str], day: Day, rule: Rule, seeds: Sequence[i
     try:
         warm = dataclasses.replace(day, seconds=5.0)
         await Driver(clients, rule, warm, seeds[0] + 1).run(draw_sessions(warm, seeds[0] + 1))
-        before = await _probe(clients, day, rule, seeds[0])
+        before = await probe(clients, num_processors(), PROBE_ROUNDS, seeds[0])
         for seed in seeds:
             run = await Driver(clients, rule, day, seed).run(draw_sessions(day, seed))
-            behind = await _probe(clients, day, rule, seed + 1)
+            behind = await probe(clients, num_processors(), PROBE_ROUNDS, seed + 1)
             served.append((before.and_then(behind), run))
             before = behind
         return served
     finally:
         for client in clients:
             await client.close()
-
-
-async def _probe(clients: Sequence[AsyncClient], day: Day, rule: Rule, seed: int) -> MeasuredTimes:
-    """Times the first server while the others serve their share of another day, again and again."""
-    others = clients[1:]
-    share = dataclasses.replace(day, rate_per_s=day.rate_per_s * len(others) / len(clients))
-
-    async def serve() -> None:
-        number = 0
-        while True:
-            number += 1
-            sessions = draw_sessions(share, seed + 100 + number)
-            await Driver(others, rule, share, seed + 100 + number).run(sessions)
-
-    busy = asyncio.create_task(serve())
-    try:
-        await asyncio.sleep(2.0)  # until conversations have later turns
-        return await probe(clients[0], PROBE_ROUNDS, seed)
-    finally:
-        busy.cancel()
-        await asyncio.gather(busy, return_exceptions=True)
 
 
 def simulated(num_replicas: int, day: Day, rule: Rule, seed: int, times: MeasuredTimes) -> Outcome:
@@ -138,8 +121,14 @@ def simulated(num_replicas: int, day: Day, rule: Rule, seed: int, times: Measure
     serving = Serving(MODEL, MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
     kind = PoolKind(MODEL, MODEL, NUM_BLOCKS * BLOCK_SIZE, 1, 0.0, None)
     options = FleetOptions(rule, seed=seed, window_s=WINDOW_S, replays=False)
+    processors = Processors(num_replicas, num_processors(), WINDOW_S)
     pools = [
-        Pool(dataclasses.replace(deployment, times=DrawnTimes(times, 1000 * seed + place), draws=True), serving.engine)
+        Pool(
+            dataclasses.replace(
+                deployment, drawn=functools.partial(DrawnTimes, times, 1000 * seed + place, processors, place)
+            ),
+            serving.engine,
+        )
         for place in range(num_replicas)
     ]
     return Fleet(pools, [kind] * num_replicas, range(num_replicas), day, draw_sessions(day, seed), options).run()

@@ -20,6 +20,11 @@ FLAGS = (
 )
 
 
+def num_processors() -> int:
+    """CPUs that servers run on."""
+    return len(os.sched_getaffinity(0))
+
+
 @contextlib.contextmanager
 def started(count: int) -> Iterator[list[str]]:
     """The addresses of so many servers that are ready; server i runs on CPU i, counted around."""

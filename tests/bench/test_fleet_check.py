@@ -9,10 +9,12 @@ import pytest
 from benchmarks.fleet import __main__ as command
 from benchmarks.fleet.__main__ import DAYS
 from benchmarks.fleet.check import day_of, simulated
+from benchmarks.fleet.neighbours import Beside, Processors
 from benchmarks.fleet.page import page_texts
-from benchmarks.fleet.probes import DECODE_CONTEXTS, PROMPT_CONTEXTS, ROWS, SIZES, DrawnTimes, MeasuredTimes
+from benchmarks.fleet.times import DECODE_CONTEXTS, PROMPT_CONTEXTS, ROWS, SIZES, DrawnTimes, MeasuredTimes
 from benchmarks.record import PAGE, RESULTS
 from jpaged.capacity.cost import StepLoad
+from jpaged.capacity.fleet.outcomes import itl_s
 from jpaged.capacity.fleet.topology import START_S
 
 TIMES = MeasuredTimes(
@@ -20,11 +22,18 @@ TIMES = MeasuredTimes(
     np.array([[[0.002 + 1e-4 * size + 1e-5 * context] for context in PROMPT_CONTEXTS] for size in SIZES]),
     np.array([[[0.003 + 1e-4 * size + 1e-5 * context] for context in PROMPT_CONTEXTS] for size in SIZES]),
     np.array([[0.001] for _ in DECODE_CONTEXTS]),
+    np.array([[1.0], [1.5], [2.0], [3.0]]),
+    np.array([[1.0], [1.25], [2.5], [4.0]]),
 )
 
 
+def drawn(times=TIMES, seed=0, *, place=0, processors=None, clock=lambda: 0.0):
+    """Times of one server of four on two processors, which are at nothing unless they are told."""
+    return DrawnTimes(times, seed, processors or Processors(4, 2, 0.005), place, clock)
+
+
 def test_steps_take_what_was_measured():
-    times = DrawnTimes(TIMES, 0)
+    times = drawn()
     assert times.step_s(StepLoad.decoding(1, 240)) == pytest.approx(0.00224)
     assert times.step_s(StepLoad.decoding(3, 100)) == pytest.approx(0.0043)
     assert times.step_s(StepLoad.decoding(1, 1000)) == pytest.approx(0.003)  # beyond what was measured
@@ -35,14 +44,14 @@ def test_steps_take_what_was_measured():
 
 def test_a_prompt_holds_up_the_rows_beside_it():
     load = StepLoad(5, 64, 60 + 400, 1830 + 400, 4, 400)
-    assert DrawnTimes(TIMES, 0).step_s(load) == pytest.approx(0.0054 + 0.009)
+    assert drawn().step_s(load) == pytest.approx(0.0054 + 0.009)
     faster = replace(TIMES, beside_s=-TIMES.beside_s)
-    assert DrawnTimes(faster, 0).step_s(load) == pytest.approx(0.0054)  # by noise: no step is shorter for it
+    assert drawn(faster).step_s(load) == pytest.approx(0.0054)  # by noise: no step is shorter for it
 
 
 def test_a_second_token_takes_longer_than_later_ones():
     """It is the first step in which a row decodes, whether it follows its prompt alone or others decode, too."""
-    times, prompt, alone = DrawnTimes(TIMES, 0), StepLoad(1, 60, 60, 1830), StepLoad.decoding(1, 240)
+    times, prompt, alone = drawn(), StepLoad(1, 60, 60, 1830), StepLoad.decoding(1, 240)
     first = times.step_s(prompt)
     assert [first, times.step_s(alone), times.step_s(alone)] == pytest.approx([0.008, 0.00324, 0.00224])
     beside = StepLoad(2, 61, 60 + 240, 1830 + 240, 1, 240)  # one decodes on, another has its prompt
@@ -53,15 +62,64 @@ def test_a_second_token_takes_longer_than_later_ones():
 
 def test_what_was_measured_before_and_behind_counts_alike():
     """Steps are drawn from both, as far from the mean as two that say nothing of each other are."""
-    slower = {field.name: 3 * getattr(TIMES, field.name) for field in fields(TIMES)}
+    slower = {field.name: 2 * getattr(TIMES, field.name) for field in fields(TIMES)}
     both = TIMES.and_then(MeasuredTimes(**slower))
-    assert both.decode_s(2, 80) == pytest.approx(2 * TIMES.decode_s(2, 80))
-    assert both.prompt_s(60, 0) == pytest.approx(2 * TIMES.prompt_s(60, 0))
-    drawn = DrawnTimes(both, 0)
-    prompts = [drawn.step_s(StepLoad(1, 60, 60, 1830)) for _ in range(200)]
-    assert {round(seconds, 6) for seconds in prompts} == {round(0.016 + sign * 0.008 * 2**0.5, 6) for sign in (-1, 1)}
-    decodes = [drawn.step_s(StepLoad.decoding(1, 240)) for _ in range(40)][1:]  # behind the second token
+    assert both.decode_s(2, 80) == pytest.approx(1.5 * TIMES.decode_s(2, 80))
+    assert both.prompt_s(60, 0) == pytest.approx(1.5 * TIMES.prompt_s(60, 0))
+    server = drawn(both)
+    prompts = [server.step_s(StepLoad(1, 60, 60, 1830)) for _ in range(200)]
+    assert {round(seconds, 6) for seconds in prompts} == {round(0.012 + sign * 0.004 * 2**0.5, 6) for sign in (-1, 1)}
+    decodes = [server.step_s(StepLoad.decoding(1, 240)) for _ in range(40)][1:]  # behind the second token
     assert len(set(decodes)) == 1  # noise lasts as long as an answer that was measured
+
+
+@pytest.mark.parametrize(
+    ("busy", "beside"),
+    [
+        ((), Beside.NOBODY),
+        ((1,), Beside.OTHER_PROCESSOR),
+        ((3,), Beside.OTHER_PROCESSOR),
+        ((1, 3), Beside.OTHER_PROCESSOR),
+        ((2,), Beside.SAME_PROCESSOR),
+        ((2, 3), Beside.BOTH),
+        ((0,), Beside.NOBODY),
+    ],
+)
+def test_steps_take_longer_beside_servers_that_are_at_work(busy, beside):
+    processors = Processors(4, 2, late_s=0.005)
+    for place in busy:
+        processors.works(place, 1.0, 0.002)
+    assert processors.beside(0, 1.006) is beside
+    load, prompt = StepLoad.decoding(1, 240), StepLoad(1, 60, 60, 1830)
+    spans = [drawn(processors=processors, clock=lambda: 1.006).step_s(one) for one in (load, prompt)]
+    decodes, prompts = TIMES.slower_decodes[beside, 0], TIMES.slower_prompts[beside, 0]
+    assert spans == pytest.approx([0.00224 * decodes, 0.008 * prompts])
+
+
+def test_a_server_sees_what_others_did_a_window_before():
+    """However far ahead of it they are, and whichever of them is simulated first."""
+    processors = Processors(2, 2, late_s=0.005)
+    for begin_s, seconds in ((1.0, 0.002), (1.002, 0.001), (1.004, 0.001), (1.0095, 0.02)):
+        processors.works(1, begin_s, seconds)
+    times_s = np.arange(1.004, 1.04, 0.0005) + 0.00025
+    seen = [processors.beside(0, now_s) is Beside.OTHER_PROCESSOR for now_s in times_s]
+    at_s = times_s - 0.005
+    spans = ((1.0, 1.003), (1.004, 1.005), (1.0095, 1.0295))
+    was_busy = np.any([(at_s >= begin_s) & (at_s < end_s) for begin_s, end_s in spans], axis=0)
+    assert seen == was_busy.tolist()
+    processors.works(1, 2.0, 0.001)
+    assert processors.beside(0, 1.02) is Beside.NOBODY  # forgotten: nobody is so late
+
+
+def test_what_a_turn_takes_beside_others_is_drawn_from_the_measured_ones():
+    slower = np.array([[1.0, 1.0], [1.2, 1.8], [2.0, 2.0], [3.0, 3.0]])
+    times, processors = replace(TIMES, slower_decodes=slower), Processors(2, 2, late_s=0.005)
+    processors.works(1, 0.0, 10.0)
+    server = drawn(times, processors=processors, clock=lambda: 5.0)
+    spans = [server.step_s(StepLoad.decoding(1, 240)) for _ in range(400)]
+    assert {round(seconds / 0.00224, 6) for seconds in spans} == {1.2, 1.8}
+    changes = [at for at in range(1, 400) if spans[at] != spans[at - 1]]
+    assert all(at % 40 == 0 for at in changes)  # one for as many tokens as a measured turn has
 
 
 def test_a_simulated_small_model_takes_its_steps():
@@ -70,18 +128,25 @@ def test_a_simulated_small_model_takes_its_steps():
     assert outcome.totals.busy_s > 0.002 * outcome.totals.num_steps
 
 
+def test_simulated_servers_slow_one_another_down():
+    calm = replace(TIMES, slower_decodes=np.ones((4, 1)), slower_prompts=np.ones((4, 1)))
+    days = [simulated(2, day_of(4.0, 12.0), "prefix+load", 0, times) for times in (calm, TIMES)]
+    alone_s, beside_s = (itl_s(day.ends).mean() for day in days)
+    assert 1.02 * alone_s < beside_s < 1.5 * alone_s
+
+
 def test_every_simulated_step_is_drawn_once_and_in_order(monkeypatch):
     """What is drawn for a look ahead would be missing where it belongs."""
-    drawn, draw = [], DrawnTimes.step_s
+    taken, draw = [], DrawnTimes.step_s
 
     def step_s(times, load):
-        drawn.append(draw(times, load))
-        return drawn[-1]
+        taken.append(draw(times, load))
+        return taken[-1]
 
     monkeypatch.setattr(DrawnTimes, "step_s", step_s)
     outcome = simulated(2, day_of(4.0, 3.0), "prefix+load", 0, TIMES)
-    assert len(drawn) == outcome.totals.num_steps
-    assert sum(drawn) == pytest.approx(outcome.totals.busy_s)
+    assert len(taken) == outcome.totals.num_steps
+    assert sum(taken) == pytest.approx(outcome.totals.busy_s)
 
 
 def test_the_page_has_what_is_recorded():

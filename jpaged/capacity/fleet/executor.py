@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.capacity.cost import StepLoad
-from jpaged.capacity.simulator.deployment import Deployment
+from jpaged.capacity.simulator.deployment import Deployment, Times
 from jpaged.capacity.simulator.executor import SimulatedExecutor
 from jpaged.engine.executor import I32, Geometry, SamplingInputs, StepInputs, StepOutputs
 from jpaged.testing.virtual_clock import VirtualClock
@@ -37,6 +37,7 @@ class BulkExecutor(SimulatedExecutor):
         self, deployment: Deployment, clock: VirtualClock, *, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
         super().__init__(deployment, clock, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self._times: Times = deployment if deployment.drawn is None else deployment.drawn(clock)
         self.busy_s = 0.0
         self._geometries = _with_steps(self.geometry)
         self.geometry = self._geometries[0]
@@ -64,7 +65,7 @@ class BulkExecutor(SimulatedExecutor):
                 num_decoding=num_decoding,
                 num_decoding_kv_tokens=int(kv_lens[is_decoding].sum()),
             )
-        self._take(self._deployment.step_s(load))
+        self._take(self._times.step_s(load))
         self._num_rows, self._num_kv_tokens = num_rows, num_kv_tokens
         return kv_lens
 
@@ -75,7 +76,7 @@ class BulkExecutor(SimulatedExecutor):
         num_rows = inputs.num_rows
         num_kv_tokens = int(inputs.kv_lens_s[:num_rows].sum())
         for step in range(num_steps):
-            self._take(self._deployment.step_s(_decoding(num_rows, num_kv_tokens + step * num_rows)))
+            self._take(self._times.step_s(_decoding(num_rows, num_kv_tokens + step * num_rows)))
         self._num_rows, self._num_kv_tokens = num_rows, num_kv_tokens + (num_steps - 1) * num_rows
         shape = len(ending_token_ids_rx), num_steps
         return StepOutputs(np.zeros(shape, np.int32), np.ones(shape, np.bool_))
@@ -86,7 +87,7 @@ class BulkExecutor(SimulatedExecutor):
 
     def _num_sure_steps(self, seconds: float) -> int:
         """Steps that the rows of the last one make in that time at least, if they go on; 1 where that is not known."""
-        num_rows, most = self._num_rows, 1 if self._deployment.draws else MAX_STEPS
+        num_rows, most = self._num_rows, MAX_STEPS if self._times is self._deployment else 1
         while num_rows and most > 1:
             longest_s = self._deployment.step_s(_decoding(num_rows, self._num_kv_tokens + most * num_rows))
             sure = min(most, int(seconds / longest_s))

@@ -10,6 +10,7 @@ swap   = blocks * 2 * layers * latency + bytes / (devices * link * eff)         
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -37,7 +38,8 @@ class Deployment:
         block_size: token slots in a block.
         num_host_blocks: blocks in host memory to swap out to.
         times: of steps, where a plan's are known or they were measured; None for the paper's system.
-        draws: whether `times` draws them, so that they are asked for once for each step, and in order.
+        drawn: makes the times of a replica of a fleet from its clock, where steps differ by when they are or by chance;
+            each is asked for once, when it begins.
     """
 
     model: SimulatedModel
@@ -46,7 +48,7 @@ class Deployment:
     block_size: int
     num_host_blocks: int
     times: Times | None = None
-    draws: bool = False
+    drawn: Callable[[Callable[[], float]], Times] | None = None
 
     @property
     def num_blocks(self) -> int:
