@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from benchmarks.eviction.hindsight import Foreknowledge
 from benchmarks.eviction.traces import BLOCK_SIZE, MAX_LEN, Coming
@@ -73,18 +74,20 @@ class _Run:
         config = EngineConfig().replace(
             overlap=False, max_num_seqs=_MAX_ROWS, max_num_batched_tokens=_MAX_TOKENS, max_num_queued_reqs=1 << 20
         )
-        if policy == HINDSIGHT:
-            knowledge = Foreknowledge(trace, lambda: self._num_submitted - self._num_waiting())
-            MAKERS[HINDSIGHT] = lambda num_places, costs, fetch_s: knowledge.policy()
+
+        def num_admitted() -> int:
+            return self._num_submitted - self._num_waiting()
+
         self._num_submitted = 0
         self._first_token_s: dict[int, float] = {}
         self._cached_tokens: dict[int, int] = {}
-        self._engine = Engine(
-            executor,
-            NoTokenizer(MODELS[MODEL].config.vocab_size),
-            config.replace(eviction_policy=policy),
-            clock=self._clock,
-        )
+        with patch.dict(MAKERS, {HINDSIGHT: lambda *of_memory: Foreknowledge(trace, num_admitted).policy()}):
+            self._engine = Engine(
+                executor,
+                NoTokenizer(MODELS[MODEL].config.vocab_size),
+                config.replace(eviction_policy=policy),
+                clock=self._clock,
+            )
         self.costs = BlockCosts.of(executor.rates, BLOCK_SIZE, deployment.bytes_per_block)
 
     def run(self) -> Served:

@@ -25,11 +25,11 @@ from jpaged.client import AsyncClient
 from jpaged.types import SamplingParams
 
 _FEW_TOKENS = 8
-"""Of an answer that tells what its second token takes."""
+"""Tokens of an answer that tells what its second token takes."""
 _NUM_BESIDE = 3
 _PAUSE_S = 0.5
 _CONTEXT, _SIZE = 240, 64
-"""What an answer beside other servers is behind, and new tokens of a prompt there, and of those that they have."""
+"""Tokens that an answer beside other servers is behind, and new ones of a prompt there and of those that they have."""
 _NUM_TURNS = 5
 """Answers and prompts of a round beside other servers."""
 _TURN_S = 0.06
