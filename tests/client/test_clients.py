@@ -347,6 +347,7 @@ class Flaky(inference_pb2_grpc.InferenceServiceServicer):
         await context.write(inference_pb2.GenerateResponse(text="done", finish=finish, is_last=True))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("inside", "num_calls"), [(False, 3), (True, MAX_ATTEMPTS)])
 async def test_what_is_told_whole_is_tried_again_also_when_some_of_it_had_come(client_of, inside, num_calls):
     flaky = Flaky(2, inside=inside)

@@ -174,6 +174,7 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
 }
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("name", "kind", "path", "value", "message"),
     [(*place, *mistake) for place, mistakes in MISTAKES.items() for mistake in mistakes],

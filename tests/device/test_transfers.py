@@ -100,6 +100,7 @@ def test_one_source_may_go_to_many_places(executor: JaxExecutor) -> None:
     np.testing.assert_array_equal(contents(executor), want)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("count", [1, 9, 70, 100])
 def test_what_is_swapped_out_comes_back_to_other_blocks(executor: JaxExecutor, count: int) -> None:
     before = fill(executor, count)

@@ -34,6 +34,7 @@ def test_a_request_gets_the_tokens_that_its_context_says(overlap):
     assert h.engine.load().num_blocks_used == 0
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("max_num_batched_tokens", [8, 13, 64])
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 def test_tokens_do_not_depend_on_chunks_blocks_or_company(overlap, block_size, max_num_batched_tokens):
@@ -245,6 +246,7 @@ def test_an_id_in_flight_is_refused_and_free_again_afterwards(overlap):
     h.run()
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("end", ["length", "abort", "deadline", "error"])
 @pytest.mark.parametrize("sampling", [{}, {"n": 3}, {"n": 1, "best_of": 3}, {"beam_width": 3}], ids=str)
 def test_who_sees_a_request_end_finds_it_counted_and_its_id_and_its_place_free(overlap, sampling, end):
@@ -410,6 +412,7 @@ def test_sampling_without_a_seed_repeats_with_the_engines_seed():
     assert SamplingParams().seed is None
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("kv_policy", ["paged", "reserve-max", "reserve-pow2", "reserve-oracle"])
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 @pytest.mark.parametrize("overlap", [False, True])

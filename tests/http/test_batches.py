@@ -124,6 +124,7 @@ async def test_lines_that_cannot_be_honoured_fail_by_themselves(tmp_path: Path) 
         assert (await results(client, batch.output_file_id)).keys() == {"good"}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("content", "code", "number"),
     [

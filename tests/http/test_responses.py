@@ -232,6 +232,7 @@ async def test_a_reader_that_leaves_ends_its_request() -> None:
 USER = {"role": "user", "content": "hi"}
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [

@@ -65,6 +65,7 @@ async def test_pairs_and_continuations_are_scored(path: str) -> None:
         assert [one["is_greedy"] for one in told["data"]] == [one.is_greedy for one in wanted]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [

@@ -32,6 +32,7 @@ async def test_large_ones_go_over_threads_and_are_the_same() -> None:
         assert (await client.post("/detokenize", json={"tokens": told["tokens"]})).json() == {"prompt": text}
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [

@@ -93,6 +93,7 @@ def test_other_types_are_refused() -> None:
         dataclasses.replace(LAYOUT, dtype=jnp.dtype("int32"))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("heads", "head_dim", "dtype", "shards", "token_shape"),
     [

@@ -43,10 +43,12 @@ class TestCpu(PagedAttentionConformance):
     backend = "cpu"
     max_width = MAX_WIDTH
 
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
         self.check(RAGGED["mixed"], real_shape(name))
 
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize("head_dim", [1, 8, 20, 96, 256])
     @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
     def test_head_dims_that_are_no_whole_vectors(self, head_dim: int, kv_dtype: str) -> None:

@@ -78,6 +78,7 @@ def test_groups_are_repeated_with_their_share_of_the_queries() -> None:
     assert repeat_groups(qkv, heads, 1) is qkv
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
 def test_every_leaf_has_a_name_for_every_axis(case, layer_mode) -> None:

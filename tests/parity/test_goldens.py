@@ -240,6 +240,7 @@ def test_its_text_is_that_of_its_tokens(demo: LLM) -> None:
 SEARCHES = cases.read("beams")["searches"]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("case", beam_cases(), ids=lambda case: case.name)
 def test_a_search_finds_what_transformers_found(executor: JaxExecutor, case: BeamCase) -> None:
     check_search(executor, case, [Found(**sequence) for sequence in SEARCHES[case.name]])

@@ -91,6 +91,7 @@ def test_windows_change_nothing_of_a_replica(window_s):
 # --- nothing is lost --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("num_failures", "num_drains", "drain_s"), [(0, 0, 60.0), (6, 0, 60.0), (4, 4, 0.25)])
 def test_every_turn_ends_once_with_all_its_tokens(rule, num_failures, num_drains, drain_s):

@@ -239,6 +239,7 @@ def test_llama3_begins_a_text_unless_the_file_says_otherwise(tmp_path: Path) -> 
     assert ids(read(tmp_path, silent).fast, "a") == ids(Tokenizer.from_file(str(FOLDER / "tokenizer.json")), "a")
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [

@@ -119,6 +119,7 @@ async def test_a_chat_is_sent_texts(tmp_path: Path):
     assert "the machine" not in json.loads((tmp_path / "a.json").read_text())["limits"]["source"]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

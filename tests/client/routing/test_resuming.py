@@ -194,6 +194,7 @@ async def begun(two: Two, stream: Any) -> tuple[list[GenerateChunk], str]:
     return chunks, await two.busy()
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shape", ["greedy", "three", "told"])
 async def test_a_stream_goes_on_at_the_other_server_when_its_own_is_killed(stream_of, two, shape):
     sampling = SHAPES[shape]

@@ -195,6 +195,7 @@ MISTAKES: list[tuple[Callable[[list[Document]], Any], str]] = [
 ]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("plant", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
 def test_a_planted_mistake_is_found(plant, message, metrics):
     documents = copy.deepcopy(rules.load())

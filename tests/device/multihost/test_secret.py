@@ -139,6 +139,7 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 }
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("stranger", STRANGERS)
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_a_stranger_holds_up_nobody(stranger: str, secret: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from tests.device.programs.hlo import pool_sized_operations
 NUM_ROWS = 8
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("num_tokens", "block_size", "dtype", "layer_mode"),
     [
@@ -70,6 +71,7 @@ def test_a_second_pass_over_first_tokens_copies_no_pool(num_tokens: int) -> None
     assert pool_sized_operations(executable, math.prod(step.layout.shape)) == set()
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "layer_mode", "linear_backend"),
@@ -98,6 +100,7 @@ def test_several_steps_update_the_pool_in_place_and_copy_no_weight(
     assert pool_sized_operations(executable, num_weights) == set()
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("detail", list(Detail))
 def test_a_sample_copies_no_logits(detail: Detail, num_devices: int) -> None:

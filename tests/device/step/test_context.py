@@ -54,6 +54,7 @@ def test_the_queries_of_a_row_lie_together_by_their_distance_from_its_first(num_
     assert len(order.rows_u) == most_rows(NUM_ROWS, NUM_TOKENS, num_parts)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("num_parts", [2, 3, 4, 8])
 @pytest.mark.parametrize("window", [None, 24])
 def test_every_query_sees_each_key_on_one_device(num_parts: int, window: int | None) -> None:

@@ -206,6 +206,7 @@ def unsound_rows() -> tuple[np.ndarray, list[Params], np.ndarray]:
     return logits, rows, np.arange(2 * len(cases)) % 2 == 1
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("detail", list(Detail))
 def test_a_row_that_is_not_sound_says_so_and_names_a_token(detail: Detail) -> None:
     logits, rows, is_unsound = unsound_rows()
@@ -218,6 +219,7 @@ def test_a_row_that_is_not_sound_says_so_and_names_a_token(detail: Detail) -> No
         np.testing.assert_array_equal(got[~is_unsound], want[~is_unsound])
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("detail", list(Detail))
 def test_minus_infinity_is_a_token_that_cannot_be(detail: Detail) -> None:
     logits = np.full((9, V), -INF, np.float32)
@@ -232,6 +234,7 @@ def test_minus_infinity_is_a_token_that_cannot_be(detail: Detail) -> None:
         assert np.asarray(sampled.ranks_r).tolist() == [1] * 9
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "params",
     [Params(), Params(temperature=0.5), Params(top_k=6), Params(top_p=0.7), Params(min_p=0.1), Params(banned=(0,))],
@@ -310,6 +313,7 @@ def test_threefry_gives_its_authors_known_answers(
     assert (int(got[0]), int(got[1])) == want == oracle.threefry(key, counter)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 64])
 def test_noise_is_the_oracles(vocab_size: int) -> None:
     params = Params(seed=2**64 - 3, index=3, position=1000)

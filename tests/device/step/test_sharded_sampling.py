@@ -111,6 +111,7 @@ def test_every_number_of_devices_sees_which_rows_are_not_sound(detail: Detail) -
         assert (np.asarray(got.token_ids_r) < V).all()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 64])
 def test_noise_of_some_tokens_is_that_of_all(vocab_size: int) -> None:
     how = row_sampling(ROWS)

@@ -124,6 +124,7 @@ def test_samples_tell_of_named_tokens_and_of_all(llm: LLM, truth: Truth) -> None
             assert all(row[t.token_id] == pytest.approx(t.logprob, abs=1e-4) for t in told)
 
 
+@pytest.mark.thinned(3)
 def test_continuations_are_scored_and_their_prompt_is_computed_once(llm: LLM, truth: Truth) -> None:
     prompt = random_prompts([40], seed=5)[0]
     continuations = [*random_prompts([1, 3, 7, 12, 20, 2, 2, 5], seed=6)]
@@ -170,6 +171,7 @@ def test_embeddings_are_hidden_states(llm: LLM, truth: Truth, pooling: Any) -> N
         assert embedding.prompt_token_ids == tuple(prompt)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("continuations", "problem"),
     [

@@ -103,6 +103,7 @@ def test_beams_begin_again_together(overlap):
     assert found[0] == found[1]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (7,)], ids=str)
 def test_where_memory_is_short_nothing_else_happens(overlap, mode, windows):

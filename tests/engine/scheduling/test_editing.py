@@ -77,6 +77,7 @@ def random_kind(rng: random.Random) -> dict[str, Any]:
     return {name: value for kind in chosen for name, value in KINDS[kind].items()}
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 @pytest.mark.parametrize("seed", range(6))

@@ -135,6 +135,7 @@ TOLD_TWICE = {"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 1}
 OF_PARTS = {"role": "user", "content": [{"type": "x"}]}
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("path", "body", "param", "hint"),
     [

@@ -19,6 +19,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "hello"]])
 @pytest.mark.parametrize("name", FAULTS)

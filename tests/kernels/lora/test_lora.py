@@ -69,6 +69,7 @@ def adapt(request: pytest.FixtureRequest) -> Adapt:
     return by_kernel(dataclasses.replace(lora.loaded(), max_width=request.param))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_row_adds_what_its_own_adapter_makes_of_it(adapt: Adapt, name: str, dtype: str) -> None:

@@ -108,6 +108,7 @@ FAULTS: list[tuple[Callable[[Harness], Awaitable[None]], grpc.StatusCode, str, i
 ]
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("ask", CALLS)
 @pytest.mark.parametrize(("fault", "code", "details", "exit_code"), FAULTS)
 async def test_a_fault_ends_a_request_in_one_status_on_every_service(ask, fault, code, details, exit_code):

@@ -122,6 +122,7 @@ CASES = {
 }
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("sampling", CASES.values(), ids=CASES)
 async def test_tokens_are_those_of_one_server(sampling: dict[str, Any]) -> None:
     message = request(LONG, **{"max_tokens": 24, **sampling})

@@ -73,6 +73,7 @@ def with_special_tokens(names):
     return tokenizer, GrammarCompiler(vocabulary), SpecialTokens(ids, ending)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("tools", "choice", "options", "texts"),
     [
