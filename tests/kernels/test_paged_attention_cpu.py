@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 EXTREMES = np.array([-(2**31), -1000, -1, 0, 1, 2, 15, 16, 17, 100, 1000, 2**31 - 1], np.int32)
 
 
+@pytest.mark.thinned(3)
 class TestCpu(PagedAttentionConformance):
     backend = "cpu"
     max_width = MAX_WIDTH

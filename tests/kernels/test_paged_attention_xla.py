@@ -19,6 +19,7 @@ from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, real_shape
 
 
+@pytest.mark.thinned(3)
 class TestXla(PagedAttentionConformance):
     backend = "xla"
 
@@ -29,6 +30,7 @@ class TestXla(PagedAttentionConformance):
 
 
 @pytest.mark.long
+@pytest.mark.thinned(3)
 class TestXlaInGroups(PagedAttentionConformance):
     """As accelerators run it, in groups so small that the cases need several, the last of them not full."""
 
