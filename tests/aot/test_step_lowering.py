@@ -102,6 +102,7 @@ def model_of(options: EngineConfig) -> Model:
 
 
 @pytest.mark.parametrize("options", [OPTIONS, LOSSY], ids=["exact", "lossy"])
+@pytest.mark.thinned(2)
 def test_layers_on_a_tpu_find_the_lists_of_rows_made(options: dict[str, Any]) -> None:
     target, config = TARGETS["v6e"], EngineConfig.load(options)
     step, geometry, _ = abstract_serving(model_of(config), config, build_mesh(jax.devices()[:1]))
@@ -246,6 +247,7 @@ def test_rounds_of_a_draft_model_lower_with_both_attention_kernels(name: str) ->
 
 @pytest.mark.parametrize("program", ["edited", "count", "tell"])
 @pytest.mark.parametrize("name", ["v6e", "h200"])
+@pytest.mark.thinned(5)
 def test_what_edits_and_tells_lowers_and_counts_in_place(name: str, program: str) -> None:
     target = TARGETS[name]
     model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))

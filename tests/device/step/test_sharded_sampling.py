@@ -67,6 +67,7 @@ def test_a_split_vocabulary_samples_the_same_tokens(num_parts: int) -> None:
 
 
 @pytest.mark.parametrize("num_parts", NUM_PARTS)
+@pytest.mark.thinned(2)
 def test_ties_between_devices_go_to_the_lowest_token(num_parts: int) -> None:
     logits = np.zeros((3, V), np.float32)
     logits[1, [20, 40, 60]] = 2.0
