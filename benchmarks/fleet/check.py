@@ -44,7 +44,8 @@ from jpaged.client import AsyncClient
 from jpaged.hardware import HARDWARE
 
 WINDOW_S = 0.005
-"""The driver of real servers knows at once what has ended; the simulator so late."""
+"""The driver of real servers knows at once what has ended, and who is at work slows others down at once; in simulation
+so late."""
 PROBE_ROUNDS = 1
 
 
@@ -83,7 +84,7 @@ def compare(num_replicas: int, rate_per_s: float, seconds: float, rule: Rule, se
 
 
 def _compared(num_replicas: int, day: Day, rule: Rule, seed: int, times: MeasuredTimes, run: Run) -> dict[str, Any]:
-    outcome = simulated(num_replicas, day, rule, seed, times)
+    outcome = simulated(num_replicas, num_processors(), day, rule, seed, times)
     real, ours = _numbers_of_run(run), _numbers_of_outcome(outcome)
     return {
         "measured": times.told(),
@@ -113,15 +114,15 @@ async def _serve(targets: Sequence[str], day: Day, rule: Rule, seeds: Sequence[i
             await client.close()
 
 
-def simulated(num_replicas: int, day: Day, rule: Rule, seed: int, times: MeasuredTimes) -> Outcome:
-    """The same day on replicas whose steps take what was measured."""
+def simulated(num_replicas: int, num_cpus: int, day: Day, rule: Rule, seed: int, times: MeasuredTimes) -> Outcome:
+    """The same day on replicas whose steps take what was measured, on a machine of so many CPUs."""
     _, config = find_config(MODEL)
     model = SimulatedModel(MODEL, config, 1e6)
     deployment = deploy(model, HARDWARE["h100"], num_kv_slots=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE)
     serving = Serving(MODEL, MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
     kind = PoolKind(MODEL, MODEL, NUM_BLOCKS * BLOCK_SIZE, 1, 0.0, None)
     options = FleetOptions(rule, seed=seed, window_s=WINDOW_S, replays=False)
-    processors = Processors(num_replicas, num_processors(), WINDOW_S)
+    processors = Processors(num_replicas, num_cpus, WINDOW_S)
     pools = [
         Pool(
             dataclasses.replace(

@@ -94,6 +94,7 @@ def test_what_a_policy_saves_is_within_the_bound_and_all_of_it_where_all_fits(po
     assert served.num_hit_tokens == served.num_hit_blocks * BLOCK_SIZE
     assert served.prefill_s == pytest.approx(sum(chain_s(costs, request.num_matchable_blocks) for request in trace))
     assert bound(trace, 1 << 20, lambda index: 1.0) >= served.num_hit_blocks
+    assert HINDSIGHT not in MAKERS  # no server has it
 
 
 @pytest.mark.long

@@ -1,17 +1,22 @@
 """The parts of `python -m benchmarks.fleet` that no server is needed for."""
 
+import asyncio
 import json
+from collections import Counter
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.fleet import __main__ as command
+from benchmarks.fleet import probes
 from benchmarks.fleet.__main__ import DAYS
 from benchmarks.fleet.check import day_of, simulated
+from benchmarks.fleet.drive import Measured
 from benchmarks.fleet.neighbours import Beside, Processors
 from benchmarks.fleet.page import page_texts
-from benchmarks.fleet.times import DECODE_CONTEXTS, PROMPT_CONTEXTS, ROWS, SIZES, DrawnTimes, MeasuredTimes
+from benchmarks.fleet.times import DECODE_CONTEXTS, NUM_TOKENS, PROMPT_CONTEXTS, ROWS, SIZES, DrawnTimes, MeasuredTimes
 from benchmarks.record import PAGE, RESULTS
 from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.fleet.outcomes import itl_s
@@ -122,15 +127,70 @@ def test_what_a_turn_takes_beside_others_is_drawn_from_the_measured_ones():
     assert all(at % 40 == 0 for at in changes)  # one for as many tokens as a measured turn has
 
 
+async def test_probes_find_what_servers_take_alone_and_beside_others(monkeypatch):
+    """Steps, second tokens, what prompts hold up, and each company's factor, of servers that take exactly so long."""
+    server, clients = Stub(), list[Any]("abcd")
+    for name, value in {"_ask": server.ask, "_PAUSE_S": 0.0, "_TURN_S": 0.0}.items():
+        monkeypatch.setattr(probes, name, value)
+    times = await probes.probe(clients, 2, 1, 0)
+    for found, expected in (
+        (times.decodes_s, Stub.STEP_S),
+        (times.prompts_s, Stub.PROMPT_S),
+        (times.beside_s, Stub.HELD_UP_S),
+        (times.second_tokens_s, Stub.SECOND_S),
+    ):
+        assert found == pytest.approx(np.full_like(found, expected))
+    factors = np.array([[1.0], [1.5], [2.0], [3.5]])
+    assert times.slower_decodes == pytest.approx(np.repeat(factors, times.slower_decodes.shape[1], axis=1))
+    assert times.slower_prompts == pytest.approx(np.repeat(factors, times.slower_prompts.shape[1], axis=1))
+    assert not server.busy
+    few = await probes.probe(clients[:2], 2, 1, 0)
+    assert few.slower_decodes[:, 0] == pytest.approx([1.0, 1.5, 1.0, 1.0])  # no two servers share a CPU
+
+
+class Stub:
+    """Servers a, b, c and d on two CPUs, of which the first is asked: a and c share one."""
+
+    STEP_S, SECOND_S, PROMPT_S, HELD_UP_S = 0.0001, 0.00015, 0.0006, 0.0004
+
+    def __init__(self):
+        self.busy = Counter[str]()
+        self.num_prompts = self.num_long = 0
+        self.all_came = asyncio.Event()
+
+    async def ask(self, client, ids, num_tokens):
+        self.busy[client] += 1
+        try:
+            before = self.num_prompts
+            for _ in range(20):  # the others have begun, and what comes beside an answer comes within it
+                await asyncio.sleep(0)
+            others = "".join(sorted({*self.busy} - {"a"}))
+            slower = {"": 1.0, "b": 1.5, "c": 2.0, "bc": 3.5}[others]
+            if num_tokens == 1:
+                self.num_prompts += self.busy["a"] > 1
+                if self.num_prompts == before + 1 and not self.num_prompts % 3:
+                    self.all_came.set()
+            elif num_tokens > NUM_TOKENS:
+                self.num_long += 1
+                if not self.num_long % 2:  # each is asked for alone before
+                    await self.all_came.wait()
+                    self.all_came.clear()
+            held_up_s = (self.num_prompts - before) * self.HELD_UP_S * (num_tokens > 1)
+            answer_s = self.SECOND_S + (num_tokens - 1) * self.STEP_S + held_up_s
+            return Measured(slower * self.PROMPT_S, slower * answer_s / max(1, num_tokens - 1), num_tokens, len(ids))
+        finally:
+            self.busy -= Counter([client])
+
+
 def test_a_simulated_small_model_takes_its_steps():
-    outcome = simulated(2, day_of(4.0, 3.0), "prefix+load", 0, TIMES)
+    outcome = simulated(2, 2, day_of(4.0, 3.0), "prefix+load", 0, TIMES)
     assert len(outcome.ends) > 5
     assert outcome.totals.busy_s > 0.002 * outcome.totals.num_steps
 
 
 def test_simulated_servers_slow_one_another_down():
     calm = replace(TIMES, slower_decodes=np.ones((4, 1)), slower_prompts=np.ones((4, 1)))
-    days = [simulated(2, day_of(4.0, 12.0), "prefix+load", 0, times) for times in (calm, TIMES)]
+    days = [simulated(2, 2, day_of(4.0, 12.0), "prefix+load", 0, times) for times in (calm, TIMES)]
     alone_s, beside_s = (itl_s(day.ends).mean() for day in days)
     assert 1.02 * alone_s < beside_s < 1.5 * alone_s
 
@@ -144,7 +204,7 @@ def test_every_simulated_step_is_drawn_once_and_in_order(monkeypatch):
         return taken[-1]
 
     monkeypatch.setattr(DrawnTimes, "step_s", step_s)
-    outcome = simulated(2, day_of(4.0, 3.0), "prefix+load", 0, TIMES)
+    outcome = simulated(2, 2, day_of(4.0, 3.0), "prefix+load", 0, TIMES)
     assert len(taken) == outcome.totals.num_steps
     assert sum(taken) == pytest.approx(outcome.totals.busy_s)
 

@@ -88,6 +88,38 @@ def test_windows_change_nothing_of_a_replica(window_s):
         assert (first.first_token_s, first.end_s) == pytest.approx((second.first_token_s, second.end_s), abs=1e-9)
 
 
+class Twice:
+    """Steps of a device that takes twice as long as is planned, and when each is asked for."""
+
+    def __init__(self, clock):
+        self.clock, self.begun_s = clock, []
+
+    def step_s(self, load):
+        self.begun_s.append(self.clock())
+        return 2 * deployment().step_s(load)
+
+
+def test_steps_whose_times_nobody_foresees_hold_up_no_arrival():
+    """A request gets in at the next step, however many steps of the planned times would be over before it comes."""
+    made = []
+
+    def drawn(clock):
+        made.append(Twice(clock))
+        return made[-1]
+
+    step_s = deployment().step_s(StepLoad.decoding(1, 100))
+    replica = Replica(0, dataclasses.replace(deployment(), drawn=drawn), SERVING.engine)
+    sessions = session(0.0, 64, 60), session(41 * step_s, 64, 4, number=1)  # within the twentieth step or so
+    replica.give([Attempt(number, one, 0, one.begin_s) for number, one in enumerate(sessions)])
+    replica.advance(1e6)
+    first_s = {one.number: one.first_token_s for one in replica.take_ended()}[1]
+    begun_s = np.array(made[0].begun_s)
+    assert (np.diff(begun_s) > 0).all()  # each is asked for once, when it begins
+    assert len(begun_s) == replica.totals.num_steps
+    next_s = begun_s[begun_s >= sessions[1].begin_s]
+    assert first_s == pytest.approx(next_s[1], abs=1e-9)  # where the step ends that begins next
+
+
 # --- nothing is lost --------------------------------------------------------------------------------------------------
 
 
