@@ -116,11 +116,9 @@ LIBRARY_HOMES: dict[str, set[str]] = {
 ENVIRONMENT_HOME = "jpaged/config/engine_config.py"
 JSON_HOME = "jpaged/json_text.py"
 
-MAX_FILE_LINES = 500
-MAX_KERNEL_FILE_LINES = 900
+MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60  # its own: without docstring and nested functions
-MAX_FOLDER_FILES = 15
-MAX_METHODS = 20
+MAX_FOLDER_FILES = 25
 MAX_PARAMETERS = 8  # without self and cls; tests take as many fixtures as they need
 BANNED_FILES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
 SKIPS = re.compile(r"\bpytest\.(mark\.)?(skip|skipif|xfail)\b|\bunittest\.skip|\bskip(Test|Unless|If)\b")
@@ -302,12 +300,9 @@ def _skips(source: Source) -> Iterator[str]:
 
 
 def _sizes(source: Source) -> Iterator[str]:
-    limit = MAX_KERNEL_FILE_LINES if source.path.startswith("jpaged/kernels/") else MAX_FILE_LINES
-    if (lines := source.text.count("\n")) > limit:
-        yield f"{source.path}:1: {lines} lines, over the limit of {limit}"
+    if (lines := source.text.count("\n")) > MAX_FILE_LINES:
+        yield f"{source.path}:1: {lines} lines, over the limit of {MAX_FILE_LINES}"
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.ClassDef) and (count := _num_methods(node)) > MAX_METHODS:
-            yield f"{source.path}:{node.lineno}: {node.name} has {count} methods, over the limit of {MAX_METHODS}"
         if not isinstance(node, _Function):
             continue
         if (lines := own_lines(node)) > MAX_FUNCTION_LINES:
@@ -320,15 +315,17 @@ def _sizes(source: Source) -> Iterator[str]:
 
 
 def _foreign_writes(files: list[Source]) -> Iterator[str]:
-    """Yield where a field is assigned that classes of other modules declare, and no class of this one."""
+    """Yield assignments to fields that classes of other folders declare, and no class of this folder."""
     ours = [source for source in files if source.module and not source.path.startswith(GENERATED)]
-    fields = {source.path: _fields(source.tree) for source in ours}
+    fields: dict[Path, set[str]] = {}
+    for source in ours:
+        fields.setdefault(Path(source.path).parent, set()).update(_fields(source.tree))
     everywhere = set().union(*fields.values())
     for source in ours:
-        foreign = everywhere - fields[source.path]
+        foreign = everywhere - fields[Path(source.path).parent]
         for node in _writes(source.tree):
             if node.attr in foreign and ast.unparse(node.value) not in ("self", "cls"):
-                yield f"{source.path}:{node.lineno}: {ast.unparse(node)} is written outside of its class's module"
+                yield f"{source.path}:{node.lineno}: {ast.unparse(node)} is written outside of its class's folder"
 
 
 def _fields(tree: ast.Module) -> set[str]:
@@ -344,10 +341,6 @@ def _writes(tree: ast.AST) -> Iterator[ast.Attribute]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node
-
-
-def _num_methods(node: ast.ClassDef) -> int:
-    return sum(isinstance(member, _Function) for member in node.body)
 
 
 def own_lines(function: _Function) -> int:

@@ -80,7 +80,6 @@ COUNTER = """class Executor:
         other.num_steps = 0
 """
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 60
-MANY_METHODS = "class A:\n" + "".join(f"    def f{i}(self): pass\n" for i in range(21))
 NINE = "a, b, c, d, e, f, g, h, i"
 
 
@@ -143,12 +142,10 @@ NINE = "a, b, c, d, e, f, g, h, i"
         ("jpaged/cli/a.py", "def f(x): assert x is not None, 'no x'\n", "an assert narrows a type"),
         ("tests/utils.py", "", "named after the one noun"),
         ("tests/common.py", "", "named after the one noun"),
-        ("jpaged/cli/a.py", "x = 1\n" * 501, "501 lines, over the limit of 500"),
-        ("jpaged/kernels/a.py", "x = 1\n" * 901, "901 lines, over the limit of 900"),
+        ("jpaged/cli/a.py", "x = 1\n" * 901, "901 lines, over the limit of 900"),
         ("jpaged/cli/a.py", LONG_FUNCTION, "f has 61 lines, over the limit of 60"),
         ("jpaged/cli/a.py", f"def f({NINE}): pass\n", "f takes 9 parameters, over the limit of 8"),
         ("jpaged/cli/a.py", f"def f(*, {NINE}): pass\n", "f takes 9 parameters, over the limit of 8"),
-        ("jpaged/cli/a.py", MANY_METHODS, "A has 21 methods, over the limit of 20"),
         ("jpaged/cli/a.py", "def f(x):\n    x.num_steps = 1\n", "x.num_steps is written outside of its class"),
         ("jpaged/cli/a.py", "def f(x):\n    x.y.num_steps += 1\n", "x.y.num_steps is written outside of its class"),
         ("jpaged/cli/a.py", "def f(x):\n    del x.limit\n", "x.limit is written outside of its class"),
@@ -171,9 +168,9 @@ def test_a_planted_violation_is_found(tmp_path, path, text, message):
 
 def test_a_folder_that_is_too_full_is_found(tmp_path):
     plant(tmp_path)
-    for number in range(16):
+    for number in range(26):
         (tmp_path / f"tests/b{number}.py").write_text("")
-    assert house_rules.violations(tmp_path) == ["tests: 17 files, over the limit of 15"]
+    assert house_rules.violations(tmp_path) == ["tests: 27 files, over the limit of 25"]
 
 
 def test_a_house_in_order_is_passed(tmp_path):
