@@ -156,7 +156,7 @@ def fingerprint(folder: Path) -> str:
 def read_json(path: Path) -> Mapping[str, object]:
     """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError as error:
         raise _too_deep(path) from error
     except (OSError, ValueError) as error:

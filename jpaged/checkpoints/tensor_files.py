@@ -120,7 +120,7 @@ class TensorFiles:
     def _open_shards(self) -> None:
         path = self._folder / INDEX_FILE
         try:
-            index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            index = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
             wanted = {str(name): str(file_name) for name, file_name in index.items()}
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InvalidArgument(str(path), f"must be a JSON object with a weight_map: {error!r}") from error

@@ -91,6 +91,12 @@ def test_a_config_that_is_not_an_object_is_refused(text: str, problem: str, tmp_
         hub.read_config(tmp_path)
 
 
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    text = (hub.find_folder("demo") / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + text)
+    assert hub.read_config(tmp_path).architecture == hub.read_config(hub.find_folder("demo")).architecture
+
+
 def test_a_fingerprint_is_of_the_contents_wherever_they_are(tmp_path: Path) -> None:
     """A copy has the same, and weights of the same sizes that were trained further another."""
     mine, copy = tmp_path / "mine", tmp_path / "copy"
