@@ -41,7 +41,7 @@ from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.kv.tiers.disk import open_disks
 from jpaged.engine.reach import KeyLengths
-from jpaged.engine.tokenizer import Tokenizer
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
 from jpaged.kvevents.publisher import Publisher
@@ -277,7 +277,11 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     """The model, and where each copy of it goes."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
-    source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
+    source = find_source(
+        options.model.model,
+        parse_special_tokens=options.model.parse_special_tokens,
+        skip_tokenizer=options.model.skip_tokenizer_init,
+    )
     source = replace(source, config=quantised_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
     config = lossy.as_asked(config, options)
@@ -298,10 +302,12 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
     }
 
 
-def find_source(name: str, *, parse_special_tokens: bool = True) -> Source:
+def find_source(name: str, *, parse_special_tokens: bool = True, skip_tokenizer: bool = False) -> Source:
     """Find the model of a name: `demo`, a folder, a GGUF file or a hub id."""
     folder = find_folder(name)
     config = read_config(folder)
+    if skip_tokenizer:
+        return Source(name, folder, config, NoTokenizer(config.vocab_size))
     tokenizer = load_tokenizer(
         folder, vocab_size=config.vocab_size, parts=_gguf_parts(folder), parse_special_tokens=parse_special_tokens
     )

@@ -23,6 +23,7 @@ from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts, read_parts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_SENTENCEPIECE_FILE = "tokenizer.model"
 _MESSAGES = "chat.messages"
 _SHORT = 2000
 """Characters or tokens that take a millisecond. The Rust tokenizer keeps the GIL for one text, and not for a batch."""
@@ -215,4 +216,6 @@ def _why(folder: Path, error: BaseException) -> str:
             return f"{path.name} cannot be read as JSON: {found}"
         if not isinstance(value, dict) or not value:
             return f"{path.name} must hold a JSON object with fields"
+    if "tiktoken" in str(error) and (folder / _SENTENCEPIECE_FILE).is_file():
+        return f"{_SENTENCEPIECE_FILE} is no model of SentencePiece: add the tokenizer.json of the same model"
     return f"{type(error).__name__}: {error}".partition("\n")[0]
