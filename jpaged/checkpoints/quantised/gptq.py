@@ -187,16 +187,21 @@ def read_auto_round(fields: JsonFields) -> Gptq | Awq:
         mine = _read_form(own, form)
         own.finish()
         rules.append((_checked(rule), _awq_form(own, mine) if packing == _AWQ_PACKING else mine))
-    blocks = fields.value("block_name_to_quantize") or fields.value("to_quant_block_names")
-    blocks = blocks.split(",") if isinstance(blocks, str) else blocks
-    names = [name for each in blocks for name in (each if isinstance(each, list) else [each])] if blocks else [""]
+    names = _block_names(fields)
     has_output = fields.flag("quant_lm_head", False) or "lm_head" in extra
-    rules += [(re.escape(str(name).strip()), form) for name in names]
+    rules += [(re.escape(name), form) for name in names or ("",)]
     quantisation = Quantisation("auto-round", tuple(rules), has_output)
     fields.ignore((*_HARMLESS, *_ACTIVATIONS))
     return (
         Awq(quantisation) if packing == _AWQ_PACKING else Gptq(quantisation, zeros_are_less=True, borrows=is_symmetric)
     )
+
+
+def _block_names(fields: JsonFields) -> list[str]:
+    """The parts of names that quantised modules have, by either key; none are all."""
+    given = fields.value("block_name_to_quantize") or fields.value("to_quant_block_names")
+    listed: list[object] = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else []
+    return [str(name).strip() for each in listed for name in (each if isinstance(each, list) else [each])]
 
 
 def _awq_form(fields: JsonFields, form: MatrixFormat) -> MatrixFormat:
