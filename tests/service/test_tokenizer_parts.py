@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -238,6 +239,19 @@ def test_a_folder_with_tokenizer_model_alone_has_a_tokenizer(tmp_path: Path) -> 
             assert ours.fast.encode(text).ids == theirs.encode(text)
             assert ours.fast.decode(ours.fast.encode(text).ids) == text
     assert ours.fast.encode("a pool").tokens == ["<s>", "\u2581a", "\u2581pool"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_pointer_of_git_lfs_and_a_dangling_link_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 17\n")
+    with pytest.raises(InvalidArgument, match=rf"{re.escape(name)} is a pointer of Git LFS"):
+        load_tokenizer(tmp_path, vocab_size=300)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("../../blobs/0123")
+    with pytest.raises(InvalidArgument, match=rf"{re.escape(name)} is a link to a file that is missing"):
+        load_tokenizer(tmp_path, vocab_size=300)
 
 
 def test_a_tokenizer_model_of_another_library_is_named(tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ def read_auto_round(fields: JsonFields) -> Gptq | Awq:
 def _block_names(fields: JsonFields) -> list[str]:
     """The parts of names that quantised modules have, by either key; none are all."""
     given = fields.value("block_name_to_quantize") or fields.value("to_quant_block_names")
-    listed: list[object] = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else []
+    parts = given.split(",") if isinstance(given, str) else given
+    listed = parts if isinstance(parts, list) else []
     return [str(name).strip() for each in listed for name in (each if isinstance(each, list) else [each])]
 
 

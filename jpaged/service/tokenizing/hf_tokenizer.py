@@ -211,8 +211,10 @@ def _why(folder: Path, error: BaseException) -> str:
     for path in (*sorted(folder.glob("*token*.json")), folder / _SENTENCEPIECE_FILE):
         if path.is_symlink() and not path.exists():
             return f"{path.name} is a link to a file that is missing: download the model again"
-        if path.is_file() and path.open("rb").read(len(_POINTER)) == _POINTER:
-            return f"{path.name} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(_POINTER)) == _POINTER:
+                    return f"{path.name} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
     for path in sorted(folder.glob("*token*.json")):
         try:
             value = json.loads(path.read_text(encoding="utf-8-sig"))
