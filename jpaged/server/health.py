@@ -30,6 +30,11 @@ class HealthServicer(health.aio.HealthServicer):
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+        """Return the status of every name."""
+        kind = health_pb2.HealthCheckResponse
+        return health_pb2.HealthListResponse(statuses={name: kind(status=one) for name, one in self._status.items()})
+
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         call = asyncio.current_task()
         assert call is not None  # gRPC runs each call in a task of its own

@@ -38,10 +38,21 @@ class _Probes(health_pb2_grpc.HealthServicer):
         """Answer for the process; NOT_FOUND for names that mean nothing here."""
         if request.service not in ("", LIVENESS, READINESS):
             context.abort(grpc.StatusCode.NOT_FOUND, f"the names here are {LIVENESS}, {READINESS} and none")
-        now = self._health()
-        is_well = now.is_live if request.service == LIVENESS else now.is_ready
-        kinds = health_pb2.HealthCheckResponse
-        return health_pb2.HealthCheckResponse(status=kinds.SERVING if is_well else kinds.NOT_SERVING)
+        return self._status(request.service)
+
+    def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+        """Return the status of every name."""
+        statuses = {name: self._status(name) for name in ("", LIVENESS, READINESS)}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """Refuse: a watch would keep one of the few threads."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this port answers Check and List")
+
+    def _status(self, name: str) -> health_pb2.HealthCheckResponse:
+        now, kinds = self._health(), health_pb2.HealthCheckResponse
+        is_well = now.is_live if name == LIVENESS else now.is_ready
+        return kinds(status=kinds.SERVING if is_well else kinds.NOT_SERVING)
 
 
 class ProbeServer:
