@@ -43,8 +43,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the line without the trace of an error."""
-        record.message = printable(record.message) + _note_of(record)
-        return super().formatMessage(record)
+        return printable(super().formatMessage(record)) + _note_of(record)
 
     def formatException(self, ei: Any) -> str:
         """Return the trace of an error, whose message may have control characters."""
