@@ -43,6 +43,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_API_KEY": "the token that clients and commands bring along",
     "JPAGED_CLUSTER_SECRET": "what processes that serve one model together show each other; or --cluster-secret-file",
     "JPAGED_TRACEBACK": "1: errors say where in the program they came up",
+    "grpc_proxy": "HTTP proxy of clients to other machines; before https_proxy and http_proxy (default: none)",
+    "no_grpc_proxy": "hosts that are connected to without a proxy; before no_proxy (default: none)",
     "XDG_CACHE_HOME": "where caches of the user are, jpaged's too",
     "TPU_LIBRARY_PATH": "the libtpu.so that compiles for TPUs",
     "TOKENIZERS_PARALLELISM": "whether tokenizers take threads of their own; jpaged sets it to false",
@@ -330,6 +332,15 @@ def compiler_environment_text() -> str:
 def api_key_from_environment() -> str:
     """Return the key that commands show to servers (JPAGED_API_KEY); "" where there is none."""
     return os.environ.get("JPAGED_API_KEY", "").strip()
+
+
+def proxy_from_environment() -> tuple[str, tuple[str, ...]]:
+    """Return the URL of the HTTP proxy that gRPC reads from the environment, and the hosts reached without it."""
+    proxy, excluded = (
+        next(filter(None, (os.environ.get(name) for name in names)), "")
+        for names in (("grpc_proxy", "https_proxy", "http_proxy"), ("no_grpc_proxy", "no_proxy"))
+    )
+    return proxy, tuple(filter(None, (host.strip() for host in excluded.split(","))))
 
 
 def shows_traces() -> bool:

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged.errors import InvalidArgument
 
+_messages: Any = health_pb2  # its stubs do not have List
 LIVENESS, READINESS = "liveness", "readiness"
 """Names that grpc.health.v1 is asked for, beside those of services; "" is readiness."""
 _NUM_THREADS = 2
@@ -40,10 +41,9 @@ class _Probes(health_pb2_grpc.HealthServicer):
             context.abort(grpc.StatusCode.NOT_FOUND, f"the names here are {LIVENESS}, {READINESS} and none")
         return self._status(request.service)
 
-    def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+    def List(self, request: object, context: Any) -> Any:
         """Return the status of every name."""
-        statuses = {name: self._status(name) for name in ("", LIVENESS, READINESS)}
-        return health_pb2.HealthListResponse(statuses=statuses)
+        return _messages.HealthListResponse(statuses={name: self._status(name) for name in ("", LIVENESS, READINESS)})
 
     def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Refuse: a watch would keep one of the few threads."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
@@ -29,7 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from jpaged.errors import InvalidArgument
 from jpaged.service.records import RequestRecord, parts_of
-from jpaged.types import SamplingParams
+from jpaged.types import SamplingParams, is_loopback
 from jpaged.version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -112,7 +113,13 @@ def exporter_to(endpoint: str) -> SpanProcessor:
         has_host = None
     if not has_host:
         raise InvalidArgument("otlp_traces_endpoint", f"{endpoint!r} is no host:port, and no URL of http or https")
-    return BatchSpanProcessor(OTLPSpanExporter(endpoint=named, insecure=parts.scheme == "http"))
+    is_direct = is_loopback(parts.hostname or "")
+    options: Any = (("grpc.enable_http_proxy", 0),) if is_direct else None  # typed for strings alone
+    try:
+        exporter = OTLPSpanExporter(endpoint=named, insecure=parts.scheme == "http", channel_options=options)
+    except ValueError as error:  # OTEL_* of the environment
+        raise InvalidArgument("otlp_traces_endpoint", f"{endpoint}: the exporter cannot be made: {error}") from None
+    return BatchSpanProcessor(exporter)
 
 
 def _attributes_of(record: RequestRecord) -> Mapping[str, Attribute]:

@@ -57,10 +57,11 @@ class Endpoint:
         methods: those of its channel, by name; those of the services where none are given.
         health: those of grpc.health.v1.
         num_open: calls from here that it has not ended.
+        proxy: the HTTP proxy of its connection, for messages; "" is none.
     """
 
-    def __init__(self, name: str, channel: Any, methods: Mapping[str, Any] | None = None) -> None:
-        self.name, self.channel = name, channel
+    def __init__(self, name: str, channel: Any, methods: Mapping[str, Any] | None = None, proxy: str = "") -> None:
+        self.name, self.channel, self.proxy = name, channel, proxy
         self.methods: Mapping[str, Any] = stubs(channel) if methods is None else methods
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.num_open = 0

@@ -98,7 +98,7 @@ class Tries:
         Args:
             has_begun: it is a stream that a server had accepted, and can go on behind what has come of it.
         """
-        failure = translated(error)
+        failure = translated(error, "" if self._endpoint is None else self._endpoint.proxy)
         try:
             wait_s = self._after(failure, error, has_begun)
             if wait_s is None:

@@ -201,13 +201,13 @@ async def test_the_port_of_probes_answers_for_health_and_nothing_else() -> None:
 
 async def test_the_health_of_all_names_is_listed() -> None:
     async with running(probe_port=0) as harness:
-        of_all = health_pb2_grpc.HealthStub(harness.channel)
-        statuses = (await of_all.List(health_pb2.HealthListRequest())).statuses
+        of_all: Any = health_pb2_grpc.HealthStub(harness.channel)
+        statuses = (await of_all.List(health_pb2.__dict__["HealthListRequest"]())).statuses
         assert {"", "liveness", "readiness", "jpaged.v1.InferenceService"} <= statuses.keys()
         assert {one.status for one in statuses.values()} == {SERVING}
         async with aio.insecure_channel(f"127.0.0.1:{harness.server.probe_port}") as channel:
-            of_probes = health_pb2_grpc.HealthStub(channel)
-            statuses = (await of_probes.List(health_pb2.HealthListRequest())).statuses
+            of_probes: Any = health_pb2_grpc.HealthStub(channel)
+            statuses = (await of_probes.List(health_pb2.__dict__["HealthListRequest"]())).statuses
             assert {name: one.status for name, one in statuses.items()} == dict.fromkeys(
                 ("", "liveness", "readiness"), SERVING
             )
@@ -217,10 +217,11 @@ async def test_the_health_of_all_names_is_listed() -> None:
 
 
 async def test_no_method_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    pool = descriptor_pool.Default()
+    pool: Any = descriptor_pool.Default()
     async with running(enable_reflection=True) as harness:
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        reflecting = reflection_pb2_grpc.ServerReflectionStub(harness.channel).ServerReflectionInfo(iter([asked]))
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(harness.channel)
+        reflecting = stub.ServerReflectionInfo(iter([asked]))
         names = [one.name async for answer in reflecting for one in answer.list_services_response.service]
         assert len(names) >= 5
         services = [pool.FindServiceByName(name) for name in names if not name.startswith("inference.")]
