@@ -43,8 +43,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_API_KEY": "the token that clients and commands bring along",
     "JPAGED_CLUSTER_SECRET": "what processes that serve one model together show each other; or --cluster-secret-file",
     "JPAGED_TRACEBACK": "1: errors say where in the program they came up",
-    "grpc_proxy": "HTTP proxy of clients to other machines; before https_proxy and http_proxy (default: none)",
-    "no_grpc_proxy": "hosts that are connected to without a proxy; before no_proxy (default: none)",
     "XDG_CACHE_HOME": "where caches of the user are, jpaged's too",
     "TPU_LIBRARY_PATH": "the libtpu.so that compiles for TPUs",
     "GRPC_VERBOSITY": "the log level of gRPC's core: DEBUG, INFO, ERROR; commands set it to NONE",
