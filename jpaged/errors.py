@@ -55,6 +55,18 @@ def reason_of(error: JpagedError) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
 
 
+_UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters of terminals and of the order of text, ends of lines, and lone surrogates."""
+
+
+def printable(text: str) -> str:
+    r"""Return a text for a line of a log or a terminal: control characters become `\u001b`, also ends of lines.
+
+    Texts of other processes may hold them, and would otherwise forge lines or steer the reader's terminal.
+    """
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def sentence_of(error: BaseException) -> str:
     """What to say of an error in one line: its own words, what the system says with the file, or that it is a bug."""
     if isinstance(error, JpagedError):

@@ -75,7 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("--output", f"there is no folder {output.parent}")
     shown = credentials_from(arguments)
     options = BatchOptions(
-        source, output, arguments.target, arguments.max_concurrency, arguments.timeout, shown.api_key, shown.tls
+        source,
+        output,
+        arguments.target,
+        arguments.max_concurrency,
+        arguments.timeout,
+        shown.api_key,
+        shown.tls,
+        shown.proxy,
     )
     latest = BatchSummary()
     console = Console(stderr=True)

@@ -44,6 +44,7 @@ class BatchOptions:
         timeout_s: for each try of a request; None is none.
         api_key: what servers with keys let it in with.
         tls: whom it believes and what it shows; None connects in clear.
+        proxy: as of `Client`.
     """
 
     input_path: Path
@@ -53,6 +54,7 @@ class BatchOptions:
     timeout_s: float | None = None
     api_key: str = field(default="", repr=False)
     tls: Tls | None = None
+    proxy: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_concurrency < 1:
@@ -193,7 +195,14 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(
-                AsyncClient(name, timeout_s=options.timeout_s, api_key=options.api_key, tls=options.tls, resuming=None)
+                AsyncClient(
+                    name,
+                    timeout_s=options.timeout_s,
+                    api_key=options.api_key,
+                    tls=options.tls,
+                    proxy=options.proxy,
+                    resuming=None,
+                )
             )
             for name in options.targets
         }

@@ -333,6 +333,15 @@ def api_key_from_environment() -> str:
     return os.environ.get("JPAGED_API_KEY", "").strip()
 
 
+def proxy_from_environment() -> tuple[str, tuple[str, ...]]:
+    """Return the URL of the HTTP proxy that gRPC reads from the environment, and the hosts reached without it."""
+    proxy, excluded = (
+        next(filter(None, (os.environ.get(name) for name in names)), "")
+        for names in (("grpc_proxy", "https_proxy", "http_proxy"), ("no_grpc_proxy", "no_proxy"))
+    )
+    return proxy, tuple(filter(None, (host.strip() for host in excluded.split(","))))
+
+
 def shows_traces() -> bool:
     """Whether the command line shows where in the program an error came up (JPAGED_TRACEBACK)."""
     return os.environ.get("JPAGED_TRACEBACK", "") not in ("", "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,15 @@ def require_whole_characters(field: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgument(field, f"is not UTF-8: {text[error.start]!a} at character {error.start}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if a host is this machine: a loopback address, no address in particular, or localhost."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost" or host.lower().endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 def _require(ok: bool, name: str, value: object, limit: str) -> None:
