@@ -53,7 +53,7 @@ class JSON(JSONResponse):
     """A JSON body by the project's own writer."""
 
     def render(self, content: Any) -> bytes:
-        return json_text.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
+        return json_text.encode(content)
 
 
 def error_for(error: Exception) -> JpagedError:

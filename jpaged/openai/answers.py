@@ -6,6 +6,7 @@ to it, so that results would depend on which server ran a line, beside which oth
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +41,9 @@ from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Scor
 _T = TypeVar("_T")
 _P = TypeVar("_P")
 
+_TEXTS_AT_ONCE = 64
+_MANY_FIELDS = 200
+_CHARS_OF_FIELD = 10
 MAX_PARTS_OF_CALL = 256
 """Inputs or continuations of one call: 8 MiB of vectors where they have 8192 numbers."""
 
@@ -141,7 +145,7 @@ class Answers:
         """Run a line; raises the JpagedError that it failed with, InvalidArgument where the line is at fault."""
         if line.url in (EMBEDDINGS_URL, SCORE_URL):
             return await self._scored(server, line)
-        job = job_of(line)
+        job = await self._work(partial(job_of, line), size_of(line.body))
         self._require_model(job.model)
         output = await self._complete(server, line.custom_id, job)
         await self._name_tokens(server, output)
@@ -167,11 +171,10 @@ class Answers:
 
     async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
         """Learns the texts of the tokens that the output's log-probabilities speak of."""
-        positions = [position for one in output.outputs for position in one.logprobs or ()]
-        positions += [position for position in output.prompt_logprobs or () if position is not None]
-        tokens = {token for one in positions for token in (one.chosen, *one.top, *one.asked)}
-        token_ids = {token.token_id for token in tokens}
-        for token_id in token_ids - self._token_texts.keys():
+        token_ids = await self._work(partial(_tokens_named, output), _num_told(output))
+        for number, token_id in enumerate(token_ids - self._token_texts.keys()):
+            if number % _TEXTS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # a server in this process answers without a pause
             self._token_texts[token_id] = await server.detokenize([token_id], skip_special_tokens=False)
 
     async def _scored(self, server: Server, line: Line) -> Answered:
@@ -214,8 +217,10 @@ class Answers:
 
 
 def size_of(body: Mapping[str, Any]) -> int:
-    """Return how many characters, ids and texts the fields of a body have, at the first look."""
-    return sum(len(value) for value in body.values() if isinstance(value, str | list))
+    """Return how many fields a body has, and characters, ids and texts in them, at the first look."""
+    if len(body) >= _MANY_FIELDS:
+        return _CHARS_OF_FIELD * len(body)
+    return sum(_CHARS_OF_FIELD + len(value) if isinstance(value, str | list | dict) else 1 for value in body.values())
 
 
 def seed_of(custom_id: str) -> int:
@@ -237,11 +242,18 @@ async def _by_calls(
 
 
 def _num_told(output: RequestOutput) -> int:
-    """Characters of an output, and a token's text for each log-probability."""
-    positions = [position for one in output.outputs for position in one.logprobs or ()]
-    positions += [position for position in output.prompt_logprobs or () if position is not None]
-    num_texts = sum(1 + len(position.top) + len(position.asked) for position in positions)
+    """Return about how many characters are written of an output."""
+    lists = [output.prompt_logprobs or (), *(one.logprobs or () for one in output.outputs)]
+    first = [positions[-1] for positions in lists if positions]
+    widest = max((1 + len(one.top) + len(one.asked) for one in first if one is not None), default=0)
+    num_texts = widest * sum(map(len, lists))
     return sum(len(one.text) + len(one.reasoning_content) for one in output.outputs) + 8 * num_texts
+
+
+def _tokens_named(output: RequestOutput) -> set[int]:
+    lists = [output.prompt_logprobs or (), *(one.logprobs or () for one in output.outputs)]
+    positions = (position for some in lists for position in some if position is not None)
+    return {token.token_id for one in positions for token in (one.chosen, *one.top, *one.asked)}
 
 
 def _seeded(sampling: SamplingParams, custom_id: str) -> SamplingParams:

@@ -7,10 +7,11 @@ log-probabilities (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_serv
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jpaged.json_text import Items
 from jpaged.openai.bodies import Job
 from jpaged.openai.chats import message_of
 from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, Usage
@@ -50,22 +51,24 @@ def answer_of(
     token_text: TokenText,
     prompt_texts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the body that answers a job.
+    """Return the body that answers a job, of which `json_text.pieces` makes large parts while it writes them.
 
     Args:
         outputs: of each of its prompts.
         token_text: knows every token that log-probabilities speak of.
         prompt_texts: of each prompt, where a job has an echo.
     """
-    choices: list[dict[str, Any]] = []
-    for number, output in enumerate(outputs):
-        shown = _told_alone(output) if job.is_only_told else output
-        prompt_text = prompt_texts[number] if job.has_echo else ""
-        for one in shown.outputs:
-            index = number * job.sampling.n + one.index
-            choices.append(_choice(job, shown, one, token_text, prompt_text) | {"index": index})
+
+    def choices() -> Iterator[dict[str, Any]]:
+        for number, output in enumerate(outputs):
+            shown = _told_alone(output) if job.is_only_told else output
+            prompt_text = prompt_texts[number] if job.has_echo else ""
+            for one in shown.outputs:
+                index = number * job.sampling.n + one.index
+                yield _choice(job, shown, one, token_text, prompt_text) | {"index": index}
+
     usages = [replace(one.usage, completion_tokens=0) if job.is_only_told else one.usage for one in outputs]
-    body = {**heading.as_json(is_chat=job.is_chat), "choices": choices, "usage": usage_of(usages)}
+    body = {**heading.as_json(is_chat=job.is_chat), "choices": Items(choices), "usage": usage_of(usages)}
     if job.is_chat:
         body |= _of_prompt(job, outputs[0], token_text)
     return body
@@ -146,17 +149,18 @@ def prompt_fields(
     return fields
 
 
-def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenText) -> list[dict[str, Any] | None]:
+def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenText) -> Items:
     """Return what the model thought of each token of a prompt; of the first it thought nothing."""
-    return [
-        None
-        if position is None
-        else {
+
+    def entry(position: PositionLogprobs | None) -> dict[str, Any] | None:
+        if position is None:
+            return None
+        return {
             str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token_id)}
             for one in (position.chosen, *position.top)
         }
-        for position in told
-    ]
+
+    return Items(lambda: map(entry, told))
 
 
 Shown = int | PositionLogprobs
@@ -176,17 +180,17 @@ def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offse
     offsets = [offset]
     for text in tokens[:-1]:
         offsets.append(offsets[-1] + len(text))
+
     # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
-    tops = [
-        None
-        if isinstance(position, int)
-        else {token_text(t.token_id): t.logprob for t in reversed((*position.top, *position.asked))}
-        for position in positions
-    ]
+    def top(position: Shown) -> dict[str, float] | None:
+        if isinstance(position, int):
+            return None
+        return {token_text(t.token_id): t.logprob for t in reversed((*position.top, *position.asked))}
+
     return {
         "tokens": tokens,
         "token_logprobs": [None if isinstance(position, int) else position.chosen.logprob for position in positions],
-        "top_logprobs": tops,
+        "top_logprobs": Items(lambda: map(top, positions)),
         "text_offset": offsets[: len(tokens)],
     }
 
@@ -198,12 +202,10 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) 
         text = token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    return {
-        "content": [
-            {
-                **entry(position.chosen.token_id, position.chosen.logprob),
-                "top_logprobs": [entry(token.token_id, token.logprob) for token in (*position.top, *position.asked)],
-            }
-            for position in positions
-        ]
-    }
+    def entries(position: PositionLogprobs) -> dict[str, Any]:
+        return {
+            **entry(position.chosen.token_id, position.chosen.logprob),
+            "top_logprobs": [entry(token.token_id, token.logprob) for token in (*position.top, *position.asked)],
+        }
+
+    return {"content": Items(lambda: map(entries, positions))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import IO
+from typing import IO, Any
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -17,6 +17,7 @@ from jpaged.http.batching.pages import page_of
 from jpaged.http.batching.runner import Runner
 from jpaged.http.batching.values import StoredFile
 from jpaged.http.errors import JSON
+from jpaged.http.exchange import answer_of
 from jpaged.http.requests import owner_of
 from jpaged.service.service import Service
 
@@ -24,6 +25,7 @@ MAX_FILENAME_CHARS = 255
 MAX_FILES_OF_LIST = 10_000
 _MAX_UPLOADS = 4
 """Files that come at one time: each is on the disk twice until it is whole."""
+_CHARS_OF_FILE = 200
 _MAX_FRAME_BYTES = 64 << 10
 """What a form has beside its file."""
 _PURPOSES = ("batch", "batch_output")
@@ -53,8 +55,13 @@ def routes(service: Service, runner: Runner) -> list[Route]:
         if purpose is not None and purpose not in _PURPOSES:
             raise InvalidArgument("purpose", f"{purpose[:80]!r} is none of {', '.join(_PURPOSES)}")
         owner = owner_of(service, request)
-        files = [one for one in await read(lambda: store.files(owner)) if purpose in (None, one.purpose)]
-        return JSON(page_of(files, request, max_limit=MAX_FILES_OF_LIST, default=MAX_FILES_OF_LIST))
+
+        def page() -> dict[str, Any]:
+            files = [one for one in store.files(owner) if purpose in (None, one.purpose)]
+            return page_of(files, request, max_limit=MAX_FILES_OF_LIST, default=MAX_FILES_OF_LIST)
+
+        found = await read(page)
+        return await answer_of(service, lambda: found, _CHARS_OF_FILE * len(found["data"]))
 
     async def found(request: Request) -> StoredFile:
         owner, file_id = owner_of(service, request), request.path_params["file_id"]
