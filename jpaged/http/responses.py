@@ -37,7 +37,7 @@ def routes(service: Service) -> list[Route]:
             echoed.update(asking.echoed)
             return asking.job
 
-        asked = await asked_of(service, request, read)
+        asked = await asked_of(service, request, read, is_kept=True)
         if asked.job.streaming is not None:
             keep_alive_s = service.state.config.http.http_keep_alive
             return EventStream(_events(service, asked, echoed, texts), keep_alive_s, asked.left_s())

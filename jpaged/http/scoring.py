@@ -37,7 +37,8 @@ def routes(service: Service) -> list[Route]:
                 caller=replace(caller_of(request), user=str(given.get("user") or "")),
                 until_s=None if remaining_s is None else time.monotonic() + remaining_s,
             )
-            found = await while_there(request, Answers(model, service.work).evaluate(server, job), remaining_s)
+            answers = Answers(model, service.work, int(service.state.config.http.max_response_size * 2**20))
+            found = await while_there(request, answers.evaluate(server, job), remaining_s)
             return await answer_of(service, found.body, CHARS_OF_NUMBER * found.size)
 
         return answer

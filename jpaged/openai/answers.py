@@ -16,8 +16,9 @@ from typing import Any, Protocol, TypeVar
 
 from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated
-from jpaged.errors import NotFound
+from jpaged.errors import InvalidArgument, NotFound
 from jpaged.openai.bodies import Job, shown
+from jpaged.openai.choices import AnswerSize
 from jpaged.openai.lines import (
     EMBEDDINGS_URL,
     SCORE_URL,
@@ -41,6 +42,7 @@ from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Scor
 _T = TypeVar("_T")
 _P = TypeVar("_P")
 
+_BYTES_OF_NUMBER, _BYTES_OF_BASE64_NUMBER, _BYTES_OF_TOKEN = 22, 6, 60
 _TEXTS_AT_ONCE = 64
 _MANY_FIELDS = 200
 _CHARS_OF_FIELD = 10
@@ -134,9 +136,11 @@ class Answers:
     Args:
         model: what all servers serve; a line that names another is refused.
         work: makes texts of what was answered.
+        max_bytes: size of an answer, as estimated before it is computed; None is no limit.
     """
 
-    def __init__(self, model: ModelInfo, work: Work = at_once) -> None:
+    def __init__(self, model: ModelInfo, work: Work = at_once, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
         self._model = model
         self._work = work
         self._token_texts: dict[int, str] = {}
@@ -159,6 +163,9 @@ class Answers:
         if prompt.fills_length:
             token_ids = await server.tokenize(messages=prompt.messages, chat_options=options)
             most = self._model.max_model_len - len(token_ids)
+            if self._max_bytes is not None:
+                size = AnswerSize(sampling, vocab_size=self._model.vocab_size, is_chat=True, max_bytes=self._max_bytes)
+                most = min(most, size.max_filled or most)
             sampling = replace(sampling, max_tokens=max(sampling.max_tokens, most))
         return await server.complete(
             prompt.text,
@@ -195,21 +202,37 @@ class Answers:
         asked: dict[str, Any] = {"adapter": how.adapter, "cache_salt": how.cache_salt, "priority": how.priority}
         if isinstance(job, ScoreJob):
             scores, num_tokens = await _by_calls(
-                lambda some: server.score(job.prompt, some, **asked), job.continuations
+                lambda some: server.score(job.prompt, some, **asked), job.continuations, self._check_scores
             )
             body = partial(loglikelihoods_body, job, scores, model=model, prompt_tokens=num_tokens)
             return Evaluation(body, 3 * sum(len(one.tokens) for one in scores), num_tokens)
         if isinstance(job, EmbedJob):
+            num_bytes = _BYTES_OF_NUMBER if job.encoding == "float" else _BYTES_OF_BASE64_NUMBER
             vectors, num_tokens = await _by_calls(
-                lambda some: server.embed(some, pooling=job.pooling, normalize=job.normalize, **asked), job.inputs
+                lambda some: server.embed(some, pooling=job.pooling, normalize=job.normalize, **asked),
+                job.inputs,
+                partial(self._check, "input", "numbers", num_bytes),
             )
             body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
         else:
             vectors, num_tokens = await _by_calls(
-                lambda some: server.embed(some, pooling=job.pooling, **asked), job.texts
+                lambda some: server.embed(some, pooling=job.pooling, **asked),
+                job.texts,
+                lambda found, num: None,  # of a pair one number is written
             )
             body = partial(similarities_body, job, vectors, model=model, prompt_tokens=num_tokens)
         return Evaluation(body, sum(map(len, vectors)), num_tokens)
+
+    def _check_scores(self, scores: Sequence[Score], num_parts: int) -> None:
+        self._check("continuations", "tokens", _BYTES_OF_TOKEN, [score.tokens for score in scores], num_parts)
+
+    def _check(self, field: str, what: str, num_bytes: int, parts: Sequence[Sequence[object]], num_parts: int) -> None:
+        """Refuse a body of `num_parts` if the first `parts` show that its answer would be too large."""
+        num = sum(map(len, parts)) * num_parts // len(parts)
+        if self._max_bytes is not None and num * num_bytes > self._max_bytes:
+            size = f"an answer of about {num * num_bytes / 2**20:.0f} MiB"
+            limit = f"the limit of {self._max_bytes / 2**20:g} MiB (max_response_size)"
+            raise InvalidArgument(field, f"{num_parts} with {num} {what} make {size}, over {limit}")
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
@@ -229,15 +252,22 @@ def seed_of(custom_id: str) -> int:
 
 
 async def _by_calls(
-    call: Callable[[Sequence[_P]], Awaitable[Evaluated[_T]]], parts: Sequence[_P]
+    call: Callable[[Sequence[_P]], Awaitable[Evaluated[_T]]],
+    parts: Sequence[_P],
+    check: Callable[[Sequence[_T], int], None],
 ) -> tuple[list[_T], int]:
-    """What comes of all parts, and their tokens; no call has more parts than a server takes, nor a larger answer."""
+    """Return what comes of all parts, and their tokens; no call has more parts than a server takes.
+
+    Args:
+        check: raises InvalidArgument if the answers so far show that all are too large.
+    """
     found: list[_T] = []
     num_tokens = 0
     for begin in range(0, len(parts), MAX_PARTS_OF_CALL):
         answered = await call(parts[begin : begin + MAX_PARTS_OF_CALL])
         found += answered
         num_tokens += answered.usage.prompt_tokens
+        check(found, len(parts))
     return found, num_tokens
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jpaged.errors import InvalidArgument
 from jpaged.json_text import Items
 from jpaged.openai.bodies import Job
 from jpaged.openai.chats import message_of
-from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, Usage
+from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, SamplingParams, Usage
 
 TokenText = Callable[[int], str]
 
@@ -42,6 +43,71 @@ class Heading:
             "created": self.created,
             "model": self.model,
         }
+
+
+_ENTRY_BYTES = 40
+"""Bytes of a log-probability in an answer to completions, about."""
+_LONG_ENTRY_BYTES = 80
+"""The same in an answer to a chat, which has the token's bytes, and of a prompt, which has ranks."""
+
+
+class AnswerSize:
+    """Estimate of an answer's size, held below a limit before the answer is computed.
+
+    Args:
+        num_prompts: of one request.
+        vocab_size: number of log-probabilities that `-1` stands for.
+        has_echo: the prompt's log-probabilities are written as those of the text.
+        counts_generated: False for a stream, which keeps nothing that it has sent.
+        max_bytes: the limit.
+
+    Raises:
+        InvalidArgument: what is generated makes a larger answer, by itself.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        *,
+        num_prompts: int = 1,
+        vocab_size: int,
+        is_chat: bool,
+        has_echo: bool = False,
+        counts_generated: bool = True,
+        max_bytes: int,
+    ) -> None:
+        width = _width(sampling.logprobs, vocab_size) + len(sampling.logprob_token_ids or ())
+        self._max_bytes = max_bytes
+        self._prompt_field = "logprobs" if has_echo else "prompt_logprobs"
+        self._bytes_of_prompt_token = _width(sampling.prompt_logprobs, vocab_size) * (
+            _ENTRY_BYTES if has_echo else _LONG_ENTRY_BYTES
+        )
+        bytes_of_token = sampling.n * width * (_LONG_ENTRY_BYTES if is_chat else _ENTRY_BYTES)
+        self._num_prompt_tokens = 0
+        generated = num_prompts * sampling.max_tokens * bytes_of_token if counts_generated else 0
+        self._num_bytes = generated
+        self.max_filled = max_bytes // bytes_of_token if counts_generated and bytes_of_token else None
+        if generated > max_bytes:
+            what = f"{width} at each of {num_prompts * sampling.n} x {sampling.max_tokens} tokens (max_tokens)"
+            raise self._error("logprobs", what)
+
+    def add_prompt(self, num_tokens: int) -> None:
+        """Count a prompt of so many tokens; raises InvalidArgument if the answer is larger than the limit."""
+        self._num_prompt_tokens += num_tokens
+        self._num_bytes += num_tokens * self._bytes_of_prompt_token
+        if self._num_bytes > self._max_bytes and self._bytes_of_prompt_token:
+            raise self._error(self._prompt_field, f"those of {self._num_prompt_tokens} prompt tokens")
+
+    def _error(self, field: str, what: str) -> InvalidArgument:
+        size = f"an answer of about {self._num_bytes / 2**20:.0f} MiB"
+        return InvalidArgument(
+            field, f"{what} make {size}, over the limit of {self._max_bytes / 2**20:g} MiB (max_response_size)"
+        )
+
+
+def _width(asked: int | None, vocab_size: int) -> int:
+    """Return how many log-probabilities a position has: the token's own, and the likeliest."""
+    return 0 if asked is None else 1 + (vocab_size if asked < 0 else asked)
 
 
 def answer_of(
