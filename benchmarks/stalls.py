@@ -344,12 +344,12 @@ class Http:
 
     async def _answer(self, method: str, payload: bytes, kind: str = "") -> tuple[str, bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=_MIB)
+        payload = payload.replace(b"{file}", self._file.encode()) if len(payload) < 1000 else payload
         is_chunked = kind == "chunked"
         length = "transfer-encoding: chunked" if is_chunked else f"content-length: {len(payload)}"
         kind = "application/json" if is_chunked else kind
         head = f"{method.format(file=self._file)} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
         writer.write(f"{head}content-type: {kind}\r\n{length}\r\n\r\n".encode())
-        payload = payload.replace(b"{file}", self._file.encode()) if len(payload) < 1000 else payload
         begin, is_over = bytearray(), False
 
         async def read() -> None:
