@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from json.encoder import encode_basestring_ascii
+from typing import Any
 
 import orjson
 
@@ -113,7 +114,7 @@ def _parts(value: object) -> Iterator[bytes]:
         yield from _runs(value, b"[]", list)
 
 
-def _runs(values: Iterable[object], brackets: bytes, made: Callable[[list[object]], object]) -> Iterator[bytes]:
+def _runs(values: Iterable[object], brackets: bytes, made: Callable[[list[Any]], object]) -> Iterator[bytes]:
     """Write the values of an array or an object, as many in one call as make about `_RUN_BYTES`."""
     left, num, mark = iter(values), _FIRST_RUN, brackets[:1]
     while run := list(islice(left, num)):
