@@ -49,11 +49,15 @@ _FINAL = {"INTERNAL", "UNKNOWN", "UNIMPLEMENTED", "DEADLINE_EXCEEDED"}
 """What the same request would meet again, or has no time for."""
 
 
+class StorageError(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
+    """The disk of batches cannot be written, or the room that they or a tenant may have is used up."""
+
+
 class JSON(JSONResponse):
     """A JSON body by the project's own writer."""
 
     def render(self, content: Any) -> bytes:
-        return json_text.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
+        return json_text.encode(content)
 
 
 def error_for(error: Exception) -> JpagedError:
@@ -82,12 +86,13 @@ def response_of(error: JpagedError) -> Response:
         headers["Retry-After-Ms"] = str(math.ceil(error.retry_after_s * 1000))
     elif isinstance(error, Unavailable):
         headers["Retry-After"] = "1"
-    elif error.grpc_status in _FINAL:
+    elif error.grpc_status in _FINAL or isinstance(error, StorageError):
         headers["X-Should-Retry"] = "false"
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     is_body = isinstance(error, RequestTooLong) and error.field == "body"
-    status = 413 if is_body else _STATUSES[error.grpc_status][0]
+    is_storage = isinstance(error, StorageError)
+    status = 413 if is_body else 507 if is_storage else _STATUSES[error.grpc_status][0]
     return JSON(body_of(error), status_code=status, headers=headers)
 
 

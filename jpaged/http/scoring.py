@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.http.exchange import answer_of, body_in, while_there
+from jpaged.http.exchange import CHARS_OF_NUMBER, answer_of, body_in, while_there
 from jpaged.http.local import LocalServer
 from jpaged.http.requests import caller_of, remaining_s_of, tenant_of
 from jpaged.openai.answers import Answers
@@ -37,8 +37,9 @@ def routes(service: Service) -> list[Route]:
                 caller=replace(caller_of(request), user=str(given.get("user") or "")),
                 until_s=None if remaining_s is None else time.monotonic() + remaining_s,
             )
-            found = await while_there(request, Answers(model, service.work).evaluate(server, job), remaining_s)
-            return await answer_of(service, found.body, found.size)
+            answers = Answers(model, service.work, int(service.state.config.http.max_response_size * 2**20))
+            found = await while_there(request, answers.evaluate(server, job), remaining_s)
+            return await answer_of(service, found.body, CHARS_OF_NUMBER * found.size)
 
         return answer
 

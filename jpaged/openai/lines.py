@@ -192,9 +192,9 @@ def failure_line(custom_id: str | None, error: JpagedError) -> str:
 
 
 def _dumped(value: Mapping[str, Any]) -> str:
-    line = json_text.dumps(value, ensure_ascii=False) + "\n"
+    custom_id = value["custom_id"]
     try:
-        line.encode()
-    except UnicodeEncodeError:  # half of a character, in a custom_id or in what is said about it
+        (custom_id or "").encode()
+    except UnicodeEncodeError:  # half of a character, in a custom_id or in the error that names it
         return json_text.dumps(value) + "\n"
-    return line
+    return b"".join((*json_text.pieces(value), b"\n")).decode()

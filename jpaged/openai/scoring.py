@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jpaged.errors import InternalError, InvalidArgument
+from jpaged.json_text import Items
 from jpaged.openai.bodies import name_in, shown, without_nulls
 from jpaged.types import Pooling, SamplingParams, Score, TokenLogprob
 
@@ -197,27 +198,29 @@ def embeddings_body(
     width = len(vectors[0])
     if job.dimensions not in (None, width):
         raise InvalidArgument("dimensions", f"{job.dimensions} is not {width}, the width of the model's vectors")
-    data = [
-        {"object": "embedding", "index": i, "embedding": _encoded(vector, job.encoding)}
-        for i, vector in enumerate(vectors)
-    ]
-    return _body(model, data, prompt_tokens)
+
+    def data() -> Iterator[dict[str, Any]]:
+        for i, vector in enumerate(vectors):
+            yield {"object": "embedding", "index": i, "embedding": _encoded(vector, job.encoding)}
+
+    return _body(model, Items(data), prompt_tokens)
 
 
 def loglikelihoods_body(job: ScoreJob, scores: Sequence[Score], *, model: str, prompt_tokens: int) -> dict[str, Any]:
     """The body that answers a ScoreJob: natural logarithms, and whether greedy decoding would have said the same."""
     _require_one_each(job.continuations, scores)
-    data = [
-        {
-            "object": "loglikelihood",
-            "index": i,
-            "logprob": score.logprob,
-            "is_greedy": score.is_greedy,
-            "tokens": [_token_entry(token) for token in score.tokens],
-        }
-        for i, score in enumerate(scores)
-    ]
-    return _body(model, data, prompt_tokens)
+
+    def data() -> Iterator[dict[str, Any]]:
+        for i, score in enumerate(scores):
+            yield {
+                "object": "loglikelihood",
+                "index": i,
+                "logprob": score.logprob,
+                "is_greedy": score.is_greedy,
+                "tokens": [_token_entry(token) for token in score.tokens],
+            }
+
+    return _body(model, Items(data), prompt_tokens)
 
 
 def _token_entry(token: TokenLogprob) -> dict[str, Any]:
@@ -237,7 +240,7 @@ def similarities_body(
     return _body(model, data, prompt_tokens)
 
 
-def _body(model: str, data: list[dict[str, Any]], prompt_tokens: int) -> dict[str, Any]:
+def _body(model: str, data: Iterable[object], prompt_tokens: int) -> dict[str, Any]:
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     return {"object": "list", "created": int(time.time()), "model": model, "data": data, "usage": usage}
 

@@ -106,7 +106,10 @@ class InputProcessor:
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
         if prompt.fills_length:
-            sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(len(token_ids), sampling))
+            most = self._max_tokens(len(token_ids), sampling)
+            if prompt.max_filled is not None:
+                most = max(sampling.max_tokens, min(most, prompt.max_filled))
+            sampling = dataclasses.replace(sampling, max_tokens=most)
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)

@@ -18,6 +18,7 @@ from jpaged.errors import Cancelled, DeadlineExceeded
 from jpaged.http.errors import body_of, error_for
 from jpaged.http.exchange import while_connected
 from jpaged.http.wire import Receive, Scope, Send
+from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.chunks import sent_event
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -90,4 +91,6 @@ class EventStream:
             if not self._has_begun:
                 self._has_begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            for begin in range(0, len(event), PIECE_BYTES):
+                piece = event[begin : begin + PIECE_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
