@@ -14,9 +14,8 @@ from jpaged.errors import NotFound
 from jpaged.http.errors import JSON, error_for
 from jpaged.http.exchange import while_there
 from jpaged.http.generate.asked import Asked, asked_of
-from jpaged.http.generate.calls import events_of, outputs_of
+from jpaged.http.generate.calls import TokenTexts, events_of, outputs_of
 from jpaged.http.generate.events import EventStream
-from jpaged.http.generate.texts import TokenTexts
 from jpaged.openai.bodies import Job
 from jpaged.openai.responses.answers import response_of
 from jpaged.openai.responses.asking import asking_of

@@ -153,7 +153,6 @@ def job_of(line: Line) -> Job:
             "stream": job.streaming,
             "echo": job.has_echo,
             "return_token_ids": job.has_token_ids,
-            "user": job.user,
         }
         for name, is_asked in elsewhere.items():
             if is_asked:
