@@ -3,7 +3,8 @@
     JpagedError                                 grpc_status
     ├── InvalidArgument (ValueError)            INVALID_ARGUMENT     the caller is wrong: field, value, limit
     │   └── RequestTooLong                      INVALID_ARGUMENT     it can never fit, whatever the load
-    ├── NotFound (LookupError)                  NOT_FOUND            no such request, model or adapter
+    ├── NotFound (LookupError)                  NOT_FOUND            no such request or adapter
+    │   └── ModelNotFound                       NOT_FOUND            the server has another model
     ├── Unauthenticated                         UNAUTHENTICATED      the call brings no key that the server knows
     ├── PermissionDenied                        PERMISSION_DENIED    turned off, or not what the key is for
     ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
@@ -87,6 +88,10 @@ class RequestTooLong(InvalidArgument):
 
 class NotFound(JpagedError, LookupError, grpc_status="NOT_FOUND"):
     """The thing that was named does not exist (any more)."""
+
+
+class ModelNotFound(NotFound):
+    """The request names a model that the server does not have."""
 
 
 class Unauthenticated(JpagedError, grpc_status="UNAUTHENTICATED"):

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, messages_in
 from jpaged.openai.neutral_fields import own_fields
 from jpaged.structured import response_format_of
@@ -156,10 +156,12 @@ def completion_job(given: Mapping[str, Any]) -> Job:
         if not has_echo:
             raise InvalidArgument("max_tokens", "0 needs echo to be true: there is nothing to tell")
         body["max_tokens"] = 1
+    fills_length = _fills_length(body)
     names = _names(body)
+    prompts = _prompts(body.get("prompt"))
     return Job(
         _sampling(body, logprobs, names),
-        _prompts(body.get("prompt")),
+        tuple(replace(one, fills_length=fills_length, is_only_told=is_only_told) for one in prompts),
         has_echo=has_echo,
         is_only_told=is_only_told,
         names=names,
@@ -181,13 +183,20 @@ def chat_job(given: Mapping[str, Any]) -> Job:
     wants_logprobs, num_top = flag_in(body, "logprobs"), _int_or_none(body, "top_logprobs")
     if num_top and not wants_logprobs:
         raise InvalidArgument("top_logprobs", "needs logprobs to be true")
-    fills_length = "max_tokens" not in body
-    if fills_length and type(least := body.get("min_tokens", 1)) is int:
-        body["max_tokens"] = max(1, least)
+    fills_length = _fills_length(body)
     prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body), fills_length=fills_length)
-    names = {**_names(body), **({"logprobs": "top_logprobs"} if num_top else {})}
+    names = {"prompt": "messages", **_names(body), **({"logprobs": "top_logprobs"} if num_top else {})}
     sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names)
     return Job(sampling, (prompt,), names=names, **_of_both(body))
+
+
+def _fills_length(body: dict[str, Any]) -> bool:
+    """Return True if a body has no limit of tokens, and give it the least that must fit."""
+    if "max_tokens" in body:
+        return False
+    if type(least := body.get("min_tokens", 1)) is int:
+        body["max_tokens"] = max(1, least)
+    return True
 
 
 def _names(body: Mapping[str, Any]) -> dict[str, str]:
@@ -199,6 +208,8 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
     """Return an error of a field by the name that the caller has given it."""
     bare = error.field.removeprefix("sampling.")
+    if isinstance(error, RequestTooLong) or bare == "prompt":
+        return type(error)(names.get("prompt", "prompt"), error.problem)
     first, dot, rest = bare.partition(".")
     if first == "structured_outputs" and first in names:  # what is inside has no name of the caller's
         return type(error)(names[first], error.problem)

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from jpaged.http.errors import _STATUSES
 from jpaged.openai import bodies
+from jpaged.openai.lines import STATUSES
 from jpaged.openai.neutral_fields import EVERYWHERE
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,4 +20,4 @@ def test_every_field_of_a_body_is_on_the_page() -> None:
 def test_every_status_is_on_the_page() -> None:
     told = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", PAGE, re.MULTILINE) for code in row.split(", ")}
     unseen = 499  # of clients that have gone
-    assert {status for status, _ in _STATUSES.values()} - told == {unseen}
+    assert {status for status, _ in STATUSES.values()} - told == {unseen}

@@ -146,7 +146,8 @@ class Running:
             await asyncio.wait((work,))
 
     async def _run_all(self, outputs: Outputs) -> None:
-        answers = Answers(self._service.state.loaded().model, self._service.work)
+        loaded = self._service.state.loaded()
+        answers = Answers(loaded.model, self._service.work, loaded.adapters.names)
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in self._todo(outputs):

@@ -88,7 +88,7 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
         job = chat_job(chat)
     except InvalidArgument as error:
         raise _in_their_words(error) from error
-    names = {"max_tokens": "max_output_tokens", "structured_outputs": "text.format"}
+    names = {"max_tokens": "max_output_tokens", "structured_outputs": "text.format", "prompt": "input"}
     told = {name: theirs for name, theirs in names.items() if name in job.names}
     options, sampling = job.prompts[0].chat_options, job.sampling
     echoed = {
