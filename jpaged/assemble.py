@@ -93,7 +93,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     """
     source, model, places = _place(options)
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
-    adapters = _adapters(options, model, places[0], progress)
+    adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
     runs: list[Executor[Any, Any]] = [*executors]
@@ -187,12 +187,13 @@ def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
     return engines
 
 
-def _adapters(options: EngineConfig, model: Model, where: Placement, progress: Progress) -> Adapters:
+def _adapters(options: EngineConfig, model_name: str, model: Model, where: Placement, progress: Progress) -> Adapters:
     """What reads adapters for a model, and those that are there from the start."""
     lora = options.lora
     if not lora.enable_lora:
         return Adapters()
-    adapters = Adapters(AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank), lora.max_cpu_loras)
+    reader = AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank)
+    adapters = Adapters(reader, lora.max_cpu_loras, model_name)
     for done, (name, path) in enumerate(lora.adapters):
         progress(f"adapter {name}", done, len(lora.adapters))
         try:

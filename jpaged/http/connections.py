@@ -23,8 +23,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.http.errors import body_of
 from jpaged.http.wire import App
+from jpaged.openai.lines import error_body
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self.config.max_connections:
             error = Unavailable(f"{self.config.max_connections} connections are open, the limit")
-            self._say(b"503 Service Unavailable", body_of(error), b"retry-after: 1\r\n")
+            self._say(b"503 Service Unavailable", error_body(error), b"retry-after: 1\r\n")
         else:
             self._wait(self.config.idle_s)
 
@@ -129,7 +129,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Say that what came is no HTTP, in the form of every error."""
-        self._say(b"400 Bad Request", body_of(InvalidArgument("request", msg)))
+        self._say(b"400 Bad Request", error_body(InvalidArgument("request", msg)))
 
     def _say(self, status: bytes, body: dict[str, Any], header: bytes = b"") -> None:
         content = json_text.dumps(body).encode()

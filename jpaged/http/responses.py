@@ -11,12 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.errors import NotFound
-from jpaged.http.errors import error_for
+from jpaged.http.errors import JSON, error_for
 from jpaged.http.exchange import answer_of, while_there
 from jpaged.http.generate.asked import Asked, asked_of
-from jpaged.http.generate.calls import events_of, outputs_of
+from jpaged.http.generate.calls import TokenTexts, events_of, outputs_of
 from jpaged.http.generate.events import EventStream
-from jpaged.http.generate.texts import TokenTexts
 from jpaged.openai.bodies import Job
 from jpaged.openai.responses.answers import response_of
 from jpaged.openai.responses.asking import asking_of
@@ -43,11 +42,17 @@ def routes(service: Service) -> list[Route]:
             return EventStream(_events(service, asked, echoed, texts), keep_alive_s, asked.left_s())
         return await while_there(request, _whole(service, asked, echoed, texts), asked.left_s())
 
+    async def count(request: Request) -> Response:
+        asked = await asked_of(service, request, lambda body: asking_of(body).job)
+        token_ids = await service.tokenize(lambda: asked.job.prompts[0], None)
+        return JSON({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
     async def missing(request: Request) -> Response:
         raise NotFound("response_id: nothing is stored: a response is in the answer to its request alone")
 
     return [
         Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count, methods=["POST"]),
         Route("/v1/responses/{rest:path}", missing, methods=["GET", "POST", "DELETE"]),
     ]
 

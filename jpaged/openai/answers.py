@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated
-from jpaged.errors import InvalidArgument, NotFound
-from jpaged.openai.bodies import Job, shown
+from jpaged.errors import InvalidArgument, ModelNotFound, RequestTooLong
+from jpaged.openai.bodies import Job, renamed, shown
 from jpaged.openai.choices import AnswerSize
 from jpaged.openai.lines import (
     EMBEDDINGS_URL,
@@ -135,11 +135,19 @@ class Answers:
 
     Args:
         model: what all servers serve; a line that names another is refused.
+        adapters: returns the names of loaded adapters, each of which a line may have as its model.
         work: makes texts of what was answered.
         max_bytes: size of an answer, as estimated before it is computed; None is no limit.
     """
 
-    def __init__(self, model: ModelInfo, work: Work = at_once, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelInfo,
+        work: Work = at_once,
+        adapters: Callable[[], Collection[str]] = frozenset,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._adapters = adapters
         self._max_bytes = max_bytes
         self._model = model
         self._work = work
@@ -150,10 +158,10 @@ class Answers:
         if line.url in (EMBEDDINGS_URL, SCORE_URL):
             return await self._scored(server, line)
         job = await self._work(partial(job_of, line), size_of(line.body))
-        self._require_model(job.model)
+        job = replace(job, adapter=self._adapter(job.model, job.adapter))
         output = await self._complete(server, line.custom_id, job)
         await self._name_tokens(server, output)
-        name, texts = self._model.name, self._token_texts.__getitem__
+        name, texts = job.model or self._model.name, self._token_texts.__getitem__
         text = await self._work(lambda: success_line(line, output, model=name, token_text=texts), _num_told(output))
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 
@@ -161,20 +169,26 @@ class Answers:
         (prompt,), sampling = job.prompts, _seeded(job.sampling, custom_id)
         options = None if prompt.messages is None else prompt.chat_options
         if prompt.fills_length:
-            token_ids = await server.tokenize(messages=prompt.messages, chat_options=options)
-            most = self._model.max_model_len - len(token_ids)
+            num_tokens = len(prompt.token_ids or ())
+            if prompt.token_ids is None:
+                num_tokens = len(await server.tokenize(prompt.text, messages=prompt.messages, chat_options=options))
+            most = self._model.max_model_len - num_tokens
             if self._max_bytes is not None:
-                size = AnswerSize(sampling, vocab_size=self._model.vocab_size, is_chat=True, max_bytes=self._max_bytes)
+                is_chat, vocab_size = prompt.messages is not None, self._model.vocab_size
+                size = AnswerSize(sampling, vocab_size=vocab_size, is_chat=is_chat, max_bytes=self._max_bytes)
                 most = min(most, size.max_filled or most)
             sampling = replace(sampling, max_tokens=max(sampling.max_tokens, most))
-        return await server.complete(
-            prompt.text,
-            sampling,
-            prompt_token_ids=prompt.token_ids,
-            messages=prompt.messages,
-            chat_options=options,
-            adapter=job.adapter or "",
-        )
+        try:
+            return await server.complete(
+                prompt.text,
+                sampling,
+                prompt_token_ids=prompt.token_ids,
+                messages=prompt.messages,
+                chat_options=options,
+                adapter=job.adapter or "",
+            )
+        except InvalidArgument as error:
+            raise renamed(error, job.names) from error
 
     async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
         """Learns the texts of the tokens that the output's log-probabilities speak of."""
@@ -197,9 +211,16 @@ class Answers:
 
     async def evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
         """Run what a body of scores or embeddings asks for; raises as `answer` does."""
-        how, model = job.how, self._model.name
-        self._require_model(how.model)
-        asked: dict[str, Any] = {"adapter": how.adapter, "cache_salt": how.cache_salt, "priority": how.priority}
+        try:
+            return await self._evaluate(server, job)
+        except RequestTooLong as error:
+            field = "input" if isinstance(job, EmbedJob) else "prompt" if isinstance(job, ScoreJob) else "text_1"
+            raise RequestTooLong(field, error.problem) from error
+
+    async def _evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
+        how, model = job.how, job.how.model or self._model.name
+        adapter = self._adapter(how.model, how.adapter) or ""
+        asked: dict[str, Any] = {"adapter": adapter, "cache_salt": how.cache_salt, "priority": how.priority}
         if isinstance(job, ScoreJob):
             scores, num_tokens = await _by_calls(
                 lambda some: server.score(job.prompt, some, **asked), job.continuations, self._check_scores
@@ -234,9 +255,15 @@ class Answers:
             limit = f"the limit of {self._max_bytes / 2**20:g} MiB (max_response_size)"
             raise InvalidArgument(field, f"{num_parts} with {num} {what} make {size}, over {limit}")
 
-    def _require_model(self, name: str | None) -> None:
-        if name is not None and name != self._model.name:
-            raise NotFound(f"body.model: {shown(name)} is not served; {self._model.name!r} is")
+    def _adapter(self, name: str | None, adapter: str | None) -> str | None:
+        """Return the adapter that a body names by its field, or by the name of its model."""
+        if name in (None, self._model.name):
+            return adapter
+        if name not in self._adapters():
+            raise ModelNotFound(f"model: {shown(name)} is not served; {self._model.name!r} is")
+        if adapter not in (None, "", name):
+            raise InvalidArgument("adapter", f"{adapter!r} is not {name!r}, the adapter that model names")
+        return name
 
 
 def size_of(body: Mapping[str, Any]) -> int:

@@ -22,7 +22,8 @@ import numpy as np
 
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.json_text import Items
-from jpaged.openai.bodies import name_in, shown, without_nulls
+from jpaged.openai.bodies import name_in, shown
+from jpaged.openai.neutral_fields import own_fields
 from jpaged.types import Pooling, SamplingParams, Score, TokenLogprob
 
 _T = TypeVar("_T")
@@ -88,6 +89,11 @@ class SimilarityJob:
         return tuple(dict.fromkeys(text for pair in self.pairs for text in pair))
 
 
+_OF_ALL = {one.name for one in fields(How)}
+_OF_EMBEDDINGS = {*_OF_ALL, "input", "pooling", "encoding_format", "dimensions", "normalize", "user"}
+_OF_SIMILARITIES = {*_OF_ALL, "text_1", "text_2", "pooling"}
+_OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"}
+_OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
 ScoringJob = EmbedJob | ScoreJob | SimilarityJob
 
 
@@ -97,7 +103,7 @@ def score_job(given: Mapping[str, Any]) -> ScoreJob | SimilarityJob:
     Raises:
         InvalidArgument: a field is unknown, wrong, or cannot be honoured.
     """
-    body = without_nulls(given)
+    body = own_fields("/v1/score", given, _OF_SCORES)
     is_ours = "prompt" in body or "continuations" in body
     return _loglikelihood_job(body) if is_ours else _similarity_job(body)
 
@@ -108,8 +114,8 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
     Raises:
         InvalidArgument: as `score_job`.
     """
-    body = without_nulls(as_given)
-    how = _how(body, {"input", "pooling", "encoding_format", "dimensions", "normalize", "user"})
+    body = own_fields("/v1/embeddings", as_given, _OF_EMBEDDINGS)
+    how = _how(body, _OF_EMBEDDINGS)
     name_in(body, "user")
     given = body.get("input")
     is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
@@ -125,13 +131,13 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
-    how = _how(body, {"prompt", "continuations"})
+    how = _how(body, _OF_LOGLIKELIHOODS)
     (prompt,) = _texts("prompt", [body.get("prompt")])
     return ScoreJob(prompt, _texts("continuations", body.get("continuations")), how)
 
 
 def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
-    how = _how(body, {"text_1", "text_2", "pooling"})
+    how = _how(body, _OF_SIMILARITIES)
     left, right = (_strings(f"{name}", body.get(name)) for name in ("text_1", "text_2"))
     if len(left) == 1:
         left *= len(right)
@@ -143,8 +149,8 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
 
 def _how(body: Mapping[str, Any], own: set[str]) -> How:
     """What a body says besides its own fields; refuses what is neither."""
-    for name in body.keys() - own - {one.name for one in fields(How)}:
-        raise InvalidArgument(name[:80], f"is not supported beside {', '.join(sorted(own))}")
+    for name in body.keys() - own:
+        raise InvalidArgument(name[:80], f"is not supported with {', '.join(sorted(own - _OF_ALL))}")
     values = {name: body[name] for name in ("cache_salt", "priority") if name in body}
     try:
         SamplingParams(**values)

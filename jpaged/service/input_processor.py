@@ -158,14 +158,14 @@ class InputProcessor:
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""
-        num_kept = sampling.truncate_prompt_tokens
+        num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_tokens
         if num_kept == -1:
-            num_kept = max(1, self._geometry.max_model_len - sampling.max_tokens)
+            num_kept = max(1, self._geometry.max_model_len - max_tokens)
         if prompt.token_ids is not None:
             given = prompt.token_ids if num_kept is None else prompt.token_ids[-num_kept:]
-            self._check_length(len(given), sampling)
+            self._check_length(len(given), sampling, max_tokens)
             return self._checked_ids("prompt.token_ids", given)
-        max_bytes = self._max_prompt_bytes(sampling.max_tokens)
+        max_bytes = self._max_prompt_bytes(max_tokens)
         if num_kept is not None:
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
@@ -173,7 +173,7 @@ class InputProcessor:
         else:
             token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes)
         token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
-        self._check_length(len(token_ids), sampling)
+        self._check_length(len(token_ids), sampling, max_tokens)
         return token_ids
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -261,8 +261,8 @@ class InputProcessor:
         wrong = next(one for one in ids if type(one) is not int or not 0 <= one < vocab_size)
         raise InvalidArgument(field, f"{wrong!r} is not a token id from 0 to {vocab_size - 1}")
 
-    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        max_tokens, geometry = sampling.max_tokens, self._geometry
+    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int) -> None:
+        geometry = self._geometry
         total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
         if num_rows > geometry.max_num_seqs:
             name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"

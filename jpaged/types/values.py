@@ -86,6 +86,8 @@ class Prompt:
         fills_length: as many tokens may follow as the model's length and the pool leave; `SamplingParams.max_tokens` is
             the least that must fit.
         max_filled: with `fills_length`, the most that may follow; None is no limit.
+        is_only_told: the token that is generated is dropped and needs no room: a prompt may have
+            `max_model_len` tokens.
     """
 
     text: str | None = None
@@ -98,6 +100,7 @@ class Prompt:
     generated: Sequence[Generated] = ()
     fills_length: bool = False
     max_filled: int | None = None
+    is_only_told: bool = False
 
     @property
     def size(self) -> int:

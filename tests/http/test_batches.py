@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 
-from jpaged.errors import InvalidArgument, QueueFull
+from jpaged.errors import InvalidArgument, QueueFull, StorageError
 from jpaged.http.batching import files as files_of_batches
 from jpaged.http.batching import lines as lines_of_batches
 from jpaged.http.batching import store as stores
@@ -22,7 +22,6 @@ from jpaged.http.batching.files import _Uploads
 from jpaged.http.batching.pacing import PRIORITY
 from jpaged.http.batching.store import Store
 from jpaged.http.batching.values import Batch
-from jpaged.http.errors import StorageError
 from tests.server.harness import Harness, eventually, running
 
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -122,13 +121,18 @@ async def test_lines_that_cannot_be_honoured_fail_by_themselves(tmp_path: Path) 
     async with serving(tmp_path) as (_, client):
         wrong = line("wrong", prompt="a", temperature=-1)
         other = line("other", prompt="a", model="another")
-        batch = await ended(client, (await send(client, jsonl([line("good"), wrong, other]))).id)
+        long = line("long", prompt="a" * 500)
+        batch = await ended(client, (await send(client, jsonl([line("good"), wrong, long, other]))).id)
         assert batch.status == "completed"
-        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 3)
         failed = await results(client, batch.error_file_id)
-        assert failed["wrong"]["error"]["code"] == "INVALID_ARGUMENT"
-        assert failed["wrong"]["error"]["message"].startswith("body.temperature: ")
-        assert failed["other"]["error"]["code"] == "NOT_FOUND" and failed["other"]["response"] is None
+        assert failed["wrong"]["error"] is None and failed["wrong"]["response"]["status_code"] == 400
+        told = failed["wrong"]["response"]["body"]["error"]
+        assert (told["code"], told["param"]) == ("INVALID_ARGUMENT", "temperature")
+        told = failed["long"]["response"]["body"]["error"]
+        assert (told["code"], told["param"]) == ("context_length_exceeded", "prompt")
+        assert failed["other"]["response"]["status_code"] == 404
+        assert failed["other"]["response"]["body"]["error"]["code"] == "model_not_found"
         assert (await results(client, batch.output_file_id)).keys() == {"good"}
 
 

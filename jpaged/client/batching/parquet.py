@@ -11,9 +11,7 @@ there already. A crash leaves the old output or the new one, and the lines until
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jpaged import json_text
-from jpaged.client.results import OutputError
+from jpaged.client.results import OutputError, replace_file
 from jpaged.errors import InvalidArgument
 from jpaged.openai.bodies import loaded
 from jpaged.openai.lines import BadLine, Line, line_of
@@ -176,18 +174,10 @@ def unpack(output: Path, journal: Path) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a file whole, or leaves the one that is there."""
-    new = path.with_name(path.name + ".new")
     try:
-        write(new)
-        with new.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(new, path)
-    except (OSError, pa.ArrowException) as error:
+        replace_file(path, write)
+    except pa.ArrowException as error:
         raise OutputError(f"--output: {path} cannot be written: {error}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            new.unlink()
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, QueueFull, RequestTooLong
+from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, QueueFull, RequestTooLong, StorageError
 from jpaged.http.batching.pages import page_of
 from jpaged.http.batching.runner import Runner
 from jpaged.http.batching.values import StoredFile
-from jpaged.http.errors import JSON, StorageError
+from jpaged.http.errors import JSON
 from jpaged.http.exchange import answer_of
 from jpaged.http.requests import owner_of
 from jpaged.service.service import Service

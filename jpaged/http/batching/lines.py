@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from jpaged import json_text
-from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.errors import InvalidArgument, JpagedError, StorageError
 from jpaged.http.batching.values import BatchError, Counts
-from jpaged.http.errors import StorageError
 from jpaged.openai.lines import BadLine, Line, failure_line, parse_line
 
 MAX_ERRORS = 100

@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jpaged.errors import InternalError, JpagedError, TryLater, Unavailable
+from jpaged.errors import InternalError, JpagedError, StorageError, TryLater, Unavailable
 from jpaged.http.batching.lines import Outputs, checked, lines_in
 from jpaged.http.batching.pacing import PRIORITY, Places
 from jpaged.http.batching.store import Store
 from jpaged.http.batching.threads import Threads
 from jpaged.http.batching.values import Batch, BatchError
-from jpaged.http.errors import StorageError
 from jpaged.http.local import LocalServer
 from jpaged.openai.answers import Answers
 from jpaged.openai.lines import BadLine, Line
@@ -152,9 +151,9 @@ class Running:
             await asyncio.wait((work,))
 
     async def _run_all(self, outputs: Outputs) -> None:
-        state = self._service.state
-        max_bytes = int(state.config.http.max_response_size * 2**20)
-        answers = Answers(state.loaded().model, self._service.work, max_bytes)
+        loaded, http = self._service.state.loaded(), self._service.state.config.http
+        max_bytes = int(http.max_response_size * 2**20)
+        answers = Answers(loaded.model, self._service.work, loaded.adapters.names, max_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in self._todo(outputs):

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from jpaged import json_text
-from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, QueueFull
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, QueueFull, StorageError
 from jpaged.http.batching.values import Batch, StoredFile, new_id
-from jpaged.http.errors import StorageError
 
 _T = TypeVar("_T")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from jpaged.errors import InvalidArgument, NotFound
+from jpaged.errors import InvalidArgument, ModelNotFound
 from jpaged.http.exchange import read_body
 from jpaged.http.requests import (
     answer_headers_of,
@@ -156,7 +156,7 @@ def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:
     if job.model in (None, model.model.name):
         return model.adapters.named(job.adapter or "")
     if job.model not in {one.name for one in model.adapters.loaded()}:
-        raise NotFound(f"model: {shown(job.model)} is not served; {model.model.name!r} is")
+        raise ModelNotFound(f"model: {shown(job.model)} is not served; {model.model.name!r} is")
     if job.adapter not in (None, job.model):
         raise InvalidArgument("adapter", f"{job.adapter!r} is not {job.model!r}, the adapter that model names")
     return model.adapters.named(job.model or "")

@@ -110,3 +110,20 @@ async def prompt_text_of(service: Service, asked: Asked, number: int, prompt_tok
     if text is not None and sampling.truncate_prompt_tokens is None:
         return text
     return await service.detokenize(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+
+
+class TokenTexts:
+    """The texts of a model's tokens, those that were asked for; as many as its vocabulary has at most."""
+
+    def __init__(self) -> None:
+        self._model: LoadedModel | None = None
+        self._texts: dict[int, str] = {}
+
+    def of(self, model: LoadedModel, token_id: int) -> str:
+        """Return the text of one token by itself."""
+        if model is not self._model:
+            self._model, self._texts = model, {}
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = model.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text

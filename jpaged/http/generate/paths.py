@@ -13,9 +13,8 @@ from starlette.routing import Route
 from jpaged.http.exchange import answer_of as json_answer_of
 from jpaged.http.exchange import while_there
 from jpaged.http.generate.asked import Asked, asked_of
-from jpaged.http.generate.calls import events_of, outputs_of, prompt_text_of
+from jpaged.http.generate.calls import TokenTexts, events_of, outputs_of, prompt_text_of
 from jpaged.http.generate.events import EventStream
-from jpaged.http.generate.texts import TokenTexts
 from jpaged.openai.bodies import Job, chat_job, completion_job
 from jpaged.openai.choices import answer_of
 from jpaged.openai.chunks import Chunks
