@@ -16,6 +16,7 @@ from typing import Any
 from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
+from jpaged.engine.scheduling.editing import nothing_left
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
@@ -133,6 +134,9 @@ class InputProcessor:
             thinking=thinking,
         )
         if not prompt.generated:
+            forbidden = nothing_left(request, token_ids, self.eos_token_ids, self._geometry.vocab_size)
+            if forbidden is not None:
+                raise forbidden
             return request
         return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
 
@@ -291,11 +295,6 @@ class InputProcessor:
             for text in (word.strip(), f" {word.strip()}"):
                 ids = self._known("sampling.bad_words", self.tokenizer.encode(text, add_special_tokens=False))
                 found[tuple(ids)] = None
-        allowed = sampling.allowed_token_ids
-        if allowed is not None and all((token_id,) in found for token_id in allowed):
-            raise InvalidArgument(
-                "sampling.bad_words", "forbid every token of allowed_token_ids: nothing can be sampled"
-            )
         return tuple(ids for ids in found if ids)
 
     def _check_beams(self, sampling: SamplingParams) -> None:

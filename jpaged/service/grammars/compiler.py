@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher
 
 from jpaged.engine.tokenizer import Tokenizer
@@ -277,7 +278,24 @@ class ServedGrammars:
 def _bound(request: Request, grammar: CompiledGrammar) -> Request:
     grammar.check_max_tokens(request.sampling.max_tokens)
     bound: Grammar = grammar if request.thinking is None else ThinkingGrammar(request.thinking, grammar)
+    _check_first_token(request, bound, grammar.vocabulary)
     return dataclasses.replace(request, grammar=bound)
+
+
+def _check_first_token(request: Request, grammar: Grammar, vocabulary: Vocabulary) -> None:
+    """Refuse a request whose other fields leave none of the tokens that its grammar allows first."""
+    allowed, words = request.sampling.allowed_token_ids, request.bad_word_ids
+    if (allowed is None and not words) or request.continued:
+        return
+    mask_w = np.zeros(vocabulary.num_words, np.int32)
+    grammar.start().fill(mask_w)
+    if allowed is not None:
+        mask_w &= vocabulary.mask_of(allowed)
+    name = "bad_words" if mask_w.any() else "allowed_token_ids"
+    mask_w &= ~vocabulary.mask_of([word[0] for word in words if len(word) == 1])
+    if not mask_w.any():
+        problem = "leaves no token that its grammar allows as output token 1"
+        raise InvalidArgument(f"sampling.{name}", problem)
 
 
 def compile_now(compiler: GrammarCompiler, outputs: StructuredOutputs) -> CompiledGrammar:
