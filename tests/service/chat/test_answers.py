@@ -85,6 +85,16 @@ def test_an_answer_that_is_cut_off_says_why(reason):
         assert answer_of(output) == ChatAnswer.of(parser.push(TEXT[:end]) + parser.finish())
 
 
+@pytest.mark.parametrize("matched", ["Par", 7])
+def test_a_call_that_a_stop_cuts_is_no_call_to_run(matched):
+    finish, end = SequenceFinish(FinishReason.STOP, matched), TEXT.index("}") + 1
+    for cut in range(TEXT.index("{", TEXT.index("arguments")) + 1, end):
+        (output,) = outcome(answers(), events([TEXT[:cut]], finish=finish))
+        assert (output.finish_reason, len(output.tool_calls)) == ("stop", 1)
+    (output,) = outcome(answers(), events([TEXT[:end]], finish=finish))
+    assert output.finish_reason == "tool_calls"
+
+
 def test_sequences_are_told_apart_each_by_itself():
     split = answers()
     given = [

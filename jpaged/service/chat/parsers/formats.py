@@ -187,7 +187,14 @@ class AnswerFormat:
             return not tail.endswith(self.reasoning.close_tag)
         return tail.endswith(self.reasoning.open_tag)
 
-    def parser(self, *, is_open: bool, has_tools: bool = True, new_id: NewId | None = None) -> Parser:
+    def parser(
+        self,
+        *,
+        is_open: bool,
+        has_tools: bool = True,
+        new_id: NewId | None = None,
+        tool_names: Collection[str] = (),
+    ) -> Parser:
         """A parser of one answer.
 
         Args:
@@ -195,16 +202,18 @@ class AnswerFormat:
             has_tools: the request has tools; what looks like a call is content where it has none, but for gpt-oss,
                 whose one parser reads everything.
             new_id: makes the ids of calls; None is as the family has them.
+            tool_names: of the tools that the request has.
         """
         tools = self.tools if has_tools else None
         new_id = new_id or (call_id if tools is None else tools.new_id)
+        writer = PieceWriter(new_id, tool_names)
         if self.reasoning is not None and self.reasoning.is_whole_answer:
-            return HarmonyParser(PieceWriter(new_id))
+            return HarmonyParser(writer)
         make = PlainParser if tools is None else tools.make
         if self.reasoning is None:
-            return make(PieceWriter(new_id))
+            return make(writer)
         tags = (self.reasoning.open_tag, self.reasoning.close_tag)
-        return ReasoningParser(tags, make, is_open=is_open, new_id=new_id)
+        return ReasoningParser(tags, make, is_open=is_open, inner_writer=writer)
 
 
 def _tags_of(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
