@@ -111,6 +111,9 @@ class InputProcessor:
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
+        outputs = sampling.structured_outputs
+        if outputs is not None and not outputs.has_constraint:  # options of a constraint that nothing has brought
+            sampling = dataclasses.replace(sampling, structured_outputs=None)
         for place, one in enumerate(prompt.generated):
             self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
         bad_word_ids = self._bad_word_ids(sampling)
@@ -152,8 +155,8 @@ class InputProcessor:
 
     def naming_errors(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> AbstractContextManager[None]:
         """Inside, errors of the grammar of a request that was made of these name what the caller gave."""
-        outputs = request.sampling.structured_outputs
-        if outputs is None or sampling.structured_outputs is not None:
+        outputs, given = request.sampling.structured_outputs, sampling.structured_outputs
+        if outputs is None or (given is not None and given.has_constraint):
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 

@@ -29,7 +29,7 @@ from jpaged.service.grammars.sources import refusal, source_key, source_of
 from jpaged.service.grammars.state import LlguidanceState
 from jpaged.service.grammars.trial_process import TrialProcess
 from jpaged.service.grammars.vocabulary import Vocabulary, num_words
-from jpaged.structured import Grammar, StructuredOutputs, ThinkingGrammar
+from jpaged.structured import JSON_WHITESPACE, Grammar, StructuredOutputs, ThinkingGrammar
 from jpaged.types import Request
 
 _MAX_COMPLETION_TOKENS = 4096
@@ -76,10 +76,16 @@ class GrammarCompiler:
 
     Attributes:
         vocabulary: the model's.
+
+    Args:
+        whitespace: a regular expression of the whitespace between parts of JSON, unless a request names one.
     """
 
-    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits | None = None) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, limits: GrammarLimits | None = None, whitespace: str = JSON_WHITESPACE
+    ) -> None:
         self.vocabulary = vocabulary
+        self._whitespace = whitespace
         self._limits = limits or GrammarLimits()
         self._threads = _threads(self._limits)
         self._trials: SimpleQueue[TrialProcess] = SimpleQueue()
@@ -174,7 +180,7 @@ class GrammarCompiler:
                 del self._found[key]
 
     def _compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
-        source = source_of(outputs, self._limits)
+        source = source_of(outputs, self._limits, self._whitespace)
         process = self._trials.get()
         try:
             trial = process.run(source.grammar)
@@ -218,6 +224,7 @@ class ServedGrammars:
     Args:
         vocab_size: V, the width of the model's logits.
         eos_token_ids: all tokens that end a text.
+        whitespace: as `GrammarCompiler` takes it.
     """
 
     def __init__(
@@ -226,7 +233,9 @@ class ServedGrammars:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         limits: GrammarLimits | None = None,
+        whitespace: str = JSON_WHITESPACE,
     ) -> None:
+        self._whitespace = whitespace
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -271,7 +280,7 @@ class ServedGrammars:
         with self._lock:
             if self._compiler is None:
                 vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
-                self._compiler = GrammarCompiler(vocabulary, self._limits)
+                self._compiler = GrammarCompiler(vocabulary, self._limits, self._whitespace)
             return self._compiler
 
 

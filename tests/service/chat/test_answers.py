@@ -8,7 +8,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.answers import ChatAnswers, WithoutTokens
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from jpaged.structured import StructuredOutputs
+from jpaged.structured import Kind, StructuredOutputs
 from jpaged.testing import ByteTokenizer
 from jpaged.types import FinishReason, OutputEvent, SamplingParams, SequenceFinish
 
@@ -204,6 +204,13 @@ def test_two_grammars_of_one_answer_are_refused():
         with pytest.raises(InvalidArgument, match=rf"^sampling.structured_outputs: does not go with .*{why}"):
             answering().held(options, given, [1])
     assert answering().held(ChatOptions(tools=TOOLS), given, [1]) == given
+
+
+def test_options_of_structured_outputs_are_those_of_the_calls():
+    options = StructuredOutputs(whitespace_pattern=" ?")
+    held = answering().held(REQUIRED, SamplingParams(structured_outputs=options), [1]).structured_outputs
+    assert held is not None
+    assert (held.kind, held.whitespace_pattern) == (Kind.STRUCTURAL_TAG, " ?")
 
 
 def test_tools_that_are_too_large_for_a_grammar_are_named():

@@ -35,6 +35,7 @@ class ToolFormat:
         begins: what stands before a call's arguments, NAME for the function's name; the first is usual.
         end: what stands behind them.
         triggers: how `begins` begin, each of them as one of these.
+        between: a regular expression of the text after each of several calls; it matches nothing, too.
         new_id: makes the id of a call.
         is_in_channels: an answer is messages, each in a channel, of which a call is the last.
     """
@@ -46,6 +47,7 @@ class ToolFormat:
     begins: tuple[str, ...]
     end: str
     triggers: tuple[str, ...]
+    between: str = ""
     new_id: NewId = call_id
     is_in_channels: bool = False
 
@@ -85,6 +87,7 @@ TOOL_FORMATS = {
             begins=('<tool_call>\n{"name": "NAME", "arguments": ',),
             end="}\n</tool_call>",
             triggers=("<tool_call>",),
+            between=r"\n?",
         ),
         ToolFormat(
             name="llama3_json",
@@ -94,6 +97,7 @@ TOOL_FORMATS = {
             begins=('{"name": "NAME", "parameters": ',),
             end="}",
             triggers=('{"name": "',),
+            between=r"(; ?|\n)?",
         ),
         ToolFormat(
             name="mistral",
@@ -267,7 +271,12 @@ def _tool_format(template: str) -> str | None:
     has_headers = "<|start_header_id|>" in template or "<|header_start|>" in template
     if has_headers and "tool_calls" in template and '"parameters"' in template:
         return "llama3_json"
-    return None
+    return "hermes" if has_built_in_tools(template) else None
+
+
+def has_built_in_tools(template: str) -> bool:
+    """Return True if a chat template has no tools, so that the prompt of `with_built_in_tools` describes them."""
+    return bool(template) and "tools" not in template
 
 
 def _reasoning_format(template: str, architecture: str) -> str | None:
