@@ -143,6 +143,7 @@ class ChatAnswering:
             lambda: self._format.parser(is_open=is_open, has_tools=has_tools, tool_names=names),
             has_reasoning=options.reasoning.include,
             hidden_tokens=self._special_tokens if is_kept and sampling.skip_special_tokens else (),
+            has_content=not (has_tools and options.choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)),
         )
 
     def _check_budget(self, sampling: SamplingParams) -> None:

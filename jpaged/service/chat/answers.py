@@ -87,12 +87,19 @@ class ChatAnswers:
         parser: makes the parser of one answer.
         has_reasoning: False leaves it out.
         hidden_tokens: special tokens that are left out of content and reasoning, once their tags were read.
+        has_content: False leaves it out, for answers that are calls alone: the head of a call that is cut is no text.
     """
 
     def __init__(
-        self, parser: Callable[[], Parser], *, has_reasoning: bool = True, hidden_tokens: Collection[str] = ()
+        self,
+        parser: Callable[[], Parser],
+        *,
+        has_reasoning: bool = True,
+        hidden_tokens: Collection[str] = (),
+        has_content: bool = True,
     ) -> None:
         self._parser = parser
+        self._has_content = has_content
         self._has_reasoning = has_reasoning
         self._hidden_tokens = frozenset(token for token in hidden_tokens if token)
         self._answers: dict[int, _Answer] = {}
@@ -119,7 +126,7 @@ class ChatAnswers:
                 finish = SequenceFinish(FinishReason.TOOL_CALLS, finish.matched_stop)
         return replace(
             event,
-            text=content,
+            text=content if self._has_content else "",
             reasoning_content=reasoning if self._has_reasoning else "",
             tool_calls=calls,
             finish=finish,

@@ -95,6 +95,15 @@ def test_a_call_that_a_stop_cuts_is_no_call_to_run(matched):
     assert output.finish_reason == "tool_calls"
 
 
+def test_an_answer_of_calls_alone_has_no_text_where_it_is_cut():
+    for cut in range(len(TEXT) + 1):
+        (output,) = outcome(
+            answers(has_content=False), events([TEXT[:cut]], finish=SequenceFinish(FinishReason.LENGTH))
+        )
+        assert output.text == ""
+    assert output.tool_calls == ANSWER.tool_calls
+
+
 def test_sequences_are_told_apart_each_by_itself():
     split = answers()
     given = [

@@ -124,7 +124,7 @@ def test_a_required_call_is_of_any_tool_and_no_text_comes():
         "type": "structural_tag",
         "format": {
             "type": "plus",
-            "content": {"type": "sequence", "elements": [calls, {"type": "regex", "pattern": "\\n?"}]},
+            "content": calls,
         },
     }
 

@@ -37,12 +37,12 @@ def compiled(compiler, tools, choice, answer_format, **options):
 @pytest.mark.parametrize(
     ("tools", "choice", "options", "texts"),
     [
-        (TOOLS, REQUIRED, {}, {CALL: 1, OTHER: 1, f"{CALL}\n{OTHER}": 1, "": 0, f"x{CALL}": 0, WRONG: 0}),
+        (TOOLS, REQUIRED, {}, {CALL: 1, OTHER: 1, f"{CALL}\n{OTHER}": 0, "": 0, f"x{CALL}": 0, WRONG: 0}),
         (
             TOOLS,
             REQUIRED,
             {},
-            {f"{CALL}{OTHER}": 1, f"{CALL}\n": 1, f"{CALL}\nSo": 0, f"{CALL}\n\n": 0, f"{CALL} x": 0},
+            {f"{CALL}{OTHER}": 1, f"{CALL}\n": 0, f"{CALL}\nSo": 0, f"{CALL}\n\n": 0, f"{CALL} x": 0},
         ),
         (TOOLS, REQUIRED, {"is_parallel": False}, {CALL: 1, f"{CALL}{OTHER}": 0, "": 0}),
         (TOOLS, NOW, {}, {OTHER: 1, CALL: 0, f"{OTHER}{OTHER}": 0}),
@@ -61,7 +61,7 @@ def test_calls_that_must_come_are_written_as_each_family_does(compiler):
         call: 1,
         f"{call}; {call}": 1,
         f"{call};{call}": 1,
-        f"{call}\n": 1,
+        f"{call}\n": 0,
         f"{call}  ": 0,
         f"{call}; x": 0,
     }

@@ -35,7 +35,8 @@ class ToolFormat:
         begins: what stands before a call's arguments, NAME for the function's name; the first is usual.
         end: what stands behind them.
         triggers: how `begins` begin, each of them as one of these.
-        between: a regular expression of the text after each of several calls; it matches nothing, too.
+        between: a regular expression of the text after each of several calls; it matches nothing, too. No line breaks:
+            a model that would write text after one could then write only another call.
         new_id: makes the id of a call.
         is_in_channels: an answer is messages, each in a channel, of which a call is the last.
     """
@@ -87,7 +88,6 @@ TOOL_FORMATS = {
             begins=('<tool_call>\n{"name": "NAME", "arguments": ',),
             end="}\n</tool_call>",
             triggers=("<tool_call>",),
-            between=r"\n?",
         ),
         ToolFormat(
             name="llama3_json",
@@ -97,7 +97,7 @@ TOOL_FORMATS = {
             begins=('{"name": "NAME", "parameters": ',),
             end="}",
             triggers=('{"name": "',),
-            between=r"(; ?|\n)?",
+            between="(; ?)?",
         ),
         ToolFormat(
             name="mistral",
