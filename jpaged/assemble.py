@@ -8,6 +8,7 @@ With `data_parallel_size` there are several executors and engines, on devices of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -52,13 +53,15 @@ from jpaged.models.model import Model
 from jpaged.models.sharding import with_parallel_experts
 from jpaged.service.adapters import Adapters
 from jpaged.service.chat.answering import ChatAnswering
-from jpaged.service.chat.parsers.formats import AnswerFormat, parser_for
+from jpaged.service.chat.parsers.formats import AnswerFormat, has_built_in_tools, parser_for
 from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
 from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -122,7 +125,8 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
     )
-    grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids)
+    whitespace = options.model.whitespace_pattern
+    grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids, whitespace=whitespace)
     engines = _make_engines(source, options, resolved, runs, grammars)
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
@@ -460,14 +464,22 @@ def check_same_tokens(tokenizer: Tokenizer, of_draft: Tokenizer) -> None:
 
 
 def _answer_format(source: Source, options: ModelOptions) -> AnswerFormat:
-    """How the model's chats are read: by name, or as its chat template tells."""
+    """Return how the model's chats are read: by name, or as its chat template shows."""
     tokenizer = source.tokenizer
-    return parser_for(
-        tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None,
+    template = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    found = parser_for(
+        template,
         source.config.architecture,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
     )
+    if found.tools is not None and has_built_in_tools(template or ""):
+        logger.info(
+            "the chat template of %s has no tools: a built-in prompt describes them, in the format of hermes; "
+            "--tool-call-parser none refuses tools instead",
+            source.name,
+        )
+    return found
 
 
 def _input_processor(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 from jpaged.assemble import build
 from jpaged.chat import ChatWords, chat_options_of
-from jpaged.completions import completions_of
+from jpaged.completions import completions_of, without_errors
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.engine.executor import Progress
 from jpaged.engine.garbage import collected_between_steps
@@ -24,7 +24,7 @@ from jpaged.load import EngineLoad
 from jpaged.progress_bar import MakeBar, ProgressBar
 from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.scoring import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, errors_named, score_of
-from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score
+from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score, Usage
 
 
 class TextPrompt(TypedDict):
@@ -90,6 +90,9 @@ class LLM:
         adapter: GivenAdapter = None,
     ) -> list[RequestOutput]:
         """Generates for every prompt; the results are in the order of the prompts.
+
+        A request that fails while it runs fails alone: its output has `error` and no `outputs`. The error of a single
+        prompt is raised.
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or many.
@@ -166,7 +169,7 @@ class LLM:
             for i in range(len(given)):
                 with errors_named(f"continuations[{i}]"):
                     requests.append(self._request(SCORE_SAMPLING, given.prompt(i), adapter))
-        outputs = iter(self._run(requests, use_tqdm))
+        outputs = iter(without_errors(self._run(requests, use_tqdm)))
         return [[score_of(next(outputs)) for _ in each] for each in of_each]
 
     def embed(
@@ -197,7 +200,7 @@ class LLM:
             with errors_named(f"prompts[{i}]"):
                 pooled = dataclasses.replace(_prompt_of(one), pooling=pooling)
                 requests.append(self._request(EMBED_SAMPLING, pooled, adapter))
-        outputs = self._run(requests, use_tqdm)
+        outputs = without_errors(self._run(requests, use_tqdm))
         return [embedding_of(output, normalize=normalize) for output in outputs]
 
     def load_adapter(self, name: str, path: str) -> None:
@@ -300,9 +303,13 @@ class LLM:
             bar.close()
         outputs = []
         for request in requests:
-            if (name := request.request_id) in failures:
-                raise failures[name]
-            outputs.append(completions[name].output(name, request.prompt, request.prompt_token_ids))
+            name, prompt, ids = request.request_id, request.prompt, request.prompt_token_ids
+            if (error := failures.get(name)) is None:
+                outputs.append(completions[name].output(name, prompt, ids))
+            elif len(requests) == 1:
+                raise error
+            else:
+                outputs.append(RequestOutput(name, prompt, ids, (), Usage(len(ids)), error=error))
         return outputs
 
 

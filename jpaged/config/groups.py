@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jpaged.config.option import JsonText, option
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import split_address
+from jpaged.structured import JSON_WHITESPACE
 
 Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
@@ -52,6 +54,11 @@ class ModelOptions:
     max_logprobs: int = option(
         20, "likeliest tokens that a request may have told at each position; -1 allows all of the vocabulary", low=-1
     )
+    whitespace_pattern: str = option(
+        JSON_WHITESPACE,
+        "regular expression of the whitespace between parts of constrained JSON, for requests that name none; "
+        r"[ \t\r\n]+ has no bound",
+    )
     parse_special_tokens: bool = option(
         True,
         "take special tokens that are spelled out in prompts and messages for what they say; if not, they are text "
@@ -72,6 +79,13 @@ class ModelOptions:
         "chat template",
         choices=get_args(ReasoningParser),
     )
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument if the pattern of whitespace is no regular expression."""
+        try:
+            re.compile(self.whitespace_pattern)
+        except re.error as error:
+            raise InvalidArgument("whitespace_pattern", f"{self.whitespace_pattern!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, messages_in
 from jpaged.openai.neutral_fields import own_fields
-from jpaged.structured import response_format_of
+from jpaged.structured import StructuredOutputs, response_format_of, structured_outputs_of
 from jpaged.types import Prompt, SamplingParams
 
 MAX_DEPTH = 64
@@ -283,12 +283,21 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str,
         values["logit_bias"] = _biases(values["logit_bias"])
     try:
         if "response_format" in body:
-            if values.get("structured_outputs") is not None:
-                raise InvalidArgument("response_format", "must be left out with structured_outputs")
-            values["structured_outputs"] = response_format_of(body["response_format"], "response_format")
+            values["structured_outputs"] = _constraint(body["response_format"], values.get("structured_outputs"))
         return SamplingParams(**values, logprobs=logprobs)
     except InvalidArgument as error:
         raise renamed(error, names) from error
+
+
+def _constraint(response_format: Any, given: Any) -> StructuredOutputs | None:
+    """Return the constraint of a response format, with the options of `structured_outputs`."""
+    wanted = response_format_of(response_format, "response_format")
+    options = structured_outputs_of(given) if isinstance(given, Mapping) else given
+    if wanted is None or options is None:
+        return options if wanted is None else wanted
+    if options.has_constraint:
+        raise InvalidArgument("response_format", f"must be left out with structured_outputs.{options.kind.value}")
+    return wanted.with_options(options)
 
 
 def _biases(given: Any) -> dict[int, Any] | None:

@@ -16,6 +16,7 @@ from typing import Any
 from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
+from jpaged.engine.scheduling.editing import nothing_left
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
@@ -113,6 +114,9 @@ class InputProcessor:
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
+        outputs = sampling.structured_outputs
+        if outputs is not None and not outputs.has_constraint:  # options of a constraint that nothing has brought
+            sampling = dataclasses.replace(sampling, structured_outputs=None)
         for place, one in enumerate(prompt.generated):
             self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
         bad_word_ids = self._bad_word_ids(sampling)
@@ -136,6 +140,9 @@ class InputProcessor:
             thinking=thinking,
         )
         if not prompt.generated:
+            forbidden = nothing_left(request, token_ids, self.eos_token_ids, self._geometry.vocab_size)
+            if forbidden is not None:
+                raise forbidden
             return request
         return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
 
@@ -151,8 +158,8 @@ class InputProcessor:
 
     def naming_errors(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> AbstractContextManager[None]:
         """Inside, errors of the grammar of a request that was made of these name what the caller gave."""
-        outputs = request.sampling.structured_outputs
-        if outputs is None or sampling.structured_outputs is not None:
+        outputs, given = request.sampling.structured_outputs, sampling.structured_outputs
+        if outputs is None or (given is not None and given.has_constraint):
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
@@ -294,11 +301,6 @@ class InputProcessor:
             for text in (word.strip(), f" {word.strip()}"):
                 ids = self._known("sampling.bad_words", self.tokenizer.encode(text, add_special_tokens=False))
                 found[tuple(ids)] = None
-        allowed = sampling.allowed_token_ids
-        if allowed is not None and all((token_id,) in found for token_id in allowed):
-            raise InvalidArgument(
-                "sampling.bad_words", "forbid every token of allowed_token_ids: nothing can be sampled"
-            )
         return tuple(ids for ids in found if ids)
 
     def _check_beams(self, sampling: SamplingParams) -> None:

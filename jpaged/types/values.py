@@ -325,6 +325,7 @@ class RequestOutput:
         times: of the engine that ran it; None from a server that does not tell them.
         prompt_logprobs: a place for each token of the prompt, None for the first; None where they were not asked for.
         embedding: the pooled hidden states, where they were asked for.
+        error: why the request failed while others of its batch ran; `outputs` is then empty.
     """
 
     request_id: str
@@ -336,6 +337,7 @@ class RequestOutput:
     times: RequestTimes | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     embedding: tuple[float, ...] | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from jpaged.openai.lines import (
     status_code_of,
     success_line,
 )
+from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     CompletionOutput,
     PositionLogprobs,
@@ -360,6 +361,27 @@ def test_what_cannot_be_honoured_is_named(line, field):
     with pytest.raises(InvalidArgument) as raised:
         job_of(line)
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"whitespace_pattern": " ?"}},
+            StructuredOutputs(json_object=True, whitespace_pattern=" ?"),
+        ),
+        (
+            {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}},
+            StructuredOutputs(regex="a"),
+        ),
+        (
+            {"structured_outputs": {"disable_any_whitespace": True}},
+            StructuredOutputs(disable_any_whitespace=True),
+        ),
+    ],
+)
+def test_a_response_format_takes_options_of_structured_outputs(body, wanted):
+    assert job_of(chat(**body)).sampling.structured_outputs == wanted
 
 
 OUTPUT = RequestOutput(

@@ -152,6 +152,58 @@ def _plain_call(where: str, call: Mapping[str, Any], max_bytes: int) -> dict[str
     return plain if call.get("id") is None else {"id": call["id"], **plain}
 
 
+_TOOLS_HEAD = """You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+"""
+_TOOLS_TAIL = """
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+"""The prompt of Hermes and Qwen, whose calls `HermesParser` reads."""
+
+
+def with_built_in_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_system: bool = True
+) -> list[Mapping[str, Any]]:
+    """Return a conversation with tools, calls and results as text, for templates that have none of them.
+
+    Args:
+        messages: as `for_template` returns them.
+        tools: as `Tool.as_json` has them; none changes calls and results alone.
+        is_system: describe the tools in the system's message; else in the user's first.
+    """
+    plain = [_as_text(message) for message in messages]
+    if not tools:
+        return plain
+    lines = "\n".join(json_text.dumps(tool, ensure_ascii=False) for tool in tools)
+    prompt, role = f"{_TOOLS_HEAD}{lines}{_TOOLS_TAIL}", "system" if is_system else "user"
+    place = next((i for i, message in enumerate(plain) if message.get("role") == role), None)
+    if place is None or (is_system and place > 0):
+        return [{"role": role, "content": prompt}, *plain]
+    content = plain[place].get("content") or ""
+    parts = (content, prompt) if is_system else (prompt, content)
+    plain[place] = {**plain[place], "content": "\n\n".join(part for part in parts if part)}
+    return plain
+
+
+def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = {name: call["function"][name] for name in ("name", "arguments")}
+        calls.append(f"<tool_call>\n{json_text.dumps(function, ensure_ascii=False)}\n</tool_call>")
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**others, "content": "\n".join([*filter(None, [message.get("content")]), *calls])}
+
+
 def forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
     """A conversation in the forms that templates take, the likeliest first; one alone where no tool is called."""
     yield list(messages)

@@ -10,7 +10,8 @@ from typing import Any
 from jpaged.chat import ReasoningOptions
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.frames import Kind
-from jpaged.service.chat.messages import forms
+from jpaged.service.chat.messages import forms, with_built_in_tools
+from jpaged.service.chat.parsers.formats import has_built_in_tools
 from jpaged.service.chat.process import CPU_S, OutOfTimeError, TemplateProcess
 
 _FIELD = "chat.messages"
@@ -110,20 +111,41 @@ class ChatTemplate:
             Unsupported: there are tools, of which the template takes no notice.
             Unavailable: the process that renders is gone.
         """
-        if tools and not self.uses_tools:
+        if tools and not self.uses_tools and not has_built_in_tools(self.source):
             raise Unsupported(f"tools: the chat template of {self._name} does not use any")
         for name in kwargs.keys() - self._settable:
             known = ", ".join(sorted(self._settable)) or "none"
             raise InvalidArgument(f"{_KWARGS}.{name}", f"is no variable of the chat template; it has {known}")
         variables = {**self._variables, **kwargs}
         failure = None
-        for form in forms(self._in_known_roles(messages)):
+        known = self._in_known_roles(messages)
+        has_calls = "tool_calls" not in self.source and any(map(_has_call, known))
+        if has_built_in_tools(self.source) and (tools or has_calls):
+            return self._render_built_in(known, variables, max_bytes, tools)
+        for form in forms(known):
             kind, text = self._outcome(form, variables, max_bytes, tools)
             if kind is not Kind.FAILED:
                 return _text_of(kind, text, max_bytes)
             failure = failure or InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
         assert failure is not None
         raise failure
+
+    def _render_built_in(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        max_bytes: int,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
+        """Return the conversation with tools as text: in the system's message, or in the user's if there is none."""
+        kind, text = self._outcome(with_built_in_tools(messages, tools), variables, max_bytes, ())
+        is_dropped = kind is Kind.RENDERED and tools and "</tools>" not in text
+        if kind in (Kind.RAISED, Kind.FAILED) or is_dropped:
+            in_user = with_built_in_tools(messages, tools, is_system=False)
+            kind, text = self._outcome(in_user, variables, max_bytes, ())
+        if kind is Kind.FAILED:
+            raise InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
+        return _text_of(kind, text, max_bytes)
 
     def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The messages, a developer's as the system's where the template does not tell them apart."""
@@ -144,6 +166,10 @@ class ChatTemplate:
             raise InvalidArgument(_FIELD, f"the chat template takes over {CPU_S} s of processor time") from error
         except (TypeError, ValueError) as error:
             raise InvalidArgument(_FIELD, f"hold something that is no text: {error}") from error
+
+
+def _has_call(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) or message.get("role") == "tool"
 
 
 def _text_of(kind: Kind, text: str, max_bytes: int) -> str:

@@ -12,7 +12,7 @@ from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.messages import for_template, messages_bytes
-from jpaged.service.chat.parsers.formats import TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.parsers.formats import TOOL_FORMATS, AnswerFormat, parser_for
 from jpaged.service.chat.process import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate
 from jpaged.service.input_processor import InputProcessor
@@ -100,6 +100,39 @@ def test_a_template_that_takes_no_form_says_why_of_the_first(process):
     source = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls.x.y }}{% endif %}{% endfor %}"
     with pytest.raises(InvalidArgument, match=r"^chat\.messages: the chat template fails on them: UndefinedError"):
         rendered(process, source, TALK)
+
+
+CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+NO_SYSTEM = CHATML.replace("%}<|", "%}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}<|", 1)
+DROPS_SYSTEM = CHATML.replace("messages %}", "messages if m.role != 'system' %}")
+TEXT_OF_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TEXT_OF_RESULT = "<tool_response>\nsunny\n</tool_response>"
+
+
+@pytest.mark.parametrize("source", [CHATML, NO_SYSTEM, DROPS_SYSTEM])
+@pytest.mark.parametrize("system", [(), ({"role": "system", "content": "Be brief."},)])
+def test_a_template_without_tools_has_them_described_as_text(process, source, system):
+    if system and source == NO_SYSTEM:
+        return
+    text = rendered(process, source, [*system, *TALK], tools=[WEATHER.as_json()])
+    role = "system" if source == CHATML else "user"
+    assert text.startswith(f"<|{role}|>")
+    assert f"<tools>\n{json.dumps(WEATHER.as_json())}\n</tools>" in text
+    assert text.endswith(f"<|assistant|>{TEXT_OF_CALL}<|user|>{TEXT_OF_RESULT}<|assistant|>")
+    assert ("Be brief." in text) == bool(system and source == CHATML)
+    assert text.count("Paris?") == 1
+
+
+def test_calls_of_earlier_turns_are_text_where_a_template_has_none(process):
+    text = rendered(process, CHATML, TALK)
+    assert text == f"<|user|>Paris?<|assistant|>{TEXT_OF_CALL}<|user|>{TEXT_OF_RESULT}<|assistant|>"
+    assert rendered(process, CHATML, [USER]) == "<|user|>Paris?<|assistant|>"
+
+
+def test_the_format_of_a_template_without_tools_is_that_of_the_built_in_prompt():
+    assert parser_for(CHATML, "X").tools is TOOL_FORMATS["hermes"]
+    assert parser_for(CHATML, "X", tool_call_parser="none").tools is None
+    assert (parser_for(PLAIN, "X").tools, parser_for(None, "X").tools) == (None, None)
 
 
 def test_a_template_without_tools_takes_none(process):
