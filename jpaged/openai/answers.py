@@ -17,6 +17,7 @@ from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated
 from jpaged.errors import InvalidArgument, ModelNotFound, RequestTooLong
 from jpaged.openai.bodies import Job, renamed, shown
+from jpaged.openai.choices import ShownToken
 from jpaged.openai.lines import (
     EMBEDDINGS_URL,
     SCORE_URL,
@@ -129,17 +130,23 @@ class Answers:
 
     Args:
         model: what all servers serve; a line that names another is refused.
+        token_bytes: returns the bytes of a token; None is not known.
         adapters: returns the names of loaded adapters, each of which a line may have as its model.
         work: makes texts of what was answered.
     """
 
     def __init__(
-        self, model: ModelInfo, work: Work = at_once, adapters: Callable[[], Collection[str]] = frozenset
+        self,
+        model: ModelInfo,
+        work: Work = at_once,
+        adapters: Callable[[], Collection[str]] = frozenset,
+        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
         self._adapters = adapters
         self._model = model
         self._work = work
-        self._token_texts: dict[int, str] = {}
+        self._token_bytes = token_bytes
+        self._token_texts: dict[int, ShownToken] = {}
 
     async def answer(self, server: Server, line: Line) -> Answered:
         """Run a line; raises the JpagedError that it failed with, InvalidArgument where the line is at fault."""
@@ -180,8 +187,19 @@ class Answers:
         positions += [position for position in output.prompt_logprobs or () if position is not None]
         tokens = {token for one in positions for token in (one.chosen, *one.top, *one.asked)}
         token_ids = {token.token_id for token in tokens}
+        if positions:
+            token_ids.update(output.prompt_token_ids[-4:])
         for token_id in token_ids - self._token_texts.keys():
-            self._token_texts[token_id] = await server.detokenize([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = await self._shown(server, token_id)
+
+    async def _shown(self, server: Server, token_id: int) -> ShownToken:
+        """Return a token as log-probabilities show it; a server elsewhere returns no bytes of parts of characters."""
+        alone = await server.detokenize([token_id], skip_special_tokens=False)
+        is_special = bool(alone) and not await server.detokenize([token_id], skip_special_tokens=True)
+        data = None if "\ufffd" in alone else alone.encode()
+        if self._token_bytes is not None:
+            data = self._token_bytes(token_id)
+        return ShownToken(data, alone, is_special=is_special)
 
     async def _scored(self, server: Server, line: Line) -> Answered:
         job = await self._work(partial(scoring_job_of, line), size_of(line.body))

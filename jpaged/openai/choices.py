@@ -6,6 +6,7 @@ log-probabilities (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_serv
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,66 @@ from jpaged.openai.bodies import Job
 from jpaged.openai.chats import message_of
 from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, Usage
 
-TokenText = Callable[[int], str]
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """One token as log-probabilities show it.
+
+    Attributes:
+        data: the bytes that it adds to a text; None is not known.
+        alone: its text as the first of a text, where some tokenizers strip a space.
+        is_special: texts without special tokens leave it out.
+    """
+
+    data: bytes | None
+    alone: str
+    is_special: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text; bytes that are no characters are U+FFFD."""
+        return self.alone if self.data is None else self.data.decode(errors="replace")
+
+
+TokenText = Callable[[int], ShownToken]
+_MAX_CHARACTER_TOKENS = 4
+
+
+class TextOffsets:
+    """The characters of one text at which its tokens begin; tokens are added in order.
+
+    Args:
+        before: bytes of the prompt's last tokens, which may begin a character that the text completes.
+        is_whole: the text begins with the first token.
+        skips_special: special tokens are not in the text.
+    """
+
+    def __init__(self, before: bytes = b"", *, is_whole: bool = False, skips_special: bool = True) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(before)
+        self._is_whole = is_whole
+        self._skips_special = skips_special
+        self._num_chars = 0
+
+    @classmethod
+    def of_answer(cls, job: Job, prompt_token_ids: Sequence[int], token_text: TokenText) -> TextOffsets:
+        """Return those of an answer to a prompt, which is in the text if the job has an echo."""
+        skips_special = job.sampling.skip_special_tokens
+        if job.has_echo:
+            return cls(is_whole=True, skips_special=skips_special)
+        last = [token_text(token_id) for token_id in prompt_token_ids[-_MAX_CHARACTER_TOKENS:]]
+        return cls(b"".join(token.data or b"" for token in last), skips_special=skips_special)
+
+    def add(self, token: ShownToken) -> int:
+        """Return the character at which a token begins; one inside a character begins with it."""
+        begin = self._num_chars
+        if not (token.is_special and self._skips_special):
+            data = token.alone.encode() if token.data is None else token.data
+            if self._is_whole and data.startswith(b" ") and not token.alone.startswith(" "):
+                data = data[1:]
+            self._is_whole = False
+            self._num_chars += len(self._decoder.decode(data))
+        return begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +170,8 @@ def _choice(
         logprobs = chat_logprobs(one.logprobs, token_text)
     elif one.logprobs is not None:
         told = echoed(output.prompt_token_ids, output.prompt_logprobs or ()) if job.has_echo else ()
-        logprobs = completion_logprobs((*told, *one.logprobs), token_text)
+        offsets = TextOffsets.of_answer(job, output.prompt_token_ids, token_text)
+        logprobs = completion_logprobs((*told, *one.logprobs), token_text, offsets)
     content: dict[str, Any] = {"message": message_of(one)} if job.is_chat else {"text": prompt_text + one.text}
     choice = {
         "index": one.index,
@@ -152,7 +213,11 @@ def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenTe
         None
         if position is None
         else {
-            str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token_id)}
+            str(one.token_id): {
+                "logprob": one.logprob,
+                "rank": one.rank,
+                "decoded_token": token_text(one.token_id).text,
+            }
             for one in (position.chosen, *position.top)
         }
         for position in told
@@ -169,25 +234,23 @@ def echoed(prompt_token_ids: Sequence[int], told: Sequence[PositionLogprobs | No
     return (prompt_token_ids[0], *rest) if prompt_token_ids else ()
 
 
-def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offset: int = 0) -> dict[str, Any]:
-    """Return log-probabilities as completions have them; the first token begins at `offset` of the text."""
+def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offsets: TextOffsets) -> dict[str, Any]:
+    """Return log-probabilities as completions have them, and the bytes of each token; `offsets` takes the tokens."""
     chosen = [position if isinstance(position, int) else position.chosen.token_id for position in positions]
     tokens = [token_text(token_id) for token_id in chosen]
-    offsets = [offset]
-    for text in tokens[:-1]:
-        offsets.append(offsets[-1] + len(text))
     # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
     tops = [
         None
         if isinstance(position, int)
-        else {token_text(t.token_id): t.logprob for t in reversed((*position.top, *position.asked))}
+        else {token_text(t.token_id).text: t.logprob for t in reversed((*position.top, *position.asked))}
         for position in positions
     ]
     return {
-        "tokens": tokens,
+        "tokens": [token.text for token in tokens],
         "token_logprobs": [None if isinstance(position, int) else position.chosen.logprob for position in positions],
         "top_logprobs": tops,
-        "text_offset": offsets[: len(tokens)],
+        "text_offset": [offsets.add(token) for token in tokens],
+        "bytes": [None if token.data is None else list(token.data) for token in tokens],
     }
 
 
@@ -195,8 +258,8 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) 
     """Return log-probabilities as chats have them."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        token = token_text(token_id)
+        return {"token": token.text, "logprob": logprob, "bytes": None if token.data is None else list(token.data)}
 
     return {
         "content": [

@@ -147,7 +147,7 @@ class Running:
 
     async def _run_all(self, outputs: Outputs) -> None:
         loaded = self._service.state.loaded()
-        answers = Answers(loaded.model, self._service.work, loaded.adapters.names)
+        answers = Answers(loaded.model, self._service.work, loaded.adapters.names, loaded.tokenizer.token_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in self._todo(outputs):
