@@ -283,7 +283,7 @@ async def test_a_server_without_these_methods_is_a_failed_line_that_says_so(tmp_
 
 @pytest.mark.parametrize("url", [EMBEDDINGS, SCORE, "/v1/completions", "/v1/chat/completions"])
 async def test_a_line_names_an_adapter_as_its_model(url):
-    bodies = {
+    bodies: dict[str, dict[str, Any]] = {
         EMBEDDINGS: {"input": "ab"},
         SCORE: {"prompt": "a", "continuations": ["b"]},
         "/v1/completions": {"prompt": "ab", "max_tokens": 1},

@@ -138,7 +138,7 @@ def shown_token(tokenizer: Tokenizer, token_id: int) -> ShownToken:
 
 
 def _begun_character(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return how a text shows the character that its last tokens begin and the next ones complete; "" if they do not."""
+    """Return how a text shows a character that its last tokens begin and the next ones may complete; "" without one."""
     data = b"".join(map(tokenizer.token_bytes, token_ids[-4:]))
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
