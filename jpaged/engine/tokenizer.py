@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
         """The text; bytes that are not valid UTF-8 come out as U+FFFD."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, which may be a part of a character."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         """Ids of a conversation ({"role", "content"} each), ready for the assistant's turn.
 
@@ -59,6 +63,9 @@ class NoTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         raise Unsupported("this model is served without a tokenizer, so it has no chat template: send token ids")

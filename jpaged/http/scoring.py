@@ -36,7 +36,7 @@ def routes(service: Service) -> list[Route]:
                 until_s=None if remaining_s is None else time.monotonic() + remaining_s,
             )
             max_bytes = int(service.state.config.http.max_response_size * 2**20)
-            answers = Answers(model, service.work, service.state.loaded().adapters.names, max_bytes)
+            answers = Answers(model, service.work, service.state.loaded().adapters.names, max_bytes=max_bytes)
             found = await while_there(request, answers.evaluate(server, job), remaining_s)
             return await answer_of(service, found.body, CHARS_OF_NUMBER * found.size)
 

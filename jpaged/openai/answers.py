@@ -18,7 +18,7 @@ from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated
 from jpaged.errors import InvalidArgument, ModelNotFound, RequestTooLong
 from jpaged.openai.bodies import Job, renamed, shown
-from jpaged.openai.choices import AnswerSize
+from jpaged.openai.choices import MAX_CHARACTER_TOKENS, AnswerSize, ShownToken
 from jpaged.openai.lines import (
     EMBEDDINGS_URL,
     SCORE_URL,
@@ -135,6 +135,7 @@ class Answers:
 
     Args:
         model: what all servers serve; a line that names another is refused.
+        token_bytes: returns the bytes of a token; None is not known.
         adapters: returns the names of loaded adapters, each of which a line may have as its model.
         work: makes texts of what was answered.
         max_bytes: size of an answer, as estimated before it is computed; None is no limit.
@@ -145,13 +146,16 @@ class Answers:
         model: ModelInfo,
         work: Work = at_once,
         adapters: Callable[[], Collection[str]] = frozenset,
+        token_bytes: Callable[[int], bytes] | None = None,
+        *,
         max_bytes: int | None = None,
     ) -> None:
         self._adapters = adapters
         self._max_bytes = max_bytes
         self._model = model
         self._work = work
-        self._token_texts: dict[int, str] = {}
+        self._token_bytes = token_bytes
+        self._token_texts: dict[int, ShownToken] = {}
 
     async def answer(self, server: Server, line: Line) -> Answered:
         """Run a line; raises the JpagedError that it failed with, InvalidArgument where the line is at fault."""
@@ -196,7 +200,16 @@ class Answers:
         for number, token_id in enumerate(token_ids - self._token_texts.keys()):
             if number % _TEXTS_AT_ONCE == 0:
                 await asyncio.sleep(0)  # a server in this process answers without a pause
-            self._token_texts[token_id] = await server.detokenize([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = await self._shown(server, token_id)
+
+    async def _shown(self, server: Server, token_id: int) -> ShownToken:
+        """Return a token as log-probabilities show it; a server elsewhere returns no bytes of parts of characters."""
+        alone = await server.detokenize([token_id], skip_special_tokens=False)
+        is_special = bool(alone) and not await server.detokenize([token_id], skip_special_tokens=True)
+        data = None if "\ufffd" in alone else alone.encode()
+        if self._token_bytes is not None:
+            data = self._token_bytes(token_id)
+        return ShownToken(data, alone, is_special=is_special)
 
     async def _scored(self, server: Server, line: Line) -> Answered:
         job = await self._work(partial(scoring_job_of, line), size_of(line.body))
@@ -310,7 +323,8 @@ def _num_told(output: RequestOutput) -> int:
 def _tokens_named(output: RequestOutput) -> set[int]:
     lists = [output.prompt_logprobs or (), *(one.logprobs or () for one in output.outputs)]
     positions = (position for some in lists for position in some if position is not None)
-    return {token.token_id for one in positions for token in (one.chosen, *one.top, *one.asked)}
+    found = {token.token_id for one in positions for token in (one.chosen, *one.top, *one.asked)}
+    return found.union(output.prompt_token_ids[-MAX_CHARACTER_TOKENS:]) if found else found
 
 
 def _seeded(sampling: SamplingParams, custom_id: str) -> SamplingParams:

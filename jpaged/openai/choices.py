@@ -6,6 +6,7 @@ log-probabilities (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_serv
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,66 @@ from jpaged.openai.bodies import Job
 from jpaged.openai.chats import message_of
 from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, SamplingParams, Usage
 
-TokenText = Callable[[int], str]
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """One token as log-probabilities show it.
+
+    Attributes:
+        data: the bytes that it adds to a text; None is not known.
+        alone: its text as the first of a text, where some tokenizers strip a space.
+        is_special: texts without special tokens leave it out.
+    """
+
+    data: bytes | None
+    alone: str
+    is_special: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text; bytes that are no characters are U+FFFD."""
+        return self.alone if self.data is None else self.data.decode(errors="replace")
+
+
+TokenText = Callable[[int], ShownToken]
+MAX_CHARACTER_TOKENS = 4
+
+
+class TextOffsets:
+    """The characters of one text at which its tokens begin; tokens are added in order.
+
+    Args:
+        before: bytes of the prompt's last tokens, which may begin a character that the text completes.
+        is_whole: the text begins with the first token.
+        skips_special: special tokens are not in the text.
+    """
+
+    def __init__(self, before: bytes = b"", *, is_whole: bool = False, skips_special: bool = True) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(before)
+        self._is_whole = is_whole
+        self._skips_special = skips_special
+        self._num_chars = 0
+
+    @classmethod
+    def of_answer(cls, job: Job, prompt_token_ids: Sequence[int], token_text: TokenText) -> TextOffsets:
+        """Return those of an answer to a prompt, which is in the text if the job has an echo."""
+        skips_special = job.sampling.skip_special_tokens
+        if job.has_echo:
+            return cls(is_whole=True, skips_special=skips_special)
+        last = [token_text(token_id) for token_id in prompt_token_ids[-MAX_CHARACTER_TOKENS:]]
+        return cls(b"".join(token.data or b"" for token in last), skips_special=skips_special)
+
+    def add(self, token: ShownToken) -> int:
+        """Return the character at which a token begins; one inside a character begins with it."""
+        begin = self._num_chars
+        if not (token.is_special and self._skips_special):
+            data = token.alone.encode() if token.data is None else token.data
+            if self._is_whole and data.startswith(b" ") and not token.alone.startswith(" "):
+                data = data[1:]
+            self._is_whole = False
+            self._num_chars += len(self._decoder.decode(data))
+        return begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +239,8 @@ def _choice(
         logprobs = chat_logprobs(one.logprobs, token_text)
     elif one.logprobs is not None:
         told = echoed(output.prompt_token_ids, output.prompt_logprobs or ()) if job.has_echo else ()
-        logprobs = completion_logprobs((*told, *one.logprobs), token_text)
+        offsets = TextOffsets.of_answer(job, output.prompt_token_ids, token_text)
+        logprobs = completion_logprobs((*told, *one.logprobs), token_text, offsets)
     content: dict[str, Any] = {"message": message_of(one)} if job.is_chat else {"text": prompt_text + one.text}
     choice = {
         "index": one.index,
@@ -222,7 +283,11 @@ def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenTe
         if position is None:
             return None
         return {
-            str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token_id)}
+            str(one.token_id): {
+                "logprob": one.logprob,
+                "rank": one.rank,
+                "decoded_token": token_text(one.token_id).text,
+            }
             for one in (position.chosen, *position.top)
         }
 
@@ -239,25 +304,23 @@ def echoed(prompt_token_ids: Sequence[int], told: Sequence[PositionLogprobs | No
     return (prompt_token_ids[0], *rest) if prompt_token_ids else ()
 
 
-def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offset: int = 0) -> dict[str, Any]:
-    """Return log-probabilities as completions have them; the first token begins at `offset` of the text."""
+def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offsets: TextOffsets) -> dict[str, Any]:
+    """Return log-probabilities as completions have them, and the bytes of each token; `offsets` takes the tokens."""
     chosen = [position if isinstance(position, int) else position.chosen.token_id for position in positions]
     tokens = [token_text(token_id) for token_id in chosen]
-    offsets = [offset]
-    for text in tokens[:-1]:
-        offsets.append(offsets[-1] + len(text))
 
     # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
     def top(position: Shown) -> dict[str, float] | None:
         if isinstance(position, int):
             return None
-        return {token_text(t.token_id): t.logprob for t in reversed((*position.top, *position.asked))}
+        return {token_text(t.token_id).text: t.logprob for t in reversed((*position.top, *position.asked))}
 
     return {
-        "tokens": tokens,
+        "tokens": [token.text for token in tokens],
         "token_logprobs": [None if isinstance(position, int) else position.chosen.logprob for position in positions],
         "top_logprobs": Items(lambda: map(top, positions)),
-        "text_offset": offsets[: len(tokens)],
+        "text_offset": [offsets.add(token) for token in tokens],
+        "bytes": Items(lambda: (None if token.data is None else list(token.data) for token in tokens)),
     }
 
 
@@ -265,8 +328,8 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) 
     """Return log-probabilities as chats have them."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        token = token_text(token_id)
+        return {"token": token.text, "logprob": logprob, "bytes": None if token.data is None else list(token.data)}
 
     def entries(position: PositionLogprobs) -> dict[str, Any]:
         return {

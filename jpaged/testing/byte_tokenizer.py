@@ -48,6 +48,9 @@ class ByteTokenizer:
                 parts += b"<eos>"
         return parts.decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < _NUM_BYTES else b"<eos>" if token_id == self.EOS else b""
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
 

@@ -19,6 +19,7 @@ from jpaged.errors import (
     Unavailable,
 )
 from jpaged.openai.bodies import Job
+from jpaged.openai.choices import ShownToken
 from jpaged.openai.lines import (
     BadLine,
     Line,
@@ -52,6 +53,10 @@ def text_of(**changes: Any) -> str:
 
 def completion(**body: Any) -> Line:
     return Line(1, "a", "/v1/completions", {"prompt": "x", **body})
+
+
+def shown(token_id: int) -> ShownToken:
+    return ShownToken(chr(token_id).encode(), chr(token_id))
 
 
 def chat(**body: Any) -> Line:
@@ -258,7 +263,7 @@ def test_a_chat_line_has_calls_and_reasoning_beside_the_content():
         finish_reason="tool_calls",
     )
     output = dataclasses.replace(OUTPUT, outputs=(called,))
-    choice = json.loads(success_line(chat(), output, model="m", token_text=chr))["response"]["body"]["choices"][0]
+    choice = json.loads(success_line(chat(), output, model="m", token_text=shown))["response"]["body"]["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -407,7 +412,7 @@ OUTPUT = RequestOutput(
 
 
 def test_a_completion_line_is_openais():
-    value = json.loads(success_line(completion(), OUTPUT, model="m", token_text=chr))
+    value = json.loads(success_line(completion(), OUTPUT, model="m", token_text=shown))
     assert (value["custom_id"], value["error"]) == ("a", None)
     assert (value["response"]["status_code"], value["response"]["request_id"]) == (200, "r")
     body = value["response"]["body"]
@@ -421,6 +426,7 @@ def test_a_completion_line_is_openais():
                 "token_logprobs": [-1.0, -2.0],
                 "top_logprobs": [{"a": -1.0, "c": -1.5}, {"b": -2.0}],
                 "text_offset": [0, 1],
+                "bytes": [[97], [98]],
             },
             "finish_reason": "stop",
             "stop_reason": "END",
@@ -431,7 +437,7 @@ def test_a_completion_line_is_openais():
 
 
 def test_a_chat_line_is_openais():
-    body = json.loads(success_line(chat(), OUTPUT, model="m", token_text=chr))["response"]["body"]
+    body = json.loads(success_line(chat(), OUTPUT, model="m", token_text=shown))["response"]["body"]
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
     first = body["choices"][0]["logprobs"]["content"][0]
@@ -444,7 +450,7 @@ def test_a_log_probability_that_is_not_finite_is_null(line):
     impossible = TokenLogprob(99, -math.inf, 3)
     position = PositionLogprobs(TokenLogprob(97, -1.0, 1), (TokenLogprob(97, -1.0, 1), impossible))
     one = dataclasses.replace(OUTPUT.outputs[0], cumulative_logprob=-math.inf, logprobs=(position,))
-    text = success_line(line, dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=chr)
+    text = success_line(line, dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=shown)
     (choice,) = json.loads(text)["response"]["body"]["choices"]
     assert "Infinity" not in text
     if line.url == "/v1/completions":

@@ -154,7 +154,8 @@ def test_every_neutral_value_changes_nothing_on_every_path(path: str) -> None:
 def test_any_other_value_is_refused_by_the_name_of_its_field(path: str) -> None:
     read, body = READERS[path]
     for name, row in neutral_fields(path).items():
-        for value in (SURPRISE, "never", -7.5, True, False, 1, 0):
+        values: list[Any] = [SURPRISE, "never", -7.5, True, False, 1, 0]
+        for value in values:
             if name in body or row.has(value):
                 continue
             if name in READ_BY_SOME:

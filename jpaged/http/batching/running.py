@@ -152,8 +152,13 @@ class Running:
 
     async def _run_all(self, outputs: Outputs) -> None:
         loaded, http = self._service.state.loaded(), self._service.state.config.http
-        max_bytes = int(http.max_response_size * 2**20)
-        answers = Answers(loaded.model, self._service.work, loaded.adapters.names, max_bytes)
+        answers = Answers(
+            loaded.model,
+            self._service.work,
+            loaded.adapters.names,
+            loaded.tokenizer.token_bytes,
+            max_bytes=int(http.max_response_size * 2**20),
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in self._todo(outputs):

@@ -18,7 +18,7 @@ from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupport
 from jpaged.service.chat.process import template_process
 from jpaged.service.chat.template import ChatTemplate
 from jpaged.service.tokenizing.literal_text import LiteralText
-from jpaged.service.tokenizing.token_bytes import GENEROUS_BYTES, max_token_bytes
+from jpaged.service.tokenizing.token_bytes import GENEROUS_BYTES, TokenBytes, max_token_bytes
 from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts, read_parts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -60,6 +60,7 @@ class HuggingFaceTokenizer:
         self._fast, self._slow = parts.fast, parts.slow
         self._lock = threading.Lock()
         self.max_token_bytes = GENEROUS_BYTES
+        self._token_bytes = None if self._fast is None else TokenBytes(self._fast)
         if self._fast is not None:
             self._fast.no_truncation()  # the wrapper's default too: a prompt is whole or refused
             self._fast.no_padding()
@@ -128,6 +129,11 @@ class HuggingFaceTokenizer:
             raise
         except BaseException as error:  # a panic in Rust is no Exception, and would pass by whoever waits for an end
             raise InternalError(f"the tokenizer in {self.folder.name} fails on token ids: {error}") from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._token_bytes is not None:
+            return self._token_bytes.of(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
