@@ -115,7 +115,7 @@ def _parts(value: object) -> Iterator[bytes]:
 
 
 def _runs(values: Iterable[object], brackets: bytes, made: Callable[[list[Any]], object]) -> Iterator[bytes]:
-    """Write the values of an array or an object, as many in one call as make about `_RUN_BYTES`."""
+    """Write the values of an array or an object in runs of about `_RUN_BYTES`."""
     left, num, mark = iter(values), _FIRST_RUN, brackets[:1]
     while run := list(islice(left, num)):
         if any(map(_is_large, run)):

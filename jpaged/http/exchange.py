@@ -56,7 +56,7 @@ def _fields_of(content: bytes) -> dict[str, Any]:
 
 
 async def answer_of(service: Service, body: Callable[[], Any], size: int) -> Response:
-    """Return the response of a body that is made of about `size` characters, in pieces where it is long."""
+    """Return the response of a body that is made of about `size` characters, in pieces if it is long."""
     pieces: Iterator[bytes] = iter(())
 
     def begin() -> tuple[bytes, bytes]:

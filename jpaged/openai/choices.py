@@ -152,7 +152,7 @@ class AnswerSize:
             raise self._error("logprobs", what)
 
     def add_prompt(self, num_tokens: int) -> None:
-        """Count a prompt of so many tokens; raises InvalidArgument if the answer is larger than the limit."""
+        """Count a prompt's tokens; raises InvalidArgument if the answer is larger than the limit."""
         self._num_prompt_tokens += num_tokens
         self._num_bytes += num_tokens * self._bytes_of_prompt_token
         if self._num_bytes > self._max_bytes and self._bytes_of_prompt_token:

@@ -8,7 +8,7 @@
 
 Names of files and batches are made here, and those that callers send are looked up in memory, never on disk. What says
 how far a batch is takes the place of what said so before, in one step, and is on the disk before anything builds on it.
-A state that cannot be read is set aside as `*.damaged`, and the others are served.
+A state that cannot be read is kept as `*.damaged`, and the others are served.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Store:
             return sorted(found, key=lambda one: one.created_at)
 
     def _most(self, limit: int, num_others: int) -> int:
-        """Return how much of a limit an owner may have, of which others have so much."""
+        """Return the part of a limit that an owner may use; others use `num_others` of it."""
         return max(0, int((limit - num_others) * self._share))
 
     def _owned(self, owner: str) -> _Owned:
@@ -335,7 +335,7 @@ def _locked(root: Path) -> int:
 
 
 def _loaded(path: Path, read: Callable[[Any], _T]) -> _T | None:
-    """Return what a file holds; None if it is damaged, and then it is set aside."""
+    """Return what a file holds; None if it is damaged, and then it is renamed."""
     try:
         return read(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

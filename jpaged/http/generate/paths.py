@@ -84,6 +84,6 @@ def _size_of_output(output: RequestOutput) -> int:
 
 
 def _size(told: Sequence[PositionLogprobs | None]) -> int:
-    """Return about how many characters log-probabilities make: as many at each position as at the first."""
+    """Estimate the characters of log-probabilities, from the width of the first position."""
     first = told[0] if told else None
     return 0 if first is None else 10 * len(told) * (1 + len(first.top) + len(first.asked))
