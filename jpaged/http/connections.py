@@ -19,12 +19,12 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp as App
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.http.errors import body_of
-from jpaged.http.wire import App
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from grpc_reflection.v1alpha import reflection
 
 from jpaged.access import entry as access
 from jpaged.access.gate import Gate
-from jpaged.access.keys import Role
 from jpaged.client.routing.tries import Resuming
 from jpaged.client.tls import Tls
 from jpaged.config import AccessOptions, ServerOptions
@@ -49,8 +48,6 @@ _LOG = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.05
 _FLUSH_TIMEOUT_S = 2.0
 _RETRY_S = 1.0
-_OPERATES = ("Generate", "Score", "Embed", "Abort")
-"""Methods that a key of the role `observe` is not for; those that all servers answer need `control`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +182,6 @@ class Router:
             self._calls.add(task)
             self.counts.note_open(1)
             try:
-                self._require_role(method)
                 if len(self._calls) > self._options.max_calls:
                     raise QueueFull(f"{self._options.max_calls} calls are open (max_calls)", retry_after_s=_RETRY_S)
                 return await self._answer(method, request, context)
@@ -224,13 +220,6 @@ class Router:
             return await self._fleetwide.server_info()
         ask = self._fleetwide.load if method == "GetLoad" else self._fleetwide.adapters
         return await ask(passed_on(context))
-
-    def _require_role(self, method: str) -> None:
-        """Hold a key that the router checks to its role: servers behind it may check none."""
-        if method in _OPERATES:
-            access.require(Role.INFERENCE, method)
-        elif WAYS[method] == "all":
-            access.require_control(method)
 
     async def _drain(self) -> None:
         """Wait until all calls have ended, up to the timeout or a second stop; those that are left are ended."""

@@ -14,10 +14,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from starlette.types import Receive, Scope, Send
+
 from jpaged.errors import Cancelled, DeadlineExceeded
 from jpaged.http.errors import body_of, error_for
 from jpaged.http.exchange import while_connected
-from jpaged.http.wire import Receive, Scope, Send
 from jpaged.openai.chunks import sent_event
 
 KEEP_ALIVE = b": keep-alive\n\n"
