@@ -91,7 +91,7 @@ class Router:
         self._gate = Gate(access_options)
         held = HeldPrefixes() if options.max_known_prefixes else None
         self._directory = Directory(options.max_known_prefixes, held)
-        targets = Targets(options.targets, options.targets_file)
+        self._targets = targets = Targets(options.targets, options.targets_file)
         self.fleet = Fleet(targets, self._directory, self.counts, options.tls, options.api_key, held)
         resuming = Resuming(options.resume_within_s) if options.resume_within_s else None
         self._relay = Relay(self.fleet, resuming)
@@ -140,9 +140,15 @@ class Router:
         return self.port
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT begin a drain; a second one cuts it short."""
+        """SIGTERM and SIGINT begin a drain, a second one cuts it short; SIGHUP reads keys and targets again."""
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
+            loop.add_signal_handler(number, self.request_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _reload(self) -> None:
+        self._gate.reload()
+        self._targets.expire()
 
     def request_stop(self) -> None:
         """Begin a drain; a second call cuts it short."""
