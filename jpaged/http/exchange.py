@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from jpaged import json_text
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument
 from jpaged.http.requests import content_of
-from jpaged.http.wire import Receive, Scope, Send
 from jpaged.openai.bodies import check_values, loaded
 from jpaged.service.service import Service
 

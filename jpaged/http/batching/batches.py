@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jpaged.access.entry import current
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.http.batching import files
 from jpaged.http.batching.pages import page_of
@@ -58,7 +59,8 @@ def _routes(service: Service, runner: Runner) -> list[Route]:
         file = await read(lambda: store.file(owner, input_id))
         if file.purpose != "batch":
             raise InvalidArgument("body.input_file_id", f"{input_id} is what a batch wrote: its purpose is not batch")
-        now_s = int(time.time())
+        entry, now_s = current(), int(time.time())
+        key = None if entry is None else entry.key
         batch = Batch(
             id=new_id("batch_"),
             owner=owner,
@@ -71,6 +73,8 @@ def _routes(service: Service, runner: Runner) -> list[Route]:
             created_at=now_s,
             expires_at=now_s + window_s,
             metadata=metadata,
+            key_id=None if key is None else key.id,
+            role=None if key is None else key.role.name.lower(),
         )
         await runner.add(batch)
         return JSON(batch.shown())

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from jpaged.access.entry import background, enter
 from jpaged.errors import InternalError, JpagedError, StorageError, TryLater, Unavailable
 from jpaged.http.batching.lines import Outputs, checked, lines_in
 from jpaged.http.batching.pacing import PRIORITY, Places
@@ -177,6 +178,7 @@ class Running:
                 yield line
 
     async def _answer(self, answers: Answers, outputs: Outputs, line: Line) -> None:
+        enter(background(self.batch.key, self.batch.tenant))
         server = LocalServer(service=self._service, tenant=self.batch.tenant, priority=PRIORITY)
         for num_tries in itertools.count(1):
             try:

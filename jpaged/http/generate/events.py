@@ -14,10 +14,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from starlette.types import Receive, Scope, Send
+
 from jpaged.errors import Cancelled, DeadlineExceeded
 from jpaged.http.errors import error_for
 from jpaged.http.exchange import while_connected
-from jpaged.http.wire import Receive, Scope, Send
 from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.chunks import sent_event
 from jpaged.openai.lines import error_body
