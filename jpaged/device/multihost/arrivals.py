@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from jpaged.device.multihost.channel import Channel, Kind, joined, values_of
+from jpaged.device.multihost.channel import MAX_STRANGER_BYTES, Channel, Kind, joined, values_of
 from jpaged.device.multihost.secret import require_proof
 from jpaged.errors import JpagedError
 
@@ -23,7 +24,8 @@ _LOG = logging.getLogger(__name__)
 
 _GREETING_S = 10.0
 _MAX_GREETED = 64
-_MAX_GREETING_BYTES = 1 << 20
+_MAX_HELLO_BYTES = 1 << 16
+"""Of the message with what has to be the same everywhere, from a process that knows the secret."""
 _LOOK_S = 0.1
 _FAREWELL_S = 1.0
 """How long processes that are about to say who they are may take for it where all are told why nothing comes of it."""
@@ -99,7 +101,7 @@ class Arrivals:
                 self._has_ended.wait(_LOOK_S)
                 continue
             end.settimeout(None)
-            channel = Channel(end, joined(*address[:2]), _MAX_GREETING_BYTES)
+            channel = Channel(end, joined(*address[:2]), MAX_STRANGER_BYTES)
             channel.set_deadline(time.monotonic() + _GREETING_S)
             with self._lock:
                 if len(self._greeted) >= _MAX_GREETED:
@@ -111,8 +113,7 @@ class Arrivals:
 
     def _greet(self, channel: Channel) -> None:
         try:
-            hello = values_of(require_proof(channel, self._secret))
-            arrival = Arrival(channel, int(hello["process_id"]), dict(hello["facts"]))
+            arrival = _arrival_of(channel, values_of(require_proof(channel, self._secret, _MAX_HELLO_BYTES)))
         except (EOFError, OSError, LookupError, TypeError, ValueError, OverflowError, JpagedError) as error:
             if self._takes:  # and so it was not closed from here
                 _LOG.warning("%s is none of our processes and was turned away: %s", channel.peer, error)
@@ -128,6 +129,20 @@ class Arrivals:
             with self._lock:
                 self._greeted.pop(channel, None)
                 self._was_greeted.notify_all()
+
+
+def _arrival_of(channel: Channel, hello: dict[str, Any]) -> Arrival:
+    """Return the process that a HELLO is of.
+
+    Raises:
+        EOFError: it is none; names the field.
+    """
+    process, facts = hello.get("process_id"), hello.get("facts")
+    if not isinstance(process, int) or isinstance(process, bool):
+        raise EOFError("its process_id is no whole number")
+    if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
+        raise EOFError("its facts are no texts by name")
+    return Arrival(channel, process, facts)
 
 
 @contextlib.contextmanager

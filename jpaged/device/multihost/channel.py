@@ -23,6 +23,9 @@ from jpaged.errors import InternalError, Unavailable
 
 _HEADER = struct.Struct("<IB")
 _MAX_BYTES = 1 << 28
+MAX_STRANGER_BYTES = 4096
+"""Of a message of a process that has not shown who it is."""
+_READ_BYTES = 1 << 16
 _RETRY_S = 0.2
 _CONNECT_TIMEOUT_S = 5.0
 _LEAST_S = 0.001
@@ -137,6 +140,10 @@ class Channel:
         """Have all that comes be here by then, on the monotonic clock, however slowly it comes."""
         self._until_s = until_s
 
+    def expect(self, max_bytes: int) -> None:
+        """Take messages of this size from the other end, which is not trusted yet."""
+        self._max_bytes = max_bytes
+
     def trust(self) -> None:
         """Take from the other end whatever size and time it needs: it is one of us."""
         self._max_bytes, self._until_s = _MAX_BYTES, None
@@ -149,13 +156,16 @@ class Channel:
         self._socket.close()
 
     def _read(self, size: int) -> bytearray:
-        buffer = bytearray(size)
-        view, begin = memoryview(buffer), 0
+        buffer = bytearray(min(size, _READ_BYTES))  # memory is taken as bytes come, not as a header promises
+        begin = 0
         while begin < size:
+            if begin == len(buffer):
+                buffer.extend(bytes(min(size, 2 * begin) - begin))
             if self._until_s is not None:
                 self._socket.settimeout(max(_LEAST_S, self._until_s - time.monotonic()))
             try:
-                count = self._socket.recv_into(view[begin:])
+                with memoryview(buffer) as view:
+                    count = self._socket.recv_into(view[begin:])
             except TimeoutError:
                 raise
             except OSError as error:
@@ -234,4 +244,4 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
             time.sleep(_RETRY_S)
             continue
         end.settimeout(None)
-        return Channel(end, joined(host, port))
+        return Channel(end, joined(host, port), MAX_STRANGER_BYTES)

@@ -27,8 +27,18 @@ import jaxlib.version
 
 from jpaged import json_text
 from jpaged.config import EngineConfig
-from jpaged.device.multihost.arrivals import arriving
-from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, interface_for, joined, listen, values_of
+from jpaged.device.multihost.arrivals import Arrival, arriving
+from jpaged.device.multihost.channel import (
+    MAX_STRANGER_BYTES,
+    Channel,
+    Kind,
+    connect,
+    hold_port,
+    interface_for,
+    joined,
+    listen,
+    values_of,
+)
 from jpaged.device.multihost.heartbeats import Heartbeats, HeartbeatTimes
 from jpaged.device.multihost.secret import prove
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, ProcessLost, Unavailable
@@ -404,21 +414,34 @@ def follow(
         f"(from {multihost.source})"
     )
     secret = config.cluster_secret()
-    channel = connect(host, port, config.parallel.join_timeout)
+    timeout_s = config.parallel.join_timeout
+    channel = connect(host, port, timeout_s)
+    # Process 0 waits as long for the others, and then says so.
+    channel.set_deadline(time.monotonic() + timeout_s + _BLAME_S)
     try:
         if secret is not None:
             prove(channel, secret)
-        channel.send_json(Kind.HELLO, {"process_id": multihost.process_id, "facts": facts_of(config, multihost)})
-        welcome = channel.receive_json(Kind.WELCOME)
+        hello = json_text.dumps({"process_id": multihost.process_id, "facts": facts_of(config, multihost)}).encode()
+        if secret is None and len(hello) > MAX_STRANGER_BYTES:
+            needed = f"options of {len(hello)} bytes, over {MAX_STRANGER_BYTES}, need a secret between processes"
+            raise InvalidArgument("cluster_secret_file", f"is missing: {needed}")
+        channel.send(Kind.HELLO, hello)
+        welcome_port = _port_of(channel.receive_json(Kind.WELCOME))
+    except TimeoutError as error:
+        channel.close()
+        raise Unavailable(
+            f"process 0 at {multihost.coordinator} did not answer in {timeout_s:g} s (join_timeout)"
+        ) from error
     except (EOFError, OSError) as error:
         channel.close()
         raise Unavailable(f"process 0 at {multihost.coordinator} ended before all were there: {error}") from error
     except JpagedError:
         channel.close()
         raise
+    channel.trust()
     follower = Follower(channel, multihost, on_end)
     follower.listen_for_heartbeats(HeartbeatTimes.of(config.parallel))
-    _join_devices(multihost, int(welcome["port"]))
+    _join_devices(multihost, welcome_port)
     return follower
 
 
@@ -448,6 +471,9 @@ def gather(
                         f"of {multihost.num_processes} processes, {', '.join(map(str, missing))} did not come in "
                         f"{timeout_s:g} s (join_timeout)"
                     ) from None
+                if (problem := _problem_of(arrival, facts, multihost.num_processes)) is not None:
+                    _refuse(arrival, problem)
+                    continue
                 _admit(channels, arrival.channel, arrival.process)
                 require_same(facts, arrival.facts, arrival.process)
         except JpagedError as error:
@@ -456,6 +482,34 @@ def gather(
                 channel.close()
             raise
     return channels
+
+
+def _port_of(welcome: Mapping[str, Any]) -> int:
+    """Return the port of a WELCOME.
+
+    Raises:
+        EOFError: it has none.
+    """
+    port = welcome.get("port")
+    if not isinstance(port, int) or not 0 < port < 1 << 16:
+        raise EOFError("what answers there is no process 0")
+    return port
+
+
+def _problem_of(arrival: Arrival, facts: Mapping[str, str], num_processes: int) -> str | None:
+    """Return why a process is none of these, though it has said hello; None if it is one."""
+    if not 1 <= arrival.process < num_processes:
+        return f"process_id: {arrival.process} is not from 1 to {num_processes - 1}"
+    if differing := facts.keys() ^ arrival.facts.keys():
+        return f"facts: {min(differing)} is known to one process alone; all must run the same jpaged"
+    return None
+
+
+def _refuse(arrival: Arrival, problem: str) -> None:
+    """Turn a process away, and wait for the others."""
+    _LOG.warning("%s was turned away: %s", arrival.channel.peer, problem)
+    _tell_all([arrival.channel], Kind.FAILED, problem)
+    arrival.channel.close()
 
 
 def _admit(channels: dict[int, Channel], channel: Channel, process: int) -> None:

@@ -41,7 +41,7 @@ def prove(channel: Channel, secret: bytes) -> None:
     channel.send(Kind.PROOF, _proof(secret, b"another process", mine, theirs))
 
 
-def require_proof(channel: Channel, secret: bytes | None) -> bytearray:
+def require_proof(channel: Channel, secret: bytes | None, max_hello_bytes: int) -> bytearray:
     """Wait for another process's HELLO, and before it for its proof where there is a secret; returns the HELLO.
 
     Raises:
@@ -58,6 +58,7 @@ def require_proof(channel: Channel, secret: bytes | None) -> bytearray:
         expected = _proof(secret, b"another process", theirs, mine)
         if kind is not Kind.PROOF or not hmac.compare_digest(bytes(payload), expected):
             raise _told(channel, f"it does not know the secret ({_OPTION})")
+        channel.expect(max_hello_bytes)
         kind, payload = channel.receive()
     elif kind is Kind.JOIN:
         raise _told(channel, f"it has a secret ({_OPTION}), and process 0 has none")

@@ -13,6 +13,9 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.service.continuing import move_grammars
 from jpaged.types import Continued, Generated, OutputEvent, PositionLogprobs, Request, SamplingParams, Usage
 
+_MAX_LOGPROB = 1e-3
+"""Sums of rounded numbers may come to a little more than 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
@@ -57,6 +60,9 @@ def begun(
         InternalError: these are no first tokens of this request.
     """
     _check(request, tokens, vocab_size)
+    if not 0 <= num_cached_tokens <= len(request.prompt_token_ids):
+        size = len(request.prompt_token_ids)
+        raise InternalError(f"the prefill server told {num_cached_tokens} cached tokens of a prompt of {size}")
     texts = None if isinstance(tokenizer, NoTokenizer) else RememberedTexts(tokenizer)
     events, continued = list[OutputEvent](), list[Continued]()
     for number, one in enumerate(tokens, start=1):
@@ -95,3 +101,20 @@ def _check(request: Request, tokens: Sequence[FirstToken], vocab_size: int) -> N
             raise InternalError(f"the prefill server sampled token {one.token_id}, which is not below {vocab_size}")
         if (one.logprobs is None) != (not request.sampling.needs_logprobs):
             raise InternalError("the prefill server told other log-probabilities than the request asks for")
+        if one.logprobs is not None:
+            _check_logprobs(request.sampling, one.token_id, one.logprobs, vocab_size)
+
+
+def _check_logprobs(sampling: SamplingParams, token_id: int, told: PositionLogprobs, vocab_size: int) -> None:
+    most, top_ids = sampling.logprobs or 0, [one.token_id for one in told.top]
+    most = vocab_size if most < 0 else most
+    if told.chosen.token_id != token_id:
+        raise InternalError(f"the prefill server told a log-probability of {told.chosen.token_id}, not of {token_id}")
+    if len(top_ids) > min(most, vocab_size) or len(set(top_ids)) < len(top_ids):
+        raise InternalError(f"the prefill server told {len(top_ids)} likeliest tokens of {most}")
+    if {one.token_id for one in told.asked} != set(sampling.logprob_token_ids):
+        raise InternalError("the prefill server told log-probabilities of other tokens than the request names")
+    for one in (told.chosen, *told.top, *told.asked):
+        is_sound = one.logprob <= _MAX_LOGPROB and (one.rank is None or 1 <= one.rank <= vocab_size)  # False for NaN
+        if not is_sound or not 0 <= one.token_id < vocab_size:
+            raise InternalError(f"the prefill server told a log-probability that cannot be: {one}")

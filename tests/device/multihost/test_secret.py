@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.device.multihost import arrivals
+from jpaged.device.multihost import arrivals, handshake
 from jpaged.device.multihost.channel import Channel, Kind, connect, listen
 from jpaged.device.multihost.handshake import gather
 from jpaged.device.multihost.secret import prove
@@ -206,3 +207,96 @@ def test_the_secret_is_in_a_file_or_the_environment(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("JPAGED_CLUSTER_SECRET", "short")
     with pytest.raises(InvalidArgument, match="JPAGED_CLUSTER_SECRET: has a secret of 5 bytes"):
         EngineConfig.load({}).cluster_secret()
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"process_id": 2, "facts": FACTS},
+        {"process_id": 0, "facts": FACTS},
+        {"process_id": -1, "facts": FACTS},
+        {"process_id": True, "facts": FACTS},
+        {"process_id": 1.0, "facts": FACTS},
+        {"process_id": "1", "facts": FACTS},
+        {"process_id": 1, "facts": {}},
+        {"process_id": 1, "facts": {"x": "1", "y": "2"}},
+        {"process_id": 1, "facts": {"x": 1}},
+        {"process_id": 1, "facts": [["x", "1"]]},
+        {"process_id": 1},
+        {},
+    ],
+)
+def test_a_hello_of_another_kind_does_not_end_the_start(hello: dict[str, object]) -> None:
+    with gathering(None) as (address, found):
+        with connected(address) as stranger:
+            stranger.send_json(Kind.HELLO, hello)
+            with suppress(EOFError):
+                assert stranger.receive()[0] is Kind.FAILED
+        come(address, None).close()
+        assert sorted(found.result(60)) == [1]
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_stranger_has_4_kib_for_a_message(secret: bytes | None) -> None:
+    with gathering(secret) as (address, found):
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(struct.pack("<IB", 4097, Kind.HELLO))
+            assert stranger.recv(1) == b""
+        come(address, secret).close()
+        assert sorted(found.result(60)) == [1]
+
+
+@contextmanager
+def in_place_of_process_0(answer: bytes) -> Iterator[Address]:
+    """Listen where process 0 should be, and answer whoever comes with some bytes, and then nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        ends: list[socket.socket] = []
+
+        def take() -> None:
+            end, _ = listener.accept()
+            ends.append(end)
+            end.sendall(answer)
+
+        taken = pool.submit(take)
+        yield listener.getsockname()
+        taken.result(60)
+        for end in ends:
+            end.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b"", r"did not answer in 1 s \(join_timeout\)"),
+        (struct.pack("<IB", 1 << 28, Kind.WELCOME), "no message of ours"),
+        (struct.pack("<IB", 4097, Kind.WELCOME), "no message of ours"),
+        (struct.pack("<IB", 10, Kind.WELCOME) + b"{", r"did not answer in 1 s \(join_timeout\)"),
+        (struct.pack("<IB", 2, Kind.WELCOME) + b"{}", "process 0"),
+    ],
+)
+def test_a_process_does_not_wait_for_a_stranger_in_place_of_process_0(
+    answer: bytes, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "_BLAME_S", 0.05)
+    config = EngineConfig.load({"join_timeout": 1.0})
+    with in_place_of_process_0(answer) as (host, port):
+        multihost = MultiHost(f"{host}:{port}", 2, 1, "a test")
+        with pytest.raises(Unavailable, match=problem):
+            handshake.follow(config, multihost, lambda text: None, lambda code, why: None)
+
+
+def test_memory_for_a_message_is_taken_as_it_comes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        channel = connect(*listener.getsockname(), 10.0)
+        end, _ = listener.accept()
+    channel.trust()
+    end.sendall(struct.pack("<IB", 1 << 28, Kind.STEP) + b"x")
+    end.close()
+    tracemalloc.start()
+    try:
+        with pytest.raises(EOFError):
+            channel.receive()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+        channel.close()
