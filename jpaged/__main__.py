@@ -11,6 +11,9 @@ def run() -> int:
     """The exit code of the command line."""
     try:
         _open_streams()
+        from jpaged.config import silence_grpc_core
+
+        silence_grpc_core()  # before gRPC is imported
         from jpaged.cli.main import main
     except KeyboardInterrupt:
         return 130

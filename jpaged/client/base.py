@@ -23,6 +23,7 @@ from jpaged.types import Prompt, SamplingParams
 DEFAULT_RESUMING = Resuming()
 """Streams look for a server for a minute."""
 _StreamT = TypeVar("_StreamT", bound="BaseStream")
+_T = TypeVar("_T")
 
 
 class BaseStream:
@@ -33,7 +34,7 @@ class BaseStream:
         self._is_closed = True  # until the call has begun, which can fail
         self._require_open = require_open
         self._ready: deque[GenerateChunk] = deque()
-        self._course = begin()
+        self._course = self._call(begin)
         self._is_closed = False
 
     @property
@@ -74,8 +75,16 @@ class BaseStream:
         if not self._is_closed:
             self._is_closed = True  # where that fails
             self._require_open()
-            self._course.begin_again()
+            self._call(self._course.begin_again)
             self._is_closed = False
+
+    def _call(self, begin: Callable[[], _T]) -> _T:
+        """Start a call; raise Cancelled if another thread has just closed the client."""
+        try:
+            return begin()
+        except ValueError:  # gRPC's error for a closed channel
+            self._require_open()
+            raise
 
 
 class BaseClient(Generic[_StreamT]):

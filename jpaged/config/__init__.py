@@ -27,6 +27,7 @@ from jpaged.config.engine_config import (
     section_help,
     server_field_names,
     shows_traces,
+    silence_grpc_core,
     tpu_library,
 )
 from jpaged.config.groups import (
@@ -98,5 +99,6 @@ __all__ = [
     "section_help",
     "server_field_names",
     "shows_traces",
+    "silence_grpc_core",
     "tpu_library",
 ]

@@ -200,7 +200,7 @@ class Fleet:
         while True:
             if self._tls is not None and await asyncio.to_thread(self._files.has_changed):
                 self._files_number += 1
-                _LOG.warning("certificates have changed: connections that are made from now on have the new ones")
+                _LOG.info("certificates have changed: connections that are made from now on have the new ones")
             self._follow_list(await self._targets.now())
             await asyncio.sleep(_LOOKS_A_LIST * LOOK_S)
 
@@ -302,7 +302,7 @@ class Fleet:
             return
         self.checkpoint = self.checkpoint or member.info.checkpoint
         if not member.is_admitted:
-            _LOG.warning("%s takes calls", member.name)
+            _LOG.info("%s takes calls", member.name)
         self._note_admitted(member)
 
     def _note_identity(self, member: Member, model: Any, info: Any) -> None:

@@ -76,6 +76,9 @@ class Servers:
                 answer = method(call.request, timeout=tries.remaining_s, metadata=metadata)
             except grpc.RpcError as error:
                 wait_s = tries.wait_s(error)
+            except ValueError:  # gRPC's error for a channel that another thread has just closed
+                self._require_open()
+                raise
             else:
                 tries.answered()
                 return call.read(answer)
@@ -86,7 +89,11 @@ class Servers:
     def ask(self, endpoint: Endpoint, question: Question) -> None:
         """Asks one how it is, without waiting; the answer goes to `Endpoints.told`."""
         method, request = asked_of(endpoint, question)
-        future = method.future(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+        try:
+            future = method.future(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+        except ValueError:  # as above
+            self._require_open()
+            raise
 
         def tell(done: Any) -> None:
             failure: Exception | None = Unavailable("the client was closed") if done.cancelled() else done.exception()
