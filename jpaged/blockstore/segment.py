@@ -9,8 +9,8 @@ between leaves an empty slot. The hash is of identity, key and contents, and is 
 page, an early header or another file's bytes leave behind is no block.
 
 The space is asked for when a file is made, so that no page is ever without room on the disk. Headers and contents are
-read and written with `pread` and `pwrite`, not through a mapping: a disk that fails, or a file that others make shorter,
-is an error and no signal.
+read and written with `pread` and `pwrite`, not through a mapping: a disk that fails, or a file that others make
+shorter, is an error and no signal.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.orbax import PARAMS_FOLDER, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantised.config import QUANTISATION_KEYS, find_scheme
 from jpaged.checkpoints.quantised.scheme import Scheme
+from jpaged.checkpoints.tensor_files import read_bounded
 from jpaged.demo import DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
@@ -27,6 +28,8 @@ DEMO_DRAFT = "demo-draft"
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
+MAX_CONFIG_BYTES = 1 << 24
+"""Limit of config.json and files like it; those that name the format of every layer have about 1 MB."""
 _MAX_DEPTH = 64
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 """What a fingerprint reads of each file: so many places, the first and the last included, of so many bytes."""
@@ -153,10 +156,16 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_json(path: Path) -> Mapping[str, object]:
-    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name."""
+def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> Mapping[str, object]:
+    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name.
+
+    Args:
+        limit: bytes of the file at most; JSON takes many times its size in memory.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bounded(path, limit).decode("utf-8"))
+    except InvalidArgument:
+        raise
     except RecursionError as error:
         raise _too_deep(path) from error
     except (OSError, ValueError) as error:

@@ -34,8 +34,10 @@ FORMAT_DTYPES: Mapping[str, np.dtype] = {
 """Types by the names that the format has for them."""
 
 
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+MAX_INDEX_BYTES = 1 << 26
+"""Limit of the index of a checkpoint's shards; that of DeepSeek-V3 has 9 MB."""
 _LENGTH_BYTES = 8
 _CHUNK_BYTES = 1 << 24
 """Bytes that are read at a time when a part is cut out of each row."""
@@ -51,78 +53,137 @@ class _Stored:
     num_bytes: int
 
 
-class _TensorFile:
-    """One safetensors file, read with `pread`.
+class StableFile:
+    """A file that is read with `pread` and must not change meanwhile.
 
-    Others may overwrite it: to touch a mapped page of a file that was made shorter ends the process (SIGBUS). Size and
-    time of change are those of the opening after each read, or the read fails.
+    Others may overwrite it: to touch a mapped page of a file that was made shorter ends the process (SIGBUS).
+
+    Attributes:
+        state: its size and the time of its last change.
+
+    Args:
+        state: those that it must have; None takes those that it has now.
 
     Raises:
-        InvalidArgument: the file is not whole, or changes while it is read.
+        InvalidArgument: the file cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, state: tuple[int, int] | None = None) -> None:
         self._path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise InvalidArgument(str(path), f"cannot be read: {error.strerror}") from error
-        try:
-            self._stamp = self._state()
-            self.tensors = self._tensors(self._stamp[0])
-            self._check_same()
-        except BaseException:
-            self.close()
-            raise
+        self.state = state or self._state_now()
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._descriptor)
 
-    def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a tensor, or the part that an index cuts out; of other rows of the first axis nothing is read."""
-        stored = self.tensors[name]
-        if not index:
-            found = np.empty(stored.shape, dtype)
-            self._fill(found, stored.begin)
-            self._check_same()
-            return found
-        rows = range(*index[0].indices(stored.shape[0]))
-        found = np.empty(tuple(len(range(*one.indices(n))) for one, n in _pairs(index, stored.shape)), dtype)
-        row_bytes = dtype.itemsize * math.prod(stored.shape[1:])
-        is_dense = rows.step == 1 and found.shape[1:] == stored.shape[1:]
-        if is_dense:
-            self._fill(found, stored.begin + rows.start * row_bytes)
-        elif found.size:
-            first, last = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
-            num_rows = max(1, _CHUNK_BYTES // row_bytes) if rows.step == 1 else last - first
-            for row in range(first, last, num_rows):
-                chunk = np.empty((min(num_rows, last - row), *stored.shape[1:]), dtype)
-                self._fill(chunk, stored.begin + row * row_bytes)
-                if rows.step == 1:
-                    found[row - first : row - first + len(chunk)] = chunk[(slice(None), *index[1:])]
-                else:
-                    found[:] = chunk[[one - first for one in rows]][(slice(None), *index[1:])]
-        self._check_same()
-        return found
+    def fill(self, array: np.ndarray, begin: int) -> None:
+        """Read all bytes of a contiguous array; the file is as it was, or an error is raised.
 
-    def _fill(self, array: np.ndarray, begin: int) -> None:
+        Raises:
+            InvalidArgument: the file has changed.
+        """
         into, done = memoryview(array.reshape(-1).view(np.uint8)), 0
         while done < len(into):
             num_bytes = os.preadv(self._descriptor, [into[done:]], begin + done)
             if not num_bytes:
                 raise self._changed()
             done += num_bytes
+        if self._state_now() != self.state:
+            raise self._changed()
+
+    def _state_now(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def _changed(self) -> InvalidArgument:
+        return InvalidArgument(
+            str(self._path),
+            "changed while it was read: write a new file and rename it over the old one, then try again",
+        )
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Read a metadata file that has at most so many bytes.
+
+    Raises:
+        InvalidArgument: it has more; nothing beyond the limit is read.
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        contents = b"" if size > limit else file.read(limit + 1) or b""
+        if max(size, len(contents)) > limit:
+            raise InvalidArgument(
+                str(path), f"has {max(size, len(contents))} bytes; the limit for this file is {limit} bytes"
+            )
+        while more := file.read(limit + 1 - len(contents)):
+            contents += more
+    return contents
+
+
+class _TensorFile:
+    """One safetensors file.
+
+    Raises:
+        InvalidArgument: the file is not whole, or changes while it is read.
+    """
+
+    def __init__(self, path: Path, max_header_bytes: int) -> None:
+        self._path = path
+        self._max_header_bytes = max_header_bytes
+        self._file = StableFile(path)
+        self.close = self._file.close
+        try:
+            self.tensors = self._tensors(self._file.state[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+        """Read a tensor, or the part that an index cuts out; of other rows of the first axis nothing is read."""
+        stored = self.tensors[name]
+        if not index:
+            found = np.empty(stored.shape, dtype)
+            self._file.fill(found, stored.begin)
+            return found
+        rows = range(*index[0].indices(stored.shape[0]))
+        found = np.empty(tuple(len(range(*one.indices(n))) for one, n in _pairs(index, stored.shape)), dtype)
+        row_bytes = dtype.itemsize * math.prod(stored.shape[1:])
+        is_dense = rows.step == 1 and all(
+            one.indices(n) == (0, n, 1) for one, n in zip(index[1:], stored.shape[1:], strict=False)
+        )
+        if is_dense:
+            self._file.fill(found, stored.begin + rows.start * row_bytes)
+        elif found.size:
+            first, last = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
+            num_rows = max(1, _CHUNK_BYTES // row_bytes) if rows.step == 1 else last - first
+            for row in range(first, last, num_rows):
+                chunk = np.empty((min(num_rows, last - row), *stored.shape[1:]), dtype)
+                self._file.fill(chunk, stored.begin + row * row_bytes)
+                if rows.step == 1:
+                    found[row - first : row - first + len(chunk)] = chunk[(slice(None), *index[1:])]
+                else:
+                    found[:] = chunk[[one - first for one in rows]][(slice(None), *index[1:])]
+        return found
 
     def _tensors(self, num_bytes: int) -> dict[str, _Stored]:
         """The header, which has to name every byte of the file once."""
-        length = int.from_bytes(os.pread(self._descriptor, _LENGTH_BYTES, 0), "little")
+        if num_bytes < _LENGTH_BYTES:
+            raise self._not_whole(f"of {num_bytes} bytes")
+        packed = np.empty(_LENGTH_BYTES, np.uint8)
+        self._file.fill(packed, 0)
+        length = int.from_bytes(packed.tobytes(), "little")
         data_begin = _LENGTH_BYTES + length
-        if num_bytes < _LENGTH_BYTES or data_begin > num_bytes:
+        if data_begin > num_bytes:
             raise self._not_whole(f"of {num_bytes} bytes, with a header of {length}")
-        if length > _MAX_HEADER_BYTES:
-            raise self._not_whole(f"its header of {length} bytes is over the limit of {_MAX_HEADER_BYTES}")
+        if length > self._max_header_bytes:
+            raise self._not_whole(f"its header of {length} bytes is over the limit of {self._max_header_bytes}")
         packed = np.empty(length, np.uint8)
-        self._fill(packed, _LENGTH_BYTES)
+        self._file.fill(packed, _LENGTH_BYTES)
         try:
             header = json.loads(packed.tobytes(), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
@@ -140,20 +201,6 @@ class _TensorFile:
         if end != num_bytes:
             raise self._not_whole(f"its tensors end at byte {end} of {num_bytes}")
         return found
-
-    def _state(self) -> tuple[int, int]:
-        found = os.fstat(self._descriptor)
-        return found.st_size, found.st_mtime_ns
-
-    def _check_same(self) -> None:
-        if self._state() != self._stamp:
-            raise self._changed()
-
-    def _changed(self) -> InvalidArgument:
-        return InvalidArgument(
-            str(self._path),
-            "changed while it was read: write a new file and rename it over the old one, then try again",
-        )
 
     def _not_whole(self, problem: str) -> InvalidArgument:
         return InvalidArgument(str(self._path), f"is not a whole safetensors file: {problem}")
@@ -188,14 +235,22 @@ class TensorFiles:
     Args:
         opened: closes the files.
         single: the name of the one file, where it is another.
+        max_header_bytes: of the part of a file that names its tensors.
 
     Raises:
         InvalidArgument: a file is missing or broken, changes while it is read, or the index and the shards disagree.
         Unsupported: the weights are there in another format only.
     """
 
-    def __init__(self, folder: Path, opened: ExitStack, single: str = SINGLE_FILE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        opened: ExitStack,
+        single: str = SINGLE_FILE,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+    ) -> None:
         self._folder = folder
+        self._max_header_bytes = max_header_bytes
         self._opened = opened
         self._files: dict[str, _TensorFile] = {}
         self._file_of: dict[str, str] = {}
@@ -240,7 +295,7 @@ class TensorFiles:
         path = self._folder / file_name
         if Path(file_name).name != file_name or not path.is_file():
             raise InvalidArgument(str(self._folder / INDEX_FILE), f"names {file_name!r}, which is not in the folder")
-        file = _TensorFile(path)
+        file = _TensorFile(path, self._max_header_bytes)
         self._opened.callback(file.close)
         self._files[file_name] = file
         for name in file.tensors:
@@ -251,8 +306,10 @@ class TensorFiles:
     def _open_shards(self) -> None:
         path = self._folder / INDEX_FILE
         try:
-            index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            index = json.loads(read_bounded(path, MAX_INDEX_BYTES))["weight_map"]
             wanted = {str(name): str(file_name) for name, file_name in index.items()}
+        except InvalidArgument:
+            raise
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InvalidArgument(str(path), f"must be a JSON object with a weight_map: {error!r}") from error
         for file_name in sorted(set(wanted.values())):

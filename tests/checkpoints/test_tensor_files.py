@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tracemalloc
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +16,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoints import tensor_files
-from jpaged.checkpoints.tensor_files import SINGLE_FILE, TensorFiles
+from jpaged.checkpoints.adapters.config import read_lora_config
+from jpaged.checkpoints.hub import read_json
+from jpaged.checkpoints.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_bounded
 from jpaged.errors import InvalidArgument
 
 TENSORS = {
@@ -31,6 +35,7 @@ PARTS = [
     (slice(None, None, 2), slice(3, 0, -1)),
     (slice(4, 1, -1),),
     (slice(3, 3),),
+    (slice(None), slice(None, None, -1)),
 ]
 
 
@@ -132,3 +137,41 @@ def test_a_header_over_the_formats_limit_is_not_read(tmp_path: Path) -> None:
     os.truncate(path, (1 << 40) + 100)
     with pytest.raises(InvalidArgument, match="header of 1099511627776 bytes is over the limit of 100000000"):
         opened(path, lambda files: files)
+
+
+def sparse(path: Path, num_bytes: int) -> Path:
+    """Makes a file of NULs that takes no room on the disk."""
+    path.touch()
+    os.truncate(path, num_bytes)
+    return path
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 30, 3 << 30])
+def test_a_config_over_its_limit_is_refused_before_it_is_read(tmp_path: Path, num_bytes: int) -> None:
+    tracemalloc.start()
+    try:
+        for name, limit, read in (
+            ("config.json", 1 << 24, lambda: read_json(tmp_path / "config.json")),
+            ("adapter_config.json", 1 << 20, lambda: read_lora_config(tmp_path)),
+            (INDEX_FILE, 1 << 26, lambda: opened(tmp_path / INDEX_FILE, lambda files: files)),
+        ):
+            sparse(tmp_path / name, num_bytes)
+            message = rf"{re.escape(name)}: has {num_bytes} bytes; the limit for this file is {limit} bytes"
+            with pytest.raises(InvalidArgument, match=message):
+                read()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_within_its_limit_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert read_bounded(path, 5) == b"12345"
+    with pytest.raises(InvalidArgument, match="has 5 bytes; the limit for this file is 4 bytes"):
+        read_bounded(path, 4)
+
+
+def test_the_header_of_an_adapter_has_a_limit_of_its_own(path: Path) -> None:
+    with ExitStack() as stack, pytest.raises(InvalidArgument, match=r"header of \d+ bytes is over the limit of 100"):
+        TensorFiles(path.parent, stack, max_header_bytes=100)
