@@ -23,6 +23,7 @@ from jpaged.checkpoints.tensor_files import (
     ORIGINAL_PROBLEM,
     SINGLE_FILE,
     TensorFiles,
+    read_bounded,
 )
 from jpaged.checkpoints.tensor_source import unreadable
 from jpaged.demo import DRAFT_FOLDER, FOLDER
@@ -41,6 +42,8 @@ DEMO_DRAFT = "demo-draft"
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
+MAX_CONFIG_BYTES = 1 << 24
+"""Limit of config.json and files like it; those that name the format of every layer have about 1 MB."""
 _CACHED, _SNAPSHOTS = "models--", "snapshots"
 """Names in the hub client's cache."""
 
@@ -228,10 +231,16 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_json(path: Path) -> Mapping[str, object]:
-    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name."""
+def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> Mapping[str, object]:
+    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name.
+
+    Args:
+        limit: bytes of the file at most; JSON takes many times its size in memory.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = json.loads(read_bounded(path, limit).decode("utf-8-sig"))
+    except InvalidArgument:
+        raise
     except RecursionError as error:
         raise _too_deep(path) from error
     except (OSError, ValueError) as error:

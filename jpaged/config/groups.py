@@ -101,7 +101,10 @@ class CacheOptions:
         by_platform={"cpu": 16, "gpu": 32, "tpu": 64},
     )
     num_blocks: int | None = option(
-        None, "blocks in the pool; as many as memory and the longest batch ask for when left out", low=1
+        None,
+        "blocks in the pool; when left out as many as memory and the longest batch ask for, and on CPUs at most 4 GiB "
+        "or a quarter of the free memory, unless memory_utilization is given",
+        low=1,
     )
     kv_cache_memory_bytes: int | None = option(
         None,

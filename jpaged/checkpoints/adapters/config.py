@@ -20,6 +20,8 @@ _WITHOUT_EFFECT = (
     *("ensure_weight_tying", "qalora_group_size", "runtime_config"),
 )
 _MAX_RANK = 1 << 16
+MAX_CONFIG_BYTES = 1 << 20
+"""Limit of adapter_config.json: a running server parses it, which holds Python's lock for about 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise InvalidArgument("lora", f"folder {folder} has no {CONFIG_FILE}; it must be as PEFT writes it")
-    fields = JsonFields(read_json(path), str(path))
+    fields = JsonFields(read_json(path, MAX_CONFIG_BYTES), str(path))
     fields.only("peft_type", "LORA", why="only LORA is computed")
     fields.only("use_dora", False, why="DoRA is not computed")
     fields.only("use_qalora", False, why="QALoRA is not computed")

@@ -33,6 +33,8 @@ from jpaged.models.sharding import pad_for_sharding, padded_axis
 from jpaged.models.stack import LayerMode
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_MAX_HEADER_BYTES = 1 << 24
+"""Limit of the header of that file, which a running server parses: about 100,000 tensors."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
 _OF_EMBEDDING = re.compile(r"\.lora_embedding_[AB](\.|$)|(^|\.)(embed_\w+|wte|wpe|lm_head|embed_out)\.")
 _OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
@@ -91,7 +93,7 @@ class AdapterReader:
                 raise Unsupported(f"{pickles[0]}: pickles are not read: save the adapter with safe_serialization=True")
             raise InvalidArgument("lora", f"folder {path} has no {WEIGHTS_FILE}")
         with ExitStack() as opened:
-            files = TensorFiles(folder, opened, WEIGHTS_FILE)
+            files = TensorFiles(folder, opened, WEIGHTS_FILE, _MAX_HEADER_BYTES)
             return self._read(files, config, folder)
 
     def _read(self, files: TensorFiles, config: LoraConfig, folder: Path) -> HostAdapter:

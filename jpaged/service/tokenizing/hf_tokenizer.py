@@ -25,6 +25,19 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _SENTENCEPIECE_FILE = "tokenizer.model"
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_FILE_BYTES = {
+    "tokenizer.json": 1 << 28,
+    "tokenizer.model": 1 << 28,
+    "vocab.json": 1 << 27,
+    "merges.txt": 1 << 27,
+    "vocab.txt": 1 << 27,
+    "tokenizer_config.json": 1 << 24,
+    "added_tokens.json": 1 << 24,
+    "special_tokens_map.json": 1 << 24,
+    "chat_template.jinja": 1 << 20,
+    "chat_template.json": 1 << 20,
+}
+"""Limits of a tokenizer's files, which libraries read whole; the largest that are published have 40 MB."""
 _MESSAGES = "chat.messages"
 _SHORT = 2000
 """Characters or tokens that take a millisecond. The Rust tokenizer keeps the GIL for one text, and not for a batch."""
@@ -204,12 +217,23 @@ def load_tokenizer(
     """
     if parts is None and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return NoTokenizer(vocab_size)
+    _check_sizes(folder)
     try:
         return HuggingFaceTokenizer(folder, parts=parts, parse_special_tokens=parse_special_tokens)
     except (JpagedError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # two libraries read the files, with errors of every kind, and panics in Rust
         raise InvalidArgument("model", f"{folder}: the tokenizer cannot be loaded: {_why(folder, error)}") from error
+
+
+def _check_sizes(folder: Path) -> None:
+    """Refuse files over their limits before anything reads them."""
+    paths = [(folder / name, limit) for name, limit in _MAX_FILE_BYTES.items()]
+    templates = (folder / "additional_chat_templates").glob("*.jinja")
+    paths += [(path, _MAX_FILE_BYTES["chat_template.jinja"]) for path in templates]
+    for path, limit in paths:
+        if path.is_file() and (size := path.stat().st_size) > limit:
+            raise InvalidArgument("model", f"{path} has {size} bytes; the limit for this file is {limit} bytes")
 
 
 def _why(folder: Path, error: BaseException) -> str:
