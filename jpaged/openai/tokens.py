@@ -18,7 +18,7 @@ from jpaged.openai.bodies import name_in
 from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, messages_in
 from jpaged.types import Prompt
 
-_OF_CHATS = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+_OF_CHATS = {"add_special_tokens": False}
 """Fields of a chat that may have this value alone: the chat template brings its own special tokens."""
 
 
