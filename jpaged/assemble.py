@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
@@ -286,6 +287,8 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
         options.model.model,
         parse_special_tokens=options.model.parse_special_tokens,
         skip_tokenizer=options.model.skip_tokenizer_init,
+        chat_template=_template_in(options.model.chat_template),
+        trusts_request_templates=options.model.trust_request_chat_template,
     )
     source = replace(source, config=quantised_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
@@ -307,16 +310,48 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
     }
 
 
-def find_source(name: str, *, parse_special_tokens: bool = True, skip_tokenizer: bool = False) -> Source:
-    """Find the model of a name: `demo`, a folder, a GGUF file or a hub id."""
+def find_source(
+    name: str,
+    *,
+    parse_special_tokens: bool = True,
+    skip_tokenizer: bool = False,
+    chat_template: str | None = None,
+    trusts_request_templates: bool = False,
+) -> Source:
+    """Find the model of a name: `demo`, a folder, a GGUF file or a hub id; with its tokenizer as `load_tokenizer`."""
     folder = find_folder(name)
     config = read_config(folder)
     if skip_tokenizer:
         return Source(name, folder, config, NoTokenizer(config.vocab_size))
     tokenizer = load_tokenizer(
-        folder, vocab_size=config.vocab_size, parts=_gguf_parts(folder), parse_special_tokens=parse_special_tokens
+        folder,
+        vocab_size=config.vocab_size,
+        parts=_gguf_parts(folder),
+        parse_special_tokens=parse_special_tokens,
+        chat_template=chat_template,
+        trusts_request_templates=trusts_request_templates,
     )
     return Source(name, folder, config, tokenizer)
+
+
+def _template_in(path: str | None) -> str | None:
+    """Return the text of a file with a chat template.
+
+    Raises:
+        InvalidArgument: it cannot be read, is empty or too large.
+    """
+    if path is None:
+        return None
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_CHAT_TEMPLATE_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("chat_template", f"{path} cannot be read: {error}") from error
+    if not text.strip() or len(data) > MAX_CHAT_TEMPLATE_BYTES:
+        problem = "is empty" if len(data) <= MAX_CHAT_TEMPLATE_BYTES else f"is over {MAX_CHAT_TEMPLATE_BYTES} bytes"
+        raise InvalidArgument("chat_template", f"{path} {problem}")
+    return text
 
 
 def _gguf_parts(folder: Path) -> TokenizerParts | None:

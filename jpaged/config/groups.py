@@ -67,6 +67,12 @@ class ModelOptions:
     skip_tokenizer_init: bool = option(
         False, "serve token ids alone: no tokenizer is read, and requests with text or messages are refused"
     )
+    chat_template: str | None = option(
+        None, "a file with the chat template, in place of the model's own; the model's when left out", path="file"
+    )
+    trust_request_chat_template: bool = option(
+        False, "let chats bring a template of their own (`chat_template`), which runs in a process with limits"
+    )
     tool_call_parser: ToolCallParser = option(
         "auto",
         "how the model writes tool calls, which answers of chats have apart from their text; auto looks into its "

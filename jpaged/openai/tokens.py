@@ -20,7 +20,7 @@ from jpaged.openai.neutral_fields import own_fields
 from jpaged.types import Prompt
 
 _OF_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
-_ONLY_OF_CHATS = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+_ONLY_OF_CHATS = {"add_special_tokens": False}
 """Fields of a chat that may have this value alone: the chat template brings its own special tokens."""
 _OF_CHATS = {*CHAT_FIELDS, *_ONLY_OF_CHATS}
 

@@ -21,7 +21,7 @@ from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.answers import ChatAnswers
-from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, text_bytes
+from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, read_messages, text_bytes
 from jpaged.service.chat.structural_tag import naming_tools
 from jpaged.service.continuing import check_generated, continue_request
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
@@ -236,14 +236,18 @@ class InputProcessor:
             raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
         if len(messages) > MAX_CHAT_MESSAGES:
             raise InvalidArgument("chat.messages", f"{len(messages)} messages; at most {MAX_CHAT_MESSAGES}")
+        messages = read_messages(messages)
+        if options.continue_final_message and not messages[-1]["content"] and messages[-1].get("tool_calls"):
+            raise InvalidArgument("continue_final_message", "needs a last message whose content can be continued")
         num_bytes = messages_bytes(messages) + (options.num_bytes if options.is_laid_out else 0)
         limit = max(max_bytes, MIN_MAX_CHAT_BYTES)
         if num_bytes > limit:
             raise RequestTooLong("chat.messages", f"{num_bytes} bytes, over the limit of {limit}: {self._limits()}")
         plain = for_template(messages, max_bytes=limit)
-        if options.is_laid_out and self.tokenizer.has_chat_template:
-            if not isinstance(self.tokenizer, LaysOutTools):
-                raise Unsupported("tools: this model's tokenizer lays out messages alone")
+        has_layout = isinstance(self.tokenizer, LaysOutTools)
+        if options.is_laid_out and self.tokenizer.has_chat_template and not has_layout:
+            raise Unsupported("tools: this model's tokenizer lays out messages alone")
+        if options.is_laid_out and isinstance(self.tokenizer, LaysOutTools):
             return self._known("chat.messages", self.tokenizer.chat_ids(plain, options, max_bytes=max_bytes))
         return self._known("chat.messages", self.tokenizer.apply_chat_template(plain, max_bytes=max_bytes))
 

@@ -273,11 +273,7 @@ USER = {"role": "user", "content": "hi"}
         ),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", ""),
         ({"input": [USER, {"type": "reasoning", "summary": []}, USER]}, None, ""),
-        (
-            {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}, USER]},
-            "input[1]",
-            "",
-        ),
+        ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}, USER]}, None, ""),
         ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id", ""),
     ],
 )

@@ -335,7 +335,7 @@ def test_fields_that_ask_for_nothing_pass(body):
         (chat(messages=[{"role": "user"}]), "body.messages[0]"),
         (chat(messages=[{"role": "user", "content": "x", "refusal": "y"}]), "body.messages[0].refusal"),
         (chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]), "body.messages[0].tool_calls[0]"),
-        (chat(messages=[{"role": "assistant", "content": None, "tool_calls": []}]), "body.messages[0]"),
+        (chat(messages=[{"role": "user", "content": None}]), "body.messages[0].content"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "body.messages[0].content"),
         (chat(top_logprobs=2), "body.top_logprobs"),
         (chat(logprobs=2), "body.logprobs"),

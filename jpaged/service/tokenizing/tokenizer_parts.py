@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jpaged.errors import InvalidArgument
-
 _TOKENIZER_FILE, _CONFIG_FILE, _TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """The two names of transformers' class that takes tokenizer.json as it is."""
@@ -51,6 +49,7 @@ class TokenizerParts:
         eos_token_id: None where it names none.
         chat_template: its source; None without one.
         tool_chat_template: that of conversations with tools, where it is another.
+        chat_template_problem: why none of the templates can be used; None if one can, or there is none.
         special_tokens: as a chat template sees them, by their names: `bos_token` and the like.
     """
 
@@ -61,13 +60,13 @@ class TokenizerParts:
     chat_template: str | None
     special_tokens: Mapping[str, str | list[str]]
     tool_chat_template: str | None = None
+    chat_template_problem: str | None = None
 
 
 def read_parts(folder: Path) -> TokenizerParts:
     """Read the tokenizer of a folder, by the quicker of the two ways that give the same tokens.
 
     Raises:
-        InvalidArgument: it has several chat templates and none of them is the default.
         Exception: the libraries have no error of their own, and panics in Rust are no `Exception` at all.
     """
     with _without_marks(folder) as plain:
@@ -171,12 +170,12 @@ def _read_by_transformers(folder: Path) -> TokenizerParts:
     from transformers import AutoTokenizer
 
     inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    template = tool_template = None
+    template = tool_template = problem = None
     if inner.chat_template:
         try:
             template, tool_template = inner.get_chat_template(), inner.get_chat_template(tools=[])
         except ValueError as error:  # several, and none of them the default
-            raise InvalidArgument("model", f"its chat template cannot be chosen: {error}") from error
+            problem = f"its chat template cannot be chosen: {error}"
     return TokenizerParts(
         fast=inner.backend_tokenizer if inner.is_fast else None,
         slow=None if inner.is_fast else inner,
@@ -187,6 +186,7 @@ def _read_by_transformers(folder: Path) -> TokenizerParts:
             name: value if isinstance(value, list) else str(value) for name, value in inner.special_tokens_map.items()
         },
         tool_chat_template=None if tool_template == template else tool_template,
+        chat_template_problem=problem,
     )
 
 
