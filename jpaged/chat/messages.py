@@ -114,7 +114,10 @@ def _call(where: str, place: int, call: Any) -> dict[str, Any]:
     _check_names(f"{where}.function", function, {"name", "arguments", "parsed_arguments"})
     if function.get("name") is None:
         raise InvalidArgument(f"{where}.function.name", "is missing")
-    texts = {key: _text(f"{where}.function.{key}", function.get(key) or "") for key in ("name", "arguments")}
+    texts = {
+        key: _text(f"{where}.function.{key}", "" if function.get(key) is None else function[key])
+        for key in ("name", "arguments")
+    }
     read: dict[str, Any] = {
         "type": "function",
         "function": {key: without_surrogates(text) for key, text in texts.items()},
