@@ -224,9 +224,11 @@ docs: $(DOCS)/.installed ## build the documentation site into build/site; a dead
 	@echo "==> build/site/index.html"
 
 dist: $(RELEASE)/.installed ## make the source distribution and a manylinux wheel in dist/, and check them
-	@rm -rf dist jpaged.egg-info/SOURCES.txt; $(BIN)/python -m build --outdir dist/built . > /dev/null
+	@rm -rf dist jpaged.egg-info/SOURCES.txt
+	@PATH=$(abspath $(RELEASE))/ziglang:$$PATH CXX=$(abspath tests/release/manylinux-c++) \
+	    $(BIN)/python -m build --outdir dist/built . > /dev/null
 	@PATH=$(abspath $(RELEASE))/bin:$$PATH PYTHONPATH=$(RELEASE) $(BIN)/python -m auditwheel repair --wheel-dir dist \
-	    dist/built/*.whl
+	    --plat manylinux_2_28_$$(uname -m) dist/built/*.whl
 	@mv dist/built/*.tar.gz dist; rm -rf dist/built
 	@PYTHONPATH=$(RELEASE) $(BIN)/python -m twine check --strict dist/*
 	@$(BIN)/python -m tests.release.contents dist; ls -l dist

@@ -1,4 +1,8 @@
-"""`python -m jpaged` is `jpaged`, and an interrupt is quiet also while it is being imported."""
+"""`python -m jpaged` is `jpaged`, and an interrupt is quiet also while it is being imported.
+
+A required package that is missing, too old or broken ends a command with a sentence. `--version` and the check of
+packages of `doctor` import nothing except Python's own library.
+"""
 
 import io
 import os
@@ -9,12 +13,43 @@ _STDERR = 2
 
 def run() -> int:
     """The exit code of the command line."""
+    words = sys.argv[1:]
     try:
         _open_streams()
+        from jpaged.cli.doctor import packages
+        from jpaged.version import __version__
+
+        if words == ["--version"]:
+            sys.stdout.write(f"jpaged {__version__}\n")
+            return 0
+        if words[:1] == ["doctor"] and (found := packages.unmet()):
+            packages.show(found, as_json="--json" in words)
+            return 1
+        from jpaged.config import silence_grpc_core
+
+        silence_grpc_core()  # before gRPC is imported
         from jpaged.cli.main import main
     except KeyboardInterrupt:
         return 130
+    except (ImportError, RuntimeError) as error:  # RuntimeError: grpc's check of the version of generated code
+        return _refuse(words, error)
+    except Exception as error:
+        if not type(error).__module__.startswith("google.protobuf"):
+            raise
+        return _refuse(words, error)
     return main()
+
+
+def _refuse(words: list[str], error: Exception) -> int:
+    """Report a package that cannot be imported; return the exit code."""
+    from jpaged.cli.doctor import packages
+
+    if words[:1] == ["doctor"]:
+        packages.show([packages.broken(error)], as_json="--json" in words)
+    else:
+        line = packages.broken(error)
+        sys.stderr.write(f"jpaged: {line.note} (`jpaged doctor` checks what is required)\n")
+    return 1
 
 
 def _open_streams() -> None:

@@ -42,7 +42,7 @@ from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.kv.tiers.disk import open_disks
 from jpaged.engine.reach import KeyLengths
-from jpaged.engine.tokenizer import Tokenizer
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
 from jpaged.kvevents.publisher import Publisher
@@ -96,7 +96,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     """
     source, model, places = _place(options)
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
-    adapters = _adapters(options, model, places[0], progress)
+    adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
     runs: list[Executor[Any, Any]] = [*executors]
@@ -191,12 +191,13 @@ def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
     return engines
 
 
-def _adapters(options: EngineConfig, model: Model, where: Placement, progress: Progress) -> Adapters:
+def _adapters(options: EngineConfig, model_name: str, model: Model, where: Placement, progress: Progress) -> Adapters:
     """What reads adapters for a model, and those that are there from the start."""
     lora = options.lora
     if not lora.enable_lora:
         return Adapters()
-    adapters = Adapters(AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank), lora.max_cpu_loras)
+    reader = AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank)
+    adapters = Adapters(reader, lora.max_cpu_loras, model_name)
     for done, (name, path) in enumerate(lora.adapters):
         progress(f"adapter {name}", done, len(lora.adapters))
         try:
@@ -281,7 +282,11 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     """The model, and where each copy of it goes."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
-    source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
+    source = find_source(
+        options.model.model,
+        parse_special_tokens=options.model.parse_special_tokens,
+        skip_tokenizer=options.model.skip_tokenizer_init,
+    )
     source = replace(source, config=quantised_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
     config = lossy.as_asked(config, options)
@@ -302,10 +307,12 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
     }
 
 
-def find_source(name: str, *, parse_special_tokens: bool = True) -> Source:
+def find_source(name: str, *, parse_special_tokens: bool = True, skip_tokenizer: bool = False) -> Source:
     """Find the model of a name: `demo`, a folder, a GGUF file or a hub id."""
     folder = find_folder(name)
     config = read_config(folder)
+    if skip_tokenizer:
+        return Source(name, folder, config, NoTokenizer(config.vocab_size))
     tokenizer = load_tokenizer(
         folder, vocab_size=config.vocab_size, parts=_gguf_parts(folder), parse_special_tokens=parse_special_tokens
     )

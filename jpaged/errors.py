@@ -3,7 +3,8 @@
     JpagedError                                 grpc_status
     ├── InvalidArgument (ValueError)            INVALID_ARGUMENT     the caller is wrong: field, value, limit
     │   └── RequestTooLong                      INVALID_ARGUMENT     it can never fit, whatever the load
-    ├── NotFound (LookupError)                  NOT_FOUND            no such request, model or adapter
+    ├── NotFound (LookupError)                  NOT_FOUND            no such request or adapter
+    │   └── ModelNotFound                       NOT_FOUND            the server has another model
     ├── Unauthenticated                         UNAUTHENTICATED      the call brings no key that the server knows
     ├── PermissionDenied                        PERMISSION_DENIED    turned off, or not what the key is for
     ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
@@ -55,6 +56,18 @@ def reason_of(error: JpagedError) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
 
 
+_UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters of terminals and of the order of text, ends of lines, and lone surrogates."""
+
+
+def printable(text: str) -> str:
+    r"""Return a text for a line of a log or a terminal: control characters become `\u001b`, also ends of lines.
+
+    Texts of other processes may hold them, and would otherwise forge lines or steer the reader's terminal.
+    """
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def sentence_of(error: BaseException) -> str:
     """What to say of an error in one line: its own words, what the system says with the file, or that it is a bug."""
     if isinstance(error, JpagedError):
@@ -89,6 +102,10 @@ class NotFound(JpagedError, LookupError, grpc_status="NOT_FOUND"):
     """The thing that was named does not exist (any more)."""
 
 
+class ModelNotFound(NotFound):
+    """The request names a model that the server does not have."""
+
+
 class Unauthenticated(JpagedError, grpc_status="UNAUTHENTICATED"):
     """The call brings no key, or one that this server does not know."""
 
@@ -119,6 +136,10 @@ class QueueFull(TryLater):
 
 class QuotaExceeded(TryLater):
     """The tenant has used up what it may have for now: requests, tokens or streams."""
+
+
+class StorageError(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
+    """The disk of batches cannot be written, or the room that they or a tenant may have is used up."""
 
 
 class LimitExceeded(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):

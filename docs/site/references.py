@@ -52,14 +52,24 @@ def options() -> Iterator[str]:
     )
     for section in SECTIONS:
         yield f"## {section}\n\n{section_help(section)}\n"
-        yield "| option | default, limits | what it is |\n|---|---|---|"
+        yield _table("option", "default, limits", "what it is")
         for _, mine, spec in iter_options():
             if mine == section:
                 yield f"| `{flag_of(spec.name)}` | {_cell(default_and_limits(spec))} | {_cell(_help(spec))} |"
-        yield ""
-    yield "## Environment\n\n| variable | what it says |\n|---|---|"
+        yield _END
+    yield f"## Environment\n\n{_table('variable', 'what it says')}"
     for name, text in ENVIRONMENT.items():
         yield f"| `{name}` | {_cell(text)} |"
+    yield _END
+
+
+def _table(*titles: str) -> str:
+    """Return the head of a table that style.css lays out for phones, too."""
+    return f'<div class="options" markdown>\n\n| {" | ".join(titles)} |\n{"|---" * len(titles)}|'
+
+
+_END = "\n</div>\n"
+"""Ends what `_table` begins."""
 
 
 def _help(spec: Field[Any]) -> str:
@@ -103,13 +113,14 @@ def metrics(scraped: str) -> Iterator[str]:
         "What a server answers to Prometheus, on `--metrics-port`. `vllm:*` means what vLLM's metric of that name "
         "means; [the runbook](../runbook.md#what-to-watch) says which to watch. Counters end in `_total`.\n"
     )
-    yield "| metric | kind | what it is |\n|---|---|---|"
+    yield _table("metric", "kind", "what it is")
     kinds, helps = _headers(scraped, "# TYPE "), _headers(scraped, "# HELP ")
     told = {name: (kinds[name], text) for name, text in helps.items() if not name.endswith("_created")}
     told |= {f"{one.name}_total": ("counter", one.help) for _, one in metrics_of("counter", SpeculationLoad)}
     told[f"{PER_POSITION.name}_total"] = ("counter", PER_POSITION.help)
     for name, (kind, text) in sorted(told.items()):
         yield f"| `{name}` | {kind} | {_cell(text)} |"
+    yield _END
 
 
 def _headers(scraped: str, prefix: str) -> dict[str, str]:

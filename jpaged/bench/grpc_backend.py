@@ -19,6 +19,7 @@ class GrpcBackend:
         cache_salt: prefixes are shared with requests of the same salt alone.
         api_key: what a server with keys lets it in with.
         tls: whom it believes and what it shows; None connects in clear.
+        proxy: as of `Client`.
     """
 
     def __init__(
@@ -30,8 +31,9 @@ class GrpcBackend:
         cache_salt: str = "",
         api_key: str = "",
         tls: Tls | None = None,
+        proxy: str | None = None,
     ) -> None:
-        self._client = AsyncClient(target, api_key=api_key, tls=tls)
+        self._client = AsyncClient(target, api_key=api_key, tls=tls, proxy=proxy)
         self._ignore_eos = ignore_eos
         self._temperature = temperature
         self._cache_salt = cache_salt

@@ -28,6 +28,7 @@ class OpenAIBackend:
         ignore_eos: asks for all tokens, in vLLM's field, which llama.cpp and SGLang take too.
         extra: further fields of every request.
         headers: of every request.
+        proxy: URL of an HTTP proxy; None is none, whatever the environment has.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class OpenAIBackend:
         temperature: float,
         extra: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
+        proxy: str | None = None,
     ) -> None:
         self._url = url
         self._is_chat = api == "openai-chat"
@@ -52,7 +54,9 @@ class OpenAIBackend:
             **(extra or {}),
         }
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx2.AsyncClient(timeout=None, limits=limits, headers=dict(headers or {}), trust_env=False)
+        self._client = httpx2.AsyncClient(
+            timeout=None, limits=limits, headers=dict(headers or {}), trust_env=False, proxy=proxy
+        )
 
     async def send(self, sample: Sample, trace: Trace) -> None:
         """See `Backend.send`."""
@@ -123,14 +127,14 @@ def _event_of(data: str) -> dict[str, Any]:
     return event
 
 
-async def first_model(base_url: str, headers: Mapping[str, str]) -> str:
+async def first_model(base_url: str, headers: Mapping[str, str], proxy: str | None = None) -> str:
     """The first model that the server lists.
 
     Raises:
         Unavailable: it does not answer with one.
     """
     try:
-        async with httpx2.AsyncClient(timeout=30.0, headers=dict(headers), trust_env=False) as client:
+        async with httpx2.AsyncClient(timeout=30.0, headers=dict(headers), trust_env=False, proxy=proxy) as client:
             answer = (await client.get(f"{base_url}/v1/models")).json()
             return str(answer["data"][0]["id"])
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:

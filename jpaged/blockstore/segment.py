@@ -209,8 +209,11 @@ class Segment:
         self._table[begin : begin + len(packed)] = packed
 
     def _check_size(self) -> None:
-        """Raises OSError where the file no longer has the mapping's pages: to touch one would end the process."""
-        if os.fstat(self._descriptor).st_size < self.form.slots_begin:
+        """Raise OSError if the file is removed, or lost the mapping's pages: to touch one would end the process."""
+        found = os.fstat(self._descriptor)
+        if not found.st_nlink:
+            raise OSError(f"{self.path} was removed")
+        if found.st_size < self.form.slots_begin:
             raise OSError(f"{self.path} was made shorter")
 
 

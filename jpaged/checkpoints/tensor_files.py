@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jpaged.checkpoints.tensor_source import ALL_DTYPES, DTYPES, check_shape, unsupported_dtype
+from jpaged.checkpoints.tensor_source import ALL_DTYPES, DTYPES, check_shape, unreadable, unsupported_dtype
 from jpaged.errors import InvalidArgument, Unsupported
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+ORIGINAL_FILE, ORIGINAL_CONFIG = "consolidated.safetensors", "params.json"
+ORIGINAL_PROBLEM = (
+    f"{ORIGINAL_FILE} with {ORIGINAL_CONFIG} is Mistral's own layout, which is not read: download the files in Hugging "
+    f"Face's layout (config.json and {SINGLE_FILE}) of the same model"
+)
 
 FORMAT_DTYPES: Mapping[str, np.dtype] = {
     "F64": DTYPES["float64"],
@@ -56,6 +62,10 @@ class TensorFiles:
             self._open_file(single)
         elif (self._folder / INDEX_FILE).is_file():
             self._open_shards()
+        elif dangling := next((path for path in map(folder.joinpath, (single, INDEX_FILE)) if path.is_symlink()), None):
+            raise unreadable(dangling, "is missing")
+        elif (folder / ORIGINAL_FILE).is_file():
+            raise Unsupported(f"{folder}: {ORIGINAL_PROBLEM}")
         elif list(self._folder.glob("*.bin")) or list(self._folder.glob("*.pth")):
             raise Unsupported(f"{self._folder}: only safetensors weights are read; convert the checkpoint")
         else:
@@ -105,12 +115,14 @@ class TensorFiles:
 
     def _open_file(self, file_name: str) -> None:
         path = self._folder / file_name
+        if path.is_symlink() and not path.exists():
+            raise unreadable(path, "is missing")
         if Path(file_name).name != file_name or not path.is_file():
             raise InvalidArgument(str(self._folder / INDEX_FILE), f"names {file_name!r}, which is not in the folder")
         try:
             file = self._opened.enter_context(safe_open(path, framework="numpy"))
         except SafetensorError as error:
-            raise InvalidArgument(str(path), f"is not a whole safetensors file: {error}") from error
+            raise unreadable(path, f"is not a whole safetensors file: {error}") from error
         self._files[file_name] = file
         for name in list(file.keys()):
             if name in self._file_of:
@@ -120,14 +132,12 @@ class TensorFiles:
     def _open_shards(self) -> None:
         path = self._folder / INDEX_FILE
         try:
-            index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            index = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
             wanted = {str(name): str(file_name) for name, file_name in index.items()}
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidArgument(str(path), f"must be a JSON object with a weight_map: {error!r}") from error
+            raise unreadable(path, f"must be a JSON object with a weight_map: {error!r}") from error
         for file_name in sorted(set(wanted.values())):
             self._open_file(file_name)
-        for name in sorted(wanted.keys() | self._file_of.keys()):
-            if wanted.get(name) != self._file_of.get(name):
-                raise InvalidArgument(
-                    str(path), f"puts tensor {name} into {wanted.get(name)}; it is in {self._file_of.get(name)}"
-                )
+        # As in transformers the shards hold what there is: an index may omit tensors, or name another shard.
+        for name in sorted(wanted.keys() - self._file_of.keys()):
+            raise InvalidArgument(str(path), f"puts tensor {name} into {wanted[name]}; it is in no shard")

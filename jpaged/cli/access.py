@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from jpaged.client.channel import require_proxy
 from jpaged.client.tls import Tls
 from jpaged.config import api_key_from_environment
 from jpaged.errors import InvalidArgument, sentence_of
@@ -17,6 +18,7 @@ class Credentials:
 
     api_key: str = ""
     tls: Tls | None = None
+    proxy: str | None = None
 
 
 def add_credential_flags(parser: argparse.ArgumentParser, *, prefix: str = "", title: str = "access") -> None:
@@ -37,6 +39,13 @@ def add_credential_flags(parser: argparse.ArgumentParser, *, prefix: str = "", t
     group.add_argument(f"{tls}-ca", metavar="FILE", help="speak TLS, and believe certificates signed by one of these")
     group.add_argument(f"{tls}-cert", metavar="FILE", help="speak TLS, and show this certificate")
     group.add_argument(f"{tls}-key", metavar="FILE", help=f"the private key of {tls}-cert")
+    if not prefix:
+        group.add_argument(
+            "--proxy",
+            metavar="URL",
+            help="HTTP proxy, http://HOST:PORT, or none; loopback addresses are reached directly (default: for gRPC "
+            "that of grpc_proxy, https_proxy, http_proxy and no_proxy, for HTTP none)",
+        )
 
 
 def credentials_from(arguments: argparse.Namespace, *, prefix: str = "") -> Credentials:
@@ -57,8 +66,11 @@ def credentials_from(arguments: argparse.Namespace, *, prefix: str = "") -> Cred
         except InvalidArgument as error:
             raise InvalidArgument(f"--{prefix}{error.field.replace('.', '-')}", error.problem) from error
     flag, path = f"--{prefix}api-key-file", given[f"{start}api_key_file"]
+    proxy = None if prefix else given["proxy"]
+    if proxy is not None:
+        require_proxy("--proxy", proxy)
     if path is None:
-        return Credentials(api_key_from_environment(), tls)
+        return Credentials(api_key_from_environment(), tls, proxy)
     try:
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -68,4 +80,4 @@ def credentials_from(arguments: argparse.Namespace, *, prefix: str = "") -> Cred
         raise InvalidArgument(flag, f"{path} is empty")
     if " " in key or not key.isprintable():
         raise InvalidArgument(flag, f"{path} holds no key: a key is one word")
-    return Credentials(key, tls)
+    return Credentials(key, tls, proxy)

@@ -40,9 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0 and finite")
     require_target("HOST:PORT", arguments.address)
     require_whole_characters("--service", arguments.service)
-    tls = credentials_from(arguments).tls
+    shown = credentials_from(arguments)
     try:
-        status = check_health(arguments.address, service=arguments.service, timeout_s=arguments.timeout, tls=tls)
+        status = check_health(
+            arguments.address,
+            service=arguments.service,
+            timeout_s=arguments.timeout,
+            tls=shown.tls,
+            proxy=shown.proxy,
+        )
     except JpagedError as error:
         print(f"{arguments.address}: {error}")
         return 1

@@ -25,7 +25,7 @@ from jpaged.cli.help.action import add_help
 from jpaged.cli.help.formatter import HelpFormatter
 from jpaged.cli.top import command as top
 from jpaged.config import shows_traces
-from jpaged.errors import InvalidArgument, JpagedError, sentence_of
+from jpaged.errors import InvalidArgument, JpagedError, printable, sentence_of
 from jpaged.version import __version__
 
 COMMANDS: dict[str, ModuleType] = {
@@ -90,7 +90,9 @@ def _tell(name: str, error: BaseException) -> int:
         text, code = f"error: {text}", 2
     elif not isinstance(error, JpagedError | OSError | MemoryError):
         code = _BUG
-    text = text.encode(errors="backslashreplace").decode()  # names of files may be no UTF-8
+    text = "\n".join(
+        map(printable, text.split("\n"))
+    )  # names of files may be no UTF-8, and servers may send control characters
     if len(text) > _MAX_SHOWN:
         text = f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 2 :]} ({len(text)} characters)"
     with contextlib.suppress(OSError):  # nobody reads that either

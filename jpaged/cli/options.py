@@ -29,9 +29,9 @@ def flag_of(name: str) -> str:
 def add_config_flags(
     parser: argparse.ArgumentParser, sections: Collection[str] = tuple(SECTIONS), *, without: Collection[str] = ()
 ) -> None:
-    """A positional MODEL and one flag for every other option of the sections, except those named in `without`.
+    """Add a positional MODEL, and one flag for every option of the sections except those named in `without`.
 
-    The flags of a section are a group of the help.
+    The flags of a section are a group of the help. `--model` may replace the positional argument, as in vLLM.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, section, spec in iter_options():
@@ -40,7 +40,6 @@ def add_config_flags(
         if name == "model":
             text = f"{spec.metadata['help']} (default: {spec.default})"
             parser.add_argument("model", nargs="?", metavar="MODEL", default=None, help=_escaped(text))
-            continue
         if section not in groups:
             groups[section] = parser.add_argument_group(section, section_help(section))
         keywords: dict[str, Any] = {"dest": f"config_{name}", "default": None, "help": _help_of(spec)}
@@ -66,9 +65,12 @@ def _metavar(spec: Field[Any]) -> str:
 
 def config_values(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, by name."""
-    given = {"model": None, **vars(arguments)}
-    names = [name for name, _, _ in iter_options()]
-    values = {name: given.get(name if name == "model" else f"config_{name}") for name in names}
+    given = vars(arguments)
+    values = {name: given.get(f"config_{name}") for name, _, _ in iter_options()}
+    if (positional := given.get("model")) is not None:
+        if values["model"] not in (None, positional):
+            raise InvalidArgument("model", f"{positional} is given, and --model {values['model']} as well: give one")
+        values["model"] = positional
     return {name: value for name, value in values.items() if value is not None}
 
 

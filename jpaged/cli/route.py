@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import math
 import sys
 from typing import TYPE_CHECKING
@@ -150,12 +151,13 @@ async def _route(options: RouteOptions, config: EngineConfig) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    set_up_logs(config.telemetry.log_format, has_requests=False)
+    logging.getLogger("jpaged.route").setLevel(logging.INFO)  # which servers take calls
     try:
         router = Router(options, config.server, config.access)
         port = await router.start()
     except InvalidArgument as error:
         raise InvalidArgument(flag_of(error.field), error.problem) from error
-    set_up_logs(config.telemetry.log_format, has_requests=False)
     router.stop_on_signals()
     host = config.server.host
     if router.metrics_port is not None:

@@ -99,10 +99,10 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
             config, load, on_progress=report.progress, on_serving=on_serving, on_hang=give_up, prefills=prefills
         )
         leading = None if multihost is None else Leading(config, multihost, server)
+        server.stop_on_signals()  # first: gRPC would print a traceback of Ctrl-C while it opens a port
         port = await server.start()
     except InvalidArgument as error:
         raise InvalidArgument(flag_of(error.field), error.problem) from error
-    server.stop_on_signals()
     if server.probe_port is not None:
         report.line(f"{PROBES}{host}:{server.probe_port}")
     report.line(f"{LISTENING}{host}:{port}, loading {config.model.model}")

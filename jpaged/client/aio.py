@@ -41,6 +41,9 @@ class AsyncGenerateStream(BaseStream):
             except aio.AioRpcError as error:
                 await asyncio.sleep(self._wait_s(error))
                 self._begin_again()
+            except StopAsyncIteration:
+                self._is_closed = True
+                self._course.require_end()
         if self._ready:
             return self._ready.popleft()
         raise StopAsyncIteration

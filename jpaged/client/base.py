@@ -23,6 +23,7 @@ from jpaged.types import Prompt, SamplingParams
 DEFAULT_RESUMING = Resuming()
 """Streams look for a server for a minute."""
 _StreamT = TypeVar("_StreamT", bound="BaseStream")
+_T = TypeVar("_T")
 
 
 class BaseStream:
@@ -33,7 +34,7 @@ class BaseStream:
         self._is_closed = True  # until the call has begun, which can fail
         self._require_open = require_open
         self._ready: deque[GenerateChunk] = deque()
-        self._course = begin()
+        self._course = self._call(begin)
         self._is_closed = False
 
     @property
@@ -74,8 +75,16 @@ class BaseStream:
         if not self._is_closed:
             self._is_closed = True  # where that fails
             self._require_open()
-            self._course.begin_again()
+            self._call(self._course.begin_again)
             self._is_closed = False
+
+    def _call(self, begin: Callable[[], _T]) -> _T:
+        """Start a call; raise Cancelled if another thread has just closed the client."""
+        try:
+            return begin()
+        except ValueError:  # gRPC's error for a closed channel
+            self._require_open()
+            raise
 
 
 class BaseClient(Generic[_StreamT]):
@@ -92,6 +101,8 @@ class BaseClient(Generic[_StreamT]):
         tenant: whose requests, ids and pinned prefixes these are; that of the key when left out.
         api_key: what a server with keys lets this client in with.
         tls: whom it believes and what it shows; None connects in clear.
+        proxy: URL of an HTTP proxy, or "none"; None reads grpc_proxy, https_proxy, http_proxy and no_proxy of the
+            environment, as gRPC does. Loopback addresses are always connected to directly.
         resuming: how long a stream whose server is gone looks for one to go on with; None ends it with the server.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
@@ -113,6 +124,7 @@ class BaseClient(Generic[_StreamT]):
         tenant: str = "",
         api_key: str = "",
         tls: Tls | None = None,
+        proxy: str | None = None,
         resuming: Resuming | None = DEFAULT_RESUMING,
     ) -> None:
         targets = (target,) if isinstance(target, str) else tuple(target)
@@ -122,7 +134,7 @@ class BaseClient(Generic[_StreamT]):
             require_target("target", name)
         self._metadata = wire.metadata_of(tenant, api_key)
         self._is_closed = False
-        self._servers = self._reach(targets, self._metadata, timeout_s, self._require_open, tls)
+        self._servers = self._reach(targets, self._metadata, timeout_s, self._require_open, tls, proxy)
         self.prefixes = self._prefix_calls(self._servers, self._metadata, self._require_open)
         self._timeout_s = timeout_s
         self._model = model

@@ -6,15 +6,18 @@ hangs in about ten such deaths). What is tried again, and where, is in `routing/
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import random
 import re
 import time
+from urllib.parse import urlsplit
 
 import grpc
 
+from jpaged.config import proxy_from_environment
 from jpaged.errors import InvalidArgument
-from jpaged.types import require_whole_characters
+from jpaged.types import is_loopback, require_whole_characters
 
 MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.1
@@ -59,6 +62,92 @@ def require_target(field: str, target: str) -> None:
         ports = ["0"] if match is None else [match[1]]
     if not all(len(port) <= len(str(_MAX_PORT)) and 1 <= int(port) <= _MAX_PORT for port in ports):
         raise InvalidArgument(field, f"{target!r} is not HOST:PORT with a port from 1 to {_MAX_PORT}")
+
+
+def is_local(target: str) -> bool:
+    """Return True if a target of gRPC or a URL of HTTP names this machine: a loopback address or a Unix socket."""
+    hosts = _hosts(target)
+    return hosts is None or all(map(is_loopback, hosts))
+
+
+def proxy_for(target: str, proxy: str | None) -> str:
+    """Return the URL of the HTTP proxy of connections to a target; "" is a direct connection.
+
+    Args:
+        proxy: None reads the environment, as gRPC does; "none" or a URL takes its place.
+
+    Raises:
+        InvalidArgument: the proxy is no URL.
+    """
+    if proxy is not None:
+        require_proxy("proxy", proxy)
+    if proxy == "none" or is_local(target):
+        return ""
+    if proxy is not None:
+        return proxy
+    url, excluded = proxy_from_environment()
+    hosts = _hosts(target) or ()
+    return "" if hosts and all(_is_excluded(host, excluded) for host in hosts) else url
+
+
+def proxy_options(target: str, proxy: str | None) -> list[tuple[str, str | int]]:
+    """Return the channel arguments of gRPC that make it use the proxy of `proxy_for`."""
+    chosen = proxy_for(target, proxy)
+    if not chosen:
+        return [("grpc.enable_http_proxy", 0)]
+    return [] if proxy is None else [("grpc.http_proxy", chosen)]
+
+
+def proxy_name(target: str, proxy: str | None) -> str:
+    """Return the proxy of connections to a target for a message: without its password; "" is a direct connection."""
+    chosen = proxy_for(target, proxy)
+    host = chosen.rpartition("@")[2].partition("://")[2] or chosen.rpartition("@")[2]
+    return f"http://{host}" if host else ""
+
+
+def require_proxy(field: str, proxy: str) -> None:
+    """Refuse what is neither http://HOST:PORT nor "none".
+
+    Raises:
+        InvalidArgument: names the field and the proxy.
+    """
+    if proxy == "none":
+        return
+    try:
+        parts = urlsplit(proxy)
+        is_good = parts.scheme == "http" and parts.hostname and parts.port
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise InvalidArgument(field, f"{proxy!r} is not http://HOST:PORT, and not 'none'")
+
+
+def _hosts(target: str) -> list[str] | None:
+    """Return the hosts of a target; None of a scheme that names no machine."""
+    scheme, _, rest = target.partition(":") if _SCHEME.match(target) else ("", "", target)
+    if scheme in ("unix", "unix-abstract", "vsock"):
+        return None
+    return [_host(one.rpartition("/")[2]) for one in rest.removesuffix("/").split(",")]
+
+
+def _host(address: str) -> str:
+    """Return the host of HOST:PORT, [HOST]:PORT or HOST."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.rpartition(":")[0] or address
+
+
+def _is_excluded(host: str, excluded: tuple[str, ...]) -> bool:
+    """Return True if gRPC connects to a host without the proxy: a suffix of a name, or a network of addresses."""
+    for one in excluded:
+        if host.lower().endswith(one.lower()):
+            return True
+        try:
+            if ipaddress.ip_address(host) in ipaddress.ip_network(one, strict=False):
+                return True
+        except ValueError:
+            continue
+    return False
 
 
 class Backoff:

@@ -25,6 +25,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _DEFAULT_RETRY_S = 1.0
 _LATER: dict[str, type[TryLater]] = {"QUEUE_FULL": QueueFull, "QUOTA_EXCEEDED": QuotaExceeded}
 _M = TypeVar("_M", bound=Message)
+_OF_TRANSPORT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 _BY_CODE: dict[grpc.StatusCode, type[JpagedError]] = {
     grpc.StatusCode[kind.grpc_status]: kind
@@ -77,11 +78,18 @@ def was_accepted(error: grpc.RpcError) -> bool:
     return any(key == _ACCEPTED_KEY for key, _ in error.initial_metadata() or ())
 
 
-def translated(error: grpc.RpcError) -> JpagedError:
-    """The error of a call that failed, on a channel of either kind."""
+def translated(error: grpc.RpcError, proxy: str = "") -> JpagedError:
+    """The error of a call that failed, on a channel of either kind.
+
+    Args:
+        proxy: the HTTP proxy of the connection, which the error names unless a server of ours raised it.
+    """
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return JpagedError(str(error))
-    return error_of(error.code(), error.details(), error.trailing_metadata())
+    code, text = error.code(), error.details()
+    if proxy and code in _OF_TRANSPORT and not is_of_server(error):
+        text = f"{text or code.name} (through the proxy {proxy})"
+    return error_of(code, text, error.trailing_metadata())
 
 
 def _invalid_argument(text: str, status: status_pb2.Status | None) -> InvalidArgument:

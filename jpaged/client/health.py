@@ -7,12 +7,14 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jpaged.client.channel import require_target
+from jpaged.client.channel import proxy_name, require_target
 from jpaged.client.failures import translated
 from jpaged.client.tls import Tls, open_channel
 
 
-def check_health(target: str, *, service: str = "", timeout_s: float, tls: Tls | None = None) -> str:
+def check_health(
+    target: str, *, service: str = "", timeout_s: float, tls: Tls | None = None, proxy: str | None = None
+) -> str:
     """The status by its name in grpc.health.v1: SERVING, or NOT_SERVING while a server loads or drains.
 
     Args:
@@ -20,6 +22,7 @@ def check_health(target: str, *, service: str = "", timeout_s: float, tls: Tls |
         service: which one; "" is the server as a whole.
         timeout_s: for connecting and answering.
         tls: None connects in clear.
+        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Loopback addresses have none.
 
     Raises:
         InvalidArgument: the target is no HOST:PORT.
@@ -28,10 +31,10 @@ def check_health(target: str, *, service: str = "", timeout_s: float, tls: Tls |
         NotFound: there is no such service.
     """
     require_target("target", target)
-    with open_channel(grpc, target, tls) as channel:
+    with open_channel(grpc, target, tls, proxy=proxy) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
-            raise translated(error) from error
+            raise translated(error, proxy_name(target, proxy)) from error
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

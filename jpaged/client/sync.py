@@ -34,6 +34,9 @@ class GenerateStream(BaseStream):
             except grpc.RpcError as error:
                 time.sleep(self._wait_s(error))
                 self._begin_again()
+            except StopIteration:
+                self._is_closed = True
+                self._course.require_end()
         if self._ready:
             return self._ready.popleft()
         raise StopIteration

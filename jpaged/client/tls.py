@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from jpaged.client.channel import CHANNEL_OPTIONS
+from jpaged.client.channel import CHANNEL_OPTIONS, proxy_options
 from jpaged.errors import InvalidArgument, sentence_of
 
 
@@ -59,15 +59,22 @@ class Tls:
 
 
 def open_channel(
-    library: Any, target: str, tls: Tls | None, *, name: str | None = None, more: Sequence[tuple[str, int]] = ()
+    library: Any,
+    target: str,
+    tls: Tls | None,
+    *,
+    name: str | None = None,
+    more: Sequence[tuple[str, int]] = (),
+    proxy: str | None = None,
 ) -> Any:
     """Return a connection, made with `grpc` or `grpc.aio`; without `tls` it is in clear.
 
     Args:
         more: options of gRPC's besides those of every client.
         name: what the server's certificate has to name, where the target is an address that a name stands for.
+        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Loopback addresses have none.
     """
-    options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS, *more]
+    options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS, *more, *proxy_options(target, proxy)]
     if name is not None:
         options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
     if tls is None:

@@ -24,9 +24,11 @@ from jpaged.config.engine_config import (
     iter_options,
     keep_tokenizers_on_their_thread,
     platform_default,
+    proxy_from_environment,
     section_help,
     server_field_names,
     shows_traces,
+    silence_grpc_core,
     tpu_library,
 )
 from jpaged.config.groups import (
@@ -95,8 +97,10 @@ __all__ = [
     "option",
     "option_type",
     "platform_default",
+    "proxy_from_environment",
     "section_help",
     "server_field_names",
     "shows_traces",
+    "silence_grpc_core",
     "tpu_library",
 ]

@@ -45,6 +45,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_TRACEBACK": "1: errors say where in the program they came up",
     "XDG_CACHE_HOME": "where caches of the user are, jpaged's too",
     "TPU_LIBRARY_PATH": "the libtpu.so that compiles for TPUs",
+    "GRPC_VERBOSITY": "the log level of gRPC's core: DEBUG, INFO, ERROR; commands set it to NONE",
     "TOKENIZERS_PARALLELISM": "whether tokenizers take threads of their own; jpaged sets it to false",
 }
 """The variables that are read here, and what each says."""
@@ -332,6 +333,15 @@ def api_key_from_environment() -> str:
     return os.environ.get("JPAGED_API_KEY", "").strip()
 
 
+def proxy_from_environment() -> tuple[str, tuple[str, ...]]:
+    """Return the URL of the HTTP proxy that gRPC reads from the environment, and the hosts reached without it."""
+    proxy, excluded = (
+        next(filter(None, (os.environ.get(name) for name in names)), "")
+        for names in (("grpc_proxy", "https_proxy", "http_proxy"), ("no_grpc_proxy", "no_proxy"))
+    )
+    return proxy, tuple(filter(None, (host.strip() for host in excluded.split(","))))
+
+
 def shows_traces() -> bool:
     """Whether the command line shows where in the program an error came up (JPAGED_TRACEBACK)."""
     return os.environ.get("JPAGED_TRACEBACK", "") not in ("", "0")
@@ -345,6 +355,11 @@ def tpu_library() -> Path | None:
 def keep_tokenizers_on_their_thread() -> None:
     """Tells the tokenizers library to work on the thread that asks: a few long texts would take all of its own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def silence_grpc_core() -> None:
+    """Turn off the log of gRPC's C++ core, which repeats errors that commands report; GRPC_VERBOSITY turns it on."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def explain_environment() -> list[tuple[str, str | None, str]]:

@@ -64,6 +64,9 @@ class ModelOptions:
         "take special tokens that are spelled out in prompts and messages for what they say; if not, they are text "
         "there, and only those that the chat template writes count",
     )
+    skip_tokenizer_init: bool = option(
+        False, "serve token ids alone: no tokenizer is read, and requests with text or messages are refused"
+    )
     tool_call_parser: ToolCallParser = option(
         "auto",
         "how the model writes tool calls, which answers of chats have apart from their text; auto looks into its "

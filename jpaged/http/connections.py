@@ -23,14 +23,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.http.errors import body_of
 from jpaged.http.wire import App
+from jpaged.openai.lines import error_body
 
 _LOG = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
 """How long a request's head may take, and a body may pause."""
 MAX_HEAD_BYTES = 64 << 10
+_READ_BYTES = 64 << 10
+"""Bytes of one read, a quarter of asyncio's: as chunks of one byte they take 10 ms."""
 TlsFactory = Callable[[uvicorn.Config, Callable[[], ssl.SSLContext]], ssl.SSLContext]
 _NEVER_S = 1 << 30
 """uvicorn's own timeout of idle connections: ours is instead."""
@@ -76,10 +78,12 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._is_receiving = False
+        self._chunks: list[bytes] = []
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
         if len(self.connections) > self.config.max_connections:
             error = Unavailable(f"{self.config.max_connections} connections are open, the limit")
-            self._say(b"503 Service Unavailable", body_of(error), b"retry-after: 1\r\n")
+            self._say(b"503 Service Unavailable", error_body(error), b"retry-after: 1\r\n")
         else:
             self._wait(self.config.idle_s)
 
@@ -104,11 +108,16 @@ class Connection(HttpToolsProtocol):
         self._wait(REQUEST_TIMEOUT_S)
         super().on_headers_complete()
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._pass_body()
+
     def on_body(self, body: bytes) -> None:
-        self._wait(REQUEST_TIMEOUT_S)
-        super().on_body(body)
+        """Keep a chunk until all that came with it is read: uvicorn copies what lies before each."""
+        self._chunks.append(body)
 
     def on_message_complete(self) -> None:
+        self._pass_body()
         self._is_receiving = False
         self._wait(self.config.idle_s if self.cycle.response_complete else None)
         super().on_message_complete()
@@ -120,13 +129,20 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Say that what came is no HTTP, in the form of every error."""
-        self._say(b"400 Bad Request", body_of(InvalidArgument("request", msg)))
+        self._say(b"400 Bad Request", error_body(InvalidArgument("request", msg)))
 
     def _say(self, status: bytes, body: dict[str, Any], header: bytes = b"") -> None:
         content = json_text.dumps(body).encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(content)
         self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + header + b"\r\n" + content)
         self.transport.close()
+
+    def _pass_body(self) -> None:
+        if self._chunks:
+            body = b"".join(self._chunks)
+            self._chunks.clear()
+            self._wait(REQUEST_TIMEOUT_S)
+            super().on_body(body)
 
     def _count(self, num_bytes: int) -> None:
         """Bound the head of a request: what is raised here ends it as what is no HTTP."""

@@ -35,7 +35,7 @@ _MARK = "\x00"
 
 def sent_event(value: object) -> bytes:
     """Return a JSON value as a server-sent event."""
-    return b"data: " + json_text.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    return b"".join((b"data: ", *json_text.pieces(value), b"\n\n"))
 
 
 class Chunks:

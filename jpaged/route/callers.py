@@ -23,7 +23,31 @@ _KEPT_OF_GRPC = "grpc-trace-bin"
 _AUTHORIZATION = "authorization"
 
 
-def passed_on(context: Any) -> Metadata:
+VIA_KEY = "x-jpaged-via"
+"""Metadata with the ids of the routers that a call has come through."""
+_MAX_HOPS = 8
+
+
+def require_no_loop(context: Any, router_id: str) -> None:
+    """Refuse a call that has come through this router before, or through too many.
+
+    Raises:
+        Unavailable: names the loop.
+    """
+    via = via_of(context)
+    if router_id in via:
+        raise Unavailable("the call leads back to this router: a target is the router itself, or a router before it")
+    if len(via) >= _MAX_HOPS:
+        raise Unavailable(f"the call has come through {len(via)} routers, over the limit of {_MAX_HOPS}")
+
+
+def via_of(context: Any) -> list[str]:
+    """Return the ids of the routers that a call has come through."""
+    found = [value for key, value in context.invocation_metadata() or () if key == VIA_KEY]
+    return [one for value in found if isinstance(value, str) for one in value.split(",")]
+
+
+def passed_on(context: Any, router_id: str) -> Metadata:
     """Return the metadata that goes on to a server: all but what belongs to the connection.
 
     Where the router checks keys the tenant is the key's, so that servers without keys keep tenants apart, too. What is
@@ -35,7 +59,7 @@ def passed_on(context: Any) -> Metadata:
     """
     kept: list[tuple[str, str | bytes]] = []
     for key, value in context.invocation_metadata() or ():
-        if not _goes_on(key):
+        if not _goes_on(key) or key == VIA_KEY:
             continue
         if key.endswith("-bin") or (isinstance(value, str) and value.isascii() and value.isprintable()):
             kept.append((key, value))
@@ -47,6 +71,7 @@ def passed_on(context: Any) -> Metadata:
     if entry is not None and entry.key is not None:
         kept = [pair for pair in kept if pair[0] != TENANT_KEY]
         kept.append((TENANT_KEY, entry.key.tenant))
+    kept.append((VIA_KEY, ",".join((*via_of(context), router_id))))
     return tuple(kept)
 
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from grpc import aio
@@ -31,6 +33,7 @@ from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, En
 from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import metadata_of
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable, sentence_of
+from jpaged.route.callers import VIA_KEY
 from jpaged.route.directory import Directory
 from jpaged.route.held import HeldPrefixes
 from jpaged.route.methods import channel_methods
@@ -81,6 +84,11 @@ class Counts:
         self.open += by
 
 
+ROUTER_OPTION = "router-id"
+"""Name of the option of GetServerInfo with the id of a router."""
+_UPSTREAM_S, _MAX_UPSTREAM = 30.0, 1024
+
+
 class Member:
     """One server that is named. Written by `Fleet` alone.
 
@@ -90,6 +98,7 @@ class Member:
         info: what it says of itself.
         is_admitted: it is asked for everything that the fleet is asked for.
         problem: why it is not admitted, in words.
+        is_other: it serves, and is not admitted because its model is another than the fleet's.
         files_number: which of the files that were shown to it since the start these are, counted.
         telling: how it tells which prefixes it holds; None where it does not, or is not listened to.
     """
@@ -98,7 +107,7 @@ class Member:
         self.address, self.endpoint, self.files_number = address, endpoint, files_number
         self.model = b""
         self.info = control_pb2.GetServerInfoResponse()
-        self.is_admitted = False
+        self.is_admitted = self.is_other = False
         self.problem = "it has not answered yet"
         self.telling: Telling | None = None
         self.following: asyncio.Task[None] | None = None
@@ -125,6 +134,7 @@ class Fleet:
         members: all that are named, by target.
         model: of the fleet, as a message; empty while none is known.
         checkpoint: the fingerprint of its weights; empty while none is known.
+        router_id: of this router, in the metadata of its calls, by which a loop is found.
         model_number: another one when the fleet has become one of another model.
     """
 
@@ -149,7 +159,9 @@ class Fleet:
         self._tls = tls
         files = () if tls is None else (tls.ca, tls.cert, tls.key)
         self._files, self._files_number = FileWatch([path for path in files if path is not None]), 0
-        self._metadata = metadata_of("", api_key)
+        self.router_id = uuid.uuid4().hex
+        self._metadata = (*metadata_of("", api_key), (VIA_KEY, self.router_id))
+        self._upstream: dict[str, float] = {}
         self._tasks = set[asyncio.Task[None]]()
         self._leaving: list[Member] = []
         self._news = asyncio.Event()
@@ -157,6 +169,15 @@ class Fleet:
     def set_bring(self, bring: Bring) -> None:
         """Who has a server keep what all have to keep; before `run`."""
         self._bring = bring
+
+    def note_upstream(self, router_ids: Iterable[str]) -> None:
+        """Note routers that send calls here: they are not admitted for a while, or calls would come back."""
+        now_s = time.monotonic()
+        for router_id in router_ids:
+            self._upstream.pop(router_id, None)
+            self._upstream[router_id] = now_s
+            if len(self._upstream) > _MAX_UPSTREAM:
+                del self._upstream[next(iter(self._upstream))]
 
     def admitted(self) -> list[Member]:
         """Those that are asked for everything that the fleet is asked for."""
@@ -200,7 +221,7 @@ class Fleet:
         while True:
             if self._tls is not None and await asyncio.to_thread(self._files.has_changed):
                 self._files_number += 1
-                _LOG.warning("certificates have changed: connections that are made from now on have the new ones")
+                _LOG.info("certificates have changed: connections that are made from now on have the new ones")
             self._follow_list(await self._targets.now())
             await asyncio.sleep(_LOOKS_A_LIST * LOOK_S)
 
@@ -291,18 +312,23 @@ class Fleet:
             raise Unavailable("what it says of itself is no message of jpaged.v1")
         if info.role == "prefill":
             raise Unavailable("it computes prompts for other servers alone (role prefill)")
+        router_id = next((one.value for one in info.options if one.name == ROUTER_OPTION), "")
+        if router_id and time.monotonic() - self._upstream.get(router_id, -math.inf) < _UPSTREAM_S:
+            raise Unavailable("it is a router that sends calls to this one: they would come back")
         self._note_identity(member, model, info)
         others = [one for one in self.members.values() if one is not member and _is_alike(self, one)]
-        if not (self.model and others) and not _is_alike(self, member):
+        if not _is_alike(self, member) and (not (self.model and others) or self._is_outvoted_by(member)):
             self._change_model(member)
         if not _is_alike(self, member):
-            raise Unavailable(f"it serves another model than the fleet: {_differences(self, member)}")
+            self._dismiss(member, problem := f"it serves another model than the fleet: {_differences(self, member)}")
+            member.is_other = True
+            raise Unavailable(problem)
         await self._bring(member)
         if self.members.get(member.name) is not member or not _is_alike(self, member):
             return
         self.checkpoint = self.checkpoint or member.info.checkpoint
         if not member.is_admitted:
-            _LOG.warning("%s takes calls", member.name)
+            _LOG.info("%s takes calls", member.name)
         self._note_admitted(member)
 
     def _note_identity(self, member: Member, model: Any, info: Any) -> None:
@@ -339,17 +365,24 @@ class Fleet:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
+    def _is_outvoted_by(self, member: Member) -> bool:
+        """Return True if more servers have the model of this one than that of the fleet."""
+        like = [one for one in self.members.values() if one is member or (one.is_other and _are_alike(one, member))]
+        return len(like) > len(self.admitted())
+
     def _change_model(self, member: Member) -> None:
         self.model, self.checkpoint = member.model, member.info.checkpoint
         self.model_number += 1
         for other in self.members.values():
             if other.is_admitted and not _is_alike(self, other):
                 self._dismiss(other, "it serves another model than the fleet")
+                other.is_other = True
 
     def _dismiss(self, member: Member, problem: str) -> None:
         """A server has no new call; what it runs goes on."""
         if member.is_admitted or member.problem != problem:
             _LOG.warning("%s takes no calls: %s", member.name, problem)
+        member.is_other = member.is_other and member.problem == problem  # it is refused for the same reason again
         member.is_admitted, member.problem = False, problem
         self.endpoints.remove(member.endpoint)
 
@@ -380,6 +413,11 @@ def _pauses() -> Backoff:
 
 async def _bring_nothing(member: Member) -> None:
     """The fleet has nothing to keep."""
+
+
+def _are_alike(one: Member, other: Member) -> bool:
+    """Return True if two servers have one model and one checkpoint."""
+    return one.model == other.model and one.info.checkpoint == other.info.checkpoint
 
 
 def _is_alike(fleet: Fleet, member: Member) -> bool:

@@ -15,7 +15,7 @@ from jpaged.client.channel import Backoff
 from jpaged.client.routing.endpoints import Endpoint
 from jpaged.errors import DeadlineExceeded, JpagedError, NotFound, Unavailable
 from jpaged.route.callers import Metadata, caused, owner_of
-from jpaged.route.fleet import Fleet
+from jpaged.route.fleet import ROUTER_OPTION, Fleet
 from jpaged.route.relay import CountedTries, Relay
 from jpaged.version import __version__
 
@@ -61,6 +61,7 @@ class Fleetwide:
             told.startup.CopyFrom(control_pb2.StartupProgress(what="servers", done=0, total=max(1, num_all)))
         if members:
             told.backend.CopyFrom(_together([one.info.backend for one in members]))
+        told.options.add(name=ROUTER_OPTION, value=self._fleet.router_id, source="this process")
         for name, value, source in self._options:
             told.options.add(name=name, value=value, source=source)
         for member in list(self._fleet.members.values()):

@@ -99,7 +99,7 @@ class Relay:
         Raises:
             JpagedError: what it failed with there.
         """
-        metadata = passed_on(context)
+        metadata = passed_on(context, self._fleet.router_id)
         beginning = None if isinstance(content, bytes) else _beginning_of(content, metadata)
         sent = content if isinstance(content, bytes) else content.SerializeToString()
         tries = CountedTries(self._fleet, beginning, context.time_remaining())
@@ -116,7 +116,7 @@ class Relay:
         Raises:
             JpagedError: what it ended with.
         """
-        metadata = passed_on(context)
+        metadata = passed_on(context, self._fleet.router_id)
         owner = owner_of(metadata)
         if not request.HasField("request_id"):
             request.MergeFrom(inference_pb2.GenerateRequest(request_id=uuid.uuid4().hex))  # the same at each server
@@ -143,6 +143,7 @@ class Relay:
                     if not is_told:
                         is_told = await self._tell_accepted(call, context)
                     await self._pass_messages(course, tries, context)
+                    course.require_end()
                     if trailing := told_by_servers(await call.trailing_metadata()):
                         context.set_trailing_metadata(trailing)
                     return

@@ -26,7 +26,7 @@ from jpaged.client.tls import Tls
 from jpaged.config import AccessOptions, ServerOptions
 from jpaged.errors import QueueFull, Unavailable, reason_of
 from jpaged.route.acts import Acts
-from jpaged.route.callers import passed_on, refuse_as_told
+from jpaged.route.callers import passed_on, refuse_as_told, require_no_loop, via_of
 from jpaged.route.directory import Directory
 from jpaged.route.fleet import Counts, Fleet
 from jpaged.route.fleetwide import Fleetwide, Options
@@ -185,6 +185,8 @@ class Router:
             self._calls.add(task)
             self.counts.note_open(1)
             try:
+                self.fleet.note_upstream(via_of(context))
+                require_no_loop(context, self.fleet.router_id)
                 self._require_role(method)
                 if len(self._calls) > self._options.max_calls:
                     raise QueueFull(f"{self._options.max_calls} calls are open (max_calls)", retry_after_s=_RETRY_S)
@@ -217,13 +219,14 @@ class Router:
             case "prompt" | "one":
                 return await self._relay.one(method, request, context)
             case "all":
-                return await self._acts.run(method, request, passed_on(context))
+                return await self._acts.run(method, request, passed_on(context, self.fleet.router_id))
             case "knowing":
-                return await self._fleetwide.abort(request, passed_on(context), context.time_remaining())
+                metadata = passed_on(context, self.fleet.router_id)
+                return await self._fleetwide.abort(request, metadata, context.time_remaining())
         if method == "GetServerInfo":
             return await self._fleetwide.server_info()
         ask = self._fleetwide.load if method == "GetLoad" else self._fleetwide.adapters
-        return await ask(passed_on(context))
+        return await ask(passed_on(context, self.fleet.router_id))
 
     def _require_role(self, method: str) -> None:
         """Hold a key that the router checks to its role: servers behind it may check none."""

@@ -167,7 +167,7 @@ class Targets:
         except InvalidArgument as error:
             _LOG.error("the targets stay as they were: %s", error)
         else:
-            _LOG.warning("targets_file: %s was read again: %d targets", self._path, len(self._of_file))
+            _LOG.info("targets_file: %s was read again: %d targets", self._path, len(self._of_file))
 
     async def _resolve(self, target: str) -> None:
         match = _DNS.fullmatch(target)

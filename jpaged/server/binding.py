@@ -29,10 +29,10 @@ def bind(server: aio.Server, field: str, host: str, port: int, certificates: Cer
             bound = server.add_secure_port(address, credentials_of(certificates))
     except (RuntimeError, UnicodeError) as error:
         _require_host(field, host)
-        raise InvalidArgument(field, f"{address} cannot be bound: {error}") from error
+        raise InvalidArgument(field, f"{address} cannot be bound: {_problem_of_port(host, port) or error}") from error
     if bound == 0:
         _require_host(field, host)
-        raise InvalidArgument(field, f"{address} cannot be bound")
+        raise InvalidArgument(field, f"{address} cannot be bound: {_problem_of_port(host, port)}")
     return bound
 
 
@@ -55,13 +55,26 @@ def _configuration(now: Certificates) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(now.key, now.chain)], now.client_ca)
 
 
-def _require_host(field: str, host: str) -> None:
-    """Raises InvalidArgument for an address on which no port of this machine can be had."""
+def _problem_of_port(host: str, port: int) -> str:
+    """Return the operating system's reason why a port cannot be bound, or "" if it can."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found[:1]:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
+        _bind_once(host, port)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _bind_once(host: str, port: int) -> None:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, address in found[:1]:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+
+
+def _require_host(field: str, host: str) -> None:
+    """Raise InvalidArgument if the host is not an address of this machine."""
+    try:
+        _bind_once(host, 0)
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver is asked for
         name = field.removesuffix("port") + "host"
         raise InvalidArgument(name, f"{host!r} is no address of this machine: {error}") from error

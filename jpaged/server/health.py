@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 
+_messages: Any = health_pb2  # its stubs do not have List
+
 
 class HealthServicer(health.aio.HealthServicer):
     """gRPC's own health service, with other watches."""
@@ -29,6 +31,11 @@ class HealthServicer(health.aio.HealthServicer):
         self._status[service] = status
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def List(self, request: object, context: Any) -> Any:
+        """Return the status of every name."""
+        kind = health_pb2.HealthCheckResponse
+        return _messages.HealthListResponse(statuses={name: kind(status=one) for name, one in self._status.items()})
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         call = asyncio.current_task()

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged.errors import InvalidArgument
 
+_messages: Any = health_pb2  # its stubs do not have List
 LIVENESS, READINESS = "liveness", "readiness"
 """Names that grpc.health.v1 is asked for, beside those of services; "" is readiness."""
 _NUM_THREADS = 2
@@ -38,10 +39,20 @@ class _Probes(health_pb2_grpc.HealthServicer):
         """Answer for the process; NOT_FOUND for names that mean nothing here."""
         if request.service not in ("", LIVENESS, READINESS):
             context.abort(grpc.StatusCode.NOT_FOUND, f"the names here are {LIVENESS}, {READINESS} and none")
-        now = self._health()
-        is_well = now.is_live if request.service == LIVENESS else now.is_ready
-        kinds = health_pb2.HealthCheckResponse
-        return health_pb2.HealthCheckResponse(status=kinds.SERVING if is_well else kinds.NOT_SERVING)
+        return self._status(request.service)
+
+    def List(self, request: object, context: Any) -> Any:
+        """Return the status of every name."""
+        return _messages.HealthListResponse(statuses={name: self._status(name) for name in ("", LIVENESS, READINESS)})
+
+    def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """Refuse: a watch would keep one of the few threads."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this port answers Check and List")
+
+    def _status(self, name: str) -> health_pb2.HealthCheckResponse:
+        now, kinds = self._health(), health_pb2.HealthCheckResponse
+        is_well = now.is_live if name == LIVENESS else now.is_ready
+        return kinds(status=kinds.SERVING if is_well else kinds.NOT_SERVING)
 
 
 class ProbeServer:

@@ -107,7 +107,10 @@ class InputProcessor:
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
         if prompt.fills_length:
-            sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(len(token_ids), sampling))
+            most = self._max_tokens(len(token_ids), sampling)
+            if prompt.max_filled is not None:
+                most = max(sampling.max_tokens, min(most, prompt.max_filled))
+            sampling = dataclasses.replace(sampling, max_tokens=most)
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
@@ -162,14 +165,14 @@ class InputProcessor:
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""
-        num_kept = sampling.truncate_prompt_tokens
+        num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_tokens
         if num_kept == -1:
-            num_kept = max(1, self._geometry.max_model_len - sampling.max_tokens)
+            num_kept = max(1, self._geometry.max_model_len - max_tokens)
         if prompt.token_ids is not None:
             given = prompt.token_ids if num_kept is None else prompt.token_ids[-num_kept:]
-            self._check_length(len(given), sampling)
+            self._check_length(len(given), sampling, max_tokens)
             return self._checked_ids("prompt.token_ids", given)
-        max_bytes = self._max_prompt_bytes(sampling.max_tokens)
+        max_bytes = self._max_prompt_bytes(max_tokens)
         if num_kept is not None:
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
@@ -177,7 +180,7 @@ class InputProcessor:
         else:
             token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes)
         token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
-        self._check_length(len(token_ids), sampling)
+        self._check_length(len(token_ids), sampling, max_tokens)
         return token_ids
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -265,8 +268,8 @@ class InputProcessor:
         wrong = next(one for one in ids if type(one) is not int or not 0 <= one < vocab_size)
         raise InvalidArgument(field, f"{wrong!r} is not a token id from 0 to {vocab_size - 1}")
 
-    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        max_tokens, geometry = sampling.max_tokens, self._geometry
+    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int) -> None:
+        geometry = self._geometry
         total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
         if num_rows > geometry.max_num_seqs:
             name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"

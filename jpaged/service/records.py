@@ -10,13 +10,16 @@ A record never holds a prompt or a text that was generated.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from jpaged.errors import JpagedError, reason_of
 from jpaged.types import OutputEvent, RequestTimes, SamplingParams, Usage
+
+_LOG = logging.getLogger(__name__)
 
 TRACE_KEYS = ("traceparent", "tracestate")
 """Headers of the W3C trace context: https://www.w3.org/TR/trace-context/."""
@@ -166,7 +169,7 @@ class Records:
         """
         observers = self._observers if whole is None else ()
         for observer in observers:
-            observer.begin(record)
+            _notify(observer.begin, record)
         try:
             yield record
         except BaseException as error:
@@ -177,4 +180,11 @@ class Records:
             if whole is not None:
                 whole.part_ended(record.usage)
             for observer in observers:
-                observer.end(record)
+                _notify(observer.end, record)
+
+
+def _notify(act: Callable[[RequestRecord], None], record: RequestRecord) -> None:
+    try:
+        act(record)
+    except Exception:  # a request does not depend on its observers
+        _LOG.exception("an observer of requests failed")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
 from datetime import UTC, datetime
 from typing import Any
 
 from jpaged import json_text
+from jpaged.errors import printable
 from jpaged.service.records import RequestRecord, parts_of
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _REQUESTS = logging.getLogger("jpaged.requests")
-_FIELDS = "jpaged_fields"
+_FIELDS, _NOTE = "jpaged_fields", "jpaged_note"
+_MAX_BURST, _TRACE_COST = 50, 10
+_MAX_TEMPLATES = 1000
+"""Templates whose lines are counted: those of libraries may have values in them."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -23,17 +28,83 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": record.getMessage() + _note_of(record),
         }
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
-        return json_text.dumps(line | record.__dict__.get(_FIELDS, {}), ensure_ascii=False)
+        return printable(json_text.dumps(line | record.__dict__.get(_FIELDS, {}), ensure_ascii=False))
+
+
+class TextFormatter(logging.Formatter):
+    """A line of text, in which control characters are escaped: messages quote clients and other servers."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line without the trace of an error."""
+        return printable(super().formatMessage(record)) + _note_of(record)
+
+    def formatException(self, ei: Any) -> str:
+        """Return the trace of an error, whose message may have control characters."""
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
+
+
+class RepeatLimit(logging.Filter):
+    """Limits lines that repeat, such as those that a client or a broken peer causes with each call.
+
+    Lines of one logger with one template share a budget of `_MAX_BURST`, refilled by one a second. A line costs one,
+    and a line with a trace ten. The last line before a pause notes it, and the first one afterwards has the number of
+    lines that were dropped. Lines of requests are not limited.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._budgets: dict[tuple[str, str], _Budget] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True if the line is written."""
+        if record.name == _REQUESTS.name:
+            return True
+        key = record.name, str(record.msg)
+        with self._lock:
+            budget = self._budgets.pop(key, None) or _Budget(record.created)
+            self._budgets[key] = budget  # the last of the dict: the first is the one unused for longest
+            if len(self._budgets) > _MAX_TEMPLATES:
+                del self._budgets[next(iter(self._budgets))]
+            note = budget.take(_TRACE_COST if record.exc_info else 1, record.created)
+        record.__dict__[_NOTE] = note
+        return note is not None
+
+
+class _Budget:
+    """Budget of one template; `take` returns a note for the line, or None if the line is dropped."""
+
+    def __init__(self, now_s: float) -> None:
+        self._num_left, self._now_s, self._num_dropped = float(_MAX_BURST), now_s, 0
+
+    def take(self, cost: int, now_s: float) -> str | None:
+        self._num_left = min(_MAX_BURST, self._num_left + max(0.0, now_s - self._now_s))
+        self._now_s = now_s
+        if self._num_left < cost:
+            self._num_dropped += 1
+            return None
+        self._num_left -= cost
+        note = f" [{self._num_dropped} lines like this were dropped]" if self._num_dropped else ""
+        self._num_dropped = 0
+        return note or (" [more lines like this are dropped for a while]" if self._num_left < cost else "")
+
+
+def _note_of(record: logging.LogRecord) -> str:
+    return record.__dict__.get(_NOTE) or ""
 
 
 def set_up_logs(log_format: str, *, has_requests: bool) -> None:
     """Have what is logged go to standard error, in `text` or `json`; of requests, too, where that is asked for."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(RepeatLimit())
     # force: a library that was imported before may have set its own format
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     _REQUESTS.setLevel(logging.INFO if has_requests else logging.WARNING)

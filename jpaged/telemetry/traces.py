@@ -12,7 +12,10 @@ and texts are never told. The span's context goes back to the caller with the an
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
@@ -27,12 +30,15 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from jpaged.errors import InvalidArgument
 from jpaged.service.records import RequestRecord, parts_of
-from jpaged.types import SamplingParams
+from jpaged.types import SamplingParams, is_loopback
 from jpaged.version import __version__
 
+_LOG = logging.getLogger(__name__)
 _SCOPE = "jpaged"
 _PROVIDER = "jpaged"
-_FLUSH_TIMEOUT_MS = 2000
+_FLUSH_TIMEOUT_S = 2.0
+_MAX_INT = 2**63 - 1
+"""The largest integer of OTLP, which has signed ones of 64 bits."""
 Attribute = str | int | float | bool | Sequence[str]
 
 
@@ -47,6 +53,7 @@ class Traces:
         resource = Resource.create({SERVICE_VERSION: __version__})  # with what OTEL_* of the environment says
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: _SCOPE}))
+        self._processor = processor
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer(_SCOPE, __version__)
@@ -74,9 +81,14 @@ class Traces:
         span.end(_ns(record.ended_s))
 
     def stop(self) -> None:
-        """Send what is left, for a while; nothing is told afterwards."""
-        self._provider.force_flush(_FLUSH_TIMEOUT_MS)
-        self._provider.shutdown()
+        """Send what is left, for at most two seconds in all, then drop it."""
+        # The SDK's flush ignores its timeout, and its shutdown waits for 30 s: neither may delay the end of the server.
+        flush = threading.Thread(target=self._provider.shutdown, name="jpaged-flush-traces", daemon=True)
+        flush.start()
+        flush.join(_FLUSH_TIMEOUT_S)
+        if flush.is_alive() and isinstance(self._processor, BatchSpanProcessor):
+            _LOG.warning("the collector of traces did not answer in %g s: the last spans are lost", _FLUSH_TIMEOUT_S)
+            self._processor.span_exporter.shutdown()  # ends its retries, and the call that is open
 
     def _tell_parts(self, span: Span, record: RequestRecord) -> None:
         if record.times is None:
@@ -101,7 +113,13 @@ def exporter_to(endpoint: str) -> SpanProcessor:
         has_host = None
     if not has_host:
         raise InvalidArgument("otlp_traces_endpoint", f"{endpoint!r} is no host:port, and no URL of http or https")
-    return BatchSpanProcessor(OTLPSpanExporter(endpoint=named, insecure=parts.scheme == "http"))
+    is_direct = is_loopback(parts.hostname or "")
+    options: Any = (("grpc.enable_http_proxy", 0),) if is_direct else None  # typed for strings alone
+    try:
+        exporter = OTLPSpanExporter(endpoint=named, insecure=parts.scheme == "http", channel_options=options)
+    except ValueError as error:  # OTEL_* of the environment
+        raise InvalidArgument("otlp_traces_endpoint", f"{endpoint}: the exporter cannot be made: {error}") from None
+    return BatchSpanProcessor(exporter)
 
 
 def _attributes_of(record: RequestRecord) -> Mapping[str, Attribute]:
@@ -126,10 +144,18 @@ def _attributes_of(record: RequestRecord) -> Mapping[str, Attribute]:
         found[gen_ai.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = times.first_token_s - times.arrival_s
     if record.sampling is not None:
         found |= _sampling_attributes(record.sampling)
-    return {name: value for name, value in found.items() if value not in (None, "", [])}
+    return {name: _encodable(value) for name, value in found.items() if value not in (None, "", [])}
+
+
+def _encodable(value: Attribute) -> Attribute:
+    """Return the value as UTF-8 can write it: one string that it cannot would lose the whole batch of spans."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    return [one.encode(errors="replace").decode() for one in value] if isinstance(value, Sequence) else value
 
 
 def _sampling_attributes(sampling: SamplingParams) -> Mapping[str, Attribute | None]:
+    has_signed_seed = sampling.seed is None or sampling.seed <= _MAX_INT
     return {
         gen_ai.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
         gen_ai.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
@@ -137,7 +163,8 @@ def _sampling_attributes(sampling: SamplingParams) -> Mapping[str, Attribute | N
         gen_ai.GEN_AI_REQUEST_TOP_K: sampling.top_k or None,
         gen_ai.GEN_AI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty or None,
         gen_ai.GEN_AI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty or None,
-        gen_ai.GEN_AI_REQUEST_SEED: sampling.seed,
+        gen_ai.GEN_AI_REQUEST_SEED: sampling.seed if has_signed_seed else None,
+        "jpaged.seed": None if has_signed_seed else str(sampling.seed),
         gen_ai.GEN_AI_REQUEST_CHOICE_COUNT: sampling.n,
     }
 

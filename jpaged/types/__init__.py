@@ -24,6 +24,7 @@ from jpaged.types.sampling import (
     MAX_TOP_N_SIGMA,
     MAX_TOP_TOLD,
     SamplingParams,
+    is_loopback,
     param,
     require_whole_characters,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "TextState",
     "TokenLogprob",
     "Usage",
+    "is_loopback",
     "param",
     "require_whole_characters",
 ]

@@ -85,6 +85,9 @@ class Prompt:
         generated: what sequences of the request have generated elsewhere.
         fills_length: as many tokens may follow as the model's length and the pool leave; `SamplingParams.max_tokens` is
             the least that must fit.
+        max_filled: with `fills_length`, the most that may follow; None is no limit.
+        is_only_told: the token that is generated is dropped and needs no room: a prompt may have
+            `max_model_len` tokens.
     """
 
     text: str | None = None
@@ -96,6 +99,8 @@ class Prompt:
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
     generated: Sequence[Generated] = ()
     fills_length: bool = False
+    max_filled: int | None = None
+    is_only_told: bool = False
 
     @property
     def size(self) -> int:

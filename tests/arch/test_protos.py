@@ -2,7 +2,9 @@
 
 import importlib.util
 import pickle
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,3 +205,12 @@ def test_messages_that_others_have_published_leave_those_of_others_alone_in_one_
     assert ours.DESCRIPTOR.file.pool is not theirs.DESCRIPTOR.file.pool
     assert ours.SerializeToString() == theirs.SerializeToString()
     assert pickle.loads(pickle.dumps(ours)) == ours
+
+
+def test_generated_code_runs_with_protobuf_6_and_with_what_is_required():
+    required = tomllib.loads((generate.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (floor,) = [one.partition(">=")[2] for one in required if one.startswith("protobuf>=")]
+    assert floor.startswith("6.")
+    texts = [path.read_text() for path in generate.OUTPUT.rglob("*_pb2.py")]
+    versions = {found[1] for text in texts for found in re.finditer(r"# Protobuf Python Version: (.*)", text)}
+    assert versions == {floor}

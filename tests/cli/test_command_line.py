@@ -53,6 +53,16 @@ def test_every_option_has_a_flag(name, spec, spelling):
     assert [getattr(section, name) for section in sections if name in dataclasses.asdict(section)] == [value]
 
 
+@pytest.mark.parametrize("words", [["a"], ["--model", "a"], ["a", "--model=a"]])
+def test_the_model_is_given_by_position_or_by_name(words):
+    assert config_from(make_parser().parse_args(["serve", *words])).model.model == "a"
+
+
+def test_two_models_are_refused(capsys):
+    assert main(["serve", "a", "--model", "b"]) == 2
+    assert capsys.readouterr().err == "jpaged serve: error: MODEL: a is given, and --model b as well: give one\n"
+
+
 @pytest.mark.parametrize(
     ("word", "value"),
     [("4096", 4096), ("2k", 2000), ("2K", 2048), ("1.5G", 3 << 29), ("25.6m", 25_600_000), ("1T", 1 << 40)],

@@ -14,7 +14,8 @@ import pytest
 from jpaged.cli import demo, server_process
 from jpaged.cli.main import main
 from jpaged.client import Client
-from jpaged.errors import Cancelled, DeadlineExceeded, InternalError, Unavailable
+from jpaged.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Unavailable
+from jpaged.server.lifecycle import Server
 from jpaged.types import SamplingParams
 from tests.processes import ROOT, Process
 
@@ -88,12 +89,28 @@ def test_an_engine_that_dies_ends_the_process():
     assert process.wait() == 1
 
 
+def test_signals_are_handled_before_a_port_is_opened(monkeypatch):
+    class Recorded(Server):
+        def stop_on_signals(self) -> None:
+            order.append("stop_on_signals")
+
+        async def start(self) -> int:
+            order.append("start")
+            raise InvalidArgument("port", "cannot be bound")
+
+    order: list[str] = []
+    monkeypatch.setattr("jpaged.cli.serve.Server", Recorded)
+    assert main(["serve", "demo", "--port", "0"]) == 2
+    assert order == ["stop_on_signals", "start"]
+
+
 @pytest.mark.long
 def test_a_port_in_use_is_one_line_and_exit_code_2(serve):
     port = serve.wait_for(r"^ready on .*:(\d+)$").group(1)
-    second = Process((*FAKE, "--port", port))
+    second = Process(("-m", "jpaged", "serve", "demo", "--port", port))  # not the fake, which imports gRPC first
     assert second.wait() == 2
-    assert any(f"port: 127.0.0.1:{port} cannot be bound" in line for line in second.lines)
+    assert len(second.lines) == 1, second.lines
+    assert f"--port: 127.0.0.1:{port} cannot be bound: Address already in use" in second.lines[0]
     assert serve.end(signal.SIGTERM) == 0
 
 

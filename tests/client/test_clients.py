@@ -16,6 +16,7 @@ from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
 from jpaged.client import AsyncClient, Client
 from jpaged.client.channel import MAX_ATTEMPTS
 from jpaged.client.failures import error_of
+from jpaged.client.routing.tries import Tries
 from jpaged.errors import (
     AlreadyExists,
     Cancelled,
@@ -300,6 +301,20 @@ async def test_closing_a_client_ends_what_waits_with_cancelled():
     await nobody.close()
     with pytest.raises(Cancelled, match="the client was closed"):
         await waiting
+
+
+@pytest.mark.parametrize("call", [lambda client: client.generate("hi"), Client.load])
+def test_a_client_that_another_thread_closes_as_a_call_begins_says_so(monkeypatch, call):
+    client, enter = Client("127.0.0.1:1"), Tries.enter
+
+    def close_first(tries: Tries) -> Any:
+        endpoint = enter(tries)
+        client.close()
+        return endpoint
+
+    monkeypatch.setattr(Tries, "enter", close_first)
+    with pytest.raises(Cancelled, match="the client was closed"):
+        call(client)
 
 
 async def test_a_closed_client_says_so(client_of):

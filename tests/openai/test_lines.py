@@ -8,9 +8,28 @@ from typing import Any
 import pytest
 
 from jpaged.chat import ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
-from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.errors import (
+    Incompatible,
+    InvalidArgument,
+    JpagedError,
+    ModelNotFound,
+    NotFound,
+    QueueFull,
+    RequestTooLong,
+    Unavailable,
+)
 from jpaged.openai.bodies import Job
-from jpaged.openai.lines import BadLine, Line, failure_line, job_of, parse_file, parse_lines, success_line
+from jpaged.openai.lines import (
+    BadLine,
+    Line,
+    error_body,
+    failure_line,
+    job_of,
+    parse_file,
+    parse_lines,
+    status_code_of,
+    success_line,
+)
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     CompletionOutput,
@@ -121,7 +140,7 @@ def test_a_line_that_is_no_request_is_a_failed_line_between_others(text, custom_
     assert str(bad.error).startswith(message)
     written = failure_line(bad.custom_id, bad.error).encode().decode()
     assert json.loads(written)["custom_id"] == custom_id
-    assert json.loads(written)["error"]["code"] == "INVALID_ARGUMENT"
+    assert json.loads(written)["response"]["body"]["error"]["code"] == "INVALID_ARGUMENT"
 
 
 def test_lines_end_with_line_feeds_alone():
@@ -168,17 +187,19 @@ def test_a_completion_is_read_whole():
         skip_special_tokens=False,
     )
     assert job_of(completion(**body)) == Job(sampling, (Prompt(text="x"),), model="m")
-    assert job_of(completion(prompt=[1, 2])).prompts == (Prompt(token_ids=(1, 2)),)
+    assert job_of(completion(prompt=[1, 2])).prompts == (Prompt(token_ids=(1, 2), fills_length=True),)
 
 
 def test_what_changes_logits_is_read():
     body = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": -100, "7": 1.5}}
     wanted = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: -100, 7: 1.5})
-    assert job_of(completion(**body)).sampling == job_of(chat(max_tokens=16, **body)).sampling == wanted
+    assert job_of(completion(max_tokens=16, **body)).sampling == job_of(chat(max_tokens=16, **body)).sampling == wanted
 
 
 def test_sequences_beams_and_sharing_are_read():
-    drawn = job_of(completion(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)).sampling
+    drawn = job_of(
+        completion(max_tokens=16, n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
+    ).sampling
     assert drawn == SamplingParams(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
     searched = job_of(chat(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)).sampling
     assert searched == SamplingParams(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)
@@ -291,7 +312,6 @@ def test_fields_that_ask_for_nothing_pass(body):
         (completion(logprob_token_ids=5), "body.logprob_token_ids"),
         (completion(prompt_logprobs=True), "body.prompt_logprobs"),
         (completion(detokenize=0), "body.detokenize"),
-        (completion(user="me"), "body.user"),
         (completion(messages=[]), "body.messages"),
         (completion(max_completion_tokens=5), "body.max_completion_tokens"),
         (completion(prompt=["a", "b"]), "body.prompt"),
@@ -314,7 +334,7 @@ def test_fields_that_ask_for_nothing_pass(body):
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "body.messages[0].content"),
         (chat(top_logprobs=2), "body.top_logprobs"),
         (chat(logprobs=2), "body.logprobs"),
-        (chat(max_tokens=2, max_completion_tokens=2), "body.max_tokens"),
+        (chat(max_tokens=2, max_completion_tokens=3), "body.max_tokens"),
         (chat(tools=[{}]), "body.tools[0].function"),
         (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "body.tools[0].function.name"),
         (chat(tools=[TOOL] * 2), "body.tools[1].function.name"),
@@ -435,6 +455,30 @@ def test_a_log_probability_that_is_not_finite_is_null(line):
 
 
 def test_a_failed_line_carries_code_and_message():
-    value = json.loads(failure_line("a", RequestTooLong("sampling.max_tokens", "is too much")))
-    assert value["response"] is None
-    assert value["error"] == {"code": "INVALID_ARGUMENT", "message": "sampling.max_tokens: is too much"}
+    value = json.loads(failure_line("a", InvalidArgument("body.top_p", "is too much")))
+    assert value["error"] is None and value["response"]["status_code"] == 400
+    assert value["response"]["body"]["error"] == {
+        "message": "top_p: is too much",
+        "type": "invalid_request_error",
+        "param": "top_p",
+        "code": "INVALID_ARGUMENT",
+    }
+    assert value["id"] == f"batch_req_{value['response']['request_id']}"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "param"),
+    [
+        (RequestTooLong("messages", "x"), 400, "context_length_exceeded", "messages"),
+        (RequestTooLong("body", "x"), 413, "REQUEST_TOO_LONG", "body"),
+        (ModelNotFound("model: x"), 404, "model_not_found", None),
+        (NotFound("adapter: x"), 404, "NOT_FOUND", None),
+        (QueueFull("x", retry_after_s=1.0), 429, "QUEUE_FULL", None),
+        (Unavailable("x"), 503, "UNAVAILABLE", None),
+        (Incompatible("x"), 409, "INCOMPATIBLE", None),
+        (JpagedError("x"), 500, "JPAGED_ERROR", None),
+    ],
+)
+def test_an_error_has_openais_status_and_code(error, status, code, param):
+    told = error_body(error)["error"]
+    assert (status_code_of(error), told["code"], told["param"]) == (status, code, param)

@@ -51,8 +51,8 @@ def sdist_problems(sdist: Path) -> list[str]:
 
 
 def is_portable(wheel: Path) -> bool:
-    """Whether its name promises that it runs on other machines."""
-    return wheel.name.startswith(f"jpaged-{__version__}-py3-none-manylinux_")
+    """Return True if the name of a wheel promises that it runs on every Linux since 2018."""
+    return "manylinux_2_28" in wheel.name and wheel.name.startswith(f"jpaged-{__version__}-py3-none-")
 
 
 def main(folder: Path) -> int:

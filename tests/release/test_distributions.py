@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -55,10 +56,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
         if path.split("/")[0] not in ("tests", "benchmarks", "docs", "deploy"):
             (sources / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, sources / path)
-    run(sys.executable, "-m", "build", "--outdir", built, sources, cwd=folder)
+    path = os.pathsep.join((str(TOOLS / "bin"), str(TOOLS / "ziglang"), os.environ["PATH"]))
+    compiler = str(ROOT / "tests" / "release" / "manylinux-c++")
+    run(sys.executable, "-m", "build", "--outdir", built, sources, cwd=folder, PATH=path, CXX=compiler)
     (linux,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
-    path = f"{TOOLS / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    repair = ("-m", "auditwheel", "repair", "--wheel-dir", folder / "wheels", linux)
+    oldest = f"manylinux_2_28_{platform.machine()}"
+    repair = ("-m", "auditwheel", "repair", "--plat", oldest, "--wheel-dir", folder / "wheels", linux)
     run(sys.executable, *repair, cwd=folder, PATH=path, PYTHONPATH=str(TOOLS))
     (wheel,) = (folder / "wheels").glob("*.whl")
     return Distributions(sdist, wheel)

@@ -1,6 +1,7 @@
 """Who is one of a router's servers, and who of them takes calls."""
 
 import asyncio
+import dataclasses
 import logging
 import socket
 from contextlib import AsyncExitStack
@@ -14,11 +15,13 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jpaged._proto.v1 import control_pb2, inference_pb2, prefixes_pb2, prefixes_pb2_grpc
+from jpaged._proto.v1 import control_pb2, inference_pb2, inference_pb2_grpc, prefixes_pb2, prefixes_pb2_grpc
+from jpaged.client import AsyncClient, Client
 from jpaged.client.tls import open_channel
-from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
+from jpaged.errors import InternalError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from jpaged.route import fleet, relay
 from jpaged.route import router as router_module
+from jpaged.route.methods import channel_methods
 from jpaged.route.targets import Targets, read_targets
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
@@ -438,3 +441,98 @@ async def test_a_server_for_which_a_certificate_cannot_be_read_is_tried_again_an
                 path.write_text(f"{first.target}\n{second.target}")
                 await router.until(2)
                 assert missing == [0]
+
+
+async def test_a_router_that_is_its_own_target_is_none_of_its_servers():
+    own = free_port()
+    async with (
+        server() as one,
+        routed(one.target, f"127.0.0.1:{own}", wait_for=1, server={"port": own}) as router,
+    ):
+        mine = f"127.0.0.1:{own}"
+        await eventually(lambda: "leads back to this router" in router.states()[mine])
+        await router.control.PinPrefix(control_pb2.PinPrefixRequest(name="p", text="a" * 32), timeout=60)
+        assert len(await collect(router.inference.Generate(request()))) > 0
+        assert [member.name for member in router.router.fleet.admitted()] == [one.target]
+
+
+async def test_of_two_routers_that_are_targets_of_each_other_one_refuses_the_other():
+    ports = free_port(), free_port()
+    first, second = (f"127.0.0.1:{port}" for port in ports)
+    async with (
+        server() as one,
+        server() as another,
+        routed(one.target, second, wait_for=1, server={"port": ports[0]}) as router,
+        routed(another.target, first, wait_for=1, server={"port": ports[1]}) as other,
+    ):
+        await eventually(
+            lambda: (
+                "come back" in router.states()[second] + other.states()[first]
+                or "leads back" in router.states()[second] + other.states()[first]
+            )
+        )
+        for number, asked in enumerate((router, other)):
+            pin = control_pb2.PinPrefixRequest(name=f"p{number}", text="a" * 32)
+            await asked.control.PinPrefix(pin, timeout=60)
+            assert len(await collect(asked.inference.Generate(request()))) > 0
+        assert len(router.router.fleet.admitted()) + len(other.router.fleet.admitted()) <= 3
+
+
+async def test_a_call_through_too_many_routers_is_refused():
+    async with server() as one, routed(one.target) as router:
+        via = ("x-jpaged-via", ",".join("abcdefgh"))
+        with pytest.raises(aio.AioRpcError, match="through 8 routers"):
+            await router.control.GetModelInfo(control_pb2.GetModelInfoRequest(), metadata=(via,))
+
+
+async def test_the_first_server_does_not_decide_the_model_where_more_have_another(monkeypatch):
+    monkeypatch.setattr(fleet, "_MAX_PAUSE_S", 0.05)
+    async with AsyncExitStack() as stack:
+        same = [await stack.enter_async_context(server()) for _ in range(3)]
+        with monkeypatch.context() as other:
+            renamed = dataclasses.replace(harness_module.MODEL, name="another")
+            other.setattr(harness_module, "MODEL", renamed)
+            odd = await stack.enter_async_context(server())
+        router = await stack.enter_async_context(routed(odd.target, wait_for=1))
+        members = router.router.fleet
+        members._targets = Targets((odd.target, *(one.target for one in same)), None)
+        await eventually(lambda: {one.name for one in members.admitted()} == {one.target for one in same})
+        assert "another model than the fleet" in router.states()[odd.target]
+
+
+class Truncating(inference_pb2_grpc.InferenceServiceServicer):
+    """A server whose streams end with OK, and without their last message."""
+
+    async def Generate(self, request: Any, context: Any) -> Any:
+        yield inference_pb2.GenerateResponse(request_id=request.request_id, text="a", token_ids=[1])
+
+
+async def test_a_stream_that_ends_without_its_last_message_is_an_error():
+    backend = aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Truncating(), backend)
+    port = backend.add_insecure_port("127.0.0.1:0")
+    await backend.start()
+    async with server() as one, routed(one.target) as router:
+        channel = aio.insecure_channel(f"127.0.0.1:{port}")
+        (member,) = router.router.fleet.admitted()
+        member.endpoint.methods = channel_methods(channel)
+        with pytest.raises(aio.AioRpcError) as failure:
+            await collect(router.inference.Generate(request(temperature=1.0)))
+        assert failure.value.code() is grpc.StatusCode.INTERNAL
+        assert "without its last message" in str(failure.value.details())
+        await channel.close()
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        with pytest.raises(InternalError, match="without its last message"):
+            await client.complete("hello", GREEDY)
+    await asyncio.to_thread(_complete, f"127.0.0.1:{port}")
+    await backend.stop(None)
+
+
+def _complete(target: str) -> None:
+    with Client(target) as client, pytest.raises(InternalError, match="without its last message"):
+        client.complete("hello", GREEDY)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return int(made.getsockname()[1])

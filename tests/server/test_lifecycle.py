@@ -165,7 +165,9 @@ async def test_a_stop_while_the_model_loads_does_not_wait_for_it():
 async def test_a_port_in_use_is_an_error(harness):
     config = EngineConfig.load({"port": harness.port})
     second = Server(config, lambda progress: harness.serving)
-    with pytest.raises(InvalidArgument, match=f"port: 127.0.0.1:{harness.port} cannot be bound"):
+    with pytest.raises(
+        InvalidArgument, match=f"port: 127.0.0.1:{harness.port} cannot be bound: Address already in use$"
+    ):
         await second.start()
 
 

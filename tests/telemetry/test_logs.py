@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from jpaged.telemetry.logs import set_up_logs
+from jpaged.telemetry.logs import RepeatLimit, TextFormatter, set_up_logs
 from tests.server.harness import collect, failure_of, request, running
 
 
@@ -102,6 +102,56 @@ def test_an_error_is_one_line_of_json_with_its_trace(log: Log) -> None:
     (line,) = lines_of(log)
     assert (line["level"], line["logger"], line["message"]) == ("ERROR", "jpaged.x", "it failed")
     assert "ValueError: it is wrong" in line["trace"]
+
+
+def record(message: str, created_s: float, name: str = "jpaged.x") -> logging.LogRecord:
+    made = logging.LogRecord(name, logging.ERROR, "x.py", 1, message, (), None)
+    made.created = created_s
+    return made
+
+
+def written(limit: RepeatLimit, lines: list[logging.LogRecord]) -> list[str]:
+    return [TextFormatter().format(line).partition(": ")[2] for line in lines if limit.filter(line)]
+
+
+def test_lines_that_repeat_are_limited_and_the_dropped_are_counted() -> None:
+    limit = RepeatLimit()
+    first = written(limit, [record("it failed", 100.0) for _ in range(300)])
+    assert first == ["it failed"] * 49 + ["it failed [more lines like this are dropped for a while]"]
+    assert written(limit, [record("another", 100.0)]) == ["another"]
+    assert written(limit, [record("it failed", 110.0)] * 2) == [
+        "it failed [250 lines like this were dropped]",
+        "it failed",
+    ]
+
+
+def test_lines_with_a_trace_are_limited_to_fewer() -> None:
+    lines = [record("it failed", 100.0) for _ in range(20)]
+    for line in lines:
+        line.exc_info = (ValueError, ValueError("wrong"), None)
+    assert len(written(RepeatLimit(), lines)) == 5
+
+
+def test_lines_of_requests_are_not_limited() -> None:
+    assert len(written(RepeatLimit(), [record("request %s", 100.0, "jpaged.requests")] * 500)) == 500
+
+
+def test_templates_without_end_take_no_memory_without_end() -> None:
+    limit = RepeatLimit()
+    written(limit, [record(f"it failed {index}", 100.0) for index in range(5000)])
+    assert len(limit._budgets) == 1000
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_control_characters_neither_forge_a_line_nor_reach_a_terminal(log: Log, form: str) -> None:
+    set_up_logs(form, has_requests=False)
+    try:
+        raise ValueError("\x1b[2J of a peer\r")
+    except ValueError:
+        logging.getLogger("jpaged.x").exception("it failed: %s", "a\n2026 ERROR\x1b]0;title\x07\x9b1m\u202e")
+    text = log.getvalue()
+    assert not set(text) & set("\x1b\r\x07\x9b\u202e")
+    assert not any(line.startswith("2026 ERROR") for line in text.splitlines())
 
 
 def test_text_is_as_it_was(log: Log) -> None:

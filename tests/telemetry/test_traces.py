@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,13 +13,13 @@ import grpc
 import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import AsyncClient, Client
 from jpaged.errors import InvalidArgument
-from jpaged.service.records import parts_of
-from jpaged.telemetry.traces import exporter_to
+from jpaged.service.records import Caller, Records, RequestRecord, parts_of
+from jpaged.telemetry.traces import Traces, exporter_to
 from jpaged.testing import FakeExecutor
 from jpaged.types import RequestTimes, SamplingParams
 from tests.server.harness import Harness, collect, eventually, failure_of, request, running
@@ -97,6 +99,80 @@ async def test_a_request_that_is_refused_is_a_span_with_an_error() -> None:
     (span,) = collector.spans
     assert span.status.message == "INVALID_ARGUMENT"
     assert attributes_of(span)["error.type"] == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, 2**63, 2**64 - 1])
+async def test_every_seed_of_64_bits_is_exported(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with collected() as (harness, collector):
+        await collect(harness.inference.Generate(request(seed=seed, max_tokens=2)))
+    (span,) = [one for one in collector.spans if one.name == "text_completion fake"]
+    found = attributes_of(span)
+    assert int(found["jpaged.seed"] if seed > 2**63 - 1 else found["gen_ai.request.seed"]) == seed
+    assert not caplog.records
+
+
+async def test_what_utf_8_cannot_write_loses_no_span(caplog: pytest.LogCaptureFixture) -> None:
+    collector, server = Collector(), grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    traces = Traces(exporter_to(f"127.0.0.1:{port}"))
+    record = RequestRecord(operation="chat", tenant="\ud800", caller=Caller(peer="a\udfff"), adapter="\ud800")
+    traces.begin(record)
+    record.end()
+    traces.end(record)
+    await asyncio.to_thread(traces.stop)
+    await server.stop(None)
+    (span,) = collector.spans
+    assert attributes_of(span)["jpaged.tenant"] == "?"
+    assert not caplog.records
+
+
+async def test_a_request_does_not_depend_on_its_observers(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def begin(self, record: RequestRecord) -> None:
+            raise RuntimeError("begin")
+
+        def end(self, record: RequestRecord) -> None:
+            raise RuntimeError("end")
+
+    record = RequestRecord(operation="chat", tenant="", caller=Caller(), adapter="")
+    with Records([Broken()]).kept(record):
+        pass
+    assert record.status == "OK"
+    assert [one.message for one in caplog.records] == ["an observer of requests failed"] * 2
+
+
+class Hanging(SpanProcessor):
+    """Does not end its shutdown before it is released."""
+
+    def __init__(self) -> None:
+        self.released, self.has_ended = threading.Event(), threading.Event()
+
+    def shutdown(self) -> None:
+        self.released.wait(60)
+        self.has_ended.set()
+
+
+def test_the_end_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jpaged.telemetry.traces._FLUSH_TIMEOUT_S", 0.05)
+    hanging = Hanging()
+    Traces(hanging).stop()
+    assert not hanging.has_ended.is_set()
+    hanging.released.set()
+
+
+def test_the_call_to_a_silent_collector_ends_with_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jpaged.telemetry.traces._FLUSH_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        traces = Traces(exporter_to(f"127.0.0.1:{silent.getsockname()[1]}"))
+        record = RequestRecord(operation="chat", tenant="", caller=Caller(), adapter="")
+        traces.begin(record)
+        traces.end(record)
+        traces.stop()
+    assert "the last spans are lost" in caplog.messages[0]
 
 
 async def test_a_call_that_is_cancelled_says_so() -> None:

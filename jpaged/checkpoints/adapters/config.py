@@ -66,7 +66,12 @@ def read_lora_config(folder: Path) -> LoraConfig:
     fields.only("bias", "none", why="adapters of biases are not added; only none is")
     fields.only("lora_bias", False, why="adapters with biases are not added")
     for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
-        fields.only(key, [], {}, why="only matrices of linear modules have adapters; train without it, or merge it")
+        fields.only(
+            key,
+            *([], {}),
+            why="only linear modules of layers have adapters, not embeddings, lm_head and other parameters: train "
+            "without it, or merge the adapter into the model",
+        )
     for key in ("layer_replication", "alora_invocation_tokens", "arrow_config"):
         fields.only(key, why="it is not computed")
     why = "it changes the weights of the model itself; save it converted to an ordinary adapter, as PEFT describes"

@@ -34,6 +34,7 @@ from jpaged.models.stack import LayerMode
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
+_OF_EMBEDDING = re.compile(r"\.lora_embedding_[AB](\.|$)|(^|\.)(embed_\w+|wte|wpe|lm_head|embed_out)\.")
 _OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
 """What may stand before the name of a layer: it depends on the class of the model that was trained."""
 
@@ -110,6 +111,11 @@ class AdapterReader:
         prefix, found = family.name_prefix(()), dict[str, _Tensors]()
         for name in sorted(files.names):
             parts = _NAME.fullmatch(name)
+            if parts is None and _OF_EMBEDDING.search(name):
+                raise Unsupported(
+                    f"{folder}: tensor {name}: embeddings and lm_head take no adapters, and are not replaced: "
+                    "merge the adapter into the model, or train it without them"
+                )
             if parts is None:
                 raise Unsupported(
                     f"{folder}: tensor {name} is none of an adapter of linear modules "

@@ -27,6 +27,7 @@ _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"
     38: "IQ4_NL_8_8",
 }
 """Types that llama.cpp once had, by their numbers."""
+_MAGIC = b"GGUF"
 _UNREADABLE = (OSError, ValueError, LookupError, OverflowError, TypeError)
 """What the package raises; it has no error of its own."""
 
@@ -122,7 +123,7 @@ def open_gguf(path: Path) -> GgufFile:
     """Maps the files of a model, which are looked through once for as long as they are the same.
 
     Raises:
-        InvalidArgument: a part is missing, or one is no whole GGUF file.
+        InvalidArgument: a part is missing, or one is cut off or damaged.
         Unsupported: a tensor is of a type that is not known.
     """
     parts = parts_of(path)
@@ -163,10 +164,18 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
             for tensor in reader.tensors
         }
     except _UNREADABLE as error:
-        raise InvalidArgument(str(path), f"is no whole GGUF file: {error}") from error
+        raise InvalidArgument(str(path), _unreadable(path)) from error
     if getattr(reader, "byte_order", "I") != "I":
         raise InvalidArgument(str(path), "has the byte order of other machines; convert the model again")
     return metadata, tensors
+
+
+def _unreadable(path: Path) -> str:
+    """Return why the package's reader, whose errors name arrays and enumerations, could not read a file."""
+    with path.open("rb") as file:
+        if not _MAGIC.startswith(magic := file.read(len(_MAGIC))):
+            return f"is not a GGUF file: it begins with {magic!r} instead of {_MAGIC!r}"
+    return f"is not a complete GGUF file: its {path.stat().st_size} bytes are cut off or damaged; download it again"
 
 
 @functools.cache

@@ -25,18 +25,15 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disable-detokenize", action="store_true", help="make no text of what is generated, only token ids"
     )
-    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as MODEL")
 
 
 def with_model(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with a MODEL, wherever it was given.
+    """Return the arguments with a MODEL, from the positional argument, `--model` or the default.
 
     Raises:
-        InvalidArgument: it was given twice.
+        InvalidArgument: two different models are given.
     """
-    if None not in (arguments.model, arguments.named_model):
-        raise InvalidArgument("--model", f"{arguments.named_model} is given, and {arguments.model} as well")
-    return argparse.Namespace(**{**vars(arguments), "model": arguments.model or arguments.named_model or "demo"})
+    return argparse.Namespace(**{**vars(arguments), "model": config_values(arguments).get("model", "demo")})
 
 
 def vocabulary_of(model: str) -> TokenizerVocabulary:

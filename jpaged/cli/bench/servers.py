@@ -24,7 +24,7 @@ from jpaged.cli.bench.offline import vocabulary_of
 from jpaged.cli.bench.probe import limits_of, probed
 from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at_sigterm
 from jpaged.client import Client, ServerInfo
-from jpaged.client.channel import require_target
+from jpaged.client.channel import proxy_for, require_target
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.hardware import find_hardware
 
@@ -82,7 +82,9 @@ def connect(arguments: argparse.Namespace, console: Console) -> Iterator[Served]
         _refuse(arguments, "a server that is started here", server_flags=[])
         require_target("--target", arguments.target)
         shown = credentials_from(arguments)
-        with Client(arguments.target, model=arguments.model, api_key=shown.api_key, tls=shown.tls) as client:
+        with Client(
+            arguments.target, model=arguments.model, api_key=shown.api_key, tls=shown.tls, proxy=shown.proxy
+        ) as client:
             client.wait_until_ready(_READY_TIMEOUT_S)
             yield _ours(arguments, client, arguments.target, console, shown)
         return
@@ -150,6 +152,7 @@ def _ours(arguments: argparse.Namespace, client: Client, target: str, console: C
             cache_salt=salt,
             api_key=shown.api_key,
             tls=shown.tls,
+            proxy=shown.proxy,
         ),
         vocabulary=ServerVocabulary(client),
         facts={
@@ -198,10 +201,11 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidArgument("--base-url", f"{arguments.base_url!r} is not http://HOST:PORT")
-    headers = _headers(arguments.header)
-    if (key := credentials_from(arguments).api_key) and "authorization" not in map(str.lower, headers):
+    headers, shown = _headers(arguments.header), credentials_from(arguments)
+    proxy = None if shown.proxy is None else proxy_for(base_url, shown.proxy) or None
+    if (key := shown.api_key) and "authorization" not in map(str.lower, headers):
         headers = {**headers, "Authorization": f"Bearer {key}"}
-    model = arguments.model or asyncio.run(first_model(base_url, headers))
+    model = arguments.model or asyncio.run(first_model(base_url, headers, proxy))
     vocabulary: Vocabulary = NumberedVocabulary(_PLAIN_IDS)
     if arguments.tokenizer is not None:
         vocabulary = vocabulary_of(arguments.tokenizer)
@@ -224,6 +228,7 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
             temperature=arguments.temperature,
             extra=arguments.extra_body,
             headers=headers,
+            proxy=proxy,
         ),
         vocabulary=vocabulary,
         facts={"url": url},

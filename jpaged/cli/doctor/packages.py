@@ -1,14 +1,17 @@
-"""Python, what jpaged requires, and what it can do with more packages."""
+"""Python, what jpaged requires, and what it can do with more packages.
+
+Imports nothing except Python's own library: what is checked here may be missing or broken.
+"""
 
 from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-
-from packaging.requirements import Requirement
+from typing import Any
 
 from jpaged.cli.doctor.finding import Finding
 from jpaged.version import __version__
@@ -47,7 +50,12 @@ def python() -> Iterator[Finding]:
 def requirements() -> Iterator[Finding]:
     """What jpaged cannot be without: each package that is not here or not as it has to be, and the main versions."""
     try:
-        wanted = [Requirement(text) for text in metadata.requires(NAME) or ()]
+        from packaging.requirements import Requirement
+    except ImportError as error:
+        yield Finding("packages", "packaging", "stop", "not here", f"required: {error}", "pip install packaging")
+        return
+    try:
+        wanted: list[Any] = [Requirement(text) for text in metadata.requires(NAME) or ()]
     except metadata.PackageNotFoundError:
         note = "jpaged runs from a folder of sources: what it requires is written nowhere here"
         yield Finding("packages", "requirements", "warn", "not known", note, "pip install .")
@@ -67,6 +75,32 @@ def requirements() -> Iterator[Finding]:
     versions = ", ".join(f"{name} {found[name]}" for name in _MAIN if found.get(name))
     value = f"{len(needed) - len(wrong)} of {len(needed)} as required: {versions}"
     yield Finding("packages", "requirements", "stop" if wrong else "ok", value)
+
+
+def unmet() -> list[Finding]:
+    """Return the required packages that are missing or of another version, or nothing."""
+    return [one for one in requirements() if one.state == "stop"]
+
+
+def broken(error: Exception) -> Finding:
+    """Return the finding of a package that is here as required, and cannot be imported."""
+    name = getattr(error, "name", None) or type(error).__module__.partition(".")[0]
+    note = f"a required package cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
+    return Finding("packages", "packages" if name == "builtins" else name, "stop", "cannot be imported", note)
+
+
+def show(found: Sequence[Finding], *, as_json: bool) -> None:
+    """Print findings that stop every command, without the packages that lay them out otherwise."""
+    if as_json:
+        from jpaged import json_text
+
+        listed = [asdict(one) for one in found]
+        print(json_text.dumps({"version": __version__, "ok": False, "findings": listed}, indent=2))
+        return
+    for one in found:
+        print(f"{one.state:<5} {one.name:<24} {one.value}")
+        for text in filter(None, (one.note, one.remedy and f"-> {one.remedy}")):
+            print(f"        {text}")
 
 
 def extras() -> Iterator[Finding]:

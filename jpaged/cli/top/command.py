@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jpaged import json_text
 from jpaged.cli.access import add_credential_flags, credentials_from
+from jpaged.client.channel import proxy_for
 
 if TYPE_CHECKING:
     from jpaged.pool import FrameReader
@@ -45,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     shown = credentials_from(arguments)
     url = url_of(arguments.url, is_tls=shown.tls is not None)
-    following = frames(url, shown.api_key, None if shown.tls is None else shown.tls.context())
+    proxy = "" if shown.proxy is None else proxy_for(url, shown.proxy)
+    following = frames(url, shown.api_key, None if shown.tls is None else shown.tls.context(), proxy)
     if sys.stdout.isatty() and not (arguments.once or arguments.json):
         return _draw(url, following)
     rate, said_s = Rate(), 0.0

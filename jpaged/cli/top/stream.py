@@ -36,20 +36,23 @@ def url_of(given: str, *, is_tls: bool = False) -> str:
     return url.rstrip("/")
 
 
-def frames(url: str, token: str, context: ssl.SSLContext | None = None) -> Generator[FrameReader, None, None]:
+def frames(
+    url: str, token: str, context: ssl.SSLContext | None = None, proxy: str = ""
+) -> Generator[FrameReader, None, None]:
     """Follow the pools of a server, which are yielded after each frame, and also when a second has brought none.
 
     Args:
         token: the key that is brought; "" brings none.
         context: of TLS; None believes whom the system believes.
+        proxy: URL of an HTTP proxy; "" is none, whatever the environment has.
 
     Raises:
         Unavailable: the server is not there, has no such page, or the stream ends.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    # No proxy is asked: what is watched is near.
     tls = urllib.request.HTTPSHandler(context=context)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), tls)
+    proxies = urllib.request.ProxyHandler({"http": proxy, "https": proxy} if proxy else {})
+    opener = urllib.request.build_opener(proxies, tls)
     reader = FrameReader()
     try:
         with opener.open(urllib.request.Request(f"{url}/page/events", headers=headers), timeout=_TIMEOUT_S) as answer:
@@ -63,7 +66,9 @@ def frames(url: str, token: str, context: ssl.SSLContext | None = None) -> Gener
         raise Unavailable(f"{url} answers {error.code}: {_message_of(error)}") from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise Unavailable(f"{url}: {sentence_of(reason) if isinstance(reason, OSError) else reason}") from error
+        through = f" (through the proxy {proxy.rpartition('@')[2]})" if proxy else ""
+        problem = sentence_of(reason) if isinstance(reason, OSError) else reason
+        raise Unavailable(f"{url}{through}: {problem}") from error
     raise Unavailable(f"{url}: the server has ended the stream")
 
 

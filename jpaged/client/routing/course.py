@@ -92,6 +92,18 @@ class Course:
         self._usage = message.usage
         return [message]
 
+    def require_end(self) -> None:
+        """Refuse a call that ended with OK, and without its last message.
+
+        Raises:
+            InternalError: always, unless the last message has come.
+        """
+        if not self.has_ended:
+            self._tries.leave()
+            raise InternalError(
+                f"request {self._request.request_id!r}: the server ended the stream without its last message"
+            )
+
     def end(self) -> None:
         """It has ended, or nobody wants it any more."""
         self._tries.leave()

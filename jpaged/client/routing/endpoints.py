@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -57,10 +57,11 @@ class Endpoint:
         methods: those of its channel, by name; those of the services where none are given.
         health: those of grpc.health.v1.
         num_open: calls from here that it has not ended.
+        proxy: the HTTP proxy of its connection, for messages; "" is none.
     """
 
-    def __init__(self, name: str, channel: Any, methods: Mapping[str, Any] | None = None) -> None:
-        self.name, self.channel = name, channel
+    def __init__(self, name: str, channel: Any, methods: Mapping[str, Any] | None = None, proxy: str = "") -> None:
+        self.name, self.channel, self.proxy = name, channel, proxy
         self.methods: Mapping[str, Any] = stubs(channel) if methods is None else methods
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.num_open = 0
@@ -185,18 +186,19 @@ class Endpoints:
         """All of them, to call them by."""
         return ", ".join(endpoint.name for endpoint in self._endpoints)
 
-    def enter(self, key: Any) -> Endpoint:
+    def enter(self, key: Any, avoided: Collection[Endpoint] = ()) -> Endpoint:
         """The server for the next call, which is open there from now on until `leave`.
 
         Args:
             key: of the prompt's beginning; None is no prompt.
+            avoided: servers that are used only if there is no other: the call has failed there.
 
         Raises:
             Unavailable: they are watched, and none is there.
         """
         with self._lock:
             now_s = self._clock()
-            endpoint = self._chosen(key, now_s)
+            endpoint = self._chosen(key, now_s, avoided)
             endpoint.num_open += 1
             questions = self._due(now_s)
         for asked, question in questions:
@@ -215,11 +217,11 @@ class Endpoints:
         with self._lock:
             endpoint.num_open -= 1
 
-    def has_open(self) -> bool:
-        """Whether a server is there and takes calls, as far as one knows."""
+    def has_open(self, avoided: Collection[Endpoint] = ()) -> bool:
+        """Return True if a server that is not avoided is there and takes calls, as far as one knows."""
         with self._lock:
             now_s = self._clock()
-            return any(endpoint.is_open(now_s) for endpoint in self._endpoints)
+            return any(one.is_open(now_s) for one in self._endpoints if one not in avoided)
 
     def note_answer(self, endpoint: Endpoint) -> None:
         """It has answered: it is there."""
@@ -274,9 +276,10 @@ class Endpoints:
         with self._lock:
             return any(endpoint.is_there for endpoint in self._endpoints)
 
-    def _chosen(self, key: Any, now_s: float) -> Endpoint:
+    def _chosen(self, key: Any, now_s: float, avoided: Collection[Endpoint]) -> Endpoint:
         there = [endpoint for endpoint in self._endpoints if endpoint.is_there]
         usable = [endpoint for endpoint in there if endpoint.is_open(now_s)] or there
+        usable = [endpoint for endpoint in usable if endpoint not in avoided] or usable
         if not usable:
             if self._is_watched:
                 raise Unavailable(f"no server is there: {self.names or 'there is none'}")

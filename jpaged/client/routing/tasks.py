@@ -11,7 +11,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S
+from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, proxy_name
 from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, asked_of, key_of
 from jpaged.client.routing.traces import with_trace
@@ -33,12 +33,14 @@ class AsyncServers:
         timeout_s: float | None,
         require_open: Callable[[], None],
         tls: Tls | None,
+        proxy: str | None = None,
     ) -> None:
         self._metadata = metadata
         self._timeout_s = timeout_s
         self._require_open = require_open
         self._asking = set[asyncio.Task[None]]()
-        made = [Endpoint(name, open_channel(aio, name, tls)) for name in targets]
+        channels = {name: open_channel(aio, name, tls, proxy=proxy) for name in targets}
+        made = [Endpoint(name, channel, proxy=proxy_name(name, proxy)) for name, channel in channels.items()]
         self.endpoints = Endpoints(made, self.ask)
 
     async def run(self, call: Call[_T]) -> _T:
@@ -79,7 +81,7 @@ class AsyncServers:
         try:
             answer = await method(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
         except aio.AioRpcError as error:
-            failure = translated(error)
+            failure = translated(error, endpoint.proxy)
         self.endpoints.told(endpoint, question, answer, failure)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
@@ -91,7 +93,9 @@ class AsyncServers:
                 if await self._is_ready(endpoint, remaining_s / len(self.endpoints)):
                     return
             await asyncio.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
-        raise DeadlineExceeded(f"{self.endpoints.names} was not ready after {timeout_s} s")
+        through = ", ".join(sorted({one.proxy for one in self.endpoints} - {""}))
+        through = f" (through the proxy {through})" if through else ""
+        raise DeadlineExceeded(f"{self.endpoints.names}{through} was not ready after {timeout_s} s")
 
     async def _is_ready(self, endpoint: Endpoint, timeout_s: float) -> bool:
         """Waits for one to serve, until it says that it does not; one of several is asked, and not waited for."""
@@ -107,7 +111,7 @@ class AsyncServers:
                     return True
         except grpc.RpcError as error:
             if error.code() not in NOT_READY:
-                raise translated(error) from error
+                raise translated(error, endpoint.proxy) from error
         except asyncio.CancelledError as error:
             refuse_closed(error)
             raise

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2
 
-from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S
+from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, proxy_name
 from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, asked_of, key_of
 from jpaged.client.routing.traces import with_trace
@@ -30,6 +30,7 @@ class Servers:
         timeout_s: of a call, all its tries together.
         require_open: raises Cancelled once the client is closed.
         tls: None connects in clear.
+        proxy: as in `open_channel`.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Servers:
         timeout_s: float | None,
         require_open: Callable[[], None],
         tls: Tls | None,
+        proxy: str | None = None,
     ) -> None:
         self._metadata = metadata
         self._timeout_s = timeout_s
         self._require_open = require_open
-        made = [Endpoint(name, open_channel(grpc, name, tls)) for name in targets]
+        channels = {name: open_channel(grpc, name, tls, proxy=proxy) for name in targets}
+        made = [Endpoint(name, channel, proxy=proxy_name(name, proxy)) for name, channel in channels.items()]
         self.endpoints = Endpoints(made, self.ask)
 
     def run(self, call: Call[_T]) -> _T:
@@ -76,6 +79,9 @@ class Servers:
                 answer = method(call.request, timeout=tries.remaining_s, metadata=metadata)
             except grpc.RpcError as error:
                 wait_s = tries.wait_s(error)
+            except ValueError:  # gRPC's error for a channel that another thread has just closed
+                self._require_open()
+                raise
             else:
                 tries.answered()
                 return call.read(answer)
@@ -86,12 +92,16 @@ class Servers:
     def ask(self, endpoint: Endpoint, question: Question) -> None:
         """Asks one how it is, without waiting; the answer goes to `Endpoints.told`."""
         method, request = asked_of(endpoint, question)
-        future = method.future(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+        try:
+            future = method.future(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+        except ValueError:  # as above
+            self._require_open()
+            raise
 
         def tell(done: Any) -> None:
             failure: Exception | None = Unavailable("the client was closed") if done.cancelled() else done.exception()
             if isinstance(failure, grpc.RpcError):
-                failure = translated(failure)
+                failure = translated(failure, endpoint.proxy)
             self.endpoints.told(endpoint, question, done.result() if failure is None else None, failure)
 
         future.add_done_callback(tell)
@@ -105,7 +115,9 @@ class Servers:
                 if self._is_ready(endpoint, remaining_s / len(self.endpoints)):
                     return
             time.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
-        raise DeadlineExceeded(f"{self.endpoints.names} was not ready after {timeout_s} s")
+        through = ", ".join(sorted({one.proxy for one in self.endpoints} - {""}))
+        through = f" (through the proxy {through})" if through else ""
+        raise DeadlineExceeded(f"{self.endpoints.names}{through} was not ready after {timeout_s} s")
 
     def _is_ready(self, endpoint: Endpoint, timeout_s: float) -> bool:
         """Waits for one to serve, until it says that it does not; one of several is asked, and not waited for."""
@@ -120,7 +132,7 @@ class Servers:
                     return True
         except grpc.RpcError as error:
             if error.code() not in NOT_READY:
-                raise translated(error) from error
+                raise translated(error, endpoint.proxy) from error
         return False
 
     def close(self) -> None:

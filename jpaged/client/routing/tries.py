@@ -60,7 +60,8 @@ class Tries:
         self._attempts = Attempts(timeout_s)
         self._resuming = resuming
         self._endpoint: Endpoint | None = None
-        self._num_losses = self._num_faults = self._num_elsewhere = 0
+        self._num_losses = self._num_faults = 0
+        self._failed: list[Endpoint] = []  # servers where this call has failed since one answered
         self._lost_s: float | None = None
         self._backoff = _backoff()
 
@@ -76,15 +77,15 @@ class Tries:
 
     def enter(self) -> Endpoint:
         """The server of the next try."""
-        self._endpoint = self._endpoints.enter(self._key)
+        self._endpoint = self._endpoints.enter(self._key, self._failed)
         return self._endpoint
 
     def answered(self) -> None:
         """Something has come of this try."""
         if self._endpoint is not None:
             self._endpoints.note_answer(self._endpoint)
-        if self._num_elsewhere or self._lost_s is not None:
-            self._num_elsewhere, self._lost_s, self._backoff = 0, None, _backoff()
+        if self._failed or self._lost_s is not None:
+            self._failed, self._lost_s, self._backoff = [], None, _backoff()
 
     def leave(self) -> None:
         """The try is over, however that came; a second time nothing happens."""
@@ -98,7 +99,7 @@ class Tries:
         Args:
             has_begun: it is a stream that a server had accepted, and can go on behind what has come of it.
         """
-        failure = translated(error)
+        failure = translated(error, "" if self._endpoint is None else self._endpoint.proxy)
         try:
             wait_s = self._after(failure, error, has_begun)
             if wait_s is None:
@@ -111,6 +112,8 @@ class Tries:
         """How long to wait before another try; None where there is none."""
         retry_after_s, endpoint = 0.0, self._endpoint
         self.leave()
+        if endpoint is not None and endpoint not in self._failed:
+            self._failed.append(endpoint)
         is_fault = isinstance(failure, InternalError) and is_of_server(error)
         is_lost = not is_fault and _is_lost(error)
         if endpoint is not None and is_lost:
@@ -129,8 +132,7 @@ class Tries:
             return None
         if has_begun and not self._may_be_lost():
             return None
-        if self._num_elsewhere < len(self._endpoints) - 1 and self._endpoints.has_open():
-            self._num_elsewhere += 1
+        if self._endpoints.has_open(self._failed):
             return 0.0
         if has_begun and not is_fault:
             return self._attempts.within(self._backoff.next_s(retry_after_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,15 +149,27 @@ def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> boo
 
 
 def set_up_compile_cache(folder: Path | None) -> None:
-    """Keeps compiled programs in a folder, small and quick ones too; None turns the cache off.
+    """Keep compiled programs in a folder, small and quick ones too; None turns the cache off.
 
-    It is one cache for the process: the last call decides.
+    The cache is global: the last call decides. A folder that cannot be written counts as None, because jax would warn
+    for each program.
     """
+    if folder is not None and not _is_writable(folder):
+        folder = None
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     # Whether a cache is in use is decided by a process's first compile, and remembered.
     compilation_cache.reset_cache()
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return True if the folder exists, or can be created, and takes files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 class _Told(threading.local):

@@ -41,6 +41,8 @@ _NOT_LOADED = (
 )
 """What comes of a file that was cut off, or that another version has written."""
 _DIGEST_BYTES = 32
+_UNWRITABLE: set[Path] = set()
+"""Folders that a warning has named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,9 @@ def _write(path: Path, content: bytes) -> bool:
         staged.write_bytes(content)
         staged.replace(path)
     except OSError as error:
-        _LOG.warning("compiled programs cannot be kept in %s: %s", path.parent, error)
+        if path.parent not in _UNWRITABLE:
+            _UNWRITABLE.add(path.parent)
+            _LOG.warning("compiled programs cannot be kept in %s: %s", path.parent, error)
         return False
     return True
 

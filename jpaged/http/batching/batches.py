@@ -14,13 +14,14 @@ from jpaged.http.batching.pages import page_of
 from jpaged.http.batching.runner import Runner
 from jpaged.http.batching.values import Batch, metadata_of, new_id, window_s_of
 from jpaged.http.errors import JSON
-from jpaged.http.exchange import body_in
+from jpaged.http.exchange import answer_of, body_in
 from jpaged.http.requests import owner_of, tenant_of
 from jpaged.openai.lines import URLS
 from jpaged.service.service import Service
 
 MAX_BATCHES_OF_LIST = 100
 _DEFAULT_OF_LIST = 20
+_CHARS_OF_BATCH = 1000
 _FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata")
 
 
@@ -76,8 +77,10 @@ def _routes(service: Service, runner: Runner) -> list[Route]:
 
     async def listed(request: Request) -> Response:
         owner = owner_of(service, request)
-        batches = await read(lambda: store.batches(owner))
-        return JSON(page_of(batches, request, max_limit=MAX_BATCHES_OF_LIST, default=_DEFAULT_OF_LIST))
+        page = await read(
+            lambda: page_of(store.batches(owner), request, max_limit=MAX_BATCHES_OF_LIST, default=_DEFAULT_OF_LIST)
+        )
+        return await answer_of(service, lambda: page, _CHARS_OF_BATCH * len(page["data"]))
 
     async def retrieve(request: Request) -> Response:
         owner, batch_id = owner_of(service, request), request.path_params["batch_id"]

@@ -26,6 +26,7 @@ async def outputs_of(service: Service, asked: Asked) -> list[RequestOutput]:
     Raises:
         JpagedError: one cannot run, or has failed; the others are ended.
     """
+    asked.add_known_prompts()
     if len(asked.job.prompts) == 1:
         return [await _output(service, asked, 0)]
     record = asked.record()
@@ -48,6 +49,7 @@ async def _output(
     completions = completions_of(asked.job.sampling)
     with asked.naming(number):
         async with service.generate(asked.call(number, record), model) as generation:
+            asked.add_prompt(number, len(generation.prompt_token_ids))
             asked.headers.update(generation.record.headers)
             async for event in generation:
                 completions.add(event)
@@ -56,6 +58,7 @@ async def _output(
 
 async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None]:
     """Run a job and tell of it as it comes; to close it drops what still runs. Raises as `outputs_of`."""
+    asked.add_known_prompts()
     if len(asked.job.prompts) > 1:
         async with aclosing(_events_of_several(service, asked)) as told:
             async for one in told:
@@ -63,6 +66,7 @@ async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None
         return
     with asked.naming(0):
         async with service.generate(asked.call(0)) as generation:
+            asked.add_prompt(0, len(generation.prompt_token_ids))
             asked.headers.update(generation.record.headers)
             async for event in generation:
                 yield 0, generation, event
@@ -75,6 +79,7 @@ async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[T
     async def tell(number: int, model: LoadedModel) -> None:
         with asked.naming(number):
             async with service.generate(asked.call(number, record), model) as generation:
+                asked.add_prompt(number, len(generation.prompt_token_ids))
                 async for event in generation:
                     await waiting.put((number, generation, event))
 
@@ -105,3 +110,20 @@ async def prompt_text_of(service: Service, asked: Asked, number: int, prompt_tok
     if text is not None and sampling.truncate_prompt_tokens is None:
         return text
     return await service.detokenize(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+
+
+class TokenTexts:
+    """The texts of a model's tokens, those that were asked for; as many as its vocabulary has at most."""
+
+    def __init__(self) -> None:
+        self._model: LoadedModel | None = None
+        self._texts: dict[int, str] = {}
+
+    def of(self, model: LoadedModel, token_id: int) -> str:
+        """Return the text of one token by itself."""
+        if model is not self._model:
+            self._model, self._texts = model, {}
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = model.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text

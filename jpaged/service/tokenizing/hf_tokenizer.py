@@ -23,6 +23,8 @@ from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts, read_parts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_SENTENCEPIECE_FILE = "tokenizer.model"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _MESSAGES = "chat.messages"
 _SHORT = 2000
 """Characters or tokens that take a millisecond. The Rust tokenizer keeps the GIL for one text, and not for a batch."""
@@ -206,13 +208,22 @@ def load_tokenizer(
 
 def _why(folder: Path, error: BaseException) -> str:
     """Names the file, where it is one that cannot be read."""
+    for path in (*sorted(folder.glob("*token*.json")), folder / _SENTENCEPIECE_FILE):
+        if path.is_symlink() and not path.exists():
+            return f"{path.name} is a link to a file that is missing: download the model again"
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(_POINTER)) == _POINTER:
+                    return f"{path.name} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
     for path in sorted(folder.glob("*token*.json")):
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = json.loads(path.read_text(encoding="utf-8-sig"))
         except RecursionError:
             return f"{path.name} is nested too deep"
         except (OSError, ValueError) as found:
             return f"{path.name} cannot be read as JSON: {found}"
         if not isinstance(value, dict) or not value:
             return f"{path.name} must hold a JSON object with fields"
+    if "tiktoken" in str(error) and (folder / _SENTENCEPIECE_FILE).is_file():
+        return f"{_SENTENCEPIECE_FILE} is no model of SentencePiece: add the tokenizer.json of the same model"
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import tempfile
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +70,32 @@ def read_parts(folder: Path) -> TokenizerParts:
         InvalidArgument: it has several chat templates and none of them is the default.
         Exception: the libraries have no error of their own, and panics in Rust are no `Exception` at all.
     """
-    return _read_plain(folder) or _read_by_transformers(folder)
+    with _without_marks(folder) as plain:
+        return _read_plain(plain) or _read_by_transformers(plain)
+
+
+@contextmanager
+def _without_marks(folder: Path) -> Iterator[Path]:
+    """Yield the folder, or a copy of the tokenizer's files without their byte order marks, which no library accepts."""
+    marked = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja") and _is_marked(path)]
+    if not marked:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="jpaged-tokenizer-") as scratch:
+        for path in folder.iterdir():
+            copy = Path(scratch) / path.name
+            if path in marked:
+                copy.write_bytes(path.read_bytes().removeprefix(BOM_UTF8))
+            else:
+                copy.symlink_to(path.absolute())
+        yield Path(scratch)
+
+
+def _is_marked(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(BOM_UTF8)) == BOM_UTF8
 
 
 def _read_plain(folder: Path) -> TokenizerParts | None:

@@ -89,7 +89,7 @@ def test_latency_times_batches_and_leaves_warm_ups_out(tmp_path: Path, capsys):
     [
         (["throughput", "--n", "0"], "--n: 0 is out of range: must be from 1 to 256"),
         (["throughput", "--num-prompts", "0"], "--num-prompts: 0 is out of range"),
-        (["throughput", "one", "--model", "two"], "--model: two is given, and one as well"),
+        (["throughput", "one", "--model", "two"], "model: one is given, and --model two as well: give one"),
         (["throughput", "--output-json", "/nowhere/a"], "--output-json: /nowhere/a is a folder, or in none"),
         (["latency", "--batch-size", "0"], "--batch-size: 0 is out of range"),
         (["latency", "--num-iters", "0"], "--num-iters: 0 is out of range"),

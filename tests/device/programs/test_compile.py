@@ -98,6 +98,14 @@ def test_no_folder_means_no_cache(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_turns_the_cache_off(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    (tmp_path / "file").write_text("no folder")
+    ahead.set_up_compile_cache(tmp_path / "file" / "programs")
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+    _lower(11, 5.0).compile()
+    assert not recwarn.list
+
+
 def test_compiles_of_other_threads_are_not_counted() -> None:
     num_before = told.num_compiled
     thread = threading.Thread(target=lambda: _lower(9).compile())

@@ -80,3 +80,30 @@ async def test_a_chat_tells_them_of_its_tokens() -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(**(how | {"top_logprobs": 99}))
         assert refused.value.param == "top_logprobs"
+
+
+@pytest.mark.parametrize("length", [128, 127])
+async def test_a_prompt_of_the_whole_context_is_told(length: int) -> None:
+    async with asking() as (_, client):
+        text = "".join(chr(97 + i % 26) for i in range(length))
+        how: Any = {"prompt": text, "max_tokens": 0, "logprobs": 1, "echo": True, **GREEDY}
+        choice = (await client.completions.create(**how)).choices[0]
+        assert choice.text == text and choice.logprobs is not None
+        assert len(choice.logprobs.token_logprobs or []) == length
+        streamed = ""
+        async for chunk in await client.completions.create(stream=True, **how):
+            streamed += "".join(one.text for one in chunk.choices)
+        assert streamed == text
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.completions.create(**(how | {"prompt": text + "x" * 2}))
+        assert long.value.code == "context_length_exceeded"
+
+
+async def test_a_completion_without_a_limit_fills_the_context() -> None:
+    async with asking() as (_, client):
+        how: Any = {"prompt": ["hello", list(b"hi")], "extra_body": PAST_THE_END, **GREEDY}
+        answer = await client.completions.create(**how)
+        assert answer.usage is not None and answer.usage.total_tokens == 2 * 128
+        assert [one.finish_reason for one in answer.choices] == ["length", "length"]
+        answer = await client.completions.create(**(how | {"max_tokens": None}))
+        assert answer.usage is not None and answer.usage.total_tokens == 2 * 128

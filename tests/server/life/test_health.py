@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import sys
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
+from google.protobuf import descriptor_pool
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc
 from jpaged.config import EngineConfig, TimeoutOptions
@@ -193,3 +197,38 @@ async def test_the_port_of_probes_answers_for_health_and_nothing_else() -> None:
             ProbeServer(lambda: now[0], "127.0.0.1", probes.port)
     finally:
         probes.stop()
+
+
+async def test_the_health_of_all_names_is_listed() -> None:
+    async with running(probe_port=0) as harness:
+        of_all: Any = health_pb2_grpc.HealthStub(harness.channel)
+        statuses = (await of_all.List(health_pb2.__dict__["HealthListRequest"]())).statuses
+        assert {"", "liveness", "readiness", "jpaged.v1.InferenceService"} <= statuses.keys()
+        assert {one.status for one in statuses.values()} == {SERVING}
+        async with aio.insecure_channel(f"127.0.0.1:{harness.server.probe_port}") as channel:
+            of_probes: Any = health_pb2_grpc.HealthStub(channel)
+            statuses = (await of_probes.List(health_pb2.__dict__["HealthListRequest"]())).statuses
+            assert {name: one.status for name, one in statuses.items()} == dict.fromkeys(
+                ("", "liveness", "readiness"), SERVING
+            )
+            with pytest.raises(aio.AioRpcError) as refused:
+                await anext(aiter(of_probes.Watch(health_pb2.HealthCheckRequest())))
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_no_method_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    pool: Any = descriptor_pool.Default()
+    async with running(enable_reflection=True) as harness:
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(harness.channel)
+        reflecting = stub.ServerReflectionInfo(iter([asked]))
+        names = [one.name async for answer in reflecting for one in answer.list_services_response.service]
+        assert len(names) >= 5
+        services = [pool.FindServiceByName(name) for name in names if not name.startswith("inference.")]
+        for service in services:
+            for method in service.methods:
+                call = harness.channel.unary_stream(f"/{service.full_name}/{method.name}")(b"")
+                with contextlib.suppress(aio.AioRpcError):
+                    await call.read()
+                call.cancel()
+    assert [one.getMessage() for one in caplog.records if one.levelname == "ERROR"] == []
