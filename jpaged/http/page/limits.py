@@ -14,7 +14,6 @@ from typing import Any
 from starlette.requests import Request
 
 from jpaged.access.entry import current, require_control
-from jpaged.engine.watching.eyes import Eyes
 from jpaged.errors import InvalidArgument, PermissionDenied
 from jpaged.service.service import Service
 
@@ -58,7 +57,7 @@ class Limits:
             asked = model.engine.eyes.limit(blocks)
             left = sum(await asyncio.gather(*map(asyncio.wrap_future, asked)))
             if mine == self._num_asked:
-                self._note(model.engine.eyes, blocks)
+                self._note(blocks)
             if left == 0 or mine != self._num_asked or loop.time() > until_s:
                 return {"blocks": blocks, "blocks_in_use": left}
             await asyncio.sleep(_INTERVAL_S)
@@ -72,11 +71,11 @@ class Limits:
         self._lease = None
         self._num_asked += 1  # one that waits for blocks gives up
         if self._service.state.failure is None:
-            eyes = self._service.state.loaded().engine.eyes
-            eyes.limit(None)
-            self._note(eyes, None)
+            self._service.state.loaded().engine.eyes.limit(None)
+            self._note(None)
 
-    def _note(self, eyes: Eyes, blocks: int | None) -> None:
+    def _note(self, blocks: int | None) -> None:
+        eyes = self._service.state.loaded().engine.eyes
         self._renew(blocks)
         if eyes.limited_to == blocks:
             return

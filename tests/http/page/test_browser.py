@@ -229,3 +229,31 @@ async def test_nothing_sticks_out_on_a_screen_dark_or_light(width: int, height: 
         )
         assert unnamed == []
         require_no_problem(harness, browser)
+
+
+async def test_all_requests_of_a_click_run_at_once_by_the_keyboard() -> None:
+    async with visiting(num_blocks=2000) as (harness, browser):
+        await slide(browser, requests=12, tokens=400)
+        await browser.value(
+            "document.getElementById('prompt').dispatchEvent("
+            "new KeyboardEvent('keydown', {key: 'Enter', ctrlKey: true, bubbles: true, cancelable: true}))"
+        )
+        await until_cells(browser, "pool.requests.size === 12")
+        await browser.click("#stop")
+        require_no_problem(harness, browser)
+
+
+@pytest.mark.parametrize("shade", ["dark", "light"])
+async def test_on_a_phone_the_prompt_and_the_answer_are_seen_without_scrolling(shade: str) -> None:
+    async with visiting(num_blocks=400, width=390, height=844) as (harness, browser):
+        await browser.shade(shade)
+        await browser.click("#send")
+        await browser.until("document.querySelector('#answers p')?.textContent.length > 20")
+        for selector in ("#prompt", "#send", "#answers-card h2", "#answers p"):
+            top, bottom = await browser.value(
+                f"(() => {{ const at = document.querySelector('{selector}').getBoundingClientRect();"
+                " return [at.top, at.bottom]; })()"
+            )
+            assert 0 <= top < bottom <= 844, selector
+        await browser.click("#stop")
+        require_no_problem(harness, browser)
