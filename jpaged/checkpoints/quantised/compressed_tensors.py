@@ -153,7 +153,7 @@ class CompressedTensors:
 
 
 def _not_symmetric(zeros: np.ndarray) -> str | None:
-    """The problem of zero points that a symmetric matrix has besides: they must be the middle of their numbers."""
+    """Return the problem of a symmetric matrix with zero points: they must be the middle of their numbers."""
     if not zeros.any() or (zeros.dtype == np.int32 and np.isin(zeros.view(np.uint32), _MIDDLES).all()):
         return None
     return "has zero points, and symmetric is true in quantization_config"

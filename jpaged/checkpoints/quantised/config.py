@@ -24,7 +24,7 @@ _READERS: Mapping[str, Callable[[JsonFields], Scheme]] = {
 
 _MODEL_OPT = "modelopt"
 MODEL_OPT_FILE = "hf_quant_config.json"
-"""Where NVIDIA's ModelOpt describes its weights, which it rounds in layouts of its own."""
+"""File in which NVIDIA's ModelOpt describes its weights and their layout."""
 MODEL_OPT_PROBLEM = (
     f"weights quantised by NVIDIA's ModelOpt ({MODEL_OPT_FILE}) are not read; take the original weights, or those of "
     f"another method: {', '.join(_READERS)}"
