@@ -8,18 +8,17 @@ import gc
 import os
 import sys
 import threading
+from typing import TYPE_CHECKING
 
-from jpaged.cli.multihost import Leading, follow
 from jpaged.cli.options import add_config_flags, config_from, flag_of
 from jpaged.cli.startup import PROBES, Progress, StartupReport
 from jpaged.config import EngineConfig
 from jpaged.errors import EngineHung, InvalidArgument
 from jpaged.launchers import MultiHost
-from jpaged.peers.prefill import Prefills
-from jpaged.server.lifecycle import Server
-from jpaged.server.progress import show_stacks
-from jpaged.service.loaded_model import LoadedModel
 from jpaged.telemetry.logs import set_up_logs
+
+if TYPE_CHECKING:  # the server takes two thirds of the time to import the command line, and other commands need none
+    from jpaged.service.loaded_model import LoadedModel
 
 HELP = "serve a model over gRPC"
 DESCRIPTION = """\
@@ -46,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     Of several processes 4 says that it was another one: docs/health.md has the table.
     """
+    from jpaged.cli.multihost import follow  # and the server, before asyncio takes Ctrl-C
+
     config = config_from(arguments)
     set_up_logs(config.telemetry.log_format, has_requests=config.telemetry.enable_log_requests)
     multihost = config.multihost()
@@ -61,6 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
+    from jpaged.cli.multihost import Leading
+    from jpaged.peers.prefill import Prefills
+    from jpaged.server.lifecycle import Server
+    from jpaged.server.progress import show_stacks
+
     report = StartupReport(sys.stderr)
     host = config.server.host
 

@@ -99,7 +99,7 @@ def test_signals_are_handled_before_a_port_is_opened(monkeypatch):
             raise InvalidArgument("port", "cannot be bound")
 
     order: list[str] = []
-    monkeypatch.setattr("jpaged.cli.serve.Server", Recorded)
+    monkeypatch.setattr("jpaged.server.lifecycle.Server", Recorded)
     assert main(["serve", "demo", "--port", "0"]) == 2
     assert order == ["stop_on_signals", "start"]
 

@@ -34,7 +34,7 @@ def test_what_was_loaded_is_left_out_of_collections(monkeypatch, capsys):
             frozen.append(gc.get_freeze_count())
             return 0
 
-    monkeypatch.setattr(serve, "Server", Serving)
+    monkeypatch.setattr("jpaged.server.lifecycle.Server", Serving)
     try:
         assert serve.run(make_parser().parse_args(["serve"])) == 0
     finally:
