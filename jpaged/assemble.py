@@ -8,6 +8,7 @@ With `data_parallel_size` there are several executors and engines, on devices of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
@@ -41,7 +43,7 @@ from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.kv.tiers.disk import open_disks
 from jpaged.engine.reach import KeyLengths
-from jpaged.engine.tokenizer import Tokenizer
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
 from jpaged.kvevents.publisher import Publisher
@@ -52,13 +54,15 @@ from jpaged.models.model import Model
 from jpaged.models.sharding import with_parallel_experts
 from jpaged.service.adapters import Adapters
 from jpaged.service.chat.answering import ChatAnswering
-from jpaged.service.chat.parsers.formats import AnswerFormat, parser_for
+from jpaged.service.chat.parsers.formats import AnswerFormat, has_built_in_tools, parser_for
 from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
 from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -93,7 +97,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     """
     source, model, places = _place(options)
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
-    adapters = _adapters(options, model, places[0], progress)
+    adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
     runs: list[Executor[Any, Any]] = [*executors]
@@ -122,7 +126,8 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
     )
-    grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids)
+    whitespace = options.model.whitespace_pattern
+    grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids, whitespace=whitespace)
     engines = _make_engines(source, options, resolved, runs, grammars)
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
@@ -187,12 +192,13 @@ def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
     return engines
 
 
-def _adapters(options: EngineConfig, model: Model, where: Placement, progress: Progress) -> Adapters:
+def _adapters(options: EngineConfig, model_name: str, model: Model, where: Placement, progress: Progress) -> Adapters:
     """What reads adapters for a model, and those that are there from the start."""
     lora = options.lora
     if not lora.enable_lora:
         return Adapters()
-    adapters = Adapters(AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank), lora.max_cpu_loras)
+    reader = AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank)
+    adapters = Adapters(reader, lora.max_cpu_loras, model_name)
     for done, (name, path) in enumerate(lora.adapters):
         progress(f"adapter {name}", done, len(lora.adapters))
         try:
@@ -277,7 +283,13 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     """The model, and where each copy of it goes."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
-    source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
+    source = find_source(
+        options.model.model,
+        parse_special_tokens=options.model.parse_special_tokens,
+        skip_tokenizer=options.model.skip_tokenizer_init,
+        chat_template=_template_in(options.model.chat_template),
+        trusts_request_templates=options.model.trust_request_chat_template,
+    )
     source = replace(source, config=quantised_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
     config = lossy.as_asked(config, options)
@@ -298,14 +310,48 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
     }
 
 
-def find_source(name: str, *, parse_special_tokens: bool = True) -> Source:
-    """Find the model of a name: `demo`, a folder, a GGUF file or a hub id."""
+def find_source(
+    name: str,
+    *,
+    parse_special_tokens: bool = True,
+    skip_tokenizer: bool = False,
+    chat_template: str | None = None,
+    trusts_request_templates: bool = False,
+) -> Source:
+    """Find the model of a name: `demo`, a folder, a GGUF file or a hub id; with its tokenizer as `load_tokenizer`."""
     folder = find_folder(name)
     config = read_config(folder)
+    if skip_tokenizer:
+        return Source(name, folder, config, NoTokenizer(config.vocab_size))
     tokenizer = load_tokenizer(
-        folder, vocab_size=config.vocab_size, parts=_gguf_parts(folder), parse_special_tokens=parse_special_tokens
+        folder,
+        vocab_size=config.vocab_size,
+        parts=_gguf_parts(folder),
+        parse_special_tokens=parse_special_tokens,
+        chat_template=chat_template,
+        trusts_request_templates=trusts_request_templates,
     )
     return Source(name, folder, config, tokenizer)
+
+
+def _template_in(path: str | None) -> str | None:
+    """Return the text of a file with a chat template.
+
+    Raises:
+        InvalidArgument: it cannot be read, is empty or too large.
+    """
+    if path is None:
+        return None
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_CHAT_TEMPLATE_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("chat_template", f"{path} cannot be read: {error}") from error
+    if not text.strip() or len(data) > MAX_CHAT_TEMPLATE_BYTES:
+        problem = "is empty" if len(data) <= MAX_CHAT_TEMPLATE_BYTES else f"is over {MAX_CHAT_TEMPLATE_BYTES} bytes"
+        raise InvalidArgument("chat_template", f"{path} {problem}")
+    return text
 
 
 def _gguf_parts(folder: Path) -> TokenizerParts | None:
@@ -453,14 +499,22 @@ def check_same_tokens(tokenizer: Tokenizer, of_draft: Tokenizer) -> None:
 
 
 def _answer_format(source: Source, options: ModelOptions) -> AnswerFormat:
-    """How the model's chats are read: by name, or as its chat template tells."""
+    """Return how the model's chats are read: by name, or as its chat template shows."""
     tokenizer = source.tokenizer
-    return parser_for(
-        tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None,
+    template = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    found = parser_for(
+        template,
         source.config.architecture,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
     )
+    if found.tools is not None and has_built_in_tools(template or ""):
+        logger.info(
+            "the chat template of %s has no tools: a built-in prompt describes them, in the format of hermes; "
+            "--tool-call-parser none refuses tools instead",
+            source.name,
+        )
+    return found
 
 
 def _input_processor(

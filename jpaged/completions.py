@@ -85,6 +85,14 @@ def completions_of(sampling: SamplingParams) -> Completions:
     return Completions(has_logprobs=has_logprobs, has_prompt_logprobs=sampling.prompt_logprobs is not None)
 
 
+def without_errors(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Return the outputs of a batch; raise the first error among them."""
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return outputs
+
+
 class Evaluated(tuple[_T, ...]):
     """What came of each part of one call, in order.
 

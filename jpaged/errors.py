@@ -3,7 +3,8 @@
     JpagedError                                 grpc_status
     ├── InvalidArgument (ValueError)            INVALID_ARGUMENT     the caller is wrong: field, value, limit
     │   └── RequestTooLong                      INVALID_ARGUMENT     it can never fit, whatever the load
-    ├── NotFound (LookupError)                  NOT_FOUND            no such request, model or adapter
+    ├── NotFound (LookupError)                  NOT_FOUND            no such request or adapter
+    │   └── ModelNotFound                       NOT_FOUND            the server has another model
     ├── Unauthenticated                         UNAUTHENTICATED      the call brings no key that the server knows
     ├── PermissionDenied                        PERMISSION_DENIED    turned off, or not what the key is for
     ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
@@ -101,6 +102,10 @@ class NotFound(JpagedError, LookupError, grpc_status="NOT_FOUND"):
     """The thing that was named does not exist (any more)."""
 
 
+class ModelNotFound(NotFound):
+    """The request names a model that the server does not have."""
+
+
 class Unauthenticated(JpagedError, grpc_status="UNAUTHENTICATED"):
     """The call brings no key, or one that this server does not know."""
 
@@ -131,6 +136,10 @@ class QueueFull(TryLater):
 
 class QuotaExceeded(TryLater):
     """The tenant has used up what it may have for now: requests, tokens or streams."""
+
+
+class StorageError(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
+    """The disk of batches cannot be written, or the room that they or a tenant may have is used up."""
 
 
 class LimitExceeded(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):

@@ -8,7 +8,41 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from json.encoder import encode_basestring_ascii
+from typing import Any
+
+import orjson
+
+PIECE_BYTES = 256 << 10
+"""Size of a piece of a large text: its encoder holds the interpreter's lock for 2 ms."""
+_RUN_BYTES = 32 << 10
+_FIRST_RUN = 16
+_NUM_SEEN = 4
+_MANY = 1024
+"""Values of an array or an object that is written in several runs."""
+
+
+class Items:
+    """A JSON array whose items are made while it is written: memory holds a few of them at a time.
+
+    Args:
+        make: returns the items; called each time the array is read.
+    """
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], Iterable[object]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._make())
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (list(other) if isinstance(other, Items) else other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def dumps(
@@ -29,6 +63,7 @@ def dumps(
             separators=separators,
             sort_keys=sort_keys,
             allow_nan=False,
+            default=_listed,
         )
 
     try:
@@ -37,9 +72,84 @@ def dumps(
         return written(_finite(value))
 
 
+def encode(value: object) -> bytes:
+    """Return a value as compact JSON in UTF-8, ten times as fast as `dumps`; half of a character becomes `?`."""
+    try:
+        return orjson.dumps(value, _listed)
+    except TypeError:  # half of a character, integers over 64 bits, keys that are no texts
+        return dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def pieces(value: object) -> Iterator[bytes]:
+    """Yield the text of `encode` in pieces of about `PIECE_BYTES`; no step takes longer for a larger value."""
+    piece = bytearray()
+    for part in _parts(value):
+        piece += part
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
 def quoted(text: str) -> bytes:
     """Return a text as JSON has it, in ASCII. `dumps` takes longer, which shows where each token is written."""
     return encode_basestring_ascii(text).encode()
+
+
+def _parts(value: object) -> Iterator[bytes]:
+    if not _is_large(value):
+        yield encode(value)
+    elif isinstance(value, dict) and len(value) <= _MANY:
+        mark = b"{"
+        for key, part in value.items():
+            yield mark + encode({key: None})[1:-5]
+            yield from _parts(part)
+            mark = b","
+        yield b"}"
+    elif isinstance(value, dict):
+        yield from _runs(value.items(), b"{}", dict)
+    else:
+        assert isinstance(value, list | tuple | Items)
+        yield from _runs(value, b"[]", list)
+
+
+def _runs(values: Iterable[object], brackets: bytes, made: Callable[[list[Any]], object]) -> Iterator[bytes]:
+    """Write the values of an array or an object in runs of about `_RUN_BYTES`."""
+    left, num, mark = iter(values), _FIRST_RUN, brackets[:1]
+    while run := list(islice(left, num)):
+        if any(map(_is_large, run)):
+            for value in run:
+                yield mark
+                if isinstance(value, tuple) and made is dict:
+                    yield encode({value[0]: None})[1:-5]
+                    yield from _parts(value[1])
+                else:
+                    yield from _parts(value)
+                mark = b","
+            num = _FIRST_RUN
+            continue
+        text = encode(made(run))[1:-1]
+        yield mark
+        yield text
+        mark = b","
+        num = max(1, min(2 * num, num * _RUN_BYTES // (len(text) + 1)))
+    yield brackets if mark == brackets[:1] else brackets[1:]
+
+
+def _is_large(value: object) -> bool:
+    """Return True for a value that is written in several steps; it looks into objects and the first of an array."""
+    if isinstance(value, list | tuple):
+        return len(value) > _MANY or any(_is_large(part) for part in value[:_NUM_SEEN] if isinstance(part, dict))
+    if isinstance(value, dict):
+        return len(value) > _MANY or any(map(_is_large, value.values()))
+    return isinstance(value, Items)
+
+
+def _listed(value: object) -> list[object]:
+    if isinstance(value, Items):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
 
 
 def _finite(value: object) -> object:
@@ -47,6 +157,6 @@ def _finite(value: object) -> object:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | Items):
         return [_finite(part) for part in value]
     return value

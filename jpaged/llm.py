@@ -3,28 +3,39 @@
     llm = LLM("demo", max_num_seqs=32)
     outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
 
-Every option of the command line but the server's is a keyword here.
+Every option of the command line but the server's is a keyword here. Threads and event loops may share an `LLM`:
+
+    thread ── generate ──> _Call ──┐                        engine thread
+    thread ── chat ──────> _Call ──┴─> _Admission ─ submit ─> one batch ─ events ─> each call's own queue
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import os
+import threading
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from jpaged.assemble import build
 from jpaged.chat import ChatWords, chat_options_of
-from jpaged.completions import completions_of
+from jpaged.completions import completions_of, without_errors
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
+from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
-from jpaged.engine.garbage import collected_between_steps
-from jpaged.errors import InternalError, InvalidArgument
+from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.load import EngineLoad
 from jpaged.progress_bar import MakeBar, ProgressBar
 from jpaged.service.chat.answers import ChatAnswers
+from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.scoring import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, errors_named, score_of
-from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score
+from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score, Usage
 
 
 class TextPrompt(TypedDict):
@@ -53,8 +64,95 @@ class _Asked(NamedTuple):
     answers: ChatAnswers | None
 
 
+class _Call:
+    """The requests of one call, and the events that the engine made for them.
+
+    Attributes:
+        waiting: requests that have no place in the engine yet.
+        running: ids of the requests in the engine.
+        events: written by the engine thread, read by the caller.
+    """
+
+    __slots__ = ("events", "running", "waiting")
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.waiting = deque(requests)
+        self.running: set[str] = set()
+        self.events: SimpleQueue[OutputEvent] = SimpleQueue()
+
+
+class _Admission:
+    """Submits the requests of concurrent calls as the engine has places, one of each call in turn.
+
+    Requests are submitted on the engine thread: all requests of a call are there before the next step begins.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._calls: deque[_Call] = deque()
+
+    def add(self, call: _Call) -> None:
+        """Queue a call; each of its requests ends in exactly one event with `is_last`."""
+        with self._lock:
+            self._calls.append(call)
+        if self._engine.call_soon(self._fill).cancelled():
+            self._fill()  # every request is refused by name
+
+    def remove(self, call: _Call) -> None:
+        """End the requests of a call that nobody waits for; their places are free by the next step."""
+        with self._lock:
+            call.waiting.clear()
+            running = list(call.running)
+        for request_id in running:
+            self._engine.abort(request_id)
+
+    def _fill(self) -> None:
+        with self._lock:
+            while self._calls and not self._engine.is_full:
+                call = self._calls.popleft()
+                if call.waiting:
+                    self._submit(call, call.waiting.popleft())
+                if call.waiting:
+                    self._calls.append(call)
+
+    def _submit(self, call: _Call, request: Request) -> None:
+        def take(event: OutputEvent) -> None:
+            call.events.put(event)
+            if event.is_last:
+                with self._lock:
+                    call.running.discard(event.request_id)
+                if self._calls:
+                    self._fill()
+
+        call.running.add(request.request_id)
+        try:
+            self._engine.submit(request, take)
+        except JpagedError as error:
+            call.running.discard(request.request_id)
+            call.events.put(OutputEvent(request.request_id, is_last=True, error=error))
+
+
+def _stop(serving: LoadedModel, process_id: int) -> None:
+    """End the engine thread and its child processes; a forked child owns neither."""
+    if os.getpid() != process_id:
+        return
+    if (
+        threading.current_thread().name == ENGINE_THREAD
+    ):  # the garbage collector ran there: the thread cannot join itself
+        threading.Thread(target=_stop, args=(serving, process_id), daemon=True).start()
+        return
+    serving.engine.stop()
+    if serving.grammars is not None:
+        serving.grammars.close()
+
+
 class LLM:
     """A loaded model that generates for whole batches of prompts.
+
+    The engine runs on a thread of its own. Any thread may call any method, and concurrent calls join one batch: each
+    returns the tokens that it returns alone. On an event loop, `await asyncio.to_thread(llm.generate, ...)`. The thread
+    ends with `close`, with the context or when the object is collected. A forked child cannot use the object.
 
     Args:
         model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, a GGUF file, or a hub id.
@@ -74,7 +172,12 @@ class LLM:
                 raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
         config = EngineConfig.load({"model": model, **_DEFAULTS, **options})
         self._serving = build(config) if progress is None else build(config, progress)
-        self._num_requests = 0
+        self._numbers = itertools.count(1)
+        self._admission = _Admission(self._serving.engine)
+        self._process_id = os.getpid()
+        self._is_closed = False
+        self._serving.engine.start()
+        self._stop = weakref.finalize(self, _stop, self._serving, self._process_id)
 
     @property
     def config(self) -> EngineConfig:
@@ -90,6 +193,9 @@ class LLM:
         adapter: GivenAdapter = None,
     ) -> list[RequestOutput]:
         """Generates for every prompt; the results are in the order of the prompts.
+
+        A request that fails while it runs fails alone: its output has `error` and no `outputs`. The error of a single
+        prompt is raised.
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or many.
@@ -166,7 +272,7 @@ class LLM:
             for i in range(len(given)):
                 with errors_named(f"continuations[{i}]"):
                     requests.append(self._request(SCORE_SAMPLING, given.prompt(i), adapter))
-        outputs = iter(self._run(requests, use_tqdm))
+        outputs = iter(without_errors(self._run(requests, use_tqdm)))
         return [[score_of(next(outputs)) for _ in each] for each in of_each]
 
     def embed(
@@ -197,15 +303,17 @@ class LLM:
             with errors_named(f"prompts[{i}]"):
                 pooled = dataclasses.replace(_prompt_of(one), pooling=pooling)
                 requests.append(self._request(EMBED_SAMPLING, pooled, adapter))
-        outputs = self._run(requests, use_tqdm)
+        outputs = without_errors(self._run(requests, use_tqdm))
         return [embedding_of(output, normalize=normalize) for output in outputs]
 
     def load_adapter(self, name: str, path: str) -> None:
         """Reads an adapter (LoRA) and gives it a name; with `enable_lora`. `Adapters.load` says what is refused."""
+        self._check_usable()
         self._serving.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
         """Lets an adapter go; raises NotFound where there is none of that name."""
+        self._check_usable()
         self._serving.adapters.unload(name)
 
     def load(self) -> EngineLoad:
@@ -213,24 +321,30 @@ class LLM:
 
         The difference of two snapshots is what was done between them.
         """
+        self._finish_step()
         return self._serving.engine.load()
 
     def reset_prefix_cache(self) -> int:
         """Forgets the cached prefixes of earlier prompts, as if none had run; the number of blocks that held one."""
-        engine = self._serving.engine
-        forgotten = engine.reset_prefix_cache()
-        engine.step()  # this thread is the engine's
+        self._check_usable()
+        forgotten = self._serving.engine.reset_prefix_cache()
+        self._finish_step()
+        if not forgotten.done():
+            raise Unavailable("the engine has failed")
         return forgotten.result()
 
     def close(self) -> None:
-        """Gives the device's memory back; the LLM is spent. What is to be kept on disk is written before."""
-        engine, config = self._serving.engine, self._serving.config
+        """Ends the engine thread and gives the device's memory back; the LLM is spent, and calls in flight fail.
+
+        What is to be kept on disk is written before.
+        """
+        if self._is_closed or os.getpid() != self._process_id:
+            return
+        self._is_closed = True
+        config = self._serving.config
         if config.cache.kv_disk_space:
-            engine.step()  # what was dropped is gone with it
-            engine.drain(config.server.shutdown_timeout)
-        engine.stop()
-        if self._serving.grammars is not None:
-            self._serving.grammars.close()
+            self._serving.engine.drain(config.server.shutdown_timeout)
+        self._stop()
 
     def __enter__(self) -> LLM:
         return self
@@ -250,10 +364,10 @@ class LLM:
         return [self._request(*one) for one in zip(params, prompts, names, strict=True)]
 
     def _request(self, sampling: SamplingParams, prompt: Prompt, adapter: str | None = None) -> _Asked:
-        self._num_requests += 1
+        self._check_usable()
         processor = self._serving.input_processor
         request = processor.make_request(
-            request_id=f"llm-{self._num_requests}",
+            request_id=f"llm-{next(self._numbers)}",
             sampling=sampling,
             prompt=prompt,
             is_whole=True,
@@ -269,41 +383,63 @@ class LLM:
         answers = {one.request.request_id: one.answers for one in asked}
         completions = {request.request_id: completions_of(request.sampling) for request in requests}
         failures: dict[str, Exception] = {}
-        engine = self._serving.engine
-        waiting = deque(requests)
-        in_flight: set[str] = set()
-
-        def take(event: OutputEvent) -> None:
-            reader = answers[event.request_id]
-            completions[event.request_id].add(event if reader is None else reader.split(event))
-            if event.error is not None:
-                failures[event.request_id] = event.error
-            if event.is_last:
-                in_flight.remove(event.request_id)
-                bar.note_done(event.usage)
-
+        call, num_left = _Call(requests), len(requests)
         bar = ProgressBar(use_tqdm, len(requests))
         try:
-            with collected_between_steps:
-                while waiting or in_flight:
-                    while waiting and not engine.is_full:
-                        engine.submit(waiting[0], take)
-                        in_flight.add(waiting.popleft().request_id)
-                    if not engine.step() and in_flight:
-                        raise InternalError(f"{len(in_flight)} requests are in flight and the engine is idle")
+            self._admission.add(call)
+            while num_left:
+                event = call.events.get()
+                reader = answers[event.request_id]
+                completions[event.request_id].add(event if reader is None else reader.split(event))
+                if event.error is not None:
+                    failures[event.request_id] = event.error
+                if event.is_last:
+                    num_left -= 1
+                    bar.note_done(event.usage)
         except BaseException:
             # What was interrupted, by Ctrl-C as well, must not go on with the next call.
-            for request_id in in_flight:
-                engine.drop(request_id)
+            self._admission.remove(call)
             raise
         finally:
             bar.close()
+        if failures and self._is_closed:
+            raise Unavailable("the LLM was closed during the call") from next(iter(failures.values()))
         outputs = []
         for request in requests:
-            if (name := request.request_id) in failures:
-                raise failures[name]
-            outputs.append(completions[name].output(name, request.prompt, request.prompt_token_ids))
+            name, prompt, ids = request.request_id, request.prompt, request.prompt_token_ids
+            if (error := failures.get(name)) is None:
+                outputs.append(completions[name].output(name, prompt, ids))
+            elif len(requests) == 1:
+                raise error
+            else:
+                outputs.append(RequestOutput(name, prompt, ids, (), Usage(len(ids)), error=error))
         return outputs
+
+    def _check_usable(self) -> None:
+        """Raise an error at once if a call could only wait.
+
+        Raises:
+            Unavailable: the LLM is closed, or belongs to the process that this one was forked from.
+        """
+        if os.getpid() != self._process_id:
+            raise Unavailable(
+                f"this LLM belongs to process {self._process_id}: its engine thread and device do not survive fork(); "
+                "create the LLM in the child process, or start children by the method 'spawn'"
+            )
+        if self._is_closed:
+            raise Unavailable("the LLM is closed")
+
+    def _finish_step(self) -> None:
+        """Wait for the end of the step in flight, so that all of an ended call is counted."""
+        if self._is_closed:
+            return
+        self._check_usable()
+        with contextlib.suppress(CancelledError):  # the engine has ended: no step is in flight
+            self._serving.engine.call_soon(_nothing).result()
+
+
+def _nothing() -> None:
+    """Do nothing, on the engine thread."""
 
 
 def _prompt_of(prompt: GivenPrompt) -> Prompt:

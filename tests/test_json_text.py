@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged import json_text
+from jpaged.json_text import PIECE_BYTES, Items
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -48,3 +49,55 @@ def test_it_is_laid_out_as_asked():
 def test_what_is_no_json_is_an_error(value):
     with pytest.raises(TypeError):
         json_text.dumps(value)
+
+
+@given(VALUES)
+def test_encoded_values_are_those_that_python_writes(value):
+    whole = json.loads(json_text.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    assert json.loads(json_text.encode(value)) == whole
+    assert json.loads(b"".join(json_text.pieces(value))) == whole
+
+
+@given(VALUES, st.integers(0, 40))
+def test_items_are_written_as_the_list_that_they_are(value, num):
+    expected = {"a": [value] * num, "b": {"c": [{"d": [num] * num}]}}
+    lazy = {"a": Items(lambda: [value] * num), "b": {"c": Items(lambda: iter([{"d": Items(lambda: [num] * num)}]))}}
+    text = json_text.dumps(expected, ensure_ascii=False).encode("utf-8", "replace")
+    for written in (json_text.encode(lazy), b"".join(json_text.pieces(lazy)), json_text.dumps(lazy).encode()):
+        assert json.loads(written.decode().encode("utf-8", "replace")) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1.25] * 200_000,
+        {str(i): [i] * 3 for i in range(100_000)},
+        {"choices": Items(lambda: ({"logprobs": Items(lambda: [{"a": "b" * 60}] * 5000)} for _ in range(10)))},
+        {"data": [{"embedding": [0.5] * 200_000}, {"embedding": []}]},
+        {i: {"rank": i} for i in range(50_000)},
+    ],
+    ids=range(5),
+)
+def test_a_large_value_is_written_in_pieces_of_bounded_size(value):
+    pieces = list(json_text.pieces(value))
+    assert len(pieces) > 2
+    assert max(map(len, pieces)) < 1.5 * PIECE_BYTES
+    assert json.loads(b"".join(pieces)) == json.loads(json_text.dumps(value))
+
+
+def test_items_are_made_while_they_are_written():
+    made = []
+
+    def items():
+        for number in range(100_000):
+            made.append(number)
+            yield {"number": number, "text": "x" * 100}
+
+    pieces = json_text.pieces({"items": Items(items)})
+    next(pieces)
+    assert len(made) < 10_000
+
+
+def test_half_of_a_character_and_large_integers_are_written():
+    text = b"".join(json_text.pieces({"a": "\ud800", "b": 2**70, "c": "\u20ac"}))
+    assert json.loads(text) == {"a": "?", "b": 2**70, "c": "\u20ac"}

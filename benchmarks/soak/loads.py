@@ -27,6 +27,7 @@ from benchmarks.soak.servers import Child
 from benchmarks.soak.tally import BROKEN, CANCELLED, LATE, RESUMED, WRONG, Tally
 from jpaged.client import AsyncClient, Client
 from jpaged.client.batch import BatchOptions, run_batch
+from jpaged.client.results import failure_in
 from jpaged.errors import DeadlineExceeded
 
 _MODEL = "demo"
@@ -140,9 +141,9 @@ async def batches(run: Run, seed: int) -> None:
             await run_batch(BatchOptions(source, output, run.targets, max_concurrency=4), lambda summary: None)
             for line in map(json.loads, (await asyncio.to_thread(output.read_text)).splitlines()):
                 i = chosen[int(line["custom_id"])]
-                if line["response"] is None:
+                if (code := failure_in(line)) is not None:
                     run.tally.done("batches", WRONG)
-                    run.tally.wrong.append(f"batches: {line['error']}")
+                    run.tally.wrong.append(f"batches: {code}: {line['response']}")
                     continue
                 texts = tuple(choice["text"] for choice in line["response"]["body"]["choices"])
                 run.tally.answered("batches", run.cases[i], run.expected[i], texts)

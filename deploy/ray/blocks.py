@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from jpaged.client.batching.parquet import COLUMNS, SUFFIX, row_line, rows_of
-from jpaged.client.results import PASSING
+from jpaged.client.results import PASSING, failure_in
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.openai.lines import BadLine, Line, parse_line
 
@@ -225,9 +225,9 @@ class Parts:
 
 def tally_of(part: Path) -> Tally:
     """Count what a part says."""
-    errors = [json.loads(line)["error"] for line in part.read_bytes().split(b"\n")[:-1]]
-    failed = [error for error in errors if error is not None]
-    return Tally(len(errors) - len(failed), len(failed), sum(error["code"] in PASSING for error in failed))
+    codes = [failure_in(json.loads(line)) for line in part.read_bytes().split(b"\n")[:-1]]
+    failed = [code for code in codes if code is not None]
+    return Tally(len(codes) - len(failed), len(failed), sum(code in PASSING for code in failed))
 
 
 class Reader:

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jpaged import LLM, SamplingParams
+from jpaged.client.results import failure_in
 from jpaged.openai.answers import seed_of
 
 ENGINE = {"model": "demo", "max_num_seqs": 4, "num_blocks": 256, "max_num_batched_tokens": 64}
@@ -175,9 +176,9 @@ def check_results(output: Path, expected: dict[str, list[Any]]) -> None:
     """One result a line, in the order of the input, each as one process alone made it."""
     texts = [text for part in sorted(output.glob("part-*")) for text in part.read_text().split("\n")[:-1]]
     lines = [json.loads(text) for text in texts]
-    errors = {line["custom_id"]: line["error"]["code"] for line in lines if line["error"]}
+    errors = {line["custom_id"]: code for line in lines if (code := failure_in(line)) is not None}
     require(errors == EXPECTED_ERRORS, f"the errors are those expected: {errors}")
-    answers = [line for line in lines if line["response"]]
+    answers = [line for line in lines if failure_in(line) is None]
     require(len(lines) == len(answers) + len(errors), "one result a line")
     require([line["custom_id"] for line in answers] == list(expected), "every line, once and in order")
     for line in answers:

@@ -5,6 +5,7 @@
 
 gate.py      the door of every port: keys, quotas and audit of one server
 entry.py     a call that has come in, while it is answered
+permissions.py  the role that each HTTP route and gRPC method requires
 keys.py      the file of keys: tokens -> tenants, roles, limits
 quotas.py    what each tenant has left: requests, tokens, streams
 watching.py  files that are read again when they change

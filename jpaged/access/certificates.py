@@ -72,6 +72,10 @@ class CertificateFiles:
         else:
             _LOG.warning("tls_cert: %s was read again", self._options.tls_cert)
 
+    def expire(self) -> None:
+        """Have the next look read the files, changed or not."""
+        self._watch.expire()
+
     def context(self) -> ssl.SSLContext:
         """Return what a port of Python's listens with: each handshake begins with the files as they are then."""
         listening = self.now.context

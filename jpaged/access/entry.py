@@ -100,6 +100,13 @@ def enter(entry: Entry) -> None:
     _ENTRY.set(entry)
 
 
+def background(key: Key | None, tenant: str) -> Entry:
+    """Return a call that has been answered, for work that continues with the permissions of its key."""
+    entry = Entry(face="background", method="", peer="", key=key, tenant=tenant, takes_control=False)
+    entry.close()
+    return entry
+
+
 def owner(named: str) -> str:
     """Return whose call is being answered: its key's tenant, else the one that it names."""
     entry = _ENTRY.get()

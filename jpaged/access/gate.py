@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from jpaged.access.certificates import CertificateFiles
 from jpaged.access.entry import Entry
 from jpaged.access.keys import Keys, Limits, read_keys
 from jpaged.access.quotas import Quotas
-from jpaged.access.watching import FileWatch
+from jpaged.access.watching import BackgroundLook, FileWatch, is_pipe
 from jpaged.config import AccessOptions
 from jpaged.errors import InvalidArgument, PermissionDenied
 
@@ -52,6 +53,7 @@ class Gate:
         self._keys: Keys | None = None
         self._watch: FileWatch | None = None
         self._audit: AuditLog | None = None
+        self._is_due = asyncio.Event()
 
     def read(self) -> None:
         """Read the files for the first time.
@@ -105,23 +107,46 @@ class Gate:
 
     def look_again(self) -> None:
         """Read what has changed; a file that cannot be understood changes nothing, and is logged."""
+        self._look_at_certificates()
+        self._look_at_keys()
+
+    def _look_at_certificates(self) -> None:
         if self.certificates is not None:
             self.certificates.look_again()
+
+    def _look_at_keys(self) -> None:
         path = self.options.api_keys
         if path is None or self._watch is None or not self._watch.has_changed():
             return
         try:
+            if is_pipe(path):
+                raise InvalidArgument("api_keys", f"{path} is a pipe, which is read at the start alone")
             self._keys = read_keys(path)
         except InvalidArgument as error:
             _LOG.error("the keys stay as they were: %s", error)
         else:
             _LOG.warning("api_keys: %s was read again: %d keys", path, len(self._keys.digests))
 
+    def reload(self) -> None:
+        """Have the next look, which begins at once, read all files again."""
+        if self._watch is not None:
+            self._watch.expire()
+        if self.certificates is not None:
+            self.certificates.expire()
+        self._is_due.set()
+
     async def watch(self) -> None:
-        """Look again and again, until cancelled."""
+        """Look again and again, until cancelled; a file that blocks stops neither other looks nor the end."""
+        looks = (
+            BackgroundLook("tls_cert", self._look_at_certificates),
+            BackgroundLook("api_keys", self._look_at_keys),
+        )
         while True:
-            await asyncio.sleep(RELOAD_INTERVAL_S)
-            await asyncio.to_thread(self.look_again)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RELOAD_INTERVAL_S):
+                    await self._is_due.wait()
+            self._is_due.clear()
+            await asyncio.gather(*(look.run(RELOAD_INTERVAL_S) for look in looks))
 
 
 def _line_of(entry: Entry, status: str | int) -> dict[str, Any]:

@@ -1,9 +1,22 @@
-"""Files that are read again when they change: replaced, written to, or pointed to another by a link."""
+"""Files that are read again when they change: replaced, written to, or pointed to another by a link.
+
+A file may block whoever opens or looks at it: a FIFO, a mount whose server is gone. Looks run on daemon threads, which
+neither an event loop nor the end of the process waits for.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
-from collections.abc import Sequence
+import stat
+import threading
+from collections.abc import Callable, Sequence
+
+_LOG = logging.getLogger(__name__)
+_SLOW_S = 10.0
+"""A look that takes longer is logged, once."""
 
 Stamp = tuple[tuple[int, int, int, int] | None, ...]
 
@@ -20,6 +33,10 @@ class FileWatch:
         before, self._stamp = self._stamp, self._look()
         return before != self._stamp
 
+    def expire(self) -> None:
+        """Make the next look find a change."""
+        self._stamp = ()
+
     def _look(self) -> Stamp:
         return tuple(_stamp(path) for path in self._paths)
 
@@ -30,3 +47,50 @@ def _stamp(path: str) -> tuple[int, int, int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def is_pipe(path: str) -> bool:
+    """Return True for a FIFO, which can be read once, and blocks its next reader."""
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+class BackgroundLook:
+    """Runs one look at a time on a daemon thread; while one is blocked, no other begins.
+
+    Args:
+        what: the option whose files are looked at, for the log.
+    """
+
+    def __init__(self, what: str, look: Callable[[], None]) -> None:
+        self._what = what
+        self._look = look
+        self._done: asyncio.Event | None = None
+        self._began_s = 0.0
+        self._is_slow = False
+
+    async def run(self, timeout_s: float) -> None:
+        """Begin a look, unless one is running, and wait for its end up to a time."""
+        loop = asyncio.get_running_loop()
+        done = self._done
+        if done is None or done.is_set():
+            done = self._done = asyncio.Event()
+            self._began_s, self._is_slow = loop.time(), False
+            threading.Thread(target=self._run, args=(loop, done), name="jpaged-look", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await done.wait()
+        if not done.is_set() and not self._is_slow and loop.time() - self._began_s > _SLOW_S:
+            self._is_slow = True
+            _LOG.error("%s: reading has taken over %g s: what was read before stays in use", self._what, _SLOW_S)
+
+    def _run(self, loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+        try:
+            self._look()
+        except Exception as error:
+            _LOG.error("%s: a look has failed", self._what, exc_info=error)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(done.set)

@@ -8,15 +8,15 @@ A slot's header is cleared before its contents are written, and is written behin
 between leaves an empty slot. The hash is of identity, key and contents, and is checked with every read: what a lost
 page, an early header or another file's bytes leave behind is no block.
 
-The space is asked for when a file is made, so that no page of the mapping is ever without room on the disk. Contents
-are read and written by their place and not through the mapping: where a disk fails, that is an error and no signal.
+The space is asked for when a file is made, so that no page is ever without room on the disk. Headers and contents are
+read and written with `pread` and `pwrite`, not through a mapping: a disk that fails, or a file that others make
+shorter, is an error and no signal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import struct
 import zlib
@@ -113,7 +113,6 @@ class Segment:
         self.path = path
         self.form = form
         self._descriptor = descriptor
-        self._table = mmap.mmap(descriptor, form.slots_begin)
 
     @classmethod
     def create(cls, path: Path, form: Form) -> Self:
@@ -157,9 +156,11 @@ class Segment:
 
     def headers(self) -> Iterator[tuple[int, Header | None]]:
         """Every slot, and what is in it; None where nothing is."""
+        table = bytearray(self.form.slots_begin)
+        self._fill(memoryview(table), 0)
         for slot in range(self.form.num_slots):
             begin = _header_begin(slot)
-            yield slot, _header_of(self._table[begin : begin + _HEADER_BYTES])
+            yield slot, _header_of(bytes(table[begin : begin + _HEADER_BYTES]))
 
     def publish(self, slot: int, header: Header) -> None:
         """Says what is in a slot, whose contents are written."""
@@ -178,17 +179,23 @@ class Segment:
     def clear_all(self) -> None:
         """Says that nothing is in any slot."""
         self._check_size()
-        self._table[_PAGE_BYTES:] = bytes(self.form.slots_begin - _PAGE_BYTES)
+        self._put(memoryview(bytes(self.form.slots_begin - _PAGE_BYTES)), _PAGE_BYTES)
 
     def write(self, slot: int, contents: memoryview) -> None:
         """Writes the contents of a slot, without the interpreter's lock."""
-        begin, done = self._slot_begin(slot), 0
-        while done < len(contents):
-            done += os.pwrite(self._descriptor, contents[done:], begin + done)
+        self._put(contents, self._slot_begin(slot))
 
     def read(self, slot: int, into: memoryview) -> None:
         """Reads the contents of a slot, without the interpreter's lock."""
-        begin, done = self._slot_begin(slot), 0
+        self._fill(into, self._slot_begin(slot))
+
+    def _put(self, contents: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(contents):
+            done += os.pwrite(self._descriptor, contents[done:], begin + done)
+
+    def _fill(self, into: memoryview, begin: int) -> None:
+        done = 0
         while done < len(into):
             num_bytes = os.preadv(self._descriptor, [into[done:]], begin + done)
             if not num_bytes:
@@ -197,7 +204,6 @@ class Segment:
 
     def close(self) -> None:
         """Closes the file, which stays."""
-        self._table.close()
         os.close(self._descriptor)
 
     def _slot_begin(self, slot: int) -> int:
@@ -205,12 +211,14 @@ class Segment:
 
     def _write_header(self, slot: int, packed: bytes) -> None:
         self._check_size()
-        begin = _header_begin(slot)
-        self._table[begin : begin + len(packed)] = packed
+        self._put(memoryview(packed), _header_begin(slot))
 
     def _check_size(self) -> None:
-        """Raises OSError where the file no longer has the mapping's pages: to touch one would end the process."""
-        if os.fstat(self._descriptor).st_size < self.form.slots_begin:
+        """Raise OSError if the file is removed, or lost its table: to write there would make it longer again."""
+        found = os.fstat(self._descriptor)
+        if not found.st_nlink:
+            raise OSError(f"{self.path} was removed")
+        if found.st_size < self.form.slots_begin:
             raise OSError(f"{self.path} was made shorter")
 
 

@@ -2,7 +2,7 @@
 
 tools.py        tools, and the choice among them
 options.py      what a chat asks for beside its messages
-messages.py     messages of a conversation, checked
+messages.py     messages of a conversation, read liberally
 pieces.py       an answer in pieces, and put together
 json_bounds.py  JSON that callers send, bounded
 """
@@ -12,8 +12,11 @@ from jpaged.chat.json_bounds import (
     json_bytes,
     json_object,
 )
-from jpaged.chat.messages import MESSAGE_TEXTS, check_message
+from jpaged.chat.messages import MESSAGE_TEXTS, read_message, text_of_parts, without_surrogates
 from jpaged.chat.options import (
+    MAX_CHAT_TEMPLATE_BYTES,
+    MAX_DOCUMENTS,
+    MAX_DOCUMENTS_BYTES,
     MAX_TEMPLATE_KWARGS,
     MAX_TEMPLATE_KWARGS_BYTES,
     MAX_THINKING_TOKEN_BUDGET,
@@ -47,6 +50,9 @@ from jpaged.chat.tools import (
 
 __all__ = [
     "MAX_CALL_ID_CHARS",
+    "MAX_CHAT_TEMPLATE_BYTES",
+    "MAX_DOCUMENTS",
+    "MAX_DOCUMENTS_BYTES",
     "MAX_JSON_DEPTH",
     "MAX_TEMPLATE_KWARGS",
     "MAX_TEMPLATE_KWARGS_BYTES",
@@ -69,11 +75,13 @@ __all__ = [
     "ToolChoice",
     "ToolChoiceMode",
     "chat_options_of",
-    "check_message",
     "is_tool_name",
     "json_bytes",
     "json_object",
+    "read_message",
     "reasoning_of",
+    "text_of_parts",
     "tool_choice_of",
     "tools_of",
+    "without_surrogates",
 ]

@@ -1,62 +1,143 @@
-"""Messages of a conversation in the JSON of OpenAI's API: their fields, and that each is of its type."""
+"""Messages of a conversation in the JSON of OpenAI's API, with the fields of other servers' answers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpaged.chat.tools import MAX_TOOL_CALLS
 from jpaged.errors import InvalidArgument
 
 MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 """Fields of a message that are texts."""
+_SPEECHLESS = ("assistant", "tool")
+"""Roles whose content may be null or left out."""
+_NOTES = frozenset(
+    {
+        *("annotations", "parsed", "cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks"),
+        *("refusal", "reasoning"),
+    }
+)
+"""Fields of other servers' messages; `refusal` and `reasoning` are read if the field that they stand for is null."""
+_NAMED = {
+    "audio": "messages are text: send the transcript as content",
+    "function_call": "send tool_calls",
+    "prefix": "set continue_final_message of the request",
+}
+"""Fields of other servers' messages that may only be null, and what to send instead."""
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_SHOWN = 80
 
 
-def check_message(where: str, message: Any) -> None:
-    """Refuse a message that has other fields than a conversation knows, or values of another type.
+def read_message(where: str, message: Any) -> dict[str, Any]:
+    """Return a message with the fields of `MESSAGE_TEXTS` and `tool_calls` alone, its content as one text.
+
+    Fields that are null or empty, and notes of other servers, are left out; `content` of an assistant may be None.
 
     Raises:
         InvalidArgument: names the field, as in `messages[1].tool_calls[0].id`.
     """
     if not isinstance(message, Mapping):
         raise InvalidArgument(where, "must be an object of role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        is_absent = role is None or role == ""
+        raise InvalidArgument(f"{where}.role", "is missing or empty" if is_absent else "is not a string")
+    read: dict[str, Any] = {"role": role, "content": _content(where, role, message)}
     for name, value in message.items():
-        if name == "tool_calls" or value is None:
+        if value is None or name in read or name in _NOTES or name == "tool_calls":
             continue
         if name not in MESSAGE_TEXTS:
             known = ", ".join((*MESSAGE_TEXTS, "tool_calls"))
-            raise InvalidArgument(f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {known} are")
-        _check_text(f"{where}.{name}", value)
+            hint = _NAMED.get(name, f"{known} are")
+            raise InvalidArgument(f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {hint}")
+        if _text(f"{where}.{name}", value):
+            read[name] = value
+    thought = message.get("reasoning")
+    if role == "assistant" and "reasoning_content" not in read and thought:
+        read["reasoning_content"] = _text(f"{where}.reasoning", thought)
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise InvalidArgument(f"{where}.tool_calls", "must be a list of calls")
-    for j, call in enumerate(calls):
-        _check_call(f"{where}.tool_calls[{j}]", call)
+    if len(calls) > MAX_TOOL_CALLS:
+        raise InvalidArgument(f"{where}.tool_calls", f"{len(calls)} calls; at most {MAX_TOOL_CALLS}")
+    if calls:
+        read["tool_calls"] = [_call(f"{where}.tool_calls[{j}]", j, call) for j, call in enumerate(calls)]
+    return read
 
 
-def _check_call(where: str, call: Any) -> None:
-    _check_names(where, call, {"id", "type", "function"})
-    if call.get("type", "function") != "function":
+def _content(where: str, role: str, message: Mapping[str, Any]) -> str | None:
+    content, refusal = message.get("content"), message.get("refusal")
+    if refusal and (content or role != "assistant"):
+        raise InvalidArgument(f"{where}.refusal", "does not go with content, nor with another role than assistant")
+    if content is None:
+        if refusal:
+            return _text(f"{where}.refusal", refusal)
+        if role not in _SPEECHLESS:
+            raise InvalidArgument(f"{where}.content", "is missing")
+        return None if message.get("tool_calls") else ""
+    return text_of_parts(f"{where}.content", content)
+
+
+def text_of_parts(where: str, content: Any) -> str:
+    """Return a content's text: it is one, or a list of parts of text.
+
+    Raises:
+        InvalidArgument: it is neither; names the field.
+    """
+    if isinstance(content, list | tuple):
+        return "".join(_text_part(where, part) for part in content)
+    return _text(where, content)
+
+
+def _text_part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise InvalidArgument(where, f"{str(part)[:_MAX_SHOWN]} is not a text part; only text is supported")
+    return text
+
+
+def _call(where: str, place: int, call: Any) -> dict[str, Any]:
+    """Return a call without what clients add: its place, and its arguments as an object."""
+    _check_names(where, call, {"id", "type", "function", "index"})
+    if (call.get("type") or "function") != "function":
         raise InvalidArgument(f"{where}.type", f"{str(call['type'])[:_MAX_SHOWN]!r} is not 'function'")
+    index = call.get("index")
+    if index is not None and (type(index) is not int or index != place):
+        raise InvalidArgument(f"{where}.index", f"{str(index)[:_MAX_SHOWN]} is not {place}, its place in the list")
     function = call.get("function")
-    _check_names(f"{where}.function", function, {"name", "arguments"})
-    for name, value in function.items():
-        if value is not None:
-            _check_text(f"{where}.function.{name}", value)
-    if call.get("id") is not None:
-        _check_text(f"{where}.id", call["id"])
+    _check_names(f"{where}.function", function, {"name", "arguments", "parsed_arguments"})
+    if function.get("name") is None:
+        raise InvalidArgument(f"{where}.function.name", "is missing")
+    texts = {key: _text(f"{where}.function.{key}", function.get(key) or "") for key in ("name", "arguments")}
+    read: dict[str, Any] = {
+        "type": "function",
+        "function": {key: without_surrogates(text) for key, text in texts.items()},
+    }
+    return {"id": _text(f"{where}.id", call["id"]), **read} if call.get("id") else read
+
+
+def without_surrogates(text: str) -> str:
+    """Return a text in which halves of characters, which UTF-8 cannot carry, are U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def _check_names(where: str, value: Any, known: set[str]) -> None:
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, "is missing" if value is None else "must be an object")
-    for name in value:
-        if name not in known:
+    for name, one in value.items():
+        if name not in known and one is not None:
             raise InvalidArgument(
                 f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are"
             )
 
 
-def _check_text(where: str, value: Any) -> None:
+def _text(where: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(where, f"{str(value)[:_MAX_SHOWN]} is not a string")
+    return value

@@ -22,6 +22,9 @@ from jpaged.errors import InvalidArgument
 
 MAX_TEMPLATE_KWARGS = 32
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
+MAX_CHAT_TEMPLATE_BYTES = 256 << 10
+MAX_DOCUMENTS = 128
+MAX_DOCUMENTS_BYTES = 1 << 20
 MAX_EFFORT_CHARS = 64
 MAX_THINKING_TOKEN_BUDGET = 1 << 20
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -73,9 +76,14 @@ class ChatOptions:
     """What a chat asks for beside its messages.
 
     Attributes:
-        template_kwargs: variables of the template, such as `enable_thinking`; JSON values.
+        template_kwargs: variables of the template, such as `enable_thinking`; JSON values. Names that the template does
+            not use have no effect.
         tool_choice: None is "auto" where there are tools, and "none" where there is none.
         parallel_tool_calls: an answer may have several calls.
+        add_generation_prompt: open the assistant's turn after the messages.
+        continue_final_message: continue the last message, which stays open, in place of a new turn.
+        documents: JSON objects for a template that uses them.
+        chat_template: replaces the model's, on servers that trust those of requests; None is the model's.
 
     Raises:
         InvalidArgument: too many or too large, a name that is none, two tools of one name, a choice without its tool.
@@ -86,8 +94,21 @@ class ChatOptions:
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: Sequence[Mapping[str, Any]] = ()
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
+        for flag in ("add_generation_prompt", "continue_final_message"):
+            if not isinstance(value := getattr(self, flag), bool):
+                raise InvalidArgument(flag, f"{str(value)[:_MAX_SHOWN]!r} is not true or false")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidArgument("continue_final_message", "does not go with add_generation_prompt of true")
+        self._check_documents()
+        if self.chat_template is not None and (not isinstance(self.chat_template, str) or not self.chat_template):
+            raise InvalidArgument("chat_template", "must be the text of a template")
+        json_bytes("chat_template", self.chat_template, max_bytes=MAX_CHAT_TEMPLATE_BYTES)
         if len(self.tools) > MAX_TOOLS:
             raise InvalidArgument("tools", f"{len(self.tools)} tools; at most {MAX_TOOLS}")
         check_unique(self.tools, "tools")
@@ -101,6 +122,17 @@ class ChatOptions:
             if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
                 raise InvalidArgument(path, f"{str(name)[:_MAX_SHOWN]!a} is no name of a variable")
         json_bytes(path, kwargs, max_bytes=MAX_TEMPLATE_KWARGS_BYTES)
+
+    def _check_documents(self) -> None:
+        documents = self.documents
+        if not isinstance(documents, Sequence) or isinstance(documents, str):
+            raise InvalidArgument("documents", "must be a list of JSON objects")
+        if len(documents) > MAX_DOCUMENTS:
+            raise InvalidArgument("documents", f"{len(documents)} documents; at most {MAX_DOCUMENTS}")
+        for i, one in enumerate(documents):
+            if not isinstance(one, Mapping):
+                raise InvalidArgument(f"documents[{i}]", "must be a JSON object")
+        json_bytes("documents", documents, max_bytes=MAX_DOCUMENTS_BYTES)
 
     def _check_choice(self) -> None:
         if not isinstance(self.parallel_tool_calls, bool):
@@ -132,13 +164,15 @@ class ChatOptions:
     @property
     def is_laid_out(self) -> bool:
         """A chat template has to take notice of it."""
-        return bool(self.shown_tools or self.template_kwargs) or self.reasoning.sets_variables
+        is_usual = self.add_generation_prompt and not (self.documents or self.chat_template)
+        return not is_usual or bool(self.shown_tools or self.template_kwargs) or self.reasoning.sets_variables
 
     @property
     def num_bytes(self) -> int:
         """The size of all of it as JSON, about."""
-        whole = {"tools": [tool.as_json() for tool in self.tools], "kwargs": self.template_kwargs}
-        return json_bytes("tools", whole, max_bytes=2 * MAX_TOOLS * MAX_TOOL_BYTES + (1 << 20))
+        tools = [tool.as_json() for tool in self.tools]
+        whole = {"tools": tools, "kwargs": self.template_kwargs, "documents": self.documents}
+        return json_bytes("tools", whole, max_bytes=2 * MAX_TOOLS * MAX_TOOL_BYTES + MAX_DOCUMENTS_BYTES + (1 << 20))
 
 
 class ChatWords(TypedDict, total=False):
@@ -152,6 +186,11 @@ class ChatWords(TypedDict, total=False):
         chat_template_kwargs: variables of the chat template.
         reasoning: how the model thinks, and whether that is told: an object of `ReasoningOptions`' fields, or one of
             those.
+        add_generation_prompt: open the assistant's turn after the messages; False by default with
+            `continue_final_message`.
+        continue_final_message: continue the last message in place of a new turn.
+        documents: JSON objects for a template that uses them.
+        chat_template: replaces the model's, on servers with `--trust-request-chat-template`.
     """
 
     tools: Sequence[Tool | Mapping[str, Any]] | None
@@ -159,6 +198,10 @@ class ChatWords(TypedDict, total=False):
     parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
     reasoning: ReasoningOptions | Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    documents: Sequence[Mapping[str, Any]] | None
+    chat_template: str | None
 
 
 def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
@@ -173,12 +216,18 @@ def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
     kwargs, is_parallel = words.get("chat_template_kwargs"), words.get("parallel_tool_calls")
     if choice is not None and not isinstance(choice, ToolChoice):
         choice = tool_choice_of(choice, tools)
+    continues, opens = words.get("continue_final_message") or False, words.get("add_generation_prompt")
+    documents = words.get("documents")
     return ChatOptions(
         tools=tools,
         template_kwargs={} if kwargs is None else kwargs,
         tool_choice=choice,
         parallel_tool_calls=True if is_parallel is None else is_parallel,
         reasoning=reasoning_of(words.get("reasoning")),
+        add_generation_prompt=continues is not True if opens is None else opens,
+        continue_final_message=continues,
+        documents=() if documents is None else documents,
+        chat_template=words.get("chat_template") or None,
     )
 
 

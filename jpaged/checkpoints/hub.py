@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, is_gguf, parts_of
 from jpaged.checkpoints.gguf.scheme import read_model
+from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.orbax import PARAMS_FOLDER, is_orbax_folder, refuse_other_orbax
-from jpaged.checkpoints.quantised.config import QUANTISATION_KEYS, find_scheme
+from jpaged.checkpoints.quantised.config import MODEL_OPT_FILE, MODEL_OPT_PROBLEM, QUANTISATION_KEYS, find_scheme
 from jpaged.checkpoints.quantised.scheme import Scheme
+from jpaged.checkpoints.tensor_files import (
+    INDEX_FILE,
+    ORIGINAL_CONFIG,
+    ORIGINAL_FILE,
+    ORIGINAL_PROBLEM,
+    SINGLE_FILE,
+    TensorFiles,
+    read_bounded,
+)
+from jpaged.checkpoints.tensor_source import unreadable
 from jpaged.demo import DRAFT_FOLDER, FOLDER
-from jpaged.errors import InvalidArgument, NotFound
+from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import from_hf
+from jpaged.models.quantisation.formats import EXPERT_AXES, leaf_format, module_of
+from jpaged.models.quantisation.rules import Quantisation
 
 DEMO = "demo"
 """Names the packaged checkpoint, whatever folder is here or model on the hub."""
@@ -26,6 +41,11 @@ DEMO_DRAFT = "demo-draft"
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+
+MAX_CONFIG_BYTES = 1 << 24
+"""Limit of config.json and files like it; those that name the format of every layer have about 1 MB."""
+_CACHED, _SNAPSHOTS = "models--", "snapshots"
+"""Names in the hub client's cache."""
 
 _MAX_DEPTH = 64
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -84,9 +104,32 @@ def find_local(model: str) -> Path | None:
         if file is not None:
             return file
     if not (folder / CONFIG_FILE).is_file():
+        if (folder / _SNAPSHOTS).is_dir() or folder.name.startswith(_CACHED):
+            return _find_snapshot(folder)
+        if (folder / CONFIG_FILE).is_symlink():
+            raise unreadable(folder / CONFIG_FILE, "is missing")
+        if (folder / ORIGINAL_CONFIG).is_file() and (folder / ORIGINAL_FILE).is_file():
+            raise Unsupported(f"folder {model}: {ORIGINAL_PROBLEM}")
         refuse_other_orbax(folder)
         raise InvalidArgument("model", f"folder {model} has no {CONFIG_FILE}; it must be in Hugging Face layout")
     return folder
+
+
+def _find_snapshot(folder: Path) -> Path:
+    """Find the snapshot of a model's folder in a hub cache: the one that `refs/main` names, or the only one.
+
+    Raises:
+        InvalidArgument: there is none, or there are several.
+    """
+    snapshots = sorted(path for path in (folder / _SNAPSHOTS).glob("*") if (path / CONFIG_FILE).exists())
+    main = folder / "refs" / "main"
+    named = main.read_text(encoding="utf-8").strip() if main.is_file() else None
+    found = [path for path in snapshots if path.name == named] or snapshots
+    if len(found) == 1:
+        return found[0]
+    name = folder.name.removeprefix(_CACHED).replace("--", "/")
+    problem = f"holds {len(found)} snapshots: name one of them" if found else "holds no snapshot of a whole model"
+    raise InvalidArgument("model", f"folder {folder} is of a hub cache and {problem}; `{name}` downloads the model")
 
 
 def expand_home(path: str, field: str) -> Path:
@@ -114,10 +157,12 @@ def read_config(folder: Path) -> ModelConfig:
     if is_gguf(folder):
         return read_model(folder).config
     generation, config = folder / GENERATION_CONFIG_FILE, read_json(folder / CONFIG_FILE)
-    scheme = find_scheme(config)
+    scheme = _find_scheme(folder, config)
     plain = {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
     result = from_hf(plain, read_json(generation) if generation.is_file() else None)
-    return result if scheme is None else replace(result, quantisation=scheme.quantisation)
+    if scheme is None:
+        return result
+    return replace(result, quantisation=_without_mixed_orders(folder, result, scheme))
 
 
 def read_scheme(folder: Path) -> Scheme | None:
@@ -128,7 +173,40 @@ def read_scheme(folder: Path) -> Scheme | None:
     """
     if is_gguf(folder):
         return read_model(folder).scheme
-    return find_scheme(read_json(folder / CONFIG_FILE))
+    return _find_scheme(folder, read_json(folder / CONFIG_FILE))
+
+
+def _find_scheme(folder: Path, config: Mapping[str, object]) -> Scheme | None:
+    scheme = find_scheme(config)
+    if scheme is None and (folder / MODEL_OPT_FILE).is_file():
+        raise Unsupported(f"folder {folder}: {MODEL_OPT_PROBLEM}")
+    return scheme
+
+
+def _without_mixed_orders(folder: Path, config: ModelConfig, scheme: Scheme) -> Quantisation:
+    """Return the rules for memory: matrices that share inputs and order their groups differently are kept as weights.
+
+    Query, key and value are one matrix here, whose rows have one order of groups.
+    """
+    quantisation = scheme.quantisation
+    if not any(form is not None and form.has_group_ids for _, form in quantisation.rules):
+        return quantisation
+    if is_orbax_folder(folder) or not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        return quantisation
+    mixed: dict[str, None] = {}
+    with ExitStack() as opened:
+        files = TensorFiles(folder, opened)
+        for leaves in model_leaves(config, files.names).layers:
+            for leaf in leaves:
+                form = leaf_format(quantisation, leaf)
+                if form is None or not form.has_group_ids or leaf.axes[0] in EXPERT_AXES or len(leaf.tensors) < 2:
+                    continue
+                parts = [scheme.parts(module_of(name), shape, form) for name, shape in leaf.tensors]
+                names = [(each.get("g_idx") or each["ids"]).name for each in parts]
+                orders = {files.read(name, files.shape(name)).tobytes() for name in names if name in files.names}
+                if len(orders) > 1:
+                    mixed |= dict.fromkeys(".".join(module_of(name).split(".")[-2:]) for name, _ in leaf.tensors)
+    return replace(quantisation, rules=(*((rf"\.{re.escape(end)}$", None) for end in mixed), *quantisation.rules))
 
 
 def fingerprint(folder: Path) -> str:
@@ -153,14 +231,20 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_json(path: Path) -> Mapping[str, object]:
-    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name."""
+def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> Mapping[str, object]:
+    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name.
+
+    Args:
+        limit: bytes of the file at most; JSON takes many times its size in memory.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bounded(path, limit).decode("utf-8-sig"))
+    except InvalidArgument:
+        raise
     except RecursionError as error:
         raise _too_deep(path) from error
     except (OSError, ValueError) as error:
-        raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
+        raise unreadable(path, f"cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidArgument(str(path), "must hold a JSON object")
     level: list[object] = [value]

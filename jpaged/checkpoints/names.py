@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from jpaged.kernels.matrix_format import NUM_BITS
@@ -31,13 +32,26 @@ class ModelLeaves:
 
 def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves:
     """The leaves, with the names that their tensors have in a checkpoint that holds those that are given."""
-    family = find_family(config.architecture)
-    prefix = family.name_prefix(stored)
+    family, names = find_family(config.architecture), frozenset(stored)
+    prefix = _prefix(family, names)
     layers = [
         family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
         for index, kind in enumerate(config.layer_kinds)
     ]
-    return ModelLeaves(family.outer_leaves(config, prefix), layers)
+    outer = family.outer_leaves(config, prefix)
+    if config.tie_word_embeddings and family.lm_head in names:
+        ((embedding, shape),) = outer[0].tensors
+        if embedding not in names:
+            outer[0] = dataclasses.replace(outer[0], tensors=((family.lm_head, shape),))
+    return ModelLeaves(outer, layers)
+
+
+def _prefix(family: AnyFamily, names: Collection[str]) -> str:
+    """Return the prefix of tensors' names; none if the class without a head was saved, as transformers accepts it."""
+    prefix = family.name_prefix(names)
+    if any(name.startswith(prefix) for name in names):
+        return prefix
+    return "" if any(name.startswith(family.layers_prefix) for name in names) else prefix
 
 
 def num_params(config: ModelConfig) -> int:
@@ -77,6 +91,8 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 def _layer_of(name: str, family: AnyFamily) -> int:
     """The number of the layer that a tensor is of; -1 where it is of none."""
-    prefix = family.name_prefix(()) + family.layers_prefix
-    number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-    return int(number) if number.isdecimal() else -1
+    for prefix in (family.name_prefix(()) + family.layers_prefix, family.layers_prefix):
+        number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+        if number.isdecimal():
+            return int(number)
+    return -1

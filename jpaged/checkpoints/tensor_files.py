@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from jpaged.checkpoints.tensor_source import ALL_DTYPES, DTYPES, check_shape, unsupported_dtype
+from jpaged.checkpoints.tensor_source import ALL_DTYPES, DTYPES, check_shape, unreadable, unsupported_dtype
 from jpaged.errors import InvalidArgument, Unsupported
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+ORIGINAL_FILE, ORIGINAL_CONFIG = "consolidated.safetensors", "params.json"
+ORIGINAL_PROBLEM = (
+    f"{ORIGINAL_FILE} with {ORIGINAL_CONFIG} is Mistral's own layout, which is not read: download the files in Hugging "
+    f"Face's layout (config.json and {SINGLE_FILE}) of the same model"
+)
 
 FORMAT_DTYPES: Mapping[str, np.dtype] = {
     "F64": DTYPES["float64"],
@@ -32,8 +40,200 @@ FORMAT_DTYPES: Mapping[str, np.dtype] = {
 """Types by the names that the format has for them."""
 
 
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+MAX_INDEX_BYTES = 1 << 26
+"""Limit of the index of a checkpoint's shards; that of DeepSeek-V3 has 9 MB."""
+_LENGTH_BYTES = 8
+_CHUNK_BYTES = 1 << 24
+"""Bytes that are read at a time when a part is cut out of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor is in its file: `begin` counts from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+class StableFile:
+    """A file that is read with `pread` and must not change meanwhile.
+
+    Others may overwrite it: to touch a mapped page of a file that was made shorter ends the process (SIGBUS).
+
+    Attributes:
+        state: its size and the time of its last change.
+
+    Args:
+        state: those that it must have; None takes those that it has now.
+
+    Raises:
+        InvalidArgument: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, state: tuple[int, int] | None = None) -> None:
+        self._path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise InvalidArgument(str(path), f"cannot be read: {error.strerror}") from error
+        self.state = state or self._state_now()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def fill(self, array: np.ndarray, begin: int) -> None:
+        """Read all bytes of a contiguous array; the file is as it was, or an error is raised.
+
+        Raises:
+            InvalidArgument: the file has changed.
+        """
+        into, done = memoryview(array.reshape(-1).view(np.uint8)), 0
+        while done < len(into):
+            num_bytes = os.preadv(self._descriptor, [into[done:]], begin + done)
+            if not num_bytes:
+                raise self._changed()
+            done += num_bytes
+        if self._state_now() != self.state:
+            raise self._changed()
+
+    def _state_now(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def _changed(self) -> InvalidArgument:
+        return InvalidArgument(
+            str(self._path),
+            "changed while it was read: write a new file and rename it over the old one, then try again",
+        )
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Read a metadata file that has at most so many bytes.
+
+    Raises:
+        InvalidArgument: it has more; nothing beyond the limit is read.
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        contents = b"" if size > limit else file.read(limit + 1) or b""
+        if max(size, len(contents)) > limit:
+            raise InvalidArgument(
+                str(path), f"has {max(size, len(contents))} bytes; the limit for this file is {limit} bytes"
+            )
+        while more := file.read(limit + 1 - len(contents)):
+            contents += more
+    return contents
+
+
+class _TensorFile:
+    """One safetensors file.
+
+    Raises:
+        InvalidArgument: the file is not whole, or changes while it is read.
+    """
+
+    def __init__(self, path: Path, max_header_bytes: int) -> None:
+        self._path = path
+        self._max_header_bytes = max_header_bytes
+        self._file = StableFile(path)
+        self.close = self._file.close
+        try:
+            self.tensors = self._tensors(self._file.state[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+        """Read a tensor, or the part that an index cuts out; of other rows of the first axis nothing is read."""
+        stored = self.tensors[name]
+        if not index:
+            found = np.empty(stored.shape, dtype)
+            self._file.fill(found, stored.begin)
+            return found
+        rows = range(*index[0].indices(stored.shape[0]))
+        found = np.empty(tuple(len(range(*one.indices(n))) for one, n in _pairs(index, stored.shape)), dtype)
+        row_bytes = dtype.itemsize * math.prod(stored.shape[1:])
+        is_dense = rows.step == 1 and all(
+            one.indices(n) == (0, n, 1) for one, n in zip(index[1:], stored.shape[1:], strict=False)
+        )
+        if is_dense:
+            self._file.fill(found, stored.begin + rows.start * row_bytes)
+        elif found.size:
+            first, last = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
+            num_rows = max(1, _CHUNK_BYTES // row_bytes) if rows.step == 1 else last - first
+            for row in range(first, last, num_rows):
+                chunk = np.empty((min(num_rows, last - row), *stored.shape[1:]), dtype)
+                self._file.fill(chunk, stored.begin + row * row_bytes)
+                if rows.step == 1:
+                    found[row - first : row - first + len(chunk)] = chunk[(slice(None), *index[1:])]
+                else:
+                    found[:] = chunk[[one - first for one in rows]][(slice(None), *index[1:])]
+        return found
+
+    def _tensors(self, num_bytes: int) -> dict[str, _Stored]:
+        """The header, which has to name every byte of the file once."""
+        if num_bytes < _LENGTH_BYTES:
+            raise self._not_whole(f"of {num_bytes} bytes")
+        packed = np.empty(_LENGTH_BYTES, np.uint8)
+        self._file.fill(packed, 0)
+        length = int.from_bytes(packed.tobytes(), "little")
+        data_begin = _LENGTH_BYTES + length
+        if data_begin > num_bytes:
+            raise self._not_whole(f"of {num_bytes} bytes, with a header of {length}")
+        if length > self._max_header_bytes:
+            raise self._not_whole(f"its header of {length} bytes is over the limit of {self._max_header_bytes}")
+        packed = np.empty(length, np.uint8)
+        self._file.fill(packed, _LENGTH_BYTES)
+        try:
+            header = json.loads(packed.tobytes(), object_pairs_hook=_unique)
+            header.pop("__metadata__", None)
+            found = {name: _stored(entry, data_begin) for name, entry in header.items()}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise self._not_whole(f"its header is malformed: {error}") from error
+        end = data_begin
+        for name, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+            itemsize = FORMAT_DTYPES[stored.dtype].itemsize if stored.dtype in FORMAT_DTYPES else None
+            if itemsize is not None and stored.num_bytes != itemsize * math.prod(stored.shape):
+                raise self._not_whole(f"tensor {name} {list(stored.shape)} has {stored.num_bytes} bytes")
+            if stored.begin != end:
+                raise self._not_whole(f"tensor {name} begins at byte {stored.begin}, not at {end}")
+            end += stored.num_bytes
+        if end != num_bytes:
+            raise self._not_whole(f"its tensors end at byte {end} of {num_bytes}")
+        return found
+
+    def _not_whole(self, problem: str) -> InvalidArgument:
+        return unreadable(self._path, f"is not a whole safetensors file: {problem}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _stored(entry: Mapping[str, Any], data_begin: int) -> _Stored:
+    begin, end = entry["data_offsets"]
+    numbers = [begin, end, *entry["shape"]]
+    if any(type(number) is not int or number < 0 for number in numbers) or end < begin:
+        raise ValueError(f"shape {entry['shape']} at {entry['data_offsets']}")
+    return _Stored(str(entry["dtype"]), tuple(entry["shape"]), data_begin + begin, end - begin)
+
+
+def _pairs(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[tuple[slice, int]]:
+    """A slice for each axis; those that an index leaves out are whole."""
+    return zip((*index, *[slice(None)] * (len(shape) - len(index))), shape, strict=True)
+
+
 class TensorFiles:
-    """Open checkpoint files, memory-mapped, as a `TensorSource`.
+    """Open checkpoint files as a `TensorSource`.
 
     A folder holds either one `model.safetensors`, which wins, or the shards that `model.safetensors.index.json`
     names. Files that are neither are not looked at.
@@ -41,21 +241,33 @@ class TensorFiles:
     Args:
         opened: closes the files.
         single: the name of the one file, where it is another.
+        max_header_bytes: of the part of a file that names its tensors.
 
     Raises:
-        InvalidArgument: a file is missing or broken, or the index and the shards disagree.
+        InvalidArgument: a file is missing or broken, changes while it is read, or the index and the shards disagree.
         Unsupported: the weights are there in another format only.
     """
 
-    def __init__(self, folder: Path, opened: ExitStack, single: str = SINGLE_FILE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        opened: ExitStack,
+        single: str = SINGLE_FILE,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+    ) -> None:
         self._folder = folder
+        self._max_header_bytes = max_header_bytes
         self._opened = opened
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, _TensorFile] = {}
         self._file_of: dict[str, str] = {}
         if (folder / single).is_file():
             self._open_file(single)
         elif (self._folder / INDEX_FILE).is_file():
             self._open_shards()
+        elif dangling := next((path for path in map(folder.joinpath, (single, INDEX_FILE)) if path.is_symlink()), None):
+            raise unreadable(dangling, "is missing")
+        elif (folder / ORIGINAL_FILE).is_file():
+            raise Unsupported(f"{folder}: {ORIGINAL_PROBLEM}")
         elif list(self._folder.glob("*.bin")) or list(self._folder.glob("*.pth")):
             raise Unsupported(f"{self._folder}: only safetensors weights are read; convert the checkpoint")
         else:
@@ -68,11 +280,11 @@ class TensorFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from the header of its file."""
-        return tuple(self._slice(name).get_shape())
+        return self._stored(name).shape
 
     def dtype(self, name: str) -> np.dtype:
         """The type of a tensor, from the header of its file; Unsupported when it is not among `FORMAT_DTYPES`."""
-        stored = self._slice(name).get_dtype()
+        stored = self._stored(name).dtype
         if stored not in FORMAT_DTYPES:
             raise unsupported_dtype(self.where(name), name, stored)
         return FORMAT_DTYPES[stored]
@@ -80,39 +292,25 @@ class TensorFiles:
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`; of a part nothing else is read from the file."""
         check_shape(self, name, shape)
-        dtype = self.dtype(name)
-        if dtype.name.startswith("float8"):
-            return self._mapped(name, dtype)[index]
-        return np.asarray(self._slice(name)[index] if index else self._files[self._file_of[name]].get_tensor(name))
+        return self._files[self._file_of[name]].read(name, self.dtype(name), index)
 
     def where(self, name: str) -> Path:
         """The file that holds a tensor, or the folder when none does."""
         return self._folder / self._file_of[name] if name in self._file_of else self._folder
 
-    def _mapped(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """A tensor of a type that numpy, and so the library, has no name for: its bytes, and ours for them."""
-        path = self.where(name)
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            begin, end = json.loads(file.read(length))[name]["data_offsets"]
-        tensor = (
-            np.memmap(path, np.uint8, "r", 8 + length + begin, end - begin) if end > begin else np.empty(0, np.uint8)
-        )
-        return np.asarray(tensor).view(dtype).reshape(self.shape(name))
-
-    def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+    def _stored(self, name: str) -> _Stored:
+        return self._files[self._file_of[name]].tensors[name]
 
     def _open_file(self, file_name: str) -> None:
         path = self._folder / file_name
+        if path.is_symlink() and not path.exists():
+            raise unreadable(path, "is missing")
         if Path(file_name).name != file_name or not path.is_file():
             raise InvalidArgument(str(self._folder / INDEX_FILE), f"names {file_name!r}, which is not in the folder")
-        try:
-            file = self._opened.enter_context(safe_open(path, framework="numpy"))
-        except SafetensorError as error:
-            raise InvalidArgument(str(path), f"is not a whole safetensors file: {error}") from error
+        file = _TensorFile(path, self._max_header_bytes)
+        self._opened.callback(file.close)
         self._files[file_name] = file
-        for name in list(file.keys()):
+        for name in file.tensors:
             if name in self._file_of:
                 raise InvalidArgument(str(path), f"tensor {name} is in {self._file_of[name]} as well")
             self._file_of[name] = file_name
@@ -120,14 +318,14 @@ class TensorFiles:
     def _open_shards(self) -> None:
         path = self._folder / INDEX_FILE
         try:
-            index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            index = json.loads(read_bounded(path, MAX_INDEX_BYTES).decode("utf-8-sig"))["weight_map"]
             wanted = {str(name): str(file_name) for name, file_name in index.items()}
+        except InvalidArgument:
+            raise
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidArgument(str(path), f"must be a JSON object with a weight_map: {error!r}") from error
+            raise unreadable(path, f"must be a JSON object with a weight_map: {error!r}") from error
         for file_name in sorted(set(wanted.values())):
             self._open_file(file_name)
-        for name in sorted(wanted.keys() | self._file_of.keys()):
-            if wanted.get(name) != self._file_of.get(name):
-                raise InvalidArgument(
-                    str(path), f"puts tensor {name} into {wanted.get(name)}; it is in {self._file_of.get(name)}"
-                )
+        # As in transformers the shards hold what there is: an index may omit tensors, or name another shard.
+        for name in sorted(wanted.keys() - self._file_of.keys()):
+            raise InvalidArgument(str(path), f"puts tensor {name} into {wanted[name]}; it is in no shard")

@@ -28,6 +28,7 @@ PACKED_DTYPES: Mapping[str, np.dtype] = {
     "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 """Types besides that quantised checkpoints are made of."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
 ALL_DTYPES = {**DTYPES, **PACKED_DTYPES}
 
 
@@ -92,6 +93,19 @@ def read_integers(source: TensorSource, name: str, shape: tuple[int, ...], index
     if tensor.dtype.kind != "i":
         raise Unsupported(f"{source.where(name)}: tensor {name} is {tensor.dtype.name}; it has to be of integers")
     return tensor
+
+
+def unreadable(path: Path, problem: str) -> InvalidArgument:
+    """Return the error for a file that cannot be read, with the cause where the file shows it."""
+    if path.is_symlink() and not path.exists():
+        problem = (
+            f"is a link to {path.readlink()}, which is missing: a download was interrupted; download the model again"
+        )
+    elif path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                problem = "is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+    return InvalidArgument(str(path), problem)
 
 
 def unsupported_dtype(where: Path, name: str, dtype: str) -> Unsupported:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ LeafGroup = tuple[LeafPath, Sequence[Leaf]]
 # A part of a leaf as a fresh array; a slice for each axis.
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 Progress = Callable[[int, int, str], None]
+_LOG = logging.getLogger(__name__)
+_MAX_SHOWN = 5
 
 
 def no_progress(done: int, total: int, name: str) -> None:
@@ -273,11 +276,16 @@ def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: Model
     )
     if scheme is not None and not scheme.quantisation.has_output:
         _refuse_output(files, left_over, module_of(find_family(config.architecture).lm_head), scheme)
-    if left_over:
-        shown = ", ".join(f"{name} ({files.where(name)})" for name in left_over[:5])
-        raise InvalidArgument(
-            "checkpoint", f"{len(left_over)} tensors are not part of {config.architecture} with this config: {shown}"
-        )
+    if not left_over:
+        return
+    # Numbers of matrices that are read could change the output, and of GGUF the tensors are all that names parts.
+    matrices = {module_of(name) for leaf in leaves for name, _ in leaf.tensors} if scheme is not None else set()
+    refused = [name for name in left_over if name.rpartition(".")[0] in matrices or is_gguf(files.where(name))]
+    shown = ", ".join(f"{name} ({files.where(name)})" for name in (refused or left_over)[:_MAX_SHOWN])
+    text = f"{len(refused or left_over)} tensors are not part of {config.architecture} with this config: {shown}"
+    if refused:
+        raise InvalidArgument("checkpoint", text)
+    _LOG.warning("checkpoint: %s; they are not read", text)
 
 
 def _refuse_output(files: TensorSource, left_over: Sequence[str], head: str, scheme: Scheme) -> None:
@@ -309,7 +317,7 @@ def _check_tie(files: TensorSource, config: ModelConfig) -> None:
         return
     embedding = model_leaves(config, files.names).outer[0]
     ((name, shape),) = embedding.tensors
-    if not np.array_equal(files.read(lm_head, shape), files.read(name, shape)):
+    if name != lm_head and not np.array_equal(files.read(lm_head, shape), files.read(name, shape)):
         raise InvalidArgument(
             str(files.where(lm_head)),
             f"{lm_head} differs from {name} though config.json says tie_word_embeddings; set that to false",

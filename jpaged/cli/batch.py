@@ -19,6 +19,7 @@ DESCRIPTION = """\
 Run an OpenAI batch file against servers; run it again after a crash and it goes on where it stopped.
 
     jpaged batch -i requests.jsonl -o results.jsonl --target localhost:50051
+    jpaged batch requests.jsonl.gz results.jsonl.gz --target localhost:50051
     jpaged batch requests.parquet results.parquet --target gpu-0:50051,gpu-1:50051
 
 A line is a request of /v1/chat/completions, /v1/completions, /v1/embeddings or /v1/score. The last has a prompt and
@@ -41,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         type=Path,
         metavar="FILE",
-        help="requests, one JSON object a line; or a .parquet file, or a folder of them",
+        help="requests, one JSON object a line, compressed by gzip or not; or a .parquet file, or a folder of them",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="results, Parquet by its name; taken up again if it exists"
+        "-o", "--output", type=Path, metavar="FILE", help="results, .gz or .parquet by its name; resumed if it exists"
     )
     parser.add_argument(
         "--target",

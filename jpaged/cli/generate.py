@@ -10,6 +10,7 @@ from typing import Any
 from jpaged import json_text
 from jpaged.cli.options import add_config_flags, add_sampling_flags, config_from, config_values, sampling_from
 from jpaged.cli.startup import StartupReport
+from jpaged.completions import without_errors
 from jpaged.config import PROCESS_OPTIONS
 from jpaged.errors import InvalidArgument
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, require_whole_characters
@@ -62,11 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     names = [name for name, _ in config.lora.adapters]
     if arguments.adapter is not None and arguments.adapter not in names:
         raise InvalidArgument("--adapter", f"{arguments.adapter!r} is none of --lora ({', '.join(names) or 'none'})")
-    for number, output in enumerate(_outputs(arguments, prompts, sampling)):
+    outputs = _outputs(arguments, prompts, sampling)
+    for number, output in enumerate(outputs):
         if arguments.json:
             print(json_text.dumps(_as_json(output), ensure_ascii=False))
         else:
             _print_text(number, len(prompts), prompts[number], output)
+    without_errors(outputs)
     return 0
 
 
@@ -97,6 +100,8 @@ def _outputs(arguments: argparse.Namespace, prompts: Any, sampling: SamplingPara
 def _print_text(number: int, count: int, prompt: dict[str, Any], output: RequestOutput) -> None:
     if count > 1:
         print(f"{'' if number == 0 else chr(10)}--- {number + 1}: {prompt.get('prompt', prompt)}")
+    if output.error is not None:
+        print(f"error: {output.error}")
     for completion in output.outputs:
         print(f"[{completion.index}] {completion.text}" if len(output.outputs) > 1 else completion.text)
 
@@ -107,6 +112,7 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
         "prompt_token_ids": list(output.prompt_token_ids),
         "outputs": [_completion_as_json(completion) for completion in output.outputs],
         "usage": dataclasses.asdict(output.usage),
+        **({} if output.error is None else {"error": str(output.error)}),
     }
 
 

@@ -9,8 +9,11 @@ ends; what it has written stays.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import math
+import shutil
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +24,7 @@ from typing import Protocol
 from jpaged.client.aio import AsyncClient
 from jpaged.client.batching.targets import ELSEWHERE, Lines, Targets, targets_in
 from jpaged.client.channel import require_target
-from jpaged.client.results import Results
+from jpaged.client.results import Results, replace_file
 from jpaged.client.tls import Tls
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.openai.answers import Answers
@@ -30,6 +33,9 @@ from jpaged.openai.lines import BadLine, Line, failure_line, parse_file
 DEFAULT_MAX_CONCURRENCY = 256
 """Twice the rows that a server has by default."""
 PARQUET_SUFFIX = ".parquet"
+GZIP_SUFFIX = ".gz"
+_GZIP_MAGIC = b"\x1f\x8b"
+_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +43,9 @@ class BatchOptions:
     """Where to read, where to write, whom to ask, and how much at a time.
 
     Attributes:
-        input_path: lines of JSON; Parquet where the name ends in .parquet, or a folder of such files.
-        output_path: lines of JSON, or Parquet by its name.
+        input_path: lines of JSON, compressed by gzip or not; Parquet if the name ends in .parquet, or a folder of such
+            files.
+        output_path: lines of JSON, by its name compressed (.gz) or Parquet (.parquet).
         target: one server, or several of one model.
         max_concurrency: requests in flight to each server at most, whatever places it says it has.
         timeout_s: for each try of a request; None is none.
@@ -118,11 +125,14 @@ class Source(Protocol):
 
 
 class FileLines:
-    """The lines of a file of JSON."""
+    """The lines of a file of JSON, which gzip may have compressed."""
 
     def __init__(self, path: Path) -> None:
         try:
-            self._lines = parse_file(path.read_bytes())
+            data = path.read_bytes()
+            self._lines = parse_file(gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise InvalidArgument("--input", f"{path} cannot be decompressed: {error}") from error
         except OSError as error:
             raise InvalidArgument("--input", f"{path} cannot be read: {error.strerror or error}") from error
         self.ids = {line.custom_id for line in self._lines if line.custom_id is not None}
@@ -148,22 +158,49 @@ async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary],
     path = options.output_path
     if path.exists() and path.samefile(options.input_path):
         raise InvalidArgument("--output", f"{path} is the input")
-    if path.suffix != PARQUET_SUFFIX:
+    if path.suffix not in (PARQUET_SUFFIX, GZIP_SUFFIX):
         with Results(path, source.ids) as output:
             return await _run(options, source, output, on_progress)
-    parquet = _parquet(path)
+    pack, unpack = _pack_gzip, _unpack_gzip
+    if path.suffix == PARQUET_SUFFIX:
+        parquet = _parquet(path)
+        pack, unpack = parquet.pack, parquet.unpack
     if path.exists() and not path.is_file():
         raise InvalidArgument("--output", f"{path} is not a regular file")
 
     def restore(journal: Path) -> None:
         if path.exists():
-            parquet.unpack(path, journal)
+            unpack(path, journal)
 
-    journal = parquet.journal_of(path)
+    journal = path.with_name(path.name + ".jsonl")
     with Results(journal, source.ids, restore) as output:
         summary = await _run(options, source, output, on_progress)
-        parquet.pack(journal, path)
+        pack(journal, path)
     return summary
+
+
+def _pack_gzip(journal: Path, output: Path) -> None:
+    """Compress the gathered lines into the output, and remove them; the old output stays until the new one is whole."""
+
+    def write(new: Path) -> None:
+        with journal.open("rb") as lines, gzip.open(new, "wb", compresslevel=6) as compressed:
+            shutil.copyfileobj(lines, compressed, _COPY_BYTES)
+
+    replace_file(output, write)
+    journal.unlink()
+
+
+def _unpack_gzip(output: Path, journal: Path) -> None:
+    """Write the lines of an output to the journal; raises InvalidArgument if gzip did not make it."""
+
+    def write(new: Path) -> None:
+        with gzip.open(output, "rb") as compressed, new.open("wb") as lines:
+            shutil.copyfileobj(compressed, lines, _COPY_BYTES)
+
+    try:
+        replace_file(journal, write)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InvalidArgument("--output", f"{output} cannot be decompressed: {error}: move the file away") from error
 
 
 def _source(path: Path) -> Source:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jpaged import json_text
 from jpaged._proto.v1 import inference_pb2
-from jpaged.chat import MESSAGE_TEXTS, ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode, check_message
+from jpaged.chat import MESSAGE_TEXTS, ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode, read_message
 from jpaged.types import Prompt, require_whole_characters
 
 _MODES = {
@@ -33,6 +33,10 @@ def chat_message(prompt: Prompt) -> inference_pb2.ChatPrompt:
         parallel_tool_calls=options.parallel_tool_calls,
         chat_template_kwargs=json_text.dumps(dict(kwargs), ensure_ascii=False) if kwargs else "",
         reasoning=_reasoning_message(options),
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        documents=[json_text.dumps(dict(one), ensure_ascii=False) for one in options.documents],
+        chat_template=options.chat_template or "",
     )
 
 
@@ -47,18 +51,15 @@ def piece_of(delta: inference_pb2.ToolCallDelta) -> ToolCallPiece:
 
 
 def _turn(where: str, message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
-    check_message(where, message)
-    texts = {name: _whole(f"{where}.{name}", message[name]) for name in MESSAGE_TEXTS if message.get(name) is not None}
-    calls = message.get("tool_calls") or ()
-    made = [_call_message(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]
-    return inference_pb2.ChatMessage(**texts, tool_calls=made)
+    read = read_message(where, message)
+    texts = {name: _whole(f"{where}.{name}", read[name]) for name in MESSAGE_TEXTS if read.get(name) is not None}
+    calls = [_call_message(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(read.get("tool_calls", ()))]
+    return inference_pb2.ChatMessage(**texts, tool_calls=calls)
 
 
 def _call_message(where: str, call: Mapping[str, Any]) -> inference_pb2.ToolCall:
-    function = call["function"].items()
-    texts = {name: _whole(f"{where}.function.{name}", value) for name, value in function if value is not None}
     call_id = call.get("id")
-    return inference_pb2.ToolCall(id=None if call_id is None else _whole(f"{where}.id", call_id), **texts)
+    return inference_pb2.ToolCall(id=None if call_id is None else _whole(f"{where}.id", call_id), **call["function"])
 
 
 def _whole(where: str, text: str) -> str:

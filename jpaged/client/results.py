@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gzip
 import json
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from jpaged.errors import InvalidArgument, JpagedError
 
@@ -28,6 +29,23 @@ stays: INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, RESOURCE_EXHAUSTED (a limit o
 
 _BEGIN = b'{"id": "batch_req_'
 """A line without an end that begins so was torn; anything else is not ours to cut."""
+
+
+_PASSING_STATUSES = frozenset({499, 500, 503, 504})
+
+
+def failure_in(line: Mapping[str, Any]) -> str | None:
+    """Return the gRPC status or the code of a line's failure; None if the line has an answer.
+
+    Raises:
+        KeyError, TypeError: it is no line of output.
+    """
+    answer, failure = line["response"], line["error"]
+    if failure is not None:
+        return str(failure["code"])
+    if answer is None or answer.get("status_code", 200) == 200:
+        return None
+    return "UNAVAILABLE" if answer["status_code"] in _PASSING_STATUSES else str(answer["body"]["error"]["code"])
 
 
 class OutputError(JpagedError):
@@ -184,7 +202,7 @@ class Results:
         try:
             value = json.loads(text)
             custom_id, answer, failure = value["custom_id"], value["response"], value["error"]
-            code = None if failure is None else str(failure["code"])
+            code = failure_in(value)
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise self._stranger(number) from error
         if not isinstance(custom_id, str | None) or (answer is None) == (failure is None):
@@ -218,6 +236,27 @@ class Results:
 
     def _refused(self, what: str, error: OSError) -> OutputError:
         return OutputError(f"--output: {self._name} cannot be {what}: {error.strerror or error}")
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file whole, or leave the one that is there.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    new = path.with_name(path.name + ".new")
+    try:
+        write(new)
+        with new.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(new, path)
+    except gzip.BadGzipFile:
+        raise
+    except OSError as error:
+        raise OutputError(f"--output: {path} cannot be written: {error}") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            new.unlink()
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jpaged.config.option import JsonText, option
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import split_address
+from jpaged.structured import JSON_WHITESPACE
 
 Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
@@ -52,10 +54,24 @@ class ModelOptions:
     max_logprobs: int = option(
         20, "likeliest tokens that a request may have told at each position; -1 allows all of the vocabulary", low=-1
     )
+    whitespace_pattern: str = option(
+        JSON_WHITESPACE,
+        "regular expression of the whitespace between parts of constrained JSON, for requests that name none; "
+        r"[ \t\r\n]+ has no bound",
+    )
     parse_special_tokens: bool = option(
         True,
         "take special tokens that are spelled out in prompts and messages for what they say; if not, they are text "
         "there, and only those that the chat template writes count",
+    )
+    skip_tokenizer_init: bool = option(
+        False, "serve token ids alone: no tokenizer is read, and requests with text or messages are refused"
+    )
+    chat_template: str | None = option(
+        None, "a file with the chat template, in place of the model's own; the model's when left out", path="file"
+    )
+    trust_request_chat_template: bool = option(
+        False, "let chats bring a template of their own (`chat_template`), which runs in a process with limits"
     )
     tool_call_parser: ToolCallParser = option(
         "auto",
@@ -69,6 +85,13 @@ class ModelOptions:
         "chat template",
         choices=get_args(ReasoningParser),
     )
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument if the pattern of whitespace is no regular expression."""
+        try:
+            re.compile(self.whitespace_pattern)
+        except re.error as error:
+            raise InvalidArgument("whitespace_pattern", f"{self.whitespace_pattern!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +107,10 @@ class CacheOptions:
         by_platform={"cpu": 16, "gpu": 32, "tpu": 64},
     )
     num_blocks: int | None = option(
-        None, "blocks in the pool; as many as memory and the longest batch ask for when left out", low=1
+        None,
+        "blocks in the pool; when left out as many as memory and the longest batch ask for, and on CPUs at most 4 GiB "
+        "or a quarter of the free memory, unless memory_utilization is given",
+        low=1,
     )
     kv_cache_memory_bytes: int | None = option(
         None,

@@ -104,6 +104,15 @@ class HttpOptions:
         high=3600.0,
         unit="s",
     )
+    max_response_size: float = option(
+        128.0,
+        "largest answer over HTTP and largest line of a batch's output, as estimated before it is computed: a request "
+        "whose log-probabilities or vectors would make a larger one is refused. A request in flight holds up to three "
+        "times as much",
+        low=0.0625,
+        high=65536.0,
+        unit="MiB",
+    )
     http_cors_origins: tuple[str, ...] = option(
         (), "origins of pages whose scripts may ask, as https://example.com; * is every one, none when left out"
     )
@@ -119,6 +128,13 @@ class HttpOptions:
     max_batch_lines: int = option(50_000, "requests of one batch", low=1, high=10_000_000)
     max_batch_storage: float = option(
         10.0, "all files of batches together, of requests and of answers", low=0.001, high=1 << 20, unit="GiB"
+    )
+    tenant_batch_share: float = option(
+        0.5,
+        "what one tenant may have of the uploads, files, bytes and batches in progress that other tenants leave "
+        "(default: half); all of them with isolate_tenants off",
+        low=0.01,
+        high=1.0,
     )
 
 

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _JOIN_S, _ABANDONED_JOIN_S = 0.2, 1.0
 """How long to wait for the end of a loop that may hang in its executor."""
 _LOOK_S = 0.005
+THREAD_NAME = "jpaged-engine"
 _ANY_LENGTH = KeyLengths()
 
 
@@ -45,6 +46,8 @@ class LoopThread:
         self._is_abandoned = False
         self._thread: threading.Thread | None = None
         self._on_failure: Callable[[Exception], None] | None = None
+        self.has_ended = False
+        """Commands that are added now never run; set before the last look at the inbox."""
 
     def ask(self, command: Callable[[], None]) -> None:
         """Has something done on the loop's thread before its next step; any thread may ask."""
@@ -52,7 +55,7 @@ class LoopThread:
 
     def start(self, on_failure: Callable[[Exception], None] | None) -> None:
         self._on_failure = on_failure
-        self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def step(self) -> bool:
@@ -103,6 +106,7 @@ class LoopThread:
         self._end(error)
 
     def _end(self, error: Exception) -> None:
+        self.has_ended = True
         self._drain_inbox()
         self._loop.fail_all(error)
 
@@ -301,6 +305,29 @@ class Engine:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         self._thread.ask(lambda: future.set_result(0 if self.prefixes is None else self.prefixes.reset()))
+        return future
+
+    def call_soon(self, command: Callable[[], None]) -> Future[None]:
+        """Run a command on the engine thread before the next step; any thread may call this.
+
+        Returns:
+            a future that is done after the command; it is cancelled, and the command never runs, if the loop has ended.
+        """
+        future: Future[None] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                command()
+            except Exception as error:
+                future.set_exception(error)
+                raise
+            future.set_result(None)
+
+        self._thread.ask(run)
+        if self._thread.has_ended:
+            future.cancel()
         return future
 
     def load(self) -> EngineLoad:

@@ -201,7 +201,7 @@ class EngineLoop:
         self._idle = DeviceIdle()
         self._sharing = PrefixSharing()
         grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead)
-        soundness = Soundness(self.memory, self._output, self.stats)
+        soundness = Soundness(self.memory, self._output, self.stats, eos_token_ids, geometry.vocab_size)
         self._intake = Intake(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
         self._turns = Turns(executor, self._intake, self.scheduler, clock)
         self._rounds = None if options is None or not geometry.num_speculative_tokens else Rounds.of(options, geometry)

@@ -10,6 +10,7 @@ import numpy as np
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.editing import nothing_left
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduled import ScheduledRow
 from jpaged.engine.sequence import Group, Sequence
@@ -32,9 +33,24 @@ class Soundness:
     All that such a sequence has read is forgotten with what it wrote: one of them is at fault, and it is not known
     which. Who shares those blocks goes on, and is judged by its own logits. Pinned prefixes stay: they were sound when
     pinned. A block of NaN that is free harms nobody: slots are written before they are read.
+
+    A row that the fields of its own request leave no token is the caller's error: its prefix stays, and it is not
+    counted as a request whose logits are not finite.
+
+    Args:
+        eos_token_ids: of the model.
+        vocab_size: V, the width of its logits.
     """
 
-    def __init__(self, memory: KVMemory, output: OutputProcessor, stats: StepStats) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        output: OutputProcessor,
+        stats: StepStats,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+    ) -> None:
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._memory = memory
         self._output = output
         self._stats = stats
@@ -70,6 +86,11 @@ class Soundness:
 
     def _fail(self, row: ScheduledRow) -> None:
         group = row.group
+        token_ids = row.sequence.token_ids
+        caused = nothing_left(group.request, token_ids, self._eos_token_ids, self._vocab_size)
+        if caused is not None:
+            self._output.fail(group, caused)
+            return
         error = InternalError(
             f"the model's logits are not finite: there is no token {row.output_index + 1} for sequence "
             f"{row.sequence.index}, after {row.start + row.num_tokens} tokens of context"

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
         """The text; bytes that are not valid UTF-8 come out as U+FFFD."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, which may be a part of a character."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         """Ids of a conversation ({"role", "content"} each), ready for the assistant's turn.
 
@@ -45,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 class NoTokenizer:
-    """Stands where a model's folder has no tokenizer files: token ids in, token ids out, and no text."""
+    """Placeholder of a model without tokenizer files, or of `--skip-tokenizer-init`: token ids in and out, no text."""
 
     eos_token_ids: frozenset[int] = frozenset()
     has_chat_template = False
@@ -55,10 +59,13 @@ class NoTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        raise InvalidArgument("prompt", "this model has no tokenizer files: send token ids instead of text")
+        raise InvalidArgument("prompt", "this model is served without a tokenizer: send token ids instead of text")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
-        raise Unsupported("this model has no tokenizer files, so it has no chat template: send token ids")
+        raise Unsupported("this model is served without a tokenizer, so it has no chat template: send token ids")

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from jpaged.client import AsyncClient, Client
 from jpaged.client.batching.targets import window_of
+from jpaged.completions import without_errors
 from jpaged.config import api_key_from_environment
 from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, TryLater, Unsupported
 from jpaged.evaluation.pairs import Group, Likelihood, TokenIds
@@ -67,7 +68,8 @@ class OfflineBackend:
         self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar
     ) -> list[RequestOutput]:
         """See `Backend`."""
-        return self._llm.generate(_tokens(prompts), list(sampling), use_tqdm=use_tqdm, adapter=self._adapter)
+        outputs = self._llm.generate(_tokens(prompts), list(sampling), use_tqdm=use_tqdm, adapter=self._adapter)
+        return without_errors(outputs)
 
     def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
         """See `Backend`."""

@@ -4,7 +4,6 @@ app.py      the routes
 access.py   who is let in: keys, and what needs none
 port.py     uvicorn on the event loop of the server
 connections.py  their number, and how long they may do nothing
-wire.py     what ASGI hands over
 errors.py   errors -> statuses and OpenAI's form of them
 requests.py what every request has: its body, bounded; its id, its tenant
 operator.py what is asked of the server and not of the model: health, version, metrics

@@ -1,26 +1,20 @@
-"""Lets requests in at the HTTP port, whatever path they are for: those for health alone need no key.
-
-/health, /ping, /livez, /readyz    never
-/metrics, /version                 unless public_metrics
-/, and below /page/                to look at, unless public_page
-all else                           needs a key, where there are keys
-"""
+"""Lets requests in at the HTTP port by the table of permissions; paths that are not there require a key too."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from jpaged.access.entry import Entry, enter
-from jpaged.access.gate import Gate
-from jpaged.config import AccessOptions
-from jpaged.errors import JpagedError
-from jpaged.http.errors import response_of
-from jpaged.http.wire import App, Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp as App
+from starlette.types import Message, Receive, Scope, Send
 
-_HEALTH = frozenset({"/health", "/ping", "/livez", "/readyz"})
-_FACTS = frozenset({"/metrics", "/version"})
-_PAGE = "/page/"
+from jpaged.access.entry import Entry, current, enter
+from jpaged.access.gate import Gate
+from jpaged.access.permissions import permission_of_route
+from jpaged.config import AccessOptions
+from jpaged.errors import JpagedError, PermissionDenied
+from jpaged.http.errors import response_of
 
 
 class Guarded:
@@ -82,14 +76,25 @@ def duration(seconds: float) -> str:
 
 
 def is_open(method: str, path: str, options: AccessOptions) -> bool:
-    """Whether a request needs no key, whatever keys there are."""
-    if path in _HEALTH:
-        return True
-    if method not in ("GET", "HEAD"):
-        return False
-    if path in _FACTS:
-        return options.public_metrics
-    return options.public_page and (path == "/" or path.startswith(_PAGE))
+    """Return True if a request needs no key, whatever keys there are."""
+    return permission_of_route(method, path).is_public(options)
+
+
+def with_permission(route: Route) -> Route:
+    """Return a route that refuses requests whose key its permission does not allow, before it reads them."""
+    inner = route.app
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        method: str = scope["method"]
+        try:
+            permission_of_route(method, route.path).check(current(), f"{method} {route.path}")
+        except PermissionDenied as error:
+            await response_of(error)(scope, receive, send)
+            return
+        await inner(scope, receive, send)
+
+    route.app = guarded
+    return route
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

@@ -13,18 +13,19 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp as App
+from starlette.types import Message, Receive, Scope, Send
 
 from jpaged.access.gate import Gate
 from jpaged.errors import JpagedError, NotFound, Unsupported
 from jpaged.http import models, operator, responses, scoring, tokens
-from jpaged.http.access import Guarded
+from jpaged.http.access import Guarded, with_permission
 from jpaged.http.batching.batches import batch_routes
 from jpaged.http.batching.runner import Runner
 from jpaged.http.errors import error_for, response_of
 from jpaged.http.generate import paths
 from jpaged.http.page import paths as page
 from jpaged.http.requests import REQUEST_ID_HEADER
-from jpaged.http.wire import App, Message, Receive, Scope, Send
 from jpaged.service.names import is_name
 from jpaged.service.service import Service
 
@@ -34,11 +35,11 @@ def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App
     app = Starlette(
         routes=[
             *(
-                route
+                with_permission(route)
                 for part in (operator, models, paths, responses, scoring, tokens, page)
                 for route in part.routes(service)
             ),
-            *batch_routes(service, batches),
+            *map(with_permission, batch_routes(service, batches)),
         ],
         exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},
     )

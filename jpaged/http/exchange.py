@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from jpaged import json_text
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument
 from jpaged.http.requests import content_of
-from jpaged.http.wire import Receive
 from jpaged.openai.bodies import check_values, loaded
 from jpaged.service.service import Service
 
 _T = TypeVar("_T")
 _GRACE_S = 0.25
 """The engine ends a request when its time is over, between two steps; here it is ended where the engine does not."""
-_CHARS_OF_NUMBER = 8
+CHARS_OF_NUMBER = 8
 """Characters that a number makes as JSON, about."""
 
 
@@ -53,13 +55,41 @@ def _fields_of(content: bytes) -> dict[str, Any]:
     return fields
 
 
-async def answer_of(service: Service, body: Callable[[], dict[str, Any]], size: int) -> Response:
-    """Return the response of a body that is made of so many numbers or characters."""
+async def answer_of(service: Service, body: Callable[[], Any], size: int) -> Response:
+    """Return the response of a body that is made of about `size` characters, in pieces if it is long."""
+    pieces: Iterator[bytes] = iter(())
 
-    def written() -> bytes:
-        return json_text.dumps(body(), ensure_ascii=False).encode("utf-8", "replace")
+    def begin() -> tuple[bytes, bytes]:
+        nonlocal pieces
+        pieces = json_text.pieces(body())
+        return next(pieces, b""), next(pieces, b"")
 
-    return Response(await service.work(written, _CHARS_OF_NUMBER * size), media_type="application/json")
+    first, second = await service.work(begin, size)
+    if not second:
+        return Response(first, media_type="application/json")
+    return _Pieces(service, itertools.chain((first, second), pieces))
+
+
+class _Pieces(Response):
+    """A JSON body in pieces, each made on a thread when the client has taken those before."""
+
+    media_type = "application/json"
+
+    def __init__(self, service: Service, pieces: Iterator[bytes]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._service = service
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(Cancelled):  # the client has gone while it was answered
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while piece := await self._service.work(lambda: next(self._pieces, b""), json_text.PIECE_BYTES):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, _T], remaining_s: float | None = None) -> _T:

@@ -10,6 +10,7 @@ from typing import Any
 from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated, completions_of
 from jpaged.errors import InvalidArgument
+from jpaged.openai.choices import AnswerSize
 from jpaged.service.evaluations import Asker, embed, score
 from jpaged.service.records import NOBODY, Caller
 from jpaged.service.service import Call, Service
@@ -50,6 +51,12 @@ class LocalServer:
         sampling = replace(sampling, priority=self._priority(sampling.priority))
         given = Prompt(prompt, prompt_token_ids, messages, chat_options=chat_options or ChatOptions())
         completions = completions_of(sampling)
+        size = AnswerSize(
+            sampling,
+            vocab_size=self.service.state.loaded().model.vocab_size,
+            is_chat=messages is not None,
+            max_bytes=int(self.service.state.config.http.max_response_size * 2**20),
+        )
         call = Call(
             read=lambda: (given, sampling),
             size=None if messages is not None else given.size,
@@ -61,6 +68,7 @@ class LocalServer:
             caller=self.caller,
         )
         async with self.service.generate(call) as generation:
+            size.add_prompt(len(generation.prompt_token_ids))
             async for event in generation:
                 completions.add(event)
             return completions.output(generation.request_id, prompt, generation.prompt_token_ids)

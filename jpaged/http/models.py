@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.errors import NotFound
+from jpaged.errors import ModelNotFound
 from jpaged.http.errors import JSON
 from jpaged.service.service import Service
 
@@ -35,7 +35,7 @@ def routes(service: Service) -> list[Route]:
         for one in listed():
             if one["id"] == name:
                 return JSON(one)
-        raise NotFound(f"model: {name!r} is not served")
+        raise ModelNotFound(f"model: {name!r} is not served")
 
     return [
         Route("/v1/models", models, methods=["GET"]),

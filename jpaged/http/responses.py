@@ -12,11 +12,10 @@ from starlette.routing import Route
 
 from jpaged.errors import NotFound
 from jpaged.http.errors import JSON, error_for
-from jpaged.http.exchange import while_there
+from jpaged.http.exchange import answer_of, while_there
 from jpaged.http.generate.asked import Asked, asked_of
-from jpaged.http.generate.calls import events_of, outputs_of
+from jpaged.http.generate.calls import TokenTexts, events_of, outputs_of
 from jpaged.http.generate.events import EventStream
-from jpaged.http.generate.texts import TokenTexts
 from jpaged.openai.bodies import Job
 from jpaged.openai.responses.answers import response_of
 from jpaged.openai.responses.asking import asking_of
@@ -37,17 +36,23 @@ def routes(service: Service) -> list[Route]:
             echoed.update(asking.echoed)
             return asking.job
 
-        asked = await asked_of(service, request, read)
+        asked = await asked_of(service, request, read, is_kept=True)
         if asked.job.streaming is not None:
             keep_alive_s = service.state.config.http.http_keep_alive
             return EventStream(_events(service, asked, echoed, texts), keep_alive_s, asked.left_s())
         return await while_there(request, _whole(service, asked, echoed, texts), asked.left_s())
+
+    async def count(request: Request) -> Response:
+        asked = await asked_of(service, request, lambda body: asking_of(body).job)
+        token_ids = await service.tokenize(lambda: asked.job.prompts[0], None)
+        return JSON({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def missing(request: Request) -> Response:
         raise NotFound("response_id: nothing is stored: a response is in the answer to its request alone")
 
     return [
         Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count, methods=["POST"]),
         Route("/v1/responses/{rest:path}", missing, methods=["GET", "POST", "DELETE"]),
     ]
 
@@ -57,15 +62,13 @@ async def _whole(service: Service, asked: Asked, echoed: Mapping[str, Any], text
     (one,) = output.outputs
     num_reasoning = await _num_tokens(service, one.reasoning_content)
 
-    def written() -> Response:
-        return JSON(
-            response_of(
-                asked.heading(), echoed, output, lambda token_id: texts.of(asked.model, token_id), num_reasoning
-            )
+    def body() -> dict[str, Any]:
+        return response_of(
+            asked.heading(), echoed, output, lambda token_id: texts.of(asked.model, token_id), num_reasoning
         )
 
-    num_told = sum(1 + len(position.top) for position in one.logprobs or ())
-    return await service.work(written, len(one.text) + len(one.reasoning_content) + 10 * num_told)
+    num_told = len(one.logprobs) * (1 + len(one.logprobs[0].top)) if one.logprobs else 0
+    return await answer_of(service, body, len(one.text) + len(one.reasoning_content) + 10 * num_told)
 
 
 async def _events(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.http.exchange import answer_of, body_in, while_there
+from jpaged.http.exchange import CHARS_OF_NUMBER, answer_of, body_in, while_there
 from jpaged.http.local import LocalServer
 from jpaged.http.requests import caller_of, remaining_s_of, tenant_of
 from jpaged.openai.answers import Answers
@@ -26,19 +25,20 @@ def routes(service: Service) -> list[Route]:
     def answering(url: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             body, num_bytes = await body_in(service, request)
-            given = named(service, body)
             read = embed_job if url == EMBEDDINGS_URL else score_job
-            job: ScoringJob = await service.work(lambda: read(given), num_bytes)
+            job: ScoringJob = await service.work(lambda: read(body), num_bytes)
             model = service.state.serving().model
             remaining_s = remaining_s_of(request)
             server = LocalServer(
                 service=service,
                 tenant=tenant_of(request),
-                caller=replace(caller_of(request), user=str(given.get("user") or "")),
+                caller=replace(caller_of(request), user=str(body.get("user") or "")),
                 until_s=None if remaining_s is None else time.monotonic() + remaining_s,
             )
-            found = await while_there(request, Answers(model, service.work).evaluate(server, job), remaining_s)
-            return await answer_of(service, found.body, found.size)
+            max_bytes = int(service.state.config.http.max_response_size * 2**20)
+            answers = Answers(model, service.work, service.state.loaded().adapters.names, max_bytes=max_bytes)
+            found = await while_there(request, answers.evaluate(server, job), remaining_s)
+            return await answer_of(service, found.body, CHARS_OF_NUMBER * found.size)
 
         return answer
 
@@ -47,13 +47,3 @@ def routes(service: Service) -> list[Route]:
         Route(SCORE_URL, answering(SCORE_URL), methods=["POST"]),
         Route("/score", answering(SCORE_URL), methods=["POST"]),
     ]
-
-
-def named(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body whose `model` names an adapter, as /v1/models lists them, with that as its `adapter`."""
-    model, name = service.state.loaded(), body.get("model")
-    if body.get("adapter") is not None or name == model.model.name:
-        return dict(body)
-    if any(one.name == name for one in model.adapters.loaded()):
-        return {**body, "model": model.model.name, "adapter": name}
-    return dict(body)

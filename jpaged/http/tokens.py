@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.errors import InvalidArgument
-from jpaged.http.exchange import answer_of, body_in
+from jpaged.http.exchange import CHARS_OF_NUMBER, answer_of, body_in
 from jpaged.openai.tokens import detokenize_job_of, tokenize_job_of, tokenized_body
 from jpaged.service.service import Service
 from jpaged.types import MAX_DETOKENIZE_IDS
@@ -35,7 +35,9 @@ def routes(service: Service) -> list[Route]:
             )
         max_model_len = model.model.max_model_len
         return await answer_of(
-            service, lambda: tokenized_body(token_ids, texts, max_model_len=max_model_len), len(token_ids)
+            service,
+            lambda: tokenized_body(token_ids, texts, max_model_len=max_model_len),
+            CHARS_OF_NUMBER * len(token_ids),
         )
 
     async def detokenize(request: Request) -> Response:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import DecoderConfig
+from jpaged.models.decoder.reading import ACTIVATIONS, FULL, SLIDING
 from jpaged.models.heads import HEADS, NAMES, EagleConfig
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.registry import find_family
+from jpaged.models.registry import ARCHITECTURES, find_family, unsupported
+
+_LOG = logging.getLogger(__name__)
 
 # Keys that say nothing about what the model computes in inference.
 _HARMLESS = (
@@ -59,6 +66,9 @@ _HARMLESS = (
     "unsloth_version",
     "use_bfloat16",
     "use_cache",
+    "use_flash_attention",
+    "use_flash_attention_2",
+    "use_flash_attn",
 )
 
 # Sampling defaults of old checkpoints, as transformers 5 sets them aside: a request states its own.
@@ -98,6 +108,30 @@ _GENERATION_DEFAULTS = (
     "top_p",
     "typical_p",
 )
+
+_TRAINING = re.compile(
+    r"(^|_)(train|dropout|pdrop|loss|initializer|init_(range|std|scale)|gradient|learning|lr(_|$)|optimi[sz]|warmup|finetun)"
+)
+"""Words of keys about training, which inference does not read."""
+_MODELING = (
+    *("act", "alibi", "alpha", "atten", "attn", "audio", "beta", "bias", "block", "bound", "bypass", "cap", "causal"),
+    *("channel", "chunk", "clamp", "clip", "codebook", "compress", "conditional", "config", "conv", "cross", "decod"),
+    *("delta", "depth", "dim", "embd", "embed", "emb", "encod", "eos", "bos", "eps", "expan", "expert", "factor"),
+    *("feat", "feed", "ff", "final", "fp", "frequenc", "fun", "gamma", "gate", "gating", "gelu", "global", "glu"),
+    *("group", "hc", "head", "hidden", "hybrid", "image", "index", "inner", "intermediate", "interleav", "kda"),
+    *("kernel", "key", "kv", "latent", "layer", "len", "limit", "ln", "local", "logit", "loop", "lora", "low", "lru"),
+    *("mamba", "mask", "max", "mem", "min", "mix", "mla", "mlp", "mod", "moe", "mtp", "mult", "mup", "nextn"),
+    *("nope", "norm", "ntk", "num", "offset", "order", "output", "parallel", "partial", "pattern", "period", "ple"),
+    *("pool", "pos", "post", "pre", "proj", "prompt", "qk", "quant", "quer", "rank", "ratio", "recurren", "reduc"),
+    *("rel", "repeat", "rescal", "resid", "rms", "rope", "rotar", "rout", "scal", "scor", "segment", "select", "seq"),
+    *("share", "sigmoid", "sink", "size", "skip", "sliding", "soft", "span", "sparse", "ssm", "state", "step"),
+    *("stride", "structure", "swa", "swiglu", "temperature", "text", "theta", "tie", "token", "top", "transform"),
+    *("type", "value", "video", "vision", "visual", "vocab", "weight", "wide", "width", "window", "yarn"),
+)
+"""Beginnings of words that name parts of models: a key with one of them could change the output."""
+_SWITCHES = ("apply", "do", "enable", "has", "no", "use", "with")
+"""First words of keys that turn something on."""
+_NAMES_OF_DTYPES = {"half": "float16", "float": "float32"}
 
 
 def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
@@ -150,9 +184,112 @@ def _read(whole: JsonFields, architecture: str, generation: Mapping[str, object]
         bos_token_id=_bos(fields, known.bos_token_id),
         checkpoint_dtype=_checkpoint_dtype(fields),
     )
-    for part in (whole, fields):
-        part.finish()
+    _report(tuple(key for part in dict.fromkeys((whole, fields)) for key in _finish(part, result)))
     return result
+
+
+def _finish(fields: JsonFields, config: ModelConfig) -> list[str]:
+    """Accept keys that restate what the model computes, and return those that no code reads.
+
+    Raises:
+        Unsupported: a key could change the output; it is named.
+    """
+    unread, restated = fields.unread(), _restatements(config)
+    private = [key for key, value in unread.items() if not _could_matter(key, value)]
+    same = [key for key, value in unread.items() if any(_is_same(value, one) for one in restated.get(key, ()))]
+    fields.ignore((*private, *same))
+    fields.finish()
+    return private
+
+
+def _could_matter(key: str, value: object) -> bool:
+    """Return True if a key may name something that a model computes, by its words; transformers ignores the others."""
+    if _TRAINING.search(key.lower()):
+        return False
+    words = [word for word in re.split(r"[\W_]+", key.lower()) if word]
+    if words[:1] and words[0] in _SWITCHES and value:
+        return True
+    return not words or any(word.startswith(_MODELING) or len(word) == 1 for word in words)
+
+
+def _is_same(value: object, computed: object) -> bool:
+    """Compare as JSON does: 1 is 1.0, and true is not 1."""
+    return isinstance(value, bool) == isinstance(computed, bool) and value == computed
+
+
+def _restatements(config: ModelConfig) -> Mapping[str, tuple[object, ...]]:
+    """The values of keys that families do not read but that state what is computed, by the names that others use."""
+    mixture, kinds = config.mixture, config.layer_kinds
+    windows = [kind.attention.sliding_window for kind in kinds]
+    is_windowed = any(window is not None for window in windows)
+    found: dict[str, tuple[object, ...]] = {
+        **dict.fromkeys(("hidden_size", "n_embd", "d_model"), (config.hidden_size,)),
+        **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), (config.intermediate_size,)),
+        **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), (config.num_layers,)),
+        **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), (config.num_heads,)),
+        **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"), (config.num_kv_heads,)),
+        **dict.fromkeys(("head_dim", "kv_channels"), (config.head_dim,)),
+        **dict.fromkeys(
+            ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"),
+            (config.max_position_embeddings,),
+        ),
+        **dict.fromkeys(("tie_embeddings", "tie_weights", "tie_word_embeddings"), (config.tie_word_embeddings,)),
+        **dict.fromkeys(("causal", "is_causal", "use_causal_mask"), (True,)),
+        "use_sliding_window": (is_windowed,),
+        "sliding_window": (0, -1, False) if not is_windowed else tuple(set(windows)) if len(set(windows)) == 1 else (),
+        "layer_types": ([FULL if window is None else SLIDING for window in windows],),
+        "use_moe": (mixture is not None,),
+        **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers"), (0,)),
+    }
+    experts = (0, 0, 0, 0) if mixture is None else (
+        mixture.routing.num_experts, mixture.routing.top_k, mixture.width, mixture.shared_width
+    )  # fmt: skip
+    names = (
+        ("num_experts", "num_local_experts", "n_routed_experts"),
+        ("num_experts_per_tok", "num_experts_per_token"),
+        ("moe_intermediate_size", "expert_intermediate_size"),
+        ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    )
+    for keys, value in zip(names, experts, strict=True):
+        found |= dict.fromkeys(keys, (value,))
+    num_shared = experts[3] // experts[2] if experts[2] else 0
+    found |= dict.fromkeys(("n_shared_experts", "num_shared_experts"), (num_shared,))
+    return found | _restatements_of_decoder(config) if isinstance(config, DecoderConfig) else found
+
+
+def _restatements_of_decoder(config: DecoderConfig) -> dict[str, tuple[object, ...]]:
+    """The values of keys that state choices of `DecoderConfig`."""
+    biases = {config.attention_bias, config.attention_output_bias}
+    all_biases = biases | {config.mlp_bias}
+    has_rope = bool(config.ropes)
+    scales = {kind.attention.scale for kind in config.layer_kinds}
+    positions = ("rope", "rotary") if has_rope else ("absolute", "learned", "learned_absolute")
+    activations = tuple(name for name, found in ACTIVATIONS.items() if found == config.activation)
+    return {
+        **dict.fromkeys(("qkv_bias", "use_qkv_bias", "add_qkv_bias", "attention_qkv_bias"), (config.attention_bias,)),
+        **dict.fromkeys(("attention_output_bias", "attention_out_bias"), (config.attention_output_bias,)),
+        "attention_bias": tuple(biases) if len(biases) == 1 else (),
+        **dict.fromkeys(("mlp_bias", "ffn_bias"), (config.mlp_bias,)),
+        **dict.fromkeys(("bias", "use_bias", "add_bias_linear"), tuple(all_biases) if len(all_biases) == 1 else ()),
+        **dict.fromkeys(("qk_norm", "use_qk_norm", "use_qk_layernorm", "qk_layernorm"), (config.qk_norm,)),
+        **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), activations),
+        **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), (config.norm_eps,)),
+        **dict.fromkeys(("use_rope", "use_rotary", "use_rotary_embedding"), (has_rope,)),
+        "position_embedding_type": positions,
+        **dict.fromkeys(("alibi", "use_alibi"), (False,)),
+        **dict.fromkeys(("use_parallel_residual", "parallel_attn"), (config.residual != "sequential",)),
+        "embedding_multiplier": (config.embed_scale,),
+        **dict.fromkeys(("residual_multiplier", "logits_scaling", "logit_scale"), (1.0,)),
+        "attention_multiplier": tuple(scales) if len(scales) == 1 else (),
+        "final_logit_softcapping": (config.logit_cap,),
+    }
+
+
+@functools.cache
+def _report(keys: tuple[str, ...]) -> None:
+    """Log the keys that no code reads, once for each set of them."""
+    if keys:
+        _LOG.warning("config.json: ignored keys that no model code reads: %s", ", ".join(keys))
 
 
 def to_hf(config: ModelConfig) -> dict[str, object]:
@@ -174,10 +311,24 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
 
 
 def _architecture(fields: JsonFields) -> str:
-    names = fields.value("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+    """Return the class that computes the model: by its name, or by model_type as transformers does."""
+    names, model_type = fields.value("architectures"), fields.value("model_type")
+    of_type = [name for name, family in ARCHITECTURES.items() if family.model_type == model_type]
+    if names is None and of_type:
+        return of_type[0]
+    if names is None and isinstance(model_type, str):
+        raise unsupported("model_type", model_type)
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.bad("architectures", f"is {names!r}; it must be a list of one name")
-    return names[0]
+    name = next((name for name in names if name in ARCHITECTURES or name in HEADS or name in NAMES), names[0])
+    # A model that was saved without its head: the class that has one computes the same layers.
+    if name.endswith("Model") and of_type and _stem(of_type[0]) == _stem(name):
+        return of_type[0]
+    return name
+
+
+def _stem(architecture: str) -> str:
+    return re.sub("(ForCausalLM|LMHeadModel|Model)$", "", architecture)
 
 
 def _eos(fields: JsonFields, missing: tuple[int, ...]) -> tuple[int, ...]:
@@ -196,6 +347,9 @@ def _checkpoint_dtype(fields: JsonFields) -> str | None:
     if value is None:
         return None
     name = str(value).removeprefix("torch.")
+    name = _NAMES_OF_DTYPES.get(name, name)
+    if name == "auto":
+        return None
     if name not in ("float32", "bfloat16", "float16"):
         raise Unsupported(f"config.json: dtype is {value!r}; supported: float32, bfloat16, float16")
     return name

@@ -135,11 +135,15 @@ class JsonFields:
         ):
             raise Unsupported(f"{self._name}: {key} is {_shown(value)}; {why}")
 
+    def unread(self) -> Mapping[str, object]:
+        """Return the keys that were neither read nor ignored and are not null, in order."""
+        return {key: self._fields[key] for key in sorted(self._fields) if key not in self._read and self.has(key)}
+
     def finish(self) -> None:
         """Refuses the keys that were neither read nor ignored, unless they are null."""
-        unknown = sorted(key for key in self._fields if key not in self._read and self.has(key))
+        unknown = self.unread()
         if unknown:
-            listed = ", ".join(f"{key}={_shown(self._fields[key])}" for key in unknown)
+            listed = ", ".join(f"{key}={_shown(value)}" for key, value in unknown.items())
             raise Unsupported(
                 f"{self._name}: unknown setting {listed}; it could change the output, so it is not ignored"
             )

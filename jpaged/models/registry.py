@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 from jpaged.errors import Unsupported
@@ -40,5 +41,17 @@ def find_family(architecture: str) -> AnyFamily:
     """
     family = ARCHITECTURES.get(architecture) or HEADS.get(architecture)
     if family is None:
-        raise Unsupported(f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise unsupported("architecture", architecture)
     return family
+
+
+def unsupported(field: str, name: str) -> Unsupported:
+    """Return the error for a model that is not served, with the architecture whose name is closest."""
+    by_name = {architecture.lower(): architecture for architecture in ARCHITECTURES}
+    if field == "model_type":
+        by_name = {family.model_type: architecture for architecture, family in ARCHITECTURES.items()}
+    closest = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.0)
+    return Unsupported(
+        f"{field} {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}; the closest is "
+        f"{by_name[closest[0]]}; docs/models.md describes how to add a model"
+    )

@@ -1,6 +1,7 @@
 """OpenAI's formats, for whoever speaks them: a batch file, an HTTP face. No I/O, no gRPC, no engine.
 
 bodies.py   what a body of completions or of a chat asks for
+neutral_fields.py  fields of other servers, and the values with which they change nothing
 chats.py    what chats have beside: messages, tools, reasoning, and answers as messages
 choices.py  whole answers to completions and chats
 chunks.py   the same as they come: chunks of a stream

@@ -6,17 +6,19 @@ to it, so that results would depend on which server ran a line, beside which oth
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated
-from jpaged.errors import NotFound
-from jpaged.openai.bodies import Job, shown
+from jpaged.errors import InvalidArgument, ModelNotFound, RequestTooLong
+from jpaged.openai.bodies import Job, renamed, shown
+from jpaged.openai.choices import MAX_CHARACTER_TOKENS, AnswerSize, ShownToken
 from jpaged.openai.lines import (
     EMBEDDINGS_URL,
     SCORE_URL,
@@ -40,6 +42,10 @@ from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Scor
 _T = TypeVar("_T")
 _P = TypeVar("_P")
 
+_BYTES_OF_NUMBER, _BYTES_OF_BASE64_NUMBER, _BYTES_OF_TOKEN = 22, 6, 60
+_TEXTS_AT_ONCE = 64
+_MANY_FIELDS = 200
+_CHARS_OF_FIELD = 10
 MAX_PARTS_OF_CALL = 256
 """Inputs or continuations of one call: 8 MiB of vectors where they have 8192 numbers."""
 
@@ -129,23 +135,37 @@ class Answers:
 
     Args:
         model: what all servers serve; a line that names another is refused.
+        token_bytes: returns the bytes of a token; None is not known.
+        adapters: returns the names of loaded adapters, each of which a line may have as its model.
         work: makes texts of what was answered.
+        max_bytes: size of an answer, as estimated before it is computed; None is no limit.
     """
 
-    def __init__(self, model: ModelInfo, work: Work = at_once) -> None:
+    def __init__(
+        self,
+        model: ModelInfo,
+        work: Work = at_once,
+        adapters: Callable[[], Collection[str]] = frozenset,
+        token_bytes: Callable[[int], bytes] | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._adapters = adapters
+        self._max_bytes = max_bytes
         self._model = model
         self._work = work
-        self._token_texts: dict[int, str] = {}
+        self._token_bytes = token_bytes
+        self._token_texts: dict[int, ShownToken] = {}
 
     async def answer(self, server: Server, line: Line) -> Answered:
         """Run a line; raises the JpagedError that it failed with, InvalidArgument where the line is at fault."""
         if line.url in (EMBEDDINGS_URL, SCORE_URL):
             return await self._scored(server, line)
-        job = job_of(line)
-        self._require_model(job.model)
+        job = await self._work(partial(job_of, line), size_of(line.body))
+        job = replace(job, adapter=self._adapter(job.model, job.adapter))
         output = await self._complete(server, line.custom_id, job)
         await self._name_tokens(server, output)
-        name, texts = self._model.name, self._token_texts.__getitem__
+        name, texts = job.model or self._model.name, self._token_texts.__getitem__
         text = await self._work(lambda: success_line(line, output, model=name, token_text=texts), _num_told(output))
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 
@@ -153,26 +173,43 @@ class Answers:
         (prompt,), sampling = job.prompts, _seeded(job.sampling, custom_id)
         options = None if prompt.messages is None else prompt.chat_options
         if prompt.fills_length:
-            token_ids = await server.tokenize(messages=prompt.messages, chat_options=options)
-            most = self._model.max_model_len - len(token_ids)
+            num_tokens = len(prompt.token_ids or ())
+            if prompt.token_ids is None:
+                num_tokens = len(await server.tokenize(prompt.text, messages=prompt.messages, chat_options=options))
+            most = self._model.max_model_len - num_tokens
+            if self._max_bytes is not None:
+                is_chat, vocab_size = prompt.messages is not None, self._model.vocab_size
+                size = AnswerSize(sampling, vocab_size=vocab_size, is_chat=is_chat, max_bytes=self._max_bytes)
+                most = min(most, size.max_filled or most)
             sampling = replace(sampling, max_tokens=max(sampling.max_tokens, most))
-        return await server.complete(
-            prompt.text,
-            sampling,
-            prompt_token_ids=prompt.token_ids,
-            messages=prompt.messages,
-            chat_options=options,
-            adapter=job.adapter or "",
-        )
+        try:
+            return await server.complete(
+                prompt.text,
+                sampling,
+                prompt_token_ids=prompt.token_ids,
+                messages=prompt.messages,
+                chat_options=options,
+                adapter=job.adapter or "",
+            )
+        except InvalidArgument as error:
+            raise renamed(error, job.names) from error
 
     async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
         """Learns the texts of the tokens that the output's log-probabilities speak of."""
-        positions = [position for one in output.outputs for position in one.logprobs or ()]
-        positions += [position for position in output.prompt_logprobs or () if position is not None]
-        tokens = {token for one in positions for token in (one.chosen, *one.top, *one.asked)}
-        token_ids = {token.token_id for token in tokens}
-        for token_id in token_ids - self._token_texts.keys():
-            self._token_texts[token_id] = await server.detokenize([token_id], skip_special_tokens=False)
+        token_ids = await self._work(partial(_tokens_named, output), _num_told(output))
+        for number, token_id in enumerate(token_ids - self._token_texts.keys()):
+            if number % _TEXTS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # a server in this process answers without a pause
+            self._token_texts[token_id] = await self._shown(server, token_id)
+
+    async def _shown(self, server: Server, token_id: int) -> ShownToken:
+        """Return a token as log-probabilities show it; a server elsewhere returns no bytes of parts of characters."""
+        alone = await server.detokenize([token_id], skip_special_tokens=False)
+        is_special = bool(alone) and not await server.detokenize([token_id], skip_special_tokens=True)
+        data = None if "\ufffd" in alone else alone.encode()
+        if self._token_bytes is not None:
+            data = self._token_bytes(token_id)
+        return ShownToken(data, alone, is_special=is_special)
 
     async def _scored(self, server: Server, line: Line) -> Answered:
         job = await self._work(partial(scoring_job_of, line), size_of(line.body))
@@ -187,35 +224,66 @@ class Answers:
 
     async def evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
         """Run what a body of scores or embeddings asks for; raises as `answer` does."""
-        how, model = job.how, self._model.name
-        self._require_model(how.model)
-        asked: dict[str, Any] = {"adapter": how.adapter, "cache_salt": how.cache_salt, "priority": how.priority}
+        try:
+            return await self._evaluate(server, job)
+        except RequestTooLong as error:
+            field = "input" if isinstance(job, EmbedJob) else "prompt" if isinstance(job, ScoreJob) else "text_1"
+            raise RequestTooLong(field, error.problem) from error
+
+    async def _evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
+        how, model = job.how, job.how.model or self._model.name
+        adapter = self._adapter(how.model, how.adapter) or ""
+        asked: dict[str, Any] = {"adapter": adapter, "cache_salt": how.cache_salt, "priority": how.priority}
         if isinstance(job, ScoreJob):
             scores, num_tokens = await _by_calls(
-                lambda some: server.score(job.prompt, some, **asked), job.continuations
+                lambda some: server.score(job.prompt, some, **asked), job.continuations, self._check_scores
             )
             body = partial(loglikelihoods_body, job, scores, model=model, prompt_tokens=num_tokens)
             return Evaluation(body, 3 * sum(len(one.tokens) for one in scores), num_tokens)
         if isinstance(job, EmbedJob):
+            num_bytes = _BYTES_OF_NUMBER if job.encoding == "float" else _BYTES_OF_BASE64_NUMBER
             vectors, num_tokens = await _by_calls(
-                lambda some: server.embed(some, pooling=job.pooling, normalize=job.normalize, **asked), job.inputs
+                lambda some: server.embed(some, pooling=job.pooling, normalize=job.normalize, **asked),
+                job.inputs,
+                partial(self._check, "input", "numbers", num_bytes),
             )
             body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
         else:
             vectors, num_tokens = await _by_calls(
-                lambda some: server.embed(some, pooling=job.pooling, **asked), job.texts
+                lambda some: server.embed(some, pooling=job.pooling, **asked),
+                job.texts,
+                lambda found, num: None,  # of a pair one number is written
             )
             body = partial(similarities_body, job, vectors, model=model, prompt_tokens=num_tokens)
         return Evaluation(body, sum(map(len, vectors)), num_tokens)
 
-    def _require_model(self, name: str | None) -> None:
-        if name is not None and name != self._model.name:
-            raise NotFound(f"body.model: {shown(name)} is not served; {self._model.name!r} is")
+    def _check_scores(self, scores: Sequence[Score], num_parts: int) -> None:
+        self._check("continuations", "tokens", _BYTES_OF_TOKEN, [score.tokens for score in scores], num_parts)
+
+    def _check(self, field: str, what: str, num_bytes: int, parts: Sequence[Sequence[object]], num_parts: int) -> None:
+        """Refuse a body of `num_parts` if the first `parts` show that its answer would be too large."""
+        num = sum(map(len, parts)) * num_parts // len(parts)
+        if self._max_bytes is not None and num * num_bytes > self._max_bytes:
+            size = f"an answer of about {num * num_bytes / 2**20:.0f} MiB"
+            limit = f"the limit of {self._max_bytes / 2**20:g} MiB (max_response_size)"
+            raise InvalidArgument(field, f"{num_parts} with {num} {what} make {size}, over {limit}")
+
+    def _adapter(self, name: str | None, adapter: str | None) -> str | None:
+        """Return the adapter that a body names by its field, or by the name of its model."""
+        if name in (None, self._model.name):
+            return adapter
+        if name not in self._adapters():
+            raise ModelNotFound(f"model: {shown(name)} is not served; {self._model.name!r} is")
+        if adapter not in (None, "", name):
+            raise InvalidArgument("adapter", f"{adapter!r} is not {name!r}, the adapter that model names")
+        return name
 
 
 def size_of(body: Mapping[str, Any]) -> int:
-    """Return how many characters, ids and texts the fields of a body have, at the first look."""
-    return sum(len(value) for value in body.values() if isinstance(value, str | list))
+    """Return how many fields a body has, and characters, ids and texts in them, at the first look."""
+    if len(body) >= _MANY_FIELDS:
+        return _CHARS_OF_FIELD * len(body)
+    return sum(_CHARS_OF_FIELD + len(value) if isinstance(value, str | list | dict) else 1 for value in body.values())
 
 
 def seed_of(custom_id: str) -> int:
@@ -224,24 +292,39 @@ def seed_of(custom_id: str) -> int:
 
 
 async def _by_calls(
-    call: Callable[[Sequence[_P]], Awaitable[Evaluated[_T]]], parts: Sequence[_P]
+    call: Callable[[Sequence[_P]], Awaitable[Evaluated[_T]]],
+    parts: Sequence[_P],
+    check: Callable[[Sequence[_T], int], None],
 ) -> tuple[list[_T], int]:
-    """What comes of all parts, and their tokens; no call has more parts than a server takes, nor a larger answer."""
+    """Return what comes of all parts, and their tokens; no call has more parts than a server takes.
+
+    Args:
+        check: raises InvalidArgument if the answers so far show that all are too large.
+    """
     found: list[_T] = []
     num_tokens = 0
     for begin in range(0, len(parts), MAX_PARTS_OF_CALL):
         answered = await call(parts[begin : begin + MAX_PARTS_OF_CALL])
         found += answered
         num_tokens += answered.usage.prompt_tokens
+        check(found, len(parts))
     return found, num_tokens
 
 
 def _num_told(output: RequestOutput) -> int:
-    """Characters of an output, and a token's text for each log-probability."""
-    positions = [position for one in output.outputs for position in one.logprobs or ()]
-    positions += [position for position in output.prompt_logprobs or () if position is not None]
-    num_texts = sum(1 + len(position.top) + len(position.asked) for position in positions)
+    """Return about how many characters are written of an output."""
+    lists = [output.prompt_logprobs or (), *(one.logprobs or () for one in output.outputs)]
+    first = [positions[-1] for positions in lists if positions]
+    widest = max((1 + len(one.top) + len(one.asked) for one in first if one is not None), default=0)
+    num_texts = widest * sum(map(len, lists))
     return sum(len(one.text) + len(one.reasoning_content) for one in output.outputs) + 8 * num_texts
+
+
+def _tokens_named(output: RequestOutput) -> set[int]:
+    lists = [output.prompt_logprobs or (), *(one.logprobs or () for one in output.outputs)]
+    positions = (position for some in lists for position in some if position is not None)
+    found = {token.token_id for one in positions for token in (one.chosen, *one.top, *one.asked)}
+    return found.union(output.prompt_token_ids[-MAX_CHARACTER_TOKENS:]) if found else found
 
 
 def _seeded(sampling: SamplingParams, custom_id: str) -> SamplingParams:

@@ -1,21 +1,22 @@
 """What a body of completions or of a chat asks for, whichever way it came. No I/O.
 
-A field that cannot be honoured is an error that names it, never ignored. A few fields say what happens anyway
-(`store` of false, `suffix` of ""): those pass with that value and with no other. What OpenAI does not have but
-`SamplingParams` does (`top_k`, `beam_width`, `cache_salt`, ...) is a field too, by the same name, as `adapter` is, the
-name of one that the server has loaded. Fields that are null count as left out.
+A field that cannot be honoured is an error that names it. `neutral_fields.py` has the fields and values that change
+nothing, which pass. What OpenAI does not have but `SamplingParams` does (`top_k`, `beam_width`, `cache_salt`, ...) is a
+field too, by the same name, as `adapter` is, the name of one that the server has loaded. Fields that are null count as
+left out.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, messages_in
-from jpaged.structured import response_format_of
+from jpaged.openai.neutral_fields import own_fields
+from jpaged.structured import StructuredOutputs, response_format_of, structured_outputs_of
 from jpaged.types import Prompt, SamplingParams
 
 MAX_DEPTH = 64
@@ -25,33 +26,20 @@ MAX_USER_CHARS = 512
 _MAX_ID_DIGITS = 10
 """Digits of 2**32 - 1, above which no message has a token id."""
 _MAX_SHOWN = 80
+_REPLACED = (
+    "messages.tool_calls.function.arguments",
+    "messages.tool_calls.function.name",
+    "input.arguments",
+    "input.name",
+)
+"""Texts that a model wrote in an earlier answer: halves of characters in them are replaced, not refused."""
 _MAX_PATH = 200
 """Characters that errors have of where a value lies: each value has a path, and its names are the caller's."""
 
-# Fields that change nothing at these values; any other value asks for something that does not exist here.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("auto", "default"), "metadata": ({},)}
-_NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
-_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "modalities": (["text"],), "verbosity": ("medium",)}
 _SHARED = {"model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format"}
-_OF_COMPLETIONS = {*_SHARED, "prompt", "logprobs", "echo"}
-_OF_CHATS = {*_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
-_HINTS = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "guided_json": "use structured_outputs.json",
-    "guided_regex": "use structured_outputs.regex",
-    "guided_choice": "use structured_outputs.choice",
-    "guided_grammar": "use structured_outputs.grammar",
-    "guided_decoding_backend": "there is one",
-    "use_beam_search": "use beam_width",
-    "prompt_cache_key": "prefixes are cached anyway; cache_salt keeps them apart",
-    "safety_identifier": "use user",
-    "audio": "answers are text",
-    "prediction": "answers are not predicted by their caller",
-    "web_search_options": "nothing is searched for",
-    "suffix": "texts are continued, not filled in",
-}
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "logprobs", "echo"}
+OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
 _TEXTS = {"stop", "bad_words"}
 """Lists of texts, of which one may stand by itself."""
 _LISTS = _TEXTS | {"stop_token_ids", "allowed_token_ids", "logprob_token_ids"}
@@ -141,7 +129,8 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
                 inner = f"{path}.{name}"[:_MAX_PATH] if isinstance(item, dict) else path
                 waiting.append((inner, one, depth + 1))
         elif isinstance(item, str):
-            _check_text(path, item)
+            if not path.endswith(_REPLACED):
+                _check_text(path, item)
         elif isinstance(item, int | float) and not abs(item) < 2**64:
             raise InvalidArgument(path, f"{str(item)[:40]} is not a finite number of 64 bits at most")
 
@@ -164,8 +153,7 @@ def completion_job(given: Mapping[str, Any]) -> Job:
     Raises:
         InvalidArgument: a field is unknown, wrong, or cannot be honoured.
     """
-    body = without_nulls(given)
-    _check_names(body, _OF_COMPLETIONS, _NEUTRAL_COMPLETIONS)
+    body = own_fields("/v1/completions", given, OF_COMPLETIONS)
     has_echo, logprobs = flag_in(body, "echo"), _int_or_none(body, "logprobs")
     if has_echo and logprobs is not None:
         if "prompt_logprobs" in body:
@@ -176,10 +164,12 @@ def completion_job(given: Mapping[str, Any]) -> Job:
         if not has_echo:
             raise InvalidArgument("max_tokens", "0 needs echo to be true: there is nothing to tell")
         body["max_tokens"] = 1
+    fills_length = _fills_length(body)
     names = _names(body)
+    prompts = _prompts(body.get("prompt"))
     return Job(
         _sampling(body, logprobs, names),
-        _prompts(body.get("prompt")),
+        tuple(replace(one, fills_length=fills_length, is_only_told=is_only_told) for one in prompts),
         has_echo=has_echo,
         is_only_told=is_only_told,
         names=names,
@@ -193,22 +183,28 @@ def chat_job(given: Mapping[str, Any]) -> Job:
     Raises:
         InvalidArgument: a field is unknown, wrong, or cannot be honoured.
     """
-    body = without_nulls(given)
-    _check_names(body, _OF_CHATS, _NEUTRAL_CHAT)
+    body = own_fields("/v1/chat/completions", given, OF_CHATS)
     if "max_completion_tokens" in body:
-        if "max_tokens" in body:
+        if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
             raise InvalidArgument("max_tokens", "and max_completion_tokens are one thing: give one of them")
         body["max_tokens"] = body["max_completion_tokens"]
     wants_logprobs, num_top = flag_in(body, "logprobs"), _int_or_none(body, "top_logprobs")
-    if num_top is not None and not wants_logprobs:
+    if num_top and not wants_logprobs:
         raise InvalidArgument("top_logprobs", "needs logprobs to be true")
-    fills_length = "max_tokens" not in body
-    if fills_length and type(least := body.get("min_tokens", 1)) is int:
-        body["max_tokens"] = max(1, least)
+    fills_length = _fills_length(body)
     prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body), fills_length=fills_length)
-    names = {**_names(body), **({} if num_top is None else {"logprobs": "top_logprobs"})}
+    names = {"prompt": "messages", **_names(body), **({"logprobs": "top_logprobs"} if num_top else {})}
     sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names)
     return Job(sampling, (prompt,), names=names, **_of_both(body))
+
+
+def _fills_length(body: dict[str, Any]) -> bool:
+    """Return True if a body has no limit of tokens, and give it the least that must fit."""
+    if "max_tokens" in body:
+        return False
+    if type(least := body.get("min_tokens", 1)) is int:
+        body["max_tokens"] = max(1, least)
+    return True
 
 
 def _names(body: Mapping[str, Any]) -> dict[str, str]:
@@ -220,6 +216,8 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
     """Return an error of a field by the name that the caller has given it."""
     bare = error.field.removeprefix("sampling.")
+    if isinstance(error, RequestTooLong) or bare == "prompt":
+        return type(error)(names.get("prompt", "prompt"), error.problem)
     first, dot, rest = bare.partition(".")
     if first == "structured_outputs" and first in names:  # what is inside has no name of the caller's
         return type(error)(names[first], error.problem)
@@ -241,22 +239,24 @@ def _of_both(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _streaming(body: Mapping[str, Any]) -> Streaming | None:
-    is_streamed, options = flag_in(body, "stream"), body.get("stream_options")
-    if options is None:
-        return Streaming() if is_streamed else None
-    if not is_streamed:
-        raise InvalidArgument("stream_options", "needs stream to be true")
+    is_streamed, options = flag_in(body, "stream"), body.get("stream_options", {})
     if not isinstance(options, dict):
         raise InvalidArgument("stream_options", "must be an object")
     known = {one.name for one in fields(Streaming)}
     for name, value in options.items():
-        if name not in known:
+        if name not in known and name != "include_obfuscation":
             raise InvalidArgument(
                 f"stream_options.{name[:_MAX_SHOWN]}", f"is not known; {', '.join(sorted(known))} are"
             )
         if value is not None and not isinstance(value, bool):
             raise InvalidArgument(f"stream_options.{name}", f"{shown(value)} is not true or false")
-    return Streaming(**{name: bool(value) for name, value in options.items()})
+        if value and name not in known:
+            raise InvalidArgument(f"stream_options.{name}", "True is not supported, only False")
+    if not is_streamed:
+        if any(options.values()):
+            raise InvalidArgument("stream_options", "needs stream to be true")
+        return None
+    return Streaming(**{name: bool(value) for name, value in options.items() if name in known})
 
 
 def _prompts(given: Any) -> tuple[Prompt, ...]:
@@ -280,17 +280,6 @@ def _prompt_of_ids(where: str, given: Any) -> Prompt:
     return Prompt(token_ids=tuple(given))
 
 
-def _check_names(body: Mapping[str, Any], own: set[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    for name, value in body.items():
-        if name in neutral:
-            if value not in neutral[name] or isinstance(value, bool) != isinstance(neutral[name][0], bool):
-                why = f": {_HINTS[name]}" if name in _HINTS else ""
-                raise InvalidArgument(name, f"{shown(value)} is not supported: only {neutral[name][0]!r} is{why}")
-        elif name not in own and name not in _SAMPLING:
-            hint = f": {_HINTS[name]}" if name in _HINTS else ""
-            raise InvalidArgument(name[:_MAX_SHOWN], f"is not supported{hint}")
-
-
 def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str, str]) -> SamplingParams:
     values = {name: value for name, value in body.items() if name in _SAMPLING}
     for name in _LISTS & values.keys():
@@ -302,12 +291,21 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str,
         values["logit_bias"] = _biases(values["logit_bias"])
     try:
         if "response_format" in body:
-            if values.get("structured_outputs") is not None:
-                raise InvalidArgument("response_format", "must be left out with structured_outputs")
-            values["structured_outputs"] = response_format_of(body["response_format"], "response_format")
+            values["structured_outputs"] = _constraint(body["response_format"], values.get("structured_outputs"))
         return SamplingParams(**values, logprobs=logprobs)
     except InvalidArgument as error:
         raise renamed(error, names) from error
+
+
+def _constraint(response_format: Any, given: Any) -> StructuredOutputs | None:
+    """Return the constraint of a response format, with the options of `structured_outputs`."""
+    wanted = response_format_of(response_format, "response_format")
+    options = structured_outputs_of(given) if isinstance(given, Mapping) else given
+    if wanted is None or options is None:
+        return options if wanted is None else wanted
+    if options.has_constraint:
+        raise InvalidArgument("response_format", f"must be left out with structured_outputs.{options.kind.value}")
+    return wanted.with_options(options)
 
 
 def _biases(given: Any) -> dict[int, Any] | None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jpaged.chat import ChatOptions, chat_options_of, check_message, json_object, reasoning_of
+from jpaged.chat import ChatOptions, chat_options_of, read_message, reasoning_of
 from jpaged.errors import InvalidArgument
-from jpaged.types import MIN_MAX_CHAT_BYTES, CompletionOutput
+from jpaged.types import CompletionOutput
 
+_PLAIN = (
+    *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template", "documents"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+"""Fields that `chat_options_of` has under the same name."""
 CHAT_FIELDS = frozenset(
     {
-        *("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
+        *("messages", *_PLAIN),
         *("reasoning", "reasoning_effort", "include_reasoning"),
     }
 )
@@ -28,7 +33,7 @@ def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument("messages", "must be a list with at least one message")
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+    return tuple(read_message(f"messages[{i}]", message) for i, message in enumerate(messages))
 
 
 def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
@@ -37,8 +42,7 @@ def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
     Raises:
         InvalidArgument: names the field, as in `tools[2].function.name`.
     """
-    names = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
-    given = {name: body.get(name) for name in names}
+    given: Any = {name: body.get(name) for name in _PLAIN}
     return chat_options_of(**given, reasoning=reasoning_of(_reasoning_in(body)))
 
 
@@ -64,47 +68,3 @@ def message_of(output: CompletionOutput) -> dict[str, Any]:
         message["content"] = output.text or None
         message["tool_calls"] = [call.as_json() for call in output.tool_calls]
     return message
-
-
-def _message(where: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InvalidArgument(where, "must be an object of role and content")
-    given = {name: value for name, value in message.items() if value is not None}
-    content = given.get("content")
-    if isinstance(content, list):
-        given["content"] = "".join(_text_part(f"{where}.content", part) for part in content)
-    if isinstance(calls := given.get("tool_calls"), list):
-        given["tool_calls"] = [_plain_call(f"{where}.tool_calls[{j}]", j, call) for j, call in enumerate(calls)]
-    if "role" not in given or ("content" not in given and not given.get("tool_calls")):
-        raise InvalidArgument(where, "must have a role, and content or tool_calls")
-    check_message(where, given)
-    return given
-
-
-def _plain_call(where: str, place: int, call: Any) -> Any:
-    """A call without what OpenAI's client adds as it puts chunks together, and sends back: its place, arguments read.
-
-    Raises:
-        InvalidArgument: that is not as the rest of the call says.
-    """
-    if not isinstance(call, dict):
-        return call
-    if "index" in call and (type(call["index"]) is not int or call["index"] != place):
-        raise InvalidArgument(f"{where}.index", f"{str(call['index'])[:80]} is not {place}, its place in the list")
-    plain, function = {name: value for name, value in call.items() if name != "index"}, call.get("function")
-    if isinstance(function, dict) and "parsed_arguments" in function:
-        parsed = function["parsed_arguments"]
-        if parsed is not None and parsed != _arguments_in(where, function):
-            raise InvalidArgument(f"{where}.function.parsed_arguments", "is not what arguments say")
-        plain["function"] = {name: value for name, value in function.items() if name != "parsed_arguments"}
-    return plain
-
-
-def _arguments_in(where: str, function: Mapping[str, Any]) -> Any:
-    return json_object(f"{where}.function.arguments", str(function.get("arguments")), max_bytes=MIN_MAX_CHAT_BYTES)
-
-
-def _text_part(where: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidArgument(where, f"{part!r} is not a text part; only text is supported")
-    return str(part["text"])

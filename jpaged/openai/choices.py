@@ -6,16 +6,78 @@ log-probabilities (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_serv
 
 from __future__ import annotations
 
+import codecs
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jpaged.errors import InvalidArgument
+from jpaged.json_text import Items
 from jpaged.openai.bodies import Job
 from jpaged.openai.chats import message_of
-from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, Usage
+from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, SamplingParams, Usage
 
-TokenText = Callable[[int], str]
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """One token as log-probabilities show it.
+
+    Attributes:
+        data: the bytes that it adds to a text; None is not known.
+        alone: its text as the first of a text, where some tokenizers strip a space.
+        is_special: texts without special tokens leave it out.
+    """
+
+    data: bytes | None
+    alone: str
+    is_special: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text; bytes that are no characters are U+FFFD."""
+        return self.alone if self.data is None else self.data.decode(errors="replace")
+
+
+TokenText = Callable[[int], ShownToken]
+MAX_CHARACTER_TOKENS = 4
+
+
+class TextOffsets:
+    """The characters of one text at which its tokens begin; tokens are added in order.
+
+    Args:
+        before: bytes of the prompt's last tokens, which may begin a character that the text completes.
+        is_whole: the text begins with the first token.
+        skips_special: special tokens are not in the text.
+    """
+
+    def __init__(self, before: bytes = b"", *, is_whole: bool = False, skips_special: bool = True) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(before)
+        self._is_whole = is_whole
+        self._skips_special = skips_special
+        self._num_chars = 0
+
+    @classmethod
+    def of_answer(cls, job: Job, prompt_token_ids: Sequence[int], token_text: TokenText) -> TextOffsets:
+        """Return those of an answer to a prompt, which is in the text if the job has an echo."""
+        skips_special = job.sampling.skip_special_tokens
+        if job.has_echo:
+            return cls(is_whole=True, skips_special=skips_special)
+        last = [token_text(token_id) for token_id in prompt_token_ids[-MAX_CHARACTER_TOKENS:]]
+        return cls(b"".join(token.data or b"" for token in last), skips_special=skips_special)
+
+    def add(self, token: ShownToken) -> int:
+        """Return the character at which a token begins; one inside a character begins with it."""
+        begin = self._num_chars
+        if not (token.is_special and self._skips_special):
+            data = token.alone.encode() if token.data is None else token.data
+            if self._is_whole and data.startswith(b" ") and not token.alone.startswith(" "):
+                data = data[1:]
+            self._is_whole = False
+            self._num_chars += len(self._decoder.decode(data))
+        return begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +105,71 @@ class Heading:
         }
 
 
+_ENTRY_BYTES = 40
+"""Bytes of a log-probability in an answer to completions, about."""
+_LONG_ENTRY_BYTES = 80
+"""The same in an answer to a chat, which has the token's bytes, and of a prompt, which has ranks."""
+
+
+class AnswerSize:
+    """Estimate of an answer's size, held below a limit before the answer is computed.
+
+    Args:
+        num_prompts: of one request.
+        vocab_size: number of log-probabilities that `-1` stands for.
+        has_echo: the prompt's log-probabilities are written as those of the text.
+        counts_generated: False for a stream, which keeps nothing that it has sent.
+        max_bytes: the limit.
+
+    Raises:
+        InvalidArgument: what is generated makes a larger answer, by itself.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        *,
+        num_prompts: int = 1,
+        vocab_size: int,
+        is_chat: bool,
+        has_echo: bool = False,
+        counts_generated: bool = True,
+        max_bytes: int,
+    ) -> None:
+        width = _width(sampling.logprobs, vocab_size) + len(sampling.logprob_token_ids or ())
+        self._max_bytes = max_bytes
+        self._prompt_field = "logprobs" if has_echo else "prompt_logprobs"
+        self._bytes_of_prompt_token = _width(sampling.prompt_logprobs, vocab_size) * (
+            _ENTRY_BYTES if has_echo else _LONG_ENTRY_BYTES
+        )
+        bytes_of_token = sampling.n * width * (_LONG_ENTRY_BYTES if is_chat else _ENTRY_BYTES)
+        self._num_prompt_tokens = 0
+        generated = num_prompts * sampling.max_tokens * bytes_of_token if counts_generated else 0
+        self._num_bytes = generated
+        self.max_filled = max_bytes // bytes_of_token if counts_generated and bytes_of_token else None
+        if generated > max_bytes:
+            what = f"{width} at each of {num_prompts * sampling.n} x {sampling.max_tokens} tokens (max_tokens)"
+            raise self._error("logprobs", what)
+
+    def add_prompt(self, num_tokens: int) -> None:
+        """Count a prompt's tokens; raises InvalidArgument if the answer is larger than the limit."""
+        self._num_prompt_tokens += num_tokens
+        self._num_bytes += num_tokens * self._bytes_of_prompt_token
+        if self._num_bytes > self._max_bytes and self._bytes_of_prompt_token:
+            raise self._error(self._prompt_field, f"those of {self._num_prompt_tokens} prompt tokens")
+
+    def _error(self, field: str, what: str) -> InvalidArgument:
+        size = f"an answer of about {self._num_bytes / 2**20:.0f} MiB"
+        return InvalidArgument(
+            field, f"{what} make {size}, over the limit of {self._max_bytes / 2**20:g} MiB (max_response_size)"
+        )
+
+
+def _width(asked: int | None, vocab_size: int) -> int:
+    """Return how many log-probabilities a position has: the token's own, and the likeliest."""
+    return 0 if asked is None else 1 + (vocab_size if asked < 0 else asked)
+
+
 def answer_of(
     heading: Heading,
     job: Job,
@@ -50,22 +177,24 @@ def answer_of(
     token_text: TokenText,
     prompt_texts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the body that answers a job.
+    """Return the body that answers a job, of which `json_text.pieces` makes large parts while it writes them.
 
     Args:
         outputs: of each of its prompts.
         token_text: knows every token that log-probabilities speak of.
         prompt_texts: of each prompt, where a job has an echo.
     """
-    choices: list[dict[str, Any]] = []
-    for number, output in enumerate(outputs):
-        shown = _told_alone(output) if job.is_only_told else output
-        prompt_text = prompt_texts[number] if job.has_echo else ""
-        for one in shown.outputs:
-            index = number * job.sampling.n + one.index
-            choices.append(_choice(job, shown, one, token_text, prompt_text) | {"index": index})
+
+    def choices() -> Iterator[dict[str, Any]]:
+        for number, output in enumerate(outputs):
+            shown = _told_alone(output) if job.is_only_told else output
+            prompt_text = prompt_texts[number] if job.has_echo else ""
+            for one in shown.outputs:
+                index = number * job.sampling.n + one.index
+                yield _choice(job, shown, one, token_text, prompt_text) | {"index": index}
+
     usages = [replace(one.usage, completion_tokens=0) if job.is_only_told else one.usage for one in outputs]
-    body = {**heading.as_json(is_chat=job.is_chat), "choices": choices, "usage": usage_of(usages)}
+    body = {**heading.as_json(is_chat=job.is_chat), "choices": Items(choices), "usage": usage_of(usages)}
     if job.is_chat:
         body |= _of_prompt(job, outputs[0], token_text)
     return body
@@ -110,7 +239,8 @@ def _choice(
         logprobs = chat_logprobs(one.logprobs, token_text)
     elif one.logprobs is not None:
         told = echoed(output.prompt_token_ids, output.prompt_logprobs or ()) if job.has_echo else ()
-        logprobs = completion_logprobs((*told, *one.logprobs), token_text)
+        offsets = TextOffsets.of_answer(job, output.prompt_token_ids, token_text)
+        logprobs = completion_logprobs((*told, *one.logprobs), token_text, offsets)
     content: dict[str, Any] = {"message": message_of(one)} if job.is_chat else {"text": prompt_text + one.text}
     choice = {
         "index": one.index,
@@ -146,17 +276,22 @@ def prompt_fields(
     return fields
 
 
-def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenText) -> list[dict[str, Any] | None]:
+def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenText) -> Items:
     """Return what the model thought of each token of a prompt; of the first it thought nothing."""
-    return [
-        None
-        if position is None
-        else {
-            str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token_id)}
+
+    def entry(position: PositionLogprobs | None) -> dict[str, Any] | None:
+        if position is None:
+            return None
+        return {
+            str(one.token_id): {
+                "logprob": one.logprob,
+                "rank": one.rank,
+                "decoded_token": token_text(one.token_id).text,
+            }
             for one in (position.chosen, *position.top)
         }
-        for position in told
-    ]
+
+    return Items(lambda: map(entry, told))
 
 
 Shown = int | PositionLogprobs
@@ -169,25 +304,23 @@ def echoed(prompt_token_ids: Sequence[int], told: Sequence[PositionLogprobs | No
     return (prompt_token_ids[0], *rest) if prompt_token_ids else ()
 
 
-def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offset: int = 0) -> dict[str, Any]:
-    """Return log-probabilities as completions have them; the first token begins at `offset` of the text."""
+def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offsets: TextOffsets) -> dict[str, Any]:
+    """Return log-probabilities as completions have them, and the bytes of each token; `offsets` takes the tokens."""
     chosen = [position if isinstance(position, int) else position.chosen.token_id for position in positions]
     tokens = [token_text(token_id) for token_id in chosen]
-    offsets = [offset]
-    for text in tokens[:-1]:
-        offsets.append(offsets[-1] + len(text))
+
     # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
-    tops = [
-        None
-        if isinstance(position, int)
-        else {token_text(t.token_id): t.logprob for t in reversed((*position.top, *position.asked))}
-        for position in positions
-    ]
+    def top(position: Shown) -> dict[str, float] | None:
+        if isinstance(position, int):
+            return None
+        return {token_text(t.token_id).text: t.logprob for t in reversed((*position.top, *position.asked))}
+
     return {
-        "tokens": tokens,
+        "tokens": [token.text for token in tokens],
         "token_logprobs": [None if isinstance(position, int) else position.chosen.logprob for position in positions],
-        "top_logprobs": tops,
-        "text_offset": offsets[: len(tokens)],
+        "top_logprobs": Items(lambda: map(top, positions)),
+        "text_offset": [offsets.add(token) for token in tokens],
+        "bytes": Items(lambda: (None if token.data is None else list(token.data) for token in tokens)),
     }
 
 
@@ -195,15 +328,13 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) 
     """Return log-probabilities as chats have them."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        token = token_text(token_id)
+        return {"token": token.text, "logprob": logprob, "bytes": None if token.data is None else list(token.data)}
 
-    return {
-        "content": [
-            {
-                **entry(position.chosen.token_id, position.chosen.logprob),
-                "top_logprobs": [entry(token.token_id, token.logprob) for token in (*position.top, *position.asked)],
-            }
-            for position in positions
-        ]
-    }
+    def entries(position: PositionLogprobs) -> dict[str, Any]:
+        return {
+            **entry(position.chosen.token_id, position.chosen.logprob),
+            "top_logprobs": [entry(token.token_id, token.logprob) for token in (*position.top, *position.asked)],
+        }
+
+    return {"content": Items(lambda: map(entries, positions))}

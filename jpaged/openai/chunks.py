@@ -19,6 +19,7 @@ from jpaged.openai.bodies import Job, Streaming
 from jpaged.openai.choices import (
     Heading,
     Shown,
+    TextOffsets,
     TokenText,
     chat_logprobs,
     completion_logprobs,
@@ -35,7 +36,7 @@ _MARK = "\x00"
 
 def sent_event(value: object) -> bytes:
     """Return a JSON value as a server-sent event."""
-    return b"data: " + json_text.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    return b"".join((b"data: ", *json_text.pieces(value), b"\n\n"))
 
 
 class Chunks:
@@ -53,10 +54,12 @@ class Chunks:
         self._usages = [Usage() for _ in job.prompts]
         self._told: list[list[PositionLogprobs]] = [[] for _ in job.prompts]
         self._begun: set[int] = set()
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         self._plain: dict[int, tuple[bytes, bytes]] = {}
-        has_more = job.sampling.logprobs is not None or bool(job.sampling.logprob_token_ids)
-        self._is_plain = not (has_more or job.has_token_ids or job.is_only_told or self._how.continuous_usage_stats)
+        self._has_logprobs = job.sampling.logprobs is not None or bool(job.sampling.logprob_token_ids)
+        self._is_plain = not (
+            self._has_logprobs or job.has_token_ids or job.is_only_told or self._how.continuous_usage_stats
+        )
 
     def of(
         self, number: int, event: SequenceDelta, prompt_token_ids: Sequence[int] = (), prompt_text: str = ""
@@ -76,6 +79,8 @@ class Chunks:
         self._told[number] += event.prompt_logprobs
         if not (event.token_ids or event.text or event.finish or event.reasoning_content or event.tool_calls):
             return b""
+        if self._has_logprobs and index not in self._begun and not self._job.is_chat:
+            self._offsets[index] = TextOffsets.of_answer(self._job, prompt_token_ids, self._token_text)
         begin = b"" if index in self._begun else self._begin(number, index, prompt_token_ids, prompt_text)
         self._begun.add(index)
         return begin + self._added(number, index, event)
@@ -137,10 +142,7 @@ class Chunks:
         return self._chunk(choice, number)
 
     def _logprobs(self, index: int, positions: Sequence[Shown]) -> dict[str, Any]:
-        offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(positions, self._token_text, offset)
-        self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        return logprobs
+        return completion_logprobs(positions, self._token_text, self._offsets[index])
 
     def _chunk(self, choice: dict[str, Any], number: int, fields: dict[str, Any] | None = None) -> bytes:
         return sent_event({**self._heading, "choices": [choice], **(fields or {}), **self._usage_so_far(number)})

@@ -2,7 +2,7 @@
 
     in    {"custom_id", "method": "POST", "url": one of `URLS`, "body": {...}}
     out   {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
-          {"id", "custom_id", "response": null, "error": {"code", "message"}}
+          {"id", "custom_id", "response": null, "error": {"code", "message"}}    a line that never ran
 
 A line ends with a line feed, and with nothing else: texts may hold any other character. A line of input that is no
 request becomes a failed line of output, with a custom_id of null where it has none.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpaged import json_text
-from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong, StorageError, reason_of
 from jpaged.openai.bodies import Job, chat_job, check_values, completion_job, loaded, shown
 from jpaged.openai.choices import Heading, TokenText, answer_of
 from jpaged.openai.scoring import ScoringJob, embed_job, score_job
@@ -32,7 +32,55 @@ CHAT_URL = "/v1/chat/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
 SCORE_URL = "/v1/score"
 URLS = (COMPLETIONS_URL, CHAT_URL, EMBEDDINGS_URL, SCORE_URL)
+STATUSES = {
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"),
+    "NOT_FOUND": (404, "not_found_error"),
+    "ALREADY_EXISTS": (409, "conflict_error"),
+    "FAILED_PRECONDITION": (409, "conflict_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "CANCELLED": (499, "cancelled_error"),
+    "INTERNAL": (500, "server_error"),
+    "UNKNOWN": (500, "server_error"),
+    "UNIMPLEMENTED": (501, "unsupported_error"),
+    "UNAVAILABLE": (503, "server_error"),
+    "DEADLINE_EXCEEDED": (504, "timeout_error"),
+}
+"""HTTP status and type by gRPC status. 499 is nginx's status of a client that has gone."""
+_CODES = {"REQUEST_TOO_LONG": "context_length_exceeded", "MODEL_NOT_FOUND": "model_not_found"}
+"""Codes of OpenAI's that clients act on; other errors have their own name."""
+_BODIES = frozenset({"body", "body.file"})
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
+
+
+def status_code_of(error: JpagedError) -> int:
+    """Return the HTTP status that an error becomes."""
+    if isinstance(error, StorageError):
+        return 507
+    return 413 if _is_large_body(error) else STATUSES[error.grpc_status][0]
+
+
+def error_body(error: JpagedError) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    param, message, code = None, str(error), reason_of(error)
+    if isinstance(error, InvalidArgument):
+        param = _name_in_body(error.field)
+        message = f"{param}: {error.problem}"
+    if not _is_large_body(error):
+        code = _CODES.get(code, code)
+    return {"error": {"message": message, "type": STATUSES[error.grpc_status][1], "param": param, "code": code}}
+
+
+def _is_large_body(error: JpagedError) -> bool:
+    return isinstance(error, RequestTooLong) and error.field in _BODIES
+
+
+def _name_in_body(field: str) -> str:
+    """A field of a request by its name in a body."""
+    for prefix in ("sampling.", "chat."):
+        field = field.removeprefix(prefix)
+    return "prompt" if field == "prompt.token_ids" else field
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +201,6 @@ def job_of(line: Line) -> Job:
             "stream": job.streaming,
             "echo": job.has_echo,
             "return_token_ids": job.has_token_ids,
-            "user": job.user,
         }
         for name, is_asked in elsewhere.items():
             if is_asked:
@@ -180,21 +227,18 @@ def response_line(custom_id: str, request_id: str, body: Mapping[str, Any]) -> s
 
 
 def failure_line(custom_id: str | None, error: JpagedError) -> str:
-    """The output line of a request that failed for good."""
-    return _dumped(
-        {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": custom_id,
-            "response": None,
-            "error": {"code": error.grpc_status, "message": str(error)},
-        }
-    )
+    """The output line of a request that failed for good: the status and body that the path answers with."""
+    if isinstance(error, InvalidArgument):
+        error = type(error)(error.field.removeprefix("body."), error.problem)
+    number = uuid.uuid4().hex
+    response = {"status_code": status_code_of(error), "request_id": number, "body": error_body(error)}
+    return _dumped({"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": None})
 
 
 def _dumped(value: Mapping[str, Any]) -> str:
-    line = json_text.dumps(value, ensure_ascii=False) + "\n"
+    custom_id = value["custom_id"]
     try:
-        line.encode()
-    except UnicodeEncodeError:  # half of a character, in a custom_id or in what is said about it
+        (custom_id or "").encode()
+    except UnicodeEncodeError:  # half of a character, in a custom_id or in the error that names it
         return json_text.dumps(value) + "\n"
-    return line
+    return b"".join((*json_text.pieces(value), b"\n")).decode()

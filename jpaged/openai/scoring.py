@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.openai.bodies import name_in, shown, without_nulls
+from jpaged.json_text import Items
+from jpaged.openai.bodies import name_in, shown
+from jpaged.openai.neutral_fields import own_fields
 from jpaged.types import Pooling, SamplingParams, Score, TokenLogprob
 
 _T = TypeVar("_T")
@@ -87,6 +89,11 @@ class SimilarityJob:
         return tuple(dict.fromkeys(text for pair in self.pairs for text in pair))
 
 
+_OF_ALL = {one.name for one in fields(How)}
+_OF_EMBEDDINGS = {*_OF_ALL, "input", "pooling", "encoding_format", "dimensions", "normalize", "user"}
+_OF_SIMILARITIES = {*_OF_ALL, "text_1", "text_2", "pooling"}
+_OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"}
+_OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
 ScoringJob = EmbedJob | ScoreJob | SimilarityJob
 
 
@@ -96,7 +103,7 @@ def score_job(given: Mapping[str, Any]) -> ScoreJob | SimilarityJob:
     Raises:
         InvalidArgument: a field is unknown, wrong, or cannot be honoured.
     """
-    body = without_nulls(given)
+    body = own_fields("/v1/score", given, _OF_SCORES)
     is_ours = "prompt" in body or "continuations" in body
     return _loglikelihood_job(body) if is_ours else _similarity_job(body)
 
@@ -107,8 +114,8 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
     Raises:
         InvalidArgument: as `score_job`.
     """
-    body = without_nulls(as_given)
-    how = _how(body, {"input", "pooling", "encoding_format", "dimensions", "normalize", "user"})
+    body = own_fields("/v1/embeddings", as_given, _OF_EMBEDDINGS)
+    how = _how(body, _OF_EMBEDDINGS)
     name_in(body, "user")
     given = body.get("input")
     is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
@@ -124,13 +131,13 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
-    how = _how(body, {"prompt", "continuations"})
+    how = _how(body, _OF_LOGLIKELIHOODS)
     (prompt,) = _texts("prompt", [body.get("prompt")])
     return ScoreJob(prompt, _texts("continuations", body.get("continuations")), how)
 
 
 def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
-    how = _how(body, {"text_1", "text_2", "pooling"})
+    how = _how(body, _OF_SIMILARITIES)
     left, right = (_strings(f"{name}", body.get(name)) for name in ("text_1", "text_2"))
     if len(left) == 1:
         left *= len(right)
@@ -142,8 +149,8 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
 
 def _how(body: Mapping[str, Any], own: set[str]) -> How:
     """What a body says besides its own fields; refuses what is neither."""
-    for name in body.keys() - own - {one.name for one in fields(How)}:
-        raise InvalidArgument(name[:80], f"is not supported beside {', '.join(sorted(own))}")
+    for name in body.keys() - own:
+        raise InvalidArgument(name[:80], f"is not supported with {', '.join(sorted(own - _OF_ALL))}")
     values = {name: body[name] for name in ("cache_salt", "priority") if name in body}
     try:
         SamplingParams(**values)
@@ -197,27 +204,29 @@ def embeddings_body(
     width = len(vectors[0])
     if job.dimensions not in (None, width):
         raise InvalidArgument("dimensions", f"{job.dimensions} is not {width}, the width of the model's vectors")
-    data = [
-        {"object": "embedding", "index": i, "embedding": _encoded(vector, job.encoding)}
-        for i, vector in enumerate(vectors)
-    ]
-    return _body(model, data, prompt_tokens)
+
+    def data() -> Iterator[dict[str, Any]]:
+        for i, vector in enumerate(vectors):
+            yield {"object": "embedding", "index": i, "embedding": _encoded(vector, job.encoding)}
+
+    return _body(model, Items(data), prompt_tokens)
 
 
 def loglikelihoods_body(job: ScoreJob, scores: Sequence[Score], *, model: str, prompt_tokens: int) -> dict[str, Any]:
     """The body that answers a ScoreJob: natural logarithms, and whether greedy decoding would have said the same."""
     _require_one_each(job.continuations, scores)
-    data = [
-        {
-            "object": "loglikelihood",
-            "index": i,
-            "logprob": score.logprob,
-            "is_greedy": score.is_greedy,
-            "tokens": [_token_entry(token) for token in score.tokens],
-        }
-        for i, score in enumerate(scores)
-    ]
-    return _body(model, data, prompt_tokens)
+
+    def data() -> Iterator[dict[str, Any]]:
+        for i, score in enumerate(scores):
+            yield {
+                "object": "loglikelihood",
+                "index": i,
+                "logprob": score.logprob,
+                "is_greedy": score.is_greedy,
+                "tokens": [_token_entry(token) for token in score.tokens],
+            }
+
+    return _body(model, Items(data), prompt_tokens)
 
 
 def _token_entry(token: TokenLogprob) -> dict[str, Any]:
@@ -237,7 +246,7 @@ def similarities_body(
     return _body(model, data, prompt_tokens)
 
 
-def _body(model: str, data: list[dict[str, Any]], prompt_tokens: int) -> dict[str, Any]:
+def _body(model: str, data: Iterable[object], prompt_tokens: int) -> dict[str, Any]:
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     return {"object": "list", "created": int(time.time()), "model": model, "data": data, "usage": usage}
 

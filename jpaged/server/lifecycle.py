@@ -238,10 +238,11 @@ class Server:
         self._stop.set()
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT become `request_stop`."""
+        """SIGTERM and SIGINT become `request_stop`; SIGHUP reads keys and certificates again."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._gate.reload)
 
     def _health_now(self) -> Health:
         return Health(self.state.is_live, self.state.is_ready)

@@ -2,7 +2,7 @@
 
     bytes that are no message     gRPC would answer UNKNOWN and log a trace       INVALID_ARGUMENT, and what is wrong
     a call without a message      would stay open until its connection ends       INVALID_ARGUMENT
-    a method that is not here     reads its name as UTF-8, and dies if it is not  UNIMPLEMENTED
+    a method that is not here     reads its name as UTF-8, and dies if it is not  a key, then UNIMPLEMENTED
     a peer that is gone           a trace for each call that it had open          a line for those who debug
     connections that do nothing   are kept, as many as come                       closed after a time, and few
     large messages at one time    are held in memory, as many as come             RESOURCE_EXHAUSTED, as a full queue
@@ -89,7 +89,9 @@ def make_server(options: ServerOptions, max_message_bytes: int, door: Door) -> a
     core, _core.AioServer = _core.AioServer, _Core
     try:
         decoding = _Decoding(max_message_bytes, door)
-        return aio.server(options=_arguments(options, max_message_bytes), interceptors=(decoding,))
+        server = aio.server(options=_arguments(options, max_message_bytes), interceptors=(decoding,))
+        server._server.unknown = door.unknown()  # type: ignore[attr-defined]  # a `_Core`
+        return server
     finally:
         _core.AioServer = core
 
@@ -239,16 +241,17 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return not is_of_peer
 
 
-_NO_METHODS = SimpleNamespace(resolve_handler=lambda details: None)
-"""The answer to a look-up of a method that is not registered: there is none."""
-
-
 class _Core(_AioServer):
     """gRPC's own server, but for calls of methods that are not here.
 
     Those that are here are told apart by gRPC core. Of the others grpc.aio reads the name in its accepting loop, as
-    UTF-8, and the loop ends with the error: one call would end the server. Here nobody reads the name.
+    UTF-8, and the loop ends with the error: one call would end the server. This class never reads the name.
+
+    Attributes:
+        unknown: the handler of those methods.
     """
+
+    unknown: Any = None
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
         if method is not None:
@@ -257,11 +260,12 @@ class _Core(_AioServer):
         return asyncio.ensure_future(self._refuse_others())
 
     async def _refuse_others(self) -> None:
-        """Answers UNIMPLEMENTED until the server stops."""
+        """Answers by `unknown` until the server stops."""
+        methods = SimpleNamespace(resolve_handler=lambda details: self.unknown)
         loop, name, refusals = asyncio.get_running_loop(), "unknown", set[asyncio.Task[None]]()
         while True:
             call = await self._request_call()
-            refusal = _core._handle_rpc(name, _NO_METHODS, (), call, loop, False)
+            refusal = _core._handle_rpc(name, methods, (), call, loop, False)
             task = loop.create_task(_core._schedule_rpc_coro(refusal, call, loop, name))
             refusals.add(task)  # the loop itself keeps no reference
             task.add_done_callback(refusals.discard)

@@ -22,6 +22,8 @@ LIVENESS, READINESS = "liveness", "readiness"
 """Names that grpc.health.v1 is asked for, beside those of services; "" is readiness."""
 _NUM_THREADS = 2
 _MAX_CALLS = 16
+_IDLE_MS, _HANDSHAKE_MS = 10_000, 2_000
+"""Connections that do nothing end after these times, so that strangers do not use up the files of the process."""
 
 
 class Health(NamedTuple):
@@ -65,7 +67,11 @@ class ProbeServer:
     def __init__(self, health: Callable[[], Health], host: str, port: int) -> None:
         self._server = grpc.server(
             ThreadPoolExecutor(_NUM_THREADS, "jpaged-probes"),
-            options=[("grpc.so_reuseport", 0)],
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_connection_idle_ms", _IDLE_MS),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ],
             maximum_concurrent_rpcs=_MAX_CALLS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(_Probes(health), self._server)

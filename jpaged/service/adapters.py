@@ -25,9 +25,13 @@ class Adapters:
     Args:
         read: the matrices of a path; None where the model takes no adapters.
         max_num: adapters at one time.
+        model_name: of the model, which no adapter can have: bodies name either by their `model`.
     """
 
-    def __init__(self, read: Callable[[str], Adapter] | None = None, max_num: int = 0) -> None:
+    def __init__(
+        self, read: Callable[[str], Adapter] | None = None, max_num: int = 0, model_name: str | None = None
+    ) -> None:
+        self._model_name = model_name
         self._read = read
         self._max_num = max_num
         self._numbers = itertools.count(1)
@@ -61,6 +65,8 @@ class Adapters:
         """
         read = self._require_on()
         require_name("name", name)
+        if name == self._model_name:
+            raise InvalidArgument("name", f"{name!r} is the name of the model: choose another for the adapter")
         if not path:
             raise InvalidArgument("path", "is empty: name the folder of the adapter")
         require_whole_characters("path", path)
@@ -103,6 +109,10 @@ class Adapters:
         """Those that requests can have, in the order in which they were loaded."""
         with self._lock:
             return tuple(adapter for adapter in self._adapters.values() if adapter is not None)
+
+    def names(self) -> frozenset[str]:
+        """Return the names of the adapters that requests can have."""
+        return frozenset(adapter.name for adapter in self.loaded())
 
     def _find(self, name: str, field: str) -> LoadedAdapter:
         adapter = self._adapters.get(name)

@@ -16,11 +16,12 @@ from typing import Any
 from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
+from jpaged.engine.scheduling.editing import nothing_left
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.answers import ChatAnswers
-from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, text_bytes
+from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, read_messages, text_bytes
 from jpaged.service.chat.structural_tag import naming_tools
 from jpaged.service.continuing import check_generated, continue_request
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
@@ -106,10 +107,16 @@ class InputProcessor:
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
         if prompt.fills_length:
-            sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(len(token_ids), sampling))
+            most = self._max_tokens(len(token_ids), sampling)
+            if prompt.max_filled is not None:
+                most = max(sampling.max_tokens, min(most, prompt.max_filled))
+            sampling = dataclasses.replace(sampling, max_tokens=most)
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
+        outputs = sampling.structured_outputs
+        if outputs is not None and not outputs.has_constraint:  # options of a constraint that nothing has brought
+            sampling = dataclasses.replace(sampling, structured_outputs=None)
         for place, one in enumerate(prompt.generated):
             self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
         bad_word_ids = self._bad_word_ids(sampling)
@@ -133,6 +140,9 @@ class InputProcessor:
             thinking=thinking,
         )
         if not prompt.generated:
+            forbidden = nothing_left(request, token_ids, self.eos_token_ids, self._geometry.vocab_size)
+            if forbidden is not None:
+                raise forbidden
             return request
         return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
 
@@ -148,21 +158,21 @@ class InputProcessor:
 
     def naming_errors(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> AbstractContextManager[None]:
         """Inside, errors of the grammar of a request that was made of these name what the caller gave."""
-        outputs = request.sampling.structured_outputs
-        if outputs is None or sampling.structured_outputs is not None:
+        outputs, given = request.sampling.structured_outputs, sampling.structured_outputs
+        if outputs is None or (given is not None and given.has_constraint):
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""
-        num_kept = sampling.truncate_prompt_tokens
+        num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_tokens
         if num_kept == -1:
-            num_kept = max(1, self._geometry.max_model_len - sampling.max_tokens)
+            num_kept = max(1, self._geometry.max_model_len - max_tokens)
         if prompt.token_ids is not None:
             given = prompt.token_ids if num_kept is None else prompt.token_ids[-num_kept:]
-            self._check_length(len(given), sampling)
+            self._check_length(len(given), sampling, max_tokens)
             return self._checked_ids("prompt.token_ids", given)
-        max_bytes = self._max_prompt_bytes(sampling.max_tokens)
+        max_bytes = self._max_prompt_bytes(max_tokens)
         if num_kept is not None:
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
@@ -170,7 +180,7 @@ class InputProcessor:
         else:
             token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes)
         token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
-        self._check_length(len(token_ids), sampling)
+        self._check_length(len(token_ids), sampling, max_tokens)
         return token_ids
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -226,14 +236,18 @@ class InputProcessor:
             raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
         if len(messages) > MAX_CHAT_MESSAGES:
             raise InvalidArgument("chat.messages", f"{len(messages)} messages; at most {MAX_CHAT_MESSAGES}")
+        messages = read_messages(messages)
+        if options.continue_final_message and not messages[-1]["content"] and messages[-1].get("tool_calls"):
+            raise InvalidArgument("continue_final_message", "needs a last message whose content can be continued")
         num_bytes = messages_bytes(messages) + (options.num_bytes if options.is_laid_out else 0)
         limit = max(max_bytes, MIN_MAX_CHAT_BYTES)
         if num_bytes > limit:
             raise RequestTooLong("chat.messages", f"{num_bytes} bytes, over the limit of {limit}: {self._limits()}")
         plain = for_template(messages, max_bytes=limit)
-        if options.is_laid_out and self.tokenizer.has_chat_template:
-            if not isinstance(self.tokenizer, LaysOutTools):
-                raise Unsupported("tools: this model's tokenizer lays out messages alone")
+        has_layout = isinstance(self.tokenizer, LaysOutTools)
+        if options.is_laid_out and self.tokenizer.has_chat_template and not has_layout:
+            raise Unsupported("tools: this model's tokenizer lays out messages alone")
+        if options.is_laid_out and isinstance(self.tokenizer, LaysOutTools):
             return self._known("chat.messages", self.tokenizer.chat_ids(plain, options, max_bytes=max_bytes))
         return self._known("chat.messages", self.tokenizer.apply_chat_template(plain, max_bytes=max_bytes))
 
@@ -258,8 +272,8 @@ class InputProcessor:
         wrong = next(one for one in ids if type(one) is not int or not 0 <= one < vocab_size)
         raise InvalidArgument(field, f"{wrong!r} is not a token id from 0 to {vocab_size - 1}")
 
-    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        max_tokens, geometry = sampling.max_tokens, self._geometry
+    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int) -> None:
+        geometry = self._geometry
         total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
         if num_rows > geometry.max_num_seqs:
             name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
@@ -291,11 +305,6 @@ class InputProcessor:
             for text in (word.strip(), f" {word.strip()}"):
                 ids = self._known("sampling.bad_words", self.tokenizer.encode(text, add_special_tokens=False))
                 found[tuple(ids)] = None
-        allowed = sampling.allowed_token_ids
-        if allowed is not None and all((token_id,) in found for token_id in allowed):
-            raise InvalidArgument(
-                "sampling.bad_words", "forbid every token of allowed_token_ids: nothing can be sampled"
-            )
         return tuple(ids for ids in found if ids)
 
     def _check_beams(self, sampling: SamplingParams) -> None:

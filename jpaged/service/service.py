@@ -30,6 +30,7 @@ from jpaged.errors import (
     AlreadyExists,
     InvalidArgument,
     JpagedError,
+    ModelNotFound,
     NotFound,
     PermissionDenied,
     QueueFull,
@@ -373,7 +374,7 @@ class Service:
     def _model(self, name: str | None) -> LoadedModel:
         model = self.state.serving()
         if name is not None and name != model.model.name:
-            raise NotFound(f"model: {name!r} is not served here; {model.model.name!r} is")
+            raise ModelNotFound(f"model: {name!r} is not served here; {model.model.name!r} is")
         return model
 
     def controlled(self, method: str, name: str, model: LoadedModel) -> LoadedModel:

@@ -7,6 +7,7 @@ thinking.py budgets of thinking, as grammars
 
 from jpaged.structured.grammar import Grammar, GrammarBatch, GrammarMasks, GrammarState, StatesOneByOne
 from jpaged.structured.outputs import (
+    JSON_WHITESPACE,
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
     Kind,
@@ -14,9 +15,10 @@ from jpaged.structured.outputs import (
     response_format_of,
     structured_outputs_of,
 )
-from jpaged.structured.thinking import ThinkingBudget, ThinkingGrammar
+from jpaged.structured.thinking import TagTexts, ThinkingBudget, ThinkingGrammar
 
 __all__ = [
+    "JSON_WHITESPACE",
     "MAX_CHOICES",
     "MAX_GRAMMAR_BYTES",
     "Grammar",
@@ -26,6 +28,7 @@ __all__ = [
     "Kind",
     "StatesOneByOne",
     "StructuredOutputs",
+    "TagTexts",
     "ThinkingBudget",
     "ThinkingGrammar",
     "response_format_of",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jpaged import json_text
@@ -20,6 +20,11 @@ MAX_CHOICES = 4096
 MAX_PATTERN_CHARS = 1024
 """Characters of `whitespace_pattern`."""
 FIELD = "sampling.structured_outputs"
+JSON_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
+"""Whitespace between parts of JSON by default: compact, spaced and indented texts, and no run without an end.
+
+llama.cpp has the same bound. Without one, models write whitespace until `max_tokens` (xgrammar's issue 412).
+"""
 
 
 class Kind(enum.Enum):
@@ -34,11 +39,14 @@ class Kind(enum.Enum):
 
 
 _OF_JSON = (Kind.JSON, Kind.JSON_OBJECT, Kind.STRUCTURAL_TAG)
+_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "always_complete")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """One constraint, and options of it. What is out of range raises `InvalidArgument`.
+
+    Options without a constraint are those of the constraint that a `response_format` or tools bring.
 
     A schema and a structural tag may be given as text or as the value that the text stands for; they are kept as text,
     in the order of the caller, for that is the order of an object's properties.
@@ -50,7 +58,8 @@ class StructuredOutputs:
         grammar: a grammar in EBNF (with `::=`) or Lark.
         json_object: True asks for any JSON object.
         structural_tag: free text with constrained parts, as JSON.
-        whitespace_pattern: a regular expression of the whitespace that may stand between parts of JSON.
+        whitespace_pattern: a regular expression of the whitespace that may stand between parts of JSON; None is the
+            server's, which is JSON_WHITESPACE unless an operator sets another.
         disable_any_whitespace: JSON comes without whitespace between its parts.
         disable_additional_properties: objects whose schema names properties, and says nothing of others, have no
             others.
@@ -73,7 +82,7 @@ class StructuredOutputs:
         self._check_flags()
         kinds = [kind for kind in Kind if getattr(self, kind.value) not in (None, False) or self._is_schema_false(kind)]
         names = ", ".join(kind.value for kind in Kind)
-        if len(kinds) != 1:
+        if len(kinds) > 1 or not (kinds or self._has_options):
             found = " and ".join(kind.value for kind in kinds) or "none"
             raise InvalidArgument(FIELD, f"has {found}: must have exactly one of {names}")
         for name in ("json", "structural_tag"):
@@ -85,7 +94,30 @@ class StructuredOutputs:
         if self.choice is not None:
             self._check_choice(self.choice)
             object.__setattr__(self, "choice", tuple(self.choice))
-        self._check_whitespace(kinds[0])
+        self._check_whitespace(kinds[0] if kinds else None)
+
+    @property
+    def has_constraint(self) -> bool:
+        """False for options alone."""
+        return any(getattr(self, kind.value) not in (None, False) for kind in Kind)
+
+    def with_options(self, options: StructuredOutputs | None) -> StructuredOutputs:
+        """Return this constraint with the options of another value.
+
+        Raises:
+            InvalidArgument: the other value has a constraint too, or an option does not fit this one.
+        """
+        if options is None:
+            return self
+        if options.has_constraint:
+            raise InvalidArgument(
+                FIELD, f"has {options.kind.value}: must have options alone next to another constraint"
+            )
+        return replace(self, **{name: getattr(options, name) for name in _OPTIONS})
+
+    @property
+    def _has_options(self) -> bool:
+        return self.whitespace_pattern is not None or any(getattr(self, name) for name in _OPTIONS[1:])
 
     @property
     def kind(self) -> Kind:
@@ -124,9 +156,9 @@ class StructuredOutputs:
         if (total := sum(len(text.encode()) for text in choice)) > MAX_GRAMMAR_BYTES:
             raise InvalidArgument(name, f"{total} bytes in all, over the limit of {MAX_GRAMMAR_BYTES}")
 
-    def _check_whitespace(self, kind: Kind) -> None:
+    def _check_whitespace(self, kind: Kind | None) -> None:
         for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
-            if getattr(self, name) and kind not in _OF_JSON:
+            if getattr(self, name) and kind is not None and kind not in _OF_JSON:
                 raise InvalidArgument(f"{FIELD}.{name}", f"is of JSON alone, and has no part in {kind.value}")
         if self.whitespace_pattern is None:
             return
@@ -199,7 +231,8 @@ def _check_text(name: str, text: object) -> None:
     except UnicodeEncodeError as error:
         what = f"is not UTF-8: {text[error.start]!a} at character {error.start}"
         raise InvalidArgument(f"{FIELD}.{name}", what) from error
-    if not text.strip() and name != "whitespace_pattern":
+    may_be_blank = name in ("regex", "whitespace_pattern") or name.startswith("choice")
+    if not (text if may_be_blank else text.strip()) and name != "whitespace_pattern":
         raise InvalidArgument(f"{FIELD}.{name}", "is empty")
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidArgument(f"{FIELD}.{name}", f"{num_bytes} bytes, over the limit of {MAX_GRAMMAR_BYTES}")

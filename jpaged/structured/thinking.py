@@ -6,7 +6,7 @@ closing tag is due.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,26 +15,58 @@ from numpy.typing import NDArray
 from jpaged.structured.grammar import Grammar, GrammarState
 
 
+@dataclass(frozen=True, slots=True)
+class TagTexts:
+    """The tags as text, for models that cut them otherwise than their tokenizer does.
+
+    Attributes:
+        open_tag: what reasoning begins with.
+        close_tag: what it ends with.
+        text_of: returns the text of one token, special tokens included.
+    """
+
+    open_tag: str
+    close_tag: str
+    text_of: Callable[[int], str]
+
+
 class ThinkingBudget:
-    """Told each token of one sequence; says which token must come next. Not for several threads.
+    """Token counter of one sequence that forces the closing tag when the budget is used up. Not for several threads.
 
-    All thinking of a sequence is of one budget: when it is used up, what is opened again is closed at once. The tags
-    count nothing; of a closing tag of several tokens those that come before the last count until it is whole.
+    All thinking of a sequence has one budget: when it is used up, a second opening is closed at once. The tags count
+    nothing; of a closing tag of several tokens those that come before the last count until it is whole.
 
-    Where a tag is several tokens that a tokenizer could also cut otherwise beside other text, one that the model writes
-    so goes unseen; those of reasoning models are tokens of their own.
+    With `texts` a tag is found in the text of the tokens however they cut it, the opening one at the start alone: an
+    answer may quote it. Without, and for an opening tag elsewhere, the tokens must be those of the tokenizer.
 
     Args:
-        open_ids: the opening tag's tokens; none where a sequence only ever begins open.
+        open_ids: the opening tag's tokens; empty if a sequence only ever begins open.
         close_ids: the closing tag's, at least one.
         budget: tokens of thinking, 0 or more.
         is_open_at_start: the prompt ends with the opening tag.
+        texts: the same tags as text.
     """
 
-    __slots__ = ("_budget", "_close_ids", "_num_matched", "_num_used", "_open_ids", "is_open")
+    __slots__ = (
+        "_budget",
+        "_close_ids",
+        "_is_at_start",
+        "_num_matched",
+        "_num_used",
+        "_open_ids",
+        "_pieces",
+        "_texts",
+        "is_open",
+    )
 
     def __init__(
-        self, open_ids: Sequence[int], close_ids: Sequence[int], budget: int, *, is_open_at_start: bool
+        self,
+        open_ids: Sequence[int],
+        close_ids: Sequence[int],
+        budget: int,
+        *,
+        is_open_at_start: bool,
+        texts: TagTexts | None = None,
     ) -> None:
         if not close_ids:
             raise ValueError("close_ids must hold at least one token")
@@ -43,38 +75,88 @@ class ThinkingBudget:
         self._open_ids = tuple(open_ids)
         self._close_ids = tuple(close_ids)
         self._budget = budget
+        self._texts = texts
         self._num_used = 0
         self._num_matched = 0
+        self._pieces: tuple[str, ...] = ()
+        self._is_at_start = not is_open_at_start
         self.is_open = is_open_at_start
 
     @property
     def num_used(self) -> int:
-        """Tokens of thinking so far."""
+        """Tokens of thinking up to now."""
         return self._num_used
 
     def push(self, token_id: int) -> None:
-        """Takes note of the token that has come."""
+        """Take note of the next token."""
         tag = self._close_ids if self.is_open else self._open_ids
         self._num_used += self.is_open
-        if not tag:
-            return
-        self._num_matched = _next_match(tag, self._num_matched, token_id)
-        if self._num_matched == len(tag):
-            self._num_used -= len(tag) if self.is_open else 0
-            self._num_matched = 0
-            self.is_open = not self.is_open
+        is_whole = False
+        if tag:
+            self._num_matched = _next_match(tag, self._num_matched, token_id)
+            is_whole = self._num_matched == len(tag)
+        if not (self._texts is not None and self._read(self._texts, token_id)) and is_whole:
+            self._pieces = ()
+            self._toggle(len(tag))
 
     def forced(self) -> int | None:
-        """The token that must come next: the next one of the closing tag; None where any may."""
+        """Return the token that must come next, of the closing tag; None if any may."""
         if not self.is_open or self._num_used < self._budget:
             return None
         return self._close_ids[self._num_matched]
 
     def copy(self) -> ThinkingBudget:
-        """Another that goes on from here, for tokens that may be taken back."""
-        twin = ThinkingBudget(self._open_ids, self._close_ids, self._budget, is_open_at_start=self.is_open)
+        """Return another that moves by itself, for tokens that may be taken back."""
+        twin = ThinkingBudget(
+            self._open_ids, self._close_ids, self._budget, is_open_at_start=self.is_open, texts=self._texts
+        )
         twin._num_used, twin._num_matched = self._num_used, self._num_matched
+        twin._pieces, twin._is_at_start = self._pieces, self._is_at_start
         return twin
+
+    def _toggle(self, num_tag_tokens: int) -> None:
+        self._num_used -= num_tag_tokens if self.is_open else 0
+        self._num_matched = 0
+        self._is_at_start = False
+        self.is_open = not self.is_open
+
+    def _read(self, texts: TagTexts, token_id: int) -> bool:
+        """Look for a tag in the text of the last tokens; True if one ends in this one."""
+        if not (self.is_open or self._is_at_start):
+            return False
+        text = texts.text_of(token_id)
+        self._pieces = (*self._pieces, text) if text else self._pieces
+        found = False
+        while self.is_open or self._is_at_start:
+            whole = "".join(self._pieces)
+            tag = texts.close_tag if self.is_open else texts.open_tag
+            at = whole.find(tag) if self.is_open else _at_start(whole, tag)
+            if at is None or at < 0:
+                self._is_at_start = self._is_at_start and at is not None
+                break
+            found = True
+            self._toggle(_num_overlapping(self._pieces, at))
+            self._pieces = (whole[at + len(tag) :],)
+        while self._pieces and sum(map(len, self._pieces[1:])) >= len(texts.close_tag) and self.is_open:
+            self._pieces = self._pieces[1:]
+        return found
+
+
+def _at_start(text: str, tag: str) -> int | None:
+    """Return where a text begins with a tag, -1 if it still may, None if it does not."""
+    rest = text.lstrip()
+    if rest.startswith(tag):
+        return len(text) - len(rest)
+    return -1 if tag.startswith(rest) else None
+
+
+def _num_overlapping(pieces: Sequence[str], at: int) -> int:
+    """Return the number of pieces that end after a place of the joined text."""
+    ends, end = 0, 0
+    for piece in pieces:
+        end += len(piece)
+        ends += end > at
+    return ends
 
 
 def _next_match(tag: Sequence[int], num_matched: int, token_id: int) -> int:

@@ -54,6 +54,14 @@ class EngineCollector(Collector):
         use = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=("model_name",))
         use.add_metric((name,), load.num_blocks_used / load.num_blocks)
         yield use
+        limit = GaugeMetricFamily(
+            "jpaged:pool_limit_blocks",
+            "Blocks of each pool that requests may use; the live page can make them fewer.",
+            labels=("model_name",),
+        )
+        whole = load.num_blocks // max(1, len(replica_loads))
+        limit.add_metric((name,), engine.eyes.limited_to or whole)
+        yield limit
         yield self._ended()
         for field, distribution in DISTRIBUTIONS.items():
             yield self._histogram(distribution.metric.name, distribution.metric.help, engine.histogram(field))

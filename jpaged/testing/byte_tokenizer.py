@@ -48,6 +48,9 @@ class ByteTokenizer:
                 parts += b"<eos>"
         return parts.decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < _NUM_BYTES else b"<eos>" if token_id == self.EOS else b""
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
 
@@ -55,7 +58,8 @@ class ByteTokenizer:
         """Lay out tools, a line each, and messages, whose calls follow what is said."""
         tools = "".join(f"tool: {json_text.dumps(tool.as_json())}\n" for tool in options.shown_tools)
         turns = "".join(f"{message['role']}: {_said(message)}\n" for message in messages)
-        token_ids = self.encode(f"{tools}{turns}assistant: ")
+        text = turns.removesuffix("\n") if options.continue_final_message else turns
+        token_ids = self.encode(f"{tools}{text}{'assistant: ' if options.add_generation_prompt else ''}")
         if len(token_ids) > max_bytes:
             raise RequestTooLong("chat.messages", f"{len(token_ids)} bytes come of them, over {max_bytes}")
         return token_ids
@@ -63,4 +67,4 @@ class ByteTokenizer:
 
 def _said(message: Mapping[str, Any]) -> str:
     calls = [json_text.dumps(call["function"]) for call in message.get("tool_calls") or ()]
-    return " ".join([message.get("content") or "", *calls]).strip() if calls else message["content"]
+    return " ".join([message.get("content") or "", *calls]).strip() if calls else message["content"] or ""

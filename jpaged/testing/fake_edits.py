@@ -32,14 +32,23 @@ class CountedTokens:
                 raise InternalError(f"tokens are to be counted in slot {slot} of {num_slots}")
             self._tokens[slot], self._num_prompt[slot] = list(token_ids), num_prompt
 
-    def edited(self, token_id: int, edits: EditInputs, row: int, context: list[int], vocab_size: int) -> int:
-        """The token that a row samples, which is counted where the row has a slot.
+    def edited(
+        self,
+        token_id: int,
+        edits: EditInputs,
+        row: int,
+        context: list[int],
+        vocab_size: int,
+        banned_ids: frozenset[int] = frozenset(),
+    ) -> int | None:
+        """Return the token that a row samples, counted if the row has a slot; None if nothing is allowed.
 
         Args:
             context: all tokens of the row's sequence.
+            banned_ids: tokens that the row may not sample besides.
 
         Raises:
-            InternalError: its slot counts others, or nothing is allowed.
+            InternalError: its slot counts others.
         """
         record = edits.rows_r[row]
         slot, last = int(record["slots_r"]), int(context[-1])
@@ -48,20 +57,21 @@ class CountedTokens:
             if counted != context:
                 raise InternalError(f"slot {slot} of row {row} counts {counted}, of {context}")
             token_id += _shift(record, counted, self._num_prompt[slot])
-        banned = set[int]()
+        unlikely, allowed = set[int](), set(range(vocab_size)) - banned_ids
         if edits.singles_rx is not None:
             singles = edits.singles_rx[row]
             applies = (singles["after"] == ANY_TOKEN) | (singles["after"] == last)
-            banned = set(singles["ids"][applies & (singles["values"] < 0)].tolist())
-        allowed = [t % vocab_size for t in range(token_id, token_id + vocab_size) if t % vocab_size not in banned]
+            unlikely = set(singles["ids"][applies & (singles["values"] < 0)].tolist())
+            allowed -= set(singles["ids"][applies & np.isneginf(singles["values"])].tolist())
         if edits.mask_rw is not None:
             mask = edits.mask_rw[row].astype(np.uint32)
-            allowed = [t for t in allowed if mask[t // MASK_BITS] >> np.uint32(t % MASK_BITS) & 1]
-        if not allowed:
-            raise InternalError(f"row {row} may sample nothing")
+            allowed = {t for t in allowed if mask[t // MASK_BITS] >> np.uint32(t % MASK_BITS) & 1}
+        likely = allowed - unlikely or allowed
+        in_order = (t % vocab_size for t in range(token_id, token_id + vocab_size))
+        chosen = next((t for t in in_order if t in likely), None)
         if slot:
-            self._tokens[slot].append(allowed[0])
-        return allowed[0]
+            self._tokens[slot].append(chosen or 0)
+        return chosen
 
 
 def _shift(record: np.void, tokens: list[int], num_prompt: int) -> int:

@@ -251,9 +251,11 @@ class FakeExecutor:
             is_sound_r[row] = all(tokens.max() < NAN for tokens in seen.tokens)
             token_ids_r[row] = self.sampled(seen, inputs.rows_r[row], self._geometry.vocab_size)
             if inputs.edits is not None:
-                token_ids_r[row] = self._counted.edited(
-                    int(token_ids_r[row]), inputs.edits, row, seen.context, self._geometry.vocab_size
+                banned = frozenset(inputs.rows_r[row]["banned_token_ids_rx"].tolist())
+                edited = self._counted.edited(
+                    int(token_ids_r[row]), inputs.edits, row, seen.context, self._geometry.vocab_size, banned
                 )
+                token_ids_r[row], is_sound_r[row] = edited or 0, is_sound_r[row] and edited is not None
         self.last_tokens[: len(token_ids_r)] = token_ids_r[: len(self.last_tokens)]
         self.have_ended[:] = False
         return _outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail, self._geometry.vocab_size)

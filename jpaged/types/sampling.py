@@ -15,6 +15,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 32
 MAX_SEED = 2**64 - 1
+MIN_SEED = -(2**63)
+"""Seeds below 0 are those of a signed number of 64 bits."""
 MAX_NUM_SAMPLES = 256
 MAX_BEAM_WIDTH = 16
 """The device reports the 32 likeliest tokens of a row, and a beam needs twice its width."""
@@ -133,8 +135,8 @@ class SamplingParams:
     )
     seed: int | None = param(
         None,
-        "the noise of this request is a function of (seed, sequence index, position) alone; None samples a seed from "
-        "the engine's",
+        "the noise of this request is a function of (seed, sequence index, position) alone; None or -1 samples a seed "
+        "from the engine's; other seeds below 0 count as 64-bit numbers without a sign",
     )
     logprobs: int | None = param(
         None,
@@ -227,7 +229,9 @@ class SamplingParams:
             self._check_number(name, low, high, limit)
         _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer >= 1, or 0 or -1 for all")
         if self.seed is not None:
-            _require(_is_int(self.seed) and 0 <= self.seed <= MAX_SEED, "seed", self.seed, f"from 0 to {MAX_SEED}")
+            is_ok = _is_int(self.seed) and MIN_SEED <= self.seed <= MAX_SEED
+            _require(is_ok, "seed", self.seed, f"from {MIN_SEED} to {MAX_SEED}")
+            object.__setattr__(self, "seed", None if self.seed == -1 else self.seed % 2**64)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= -1), name, value, "an integer >= 0, or -1 for all")

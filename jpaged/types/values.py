@@ -85,6 +85,9 @@ class Prompt:
         generated: what sequences of the request have generated elsewhere.
         fills_length: as many tokens may follow as the model's length and the pool leave; `SamplingParams.max_tokens` is
             the least that must fit.
+        max_filled: with `fills_length`, the most that may follow; None is no limit.
+        is_only_told: the token that is generated is dropped and needs no room: a prompt may have
+            `max_model_len` tokens.
     """
 
     text: str | None = None
@@ -96,6 +99,8 @@ class Prompt:
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
     generated: Sequence[Generated] = ()
     fills_length: bool = False
+    max_filled: int | None = None
+    is_only_told: bool = False
 
     @property
     def size(self) -> int:
@@ -320,6 +325,7 @@ class RequestOutput:
         times: of the engine that ran it; None from a server that does not tell them.
         prompt_logprobs: a place for each token of the prompt, None for the first; None where they were not asked for.
         embedding: the pooled hidden states, where they were asked for.
+        error: why the request failed while others of its batch ran; `outputs` is then empty.
     """
 
     request_id: str
@@ -331,6 +337,7 @@ class RequestOutput:
     times: RequestTimes | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     embedding: tuple[float, ...] | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

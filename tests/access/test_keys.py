@@ -1,8 +1,10 @@
 """The file of keys: what it says, what is refused of it, and what a token finds."""
 
+import asyncio
 import hashlib
 import hmac
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,55 @@ def test_a_link_that_points_elsewhere_has_changed(path: Path, tmp_path: Path) ->
     link.symlink_to(tmp_path / "other")
     gate.look_again()
     assert entered(gate, "a-token-of-acme-9999").tenant == "acme"
+
+
+async def test_a_file_that_blocks_stops_no_reload_of_others_and_not_the_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jpaged.access.gate.RELOAD_INTERVAL_S", 0.01)
+    gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
+    gate.read()
+    is_blocked, blocks = threading.Event(), threading.Event()
+    looks = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def look_at_keys() -> None:
+        is_blocked.set()
+        blocks.wait()
+
+    monkeypatch.setattr(gate, "_look_at_keys", look_at_keys)
+    monkeypatch.setattr(
+        gate, "_look_at_certificates", lambda: is_blocked.is_set() and loop.call_soon_threadsafe(looks.set)
+    )
+    watching = asyncio.create_task(gate.watch())
+    for _ in range(3):
+        looks.clear()
+        await looks.wait()
+    watching.cancel()
+    await asyncio.wait((watching,))
+    await loop.shutdown_default_executor()  # as the end of a loop does
+    assert any(thread.name == "jpaged-look" and thread.daemon for thread in threading.enumerate())
+    blocks.set()
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_read(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
+    gate.read()
+    path.unlink()
+    os.mkfifo(path)
+    gate.look_again()
+    assert "is a pipe" in caplog.text
+    gate.open(entry := Entry(face="grpc", method="", peer=""), [f"Bearer {TOKEN}"], [])
+    assert entry.tenant == "acme"
+
+
+async def test_a_reload_reads_a_file_that_looks_the_same(path: Path) -> None:
+    gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
+    gate.read()
+    before = gate._keys
+    gate.look_again()
+    assert gate._keys is before
+    gate.reload()
+    gate.look_again()
+    assert gate._keys is not before
+    assert gate._keys == before

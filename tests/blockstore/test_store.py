@@ -265,6 +265,16 @@ def test_a_file_that_is_cut_short_under_a_store_turns_it_off_and_ends_nobody(tmp
     store.close()
 
 
+def test_a_folder_that_is_removed_under_a_store_turns_it_off(tmp_path, caplog):
+    store = open_store(tmp_path)
+    keep(store, 1, 2)
+    shutil.rmtree(tmp_path)
+    assert not store.write(key_of(3), memoryview(contents_of(3)))
+    assert not store.is_on and store.counts.num_failures == 1
+    assert "was removed" in caplog.text
+    store.close()
+
+
 CUT = """
 import os
 import sys

@@ -15,7 +15,7 @@ from jpaged.capacity.named_model import find_config
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.orbax import MANIFEST_FILE, PARAMS_FOLDER
 from jpaged.demo import FOLDER
-from jpaged.errors import InvalidArgument, NotFound
+from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from tests.models.tiny import tiny_case, write_checkpoint
 
 
@@ -89,6 +89,39 @@ def test_a_config_that_is_not_an_object_is_refused(text: str, problem: str, tmp_
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InvalidArgument, match=problem):
         hub.read_config(tmp_path)
+
+
+def test_a_folder_of_the_hub_cache_is_its_snapshot(tmp_path: Path) -> None:
+    cached = tmp_path / "models--someone--model"
+    (cached / "refs").mkdir(parents=True)
+    for name in ("first", "second"):
+        (cached / "snapshots" / name).mkdir(parents=True)
+    with pytest.raises(
+        InvalidArgument, match=r"hub cache and holds no snapshot of a whole model; `someone/model` down"
+    ):
+        hub.find_folder(str(cached))
+    (cached / "snapshots" / "second" / "config.json").write_text("{}")
+    assert hub.find_folder(str(cached)) == cached / "snapshots" / "second"
+    (cached / "snapshots" / "first" / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="holds 2 snapshots: name one of them"):
+        hub.find_folder(str(cached))
+    (cached / "refs" / "main").write_text("first")
+    assert hub.find_folder(str(cached)) == cached / "snapshots" / "first"
+
+
+def test_weights_of_modelopt_are_named(tmp_path: Path) -> None:
+    shutil.copytree(hub.find_folder("demo"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(
+        Unsupported, match=r"NVIDIA's ModelOpt \(hf_quant_config\.json\) are not read; take the original"
+    ):
+        hub.read_config(tmp_path)
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    text = (hub.find_folder("demo") / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + text)
+    assert hub.read_config(tmp_path).architecture == hub.read_config(hub.find_folder("demo")).architecture
 
 
 def test_a_fingerprint_is_of_the_contents_wherever_they_are(tmp_path: Path) -> None:

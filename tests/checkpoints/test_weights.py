@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.demo_model.saving import save_params
 from jpaged.checkpoints import weights
 from jpaged.checkpoints.finite import check_finite, finite_flags, finite_on_host
+from jpaged.checkpoints.hub import find_folder, read_config
 from jpaged.checkpoints.weights import Read, load_params
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.errors import InvalidArgument, Unsupported
@@ -141,13 +142,11 @@ def put_in(name: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> 
         (drop("model.norm.weight"), "tensor model.norm.weight [64] is missing"),
         (drop("lm_head.weight"), "tensor lm_head.weight [131, 64] is missing"),
         (drop("model.layers.2.self_attn.k_proj.weight"), "model.layers.2.self_attn.k_proj.weight [64, 64] is missing"),
-        (put_in("model.layers.3.mlp.up_proj.weight", (88, 64)), "1 tensors are not part of LlamaForCausalLM"),
-        (put_in("model.layers.0.self_attn.q_proj.bias", (64,)), "model.layers.0.self_attn.q_proj.bias"),
         (put_in("model.layers.1.mlp.up_proj.weight", (64, 88)), "has shape [64, 88]; config.json makes it [88, 64]"),
         (put_in("model.embed_tokens.weight", (130, 64)), "tensor model.embed_tokens.weight has shape [130, 64]"),
     ],
 )
-def test_a_missing_left_over_or_misshapen_tensor_is_named_with_its_file(
+def test_a_missing_or_misshapen_tensor_is_named_with_its_file(
     change: Callable[[Tensors], object], named: str, tmp_path: Path
 ) -> None:
     case = tiny_case("llama_mha")
@@ -155,6 +154,70 @@ def test_a_missing_left_over_or_misshapen_tensor_is_named_with_its_file(
         load_params(model_of(case), rewrite(case, tmp_path, change), "loop")
     assert named in str(refusal.value)
     assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.3.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "vision.weight"]
+)
+def test_a_tensor_without_a_place_is_named_with_its_file_and_not_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers passes it over."""
+    case = tiny_case("llama_mha")
+    plain = load_params(model_of(case), write_checkpoint(case, tmp_path / "plain"), "loop")
+    folder = rewrite(case, tmp_path / "more", put_in(name, (88, 64)))
+    assert_same_trees(load_params(model_of(case), folder, "loop"), plain)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "checkpoint: 1 tensors are not part of LlamaForCausalLM with this config: "
+        f"{name} ({folder / 'model.safetensors'}); they are not read"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama_mha", "qwen3_tied", "gpt_neox", "falcon_mqa", "gemma3", "qwen3_moe"])
+def test_tensors_of_the_class_without_a_head_have_no_prefix(name: str, tmp_path: Path) -> None:
+    case = tiny_case(name)
+    prefix = {"gpt_neox": "gpt_neox.", "falcon_mqa": "transformer."}.get(name, "model.")
+
+    def strip(stored: Tensors) -> None:
+        for old in list(stored):
+            stored[old.removeprefix(prefix)] = stored.pop(old)
+
+    whole = load_params(model_of(case), write_checkpoint(case, tmp_path / "whole"), "loop")
+    assert_same_trees(load_params(model_of(case), rewrite(case, tmp_path / "bare", strip), "loop"), whole)
+
+
+def test_a_tied_checkpoint_may_hold_its_output_matrix_alone(tmp_path: Path) -> None:
+    case = tiny_case("qwen3_tied")
+
+    def rename(stored: Tensors) -> None:
+        stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+
+    whole = load_params(model_of(case), write_checkpoint(case, tmp_path / "whole"), "loop")
+    assert_same_trees(load_params(model_of(case), rewrite(case, tmp_path / "head", rename), "loop"), whole)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_the_cause_is_named_where_a_file_is_no_file(name: str, tmp_path: Path) -> None:
+    case = tiny_case("llama_mha")
+    pointer, dangling = (write_checkpoint(case, tmp_path / kind) for kind in ("pointer", "dangling"))
+    (pointer / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 269060552\n")
+    (dangling / name).unlink()
+    (dangling / name).symlink_to("../../blobs/0123")
+    for folder, cause in (
+        (pointer, "is a pointer of Git LFS"),
+        (dangling, r"is a link to \.\./\.\./blobs/0123, which is"),
+    ):
+        with pytest.raises(InvalidArgument, match=cause) as refusal:
+            load_params(Model(read_config(find_folder(str(folder))), np.dtype(np.float32)), folder, "loop")
+        assert str(folder / name) in str(refusal.value)
+
+
+def test_the_layout_of_mistral_is_named(tmp_path: Path) -> None:
+    for name in ("consolidated.safetensors", "params.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(Unsupported, match=r"consolidated\.safetensors with params\.json is Mistral's own layout"):
+        find_folder(str(tmp_path))
 
 
 def strip_model(stored: Tensors) -> None:
@@ -174,8 +237,6 @@ def test_opt_checkpoints_are_read_under_both_names(tmp_path: Path) -> None:
     [
         (drop("model.decoder.embed_positions.weight"), "model.decoder.embed_positions.weight [258, 64] is missing"),
         (drop("model.decoder.layers.1.fc1.bias"), "tensor model.decoder.layers.1.fc1.bias [88] is missing"),
-        (put_in("model.decoder.project_in.weight", (64, 32)), "1 tensors are not part of OPTForCausalLM"),
-        (put_in("decoder.layers.0.fc1.weight", (88, 64)), "decoder.layers.0.fc1.weight"),
         (put_in("model.decoder.embed_positions.weight", (256, 64)), "[256, 64]; config.json makes it [258, 64]"),
         (put_in("lm_head.weight", (131, 64)), "lm_head.weight differs from model.decoder.embed_tokens.weight"),
     ],
@@ -283,13 +344,23 @@ def test_files_that_are_not_a_checkpoint_are_refused(tmp_path: Path) -> None:
         load_params(model, tmp_path, "loop")
 
 
+def test_an_index_may_omit_a_tensor_or_name_another_shard(tmp_path: Path) -> None:
+    case = tiny_case("llama_mha")
+    whole = load_params(model_of(case), write_checkpoint(case, tmp_path / "whole"), "loop")
+    path = write_shards(case, tmp_path / "shards") / "model.safetensors.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["weight_map"].pop("lm_head.weight")
+    index["weight_map"]["model.norm.weight"] = next(iter(set(index["weight_map"].values())))
+    path.write_text("\ufeff" + json.dumps(index), encoding="utf-8")
+    assert_same_trees(load_params(model_of(case), tmp_path / "shards", "loop"), whole)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (lambda index: index.pop("weight_map"), "must be a JSON object with a weight_map"),
         (lambda index: index["weight_map"].update({"a": "b.safetensors"}), "names 'b.safetensors', which is not in"),
         (lambda index: index["weight_map"].update({"a": "../x/model.safetensors"}), "names '../x/model.safetensors'"),
-        (lambda index: index["weight_map"].pop("lm_head.weight"), "puts tensor lm_head.weight into None"),
         (lambda index: index["weight_map"].update({"extra": "model-00001-of-00003.safetensors"}), "puts tensor extra"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gzip
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import pytest
 
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
 from jpaged.client.batching import targets
-from jpaged.client.results import PASSING, OutputError, Results
+from jpaged.client.results import PASSING, OutputError, Results, failure_in
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from tests.server.harness import eventually, running
@@ -76,21 +77,19 @@ async def test_every_line_gets_its_answer(tmp_path):
     assert found["c4"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     usage = found["c5"]["response"]["body"]["usage"]
     assert usage["total_tokens"] == 128  # no max_tokens in a chat: up to the model's length
-    assert found["c6"]["error"] == {
-        "code": "INVALID_ARGUMENT",
-        "message": "body.echo: True is not supported in a file",
-    }
-    assert found["c7"]["error"]["code"] == "NOT_FOUND"
+    assert error_in(found["c6"])["message"] == "echo: True is not supported in a file"
+    assert found["c7"]["response"]["status_code"] == 404 and error_in(found["c7"])["code"] == "model_not_found"
     for name in ("c9", "c10"):
         choices = found[name]["response"]["body"]["choices"]
         assert [choice["index"] for choice in choices] == [0, 1]
         assert choices[0]["text"] != choices[1]["text"]
     assert found["c9"]["response"]["body"]["usage"]["completion_tokens"] == 12
-    assert "over max_model_len (128)" in found["c8"]["error"]["message"]
+    assert "over max_model_len (128)" in error_in(found["c8"])["message"]
+    assert (error_in(found["c8"])["code"], error_in(found["c8"])["param"]) == ("context_length_exceeded", "prompt")
     assert (summary.num_succeeded, summary.num_failed, summary.num_skipped) == (8, 3, 0)
     assert seen[-1] == summary
     assert summary.completion_tokens == sum(
-        line["response"]["body"]["usage"]["completion_tokens"] for line in found.values() if line["response"]
+        line["response"]["body"]["usage"]["completion_tokens"] for line in found.values() if failure_in(line) is None
     )
 
 
@@ -135,7 +134,7 @@ async def test_a_request_that_takes_too_long_is_a_failed_line(tmp_path):
         harness.faults.gate.clear()
         summary = await run_batch(BatchOptions(source, target, harness.target, timeout_s=0.2), ignore)
     assert summary.num_failed == 1
-    assert results(target)["c0"]["error"]["code"] == "DEADLINE_EXCEEDED"
+    assert error_in(results(target)["c0"])["code"] == "DEADLINE_EXCEEDED"
 
 
 @pytest.mark.long
@@ -194,6 +193,49 @@ def test_options_out_of_bounds_are_named(name, value):
     options: dict[str, Any] = {name: value}
     with pytest.raises(InvalidArgument, match=r"--(max-concurrency|timeout): "):
         BatchOptions(Path("in"), Path("out"), "x:1", **options)
+
+
+def error_in(line: dict[str, Any]) -> dict[str, Any]:
+    error: dict[str, Any] = line["response"]["body"]["error"]
+    return error
+
+
+@pytest.mark.parametrize("status", [499, 500, 503, 504, 400, 404, 413, 429, 501])
+def test_the_status_of_a_failed_line_tells_if_it_runs_again(status: int) -> None:
+    body = {"error": {"code": "X"}}
+    code = failure_in({"response": {"status_code": status, "body": body}, "error": None})
+    assert (code in PASSING) == (status in (499, 500, 503, 504))
+    assert failure_in({"response": {"status_code": 200, "body": {}}, "error": None}) is None
+
+
+async def test_gzip_is_read_and_written_and_resumed(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl.gz"
+    plain = write_input(tmp_path / "in", [*simple(3), (COMPLETIONS, {"prompt": "x", "temperature": -1})])
+    source.write_bytes(gzip.compress(plain.read_bytes()))
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(text) for text in gzip.decompress(target.read_bytes()).splitlines()]
+
+    async with running() as harness:
+        options = BatchOptions(source, target, harness.target)
+        summary = await run_batch(options, ignore)
+        assert (summary.num_succeeded, summary.num_failed) == (3, 1)
+        first = lines()
+        assert sorted(line["custom_id"] for line in first) == ["c0", "c1", "c2", "c3"]
+        target.write_bytes(gzip.compress(b"".join(json.dumps(line).encode() + b"\n" for line in first[:2])))
+        summary = await run_batch(options, ignore)
+        assert summary.num_skipped == 2 and len(lines()) == 4
+        await run_batch(BatchOptions(source, tmp_path / "out", harness.target), ignore)
+        assert len(results(tmp_path / "out")) == 4
+        assert sorted(os.listdir(tmp_path)) == ["in", "in.jsonl.gz", "out", "out.jsonl.gz"]
+        torn = target.read_bytes()[:-9]
+        target.write_bytes(torn)
+        with pytest.raises(InvalidArgument, match="cannot be decompressed"):
+            await run_batch(options, ignore)
+        assert target.read_bytes() == torn
+        source.write_bytes(source.read_bytes()[:-9])
+        with pytest.raises(InvalidArgument, match=r"--input: .* cannot be decompressed"):
+            await run_batch(options, ignore)
 
 
 def failed(custom_id: str, code: str, **more: Any) -> str:
@@ -260,7 +302,7 @@ async def test_bad_lines_are_failed_lines_among_the_others(tmp_path):
             summary = await run_batch(options, ignore)
             assert (summary.num_lines, summary.num_skipped) == (7, num_skipped)
             lines = [json.loads(text) for text in target.read_text().split("\n")[:-1]]
-            codes = [(line["custom_id"], line["error"] and line["error"]["code"]) for line in lines]
+            codes = [(line["custom_id"], failure_in(line)) for line in lines]
             expected: list[Any] = [(name, "INVALID_ARGUMENT") for name in ("half", "\udc00", "huge", None, None)]
             assert sorted(codes, key=str) == sorted([("c0", None), ("c1", None), *expected], key=str)
             assert summary.has_failures
@@ -285,7 +327,7 @@ async def test_a_message_over_grpcs_limit_is_a_failed_line(tmp_path):
     async with running() as harness:
         summary = await run_batch(BatchOptions(source, target, harness.target), ignore)
     assert (summary.num_failed, summary.num_retries) == (1, 0)
-    assert results(target)["c0"]["error"]["code"] == "RESOURCE_EXHAUSTED"
+    assert error_in(results(target)["c0"])["code"] == "LIMIT_EXCEEDED"
 
 
 async def test_two_runs_never_share_an_output(tmp_path):

@@ -87,8 +87,9 @@ class Server:
         if self.ports is not None and self.ports != {server.port, server.metrics_port}:
             yield f"ports are {sorted(self.ports)}; the server opens {server.port} and {server.metrics_port}"
         for name, port in self.probed.items():
-            if port != server.port:
-                yield f"{name} asks port {port}; the server listens on {server.port}"
+            answering = server.port if server.probe_port is None else server.probe_port
+            if port != answering:
+                yield f"{name} asks port {port}; the server answers health on {answering}"
         if self.probed and server.host != "0.0.0.0":
             yield f"listens on {server.host}, where nothing outside reaches it"
         needed_s = self.sleep_s + server.shutdown_timeout + FLUSH_S

@@ -86,7 +86,7 @@ def test_an_accelerators_image_has_its_extra(name):
         (
             'CMD ["jpaged", "health"]',
             'CMD ["jpaged", "health", "localhost:1"]',
-            "HEALTHCHECK asks port 1; the server listens on 50051",
+            "HEALTHCHECK asks port 1; the server answers health on 50051",
         ),
         ("HEALTHCHECK --interval=10s", "LABEL a=", "[] does not run jpaged"),
         ('"--metrics-port", "9400"', '"--metric-port", "9400"', "--metric-port"),

@@ -8,14 +8,15 @@ from pathlib import Path
 from docs.site.links import ROOT
 
 
-def undefined_names(pages: dict[str, str], folder: Path) -> list[str]:
+def undefined_names(pages: dict[str, str], folder: Path) -> list[tuple[str, str]]:
     """Return the names that the Python of each page uses and neither imports nor defines, and errors of syntax."""
     for name, page in pages.items():
         (folder / f"{name}.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     command = (sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "concise")
     done = subprocess.run([*command, folder], capture_output=True, text=True, check=False)
     assert done.stderr == ""
-    return re.findall(r"^.*/(\w+\.py:\d+):\d+: (.*)$", done.stdout, re.MULTILINE)
+    found = re.finditer(r"^.*/(\w+\.py:\d+):\d+: (.*)$", done.stdout, re.MULTILINE)
+    return [(one[1], one[2]) for one in found]
 
 
 def test_the_python_of_every_page_defines_what_it_uses(tmp_path):

@@ -53,9 +53,8 @@ def engine_of(llm: LLM) -> Engine:
 
 def check_at_rest(llm: LLM) -> None:
     """Nothing runs, every block came back, and no program was compiled while serving."""
-    engine = llm._serving.engine
-    engine.check()
-    load = engine.load()
+    load = llm.load()  # after the last step
+    llm._serving.engine.check()
     assert (load.num_running, load.num_waiting, load.num_blocks_used) == (0, 0, 0)
     assert load.num_blocks_free == load.num_blocks
     assert load.num_compiles_after_warm_up == 0

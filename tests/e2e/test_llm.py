@@ -104,19 +104,6 @@ def test_a_prompt_whose_keys_are_its_own_is_not_cached(llm: LLM) -> None:
         assert answer.usage.cached_tokens == cached
 
 
-def test_what_was_interrupted_leaves_its_places_to_the_next_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, params = engine_of(llm), SamplingParams(seed=5, max_tokens=2, ignore_eos=True)
-
-    def interrupt() -> bool:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "step", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([PROMPT] * 20, params)
-    assert len(llm.generate([PROMPT] * 20, params)) == 20
-
-
 class Bar:
     """What a caller's own `use_tqdm` made, and what it was told."""
 
@@ -143,16 +130,21 @@ def test_a_bar_of_the_callers_own_is_told_of_every_prompt(llm: LLM) -> None:
     assert re.fullmatch(r"input: [\d.]+ tok/s, output: [\d.]+ tok/s", bar.postfix)
 
 
-def test_a_bar_is_closed_when_the_call_is_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> bool:
+class InterruptedBar(Bar):
+    """Ctrl-C comes when the first prompt is done."""
+
+    def update(self, count: int) -> None:
+        super().update(count)
         raise KeyboardInterrupt
 
+
+def test_what_was_interrupted_closes_its_bar_and_leaves_its_places_to_the_next_call(llm: LLM) -> None:
     Bar.made.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_of(llm), "step", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([PROMPT] * 2, use_tqdm=Bar)
-    assert [(bar.shown, bar.num_closed) for bar in Bar.made] == [(0, 1)]
+    params = SamplingParams(seed=5, max_tokens=2, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 20, params, use_tqdm=InterruptedBar)
+    assert [(bar.shown, bar.num_closed) for bar in Bar.made] == [(1, 1)]
+    assert len(llm.generate([PROMPT] * 20, params)) == 20
 
 
 @pytest.mark.parametrize(("is_terminal", "use_tqdm"), [(True, True), (True, False), (False, True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -230,6 +231,22 @@ def test_parse_special_tokens_is_whether_those_in_a_prompt_count() -> None:
             (chat,) = llm.chat([{"role": "user", "content": "<|user|>tell me a story"}], one)
         assert plain.prompt_token_ids.count(user) == num_plain
         assert (chat.prompt_token_ids.count(user), chat.prompt_token_ids.count(assistant)) == (num_chat, 1)
+
+
+@flips("skip_tokenizer_init")
+def test_skip_tokenizer_init_serves_ids_whatever_the_tokenizer_is(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("broken")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="the tokenizer cannot be loaded"), open_llm(tmp_path, **BASE):
+        pass
+    with open_llm(tmp_path, skip_tokenizer_init=True, **BASE) as llm:
+        (completion,) = generate(llm, random_prompts([5]), GREEDY)
+        assert len(completion.token_ids) == 12
+        with pytest.raises(InvalidArgument, match="this model is served without a tokenizer: send token ids"):
+            llm.generate("a text", GREEDY)
+        with pytest.raises(Unsupported, match="has no chat template: send token ids"):
+            llm.chat([{"role": "user", "content": "hello"}], GREEDY)
 
 
 @flips("seed")

@@ -1,6 +1,9 @@
 """/v1/files and /v1/batches with the real openai client: from the upload to the results, whatever comes between."""
 
 import asyncio
+import contextlib
+import errno
+import io
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,9 +14,13 @@ import httpx2
 import openai
 import pytest
 
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, QueueFull, StorageError
+from jpaged.http.batching import files as files_of_batches
+from jpaged.http.batching import lines as lines_of_batches
+from jpaged.http.batching import store as stores
+from jpaged.http.batching.files import _Uploads
 from jpaged.http.batching.pacing import PRIORITY
-from jpaged.http.batching.store import StorageError, Store
+from jpaged.http.batching.store import Store
 from jpaged.http.batching.values import Batch
 from tests.server.harness import Harness, eventually, running
 
@@ -114,13 +121,18 @@ async def test_lines_that_cannot_be_honoured_fail_by_themselves(tmp_path: Path) 
     async with serving(tmp_path) as (_, client):
         wrong = line("wrong", prompt="a", temperature=-1)
         other = line("other", prompt="a", model="another")
-        batch = await ended(client, (await send(client, jsonl([line("good"), wrong, other]))).id)
+        long = line("long", prompt="a" * 500)
+        batch = await ended(client, (await send(client, jsonl([line("good"), wrong, long, other]))).id)
         assert batch.status == "completed"
-        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 3)
         failed = await results(client, batch.error_file_id)
-        assert failed["wrong"]["error"]["code"] == "INVALID_ARGUMENT"
-        assert failed["wrong"]["error"]["message"].startswith("body.temperature: ")
-        assert failed["other"]["error"]["code"] == "NOT_FOUND" and failed["other"]["response"] is None
+        assert failed["wrong"]["error"] is None and failed["wrong"]["response"]["status_code"] == 400
+        told = failed["wrong"]["response"]["body"]["error"]
+        assert (told["code"], told["param"]) == ("INVALID_ARGUMENT", "temperature")
+        told = failed["long"]["response"]["body"]["error"]
+        assert (told["code"], told["param"]) == ("context_length_exceeded", "prompt")
+        assert failed["other"]["response"]["status_code"] == 404
+        assert failed["other"]["response"]["body"]["error"]["code"] == "model_not_found"
         assert (await results(client, batch.output_file_id)).keys() == {"good"}
 
 
@@ -295,7 +307,8 @@ async def test_names_that_callers_give_are_never_paths(tmp_path: Path) -> None:
 
 
 async def test_files_have_bounds(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_batch_file_size=0.0625, max_batch_storage=0.001) as (harness, client):
+    bounds = {"max_batch_file_size": 0.0625, "max_batch_storage": 0.001, "tenant_batch_share": 1.0}
+    async with serving(tmp_path, **bounds) as (harness, client):
         with pytest.raises(openai.APIStatusError) as large:
             await client.files.create(file=("in.jsonl", b"x" * (1 << 17)), purpose="batch")
         assert large.value.code == "REQUEST_TOO_LONG"
@@ -303,8 +316,9 @@ async def test_files_have_bounds(tmp_path: Path) -> None:
             await client.files.create(file=("in.jsonl", b"x"), purpose="fine-tune")
         for _ in range(17):
             await client.files.create(file=("in.jsonl", b"x" * 63000), purpose="batch")
-        with pytest.raises(openai.RateLimitError, match="max_batch_storage"):
+        with pytest.raises(openai.InternalServerError, match="max_batch_storage") as full:
             await client.files.create(file=("in.jsonl", b"x" * 63000), purpose="batch")
+        assert (full.value.status_code, full.value.response.headers["x-should-retry"]) == (507, "false")
         async with httpx2.AsyncClient(base_url=harness.http_url) as plain:
             for content, kind in (
                 (b"x", "text/plain"),
@@ -379,20 +393,150 @@ async def test_lines_leave_rows_to_callers_and_rank_behind_them(tmp_path: Path) 
         assert (await ended(client, batch.id)).request_counts.completed == 40
 
 
+def batch_of(owner: str, batch_id: str, **fields: Any) -> Batch:
+    known: dict[str, Any] = {
+        "tenant": owner,
+        "endpoint": "/v1/completions",
+        "input_id": f"file-{batch_id}-in",
+        "output_id": f"file-{batch_id}-out",
+        "error_id": f"file-{batch_id}-err",
+        "completion_window": "24h",
+        "created_at": 1,
+        "expires_at": 2,
+    }
+    return Batch(id=batch_id, owner=owner, **{**known, **fields})
+
+
+class Full:
+    """A disk whose files take so many bytes more, and then none, unless the reserve is freed."""
+
+    def __init__(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, *, has_reserve: bool = True
+    ) -> None:
+        self.num_left = num_bytes
+        write = stores._write
+
+        def write_state(path: Path, value: Any) -> None:
+            if self.num_left <= 0 and (has_reserve is False or (root / "reserve").exists()):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(path, value)
+
+        class File(io.FileIO):
+            def write(_, data: Any) -> int:
+                num = min(len(data), max(0, self.num_left))
+                self.num_left -= len(data)
+                if not num:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return super().write(data[:num])
+
+        monkeypatch.setattr(stores, "_write", write_state)
+        monkeypatch.setattr(lines_of_batches, "_opened", lambda path: File(path, "ab"))
+
+
+async def test_a_full_disk_ends_a_batch_with_the_lines_that_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as (_, client):
+        disk = Full(tmp_path, monkeypatch, 2000)
+        batch = await ended(client, (await send(client, jsonl([line(f"r{i}") for i in range(60)]))).id)
+        assert batch.status == "failed"
+        assert [one.code for one in batch.errors.data] == ["storage"]
+        done = await results(client, batch.output_file_id)
+        assert 0 < len(done) == batch.request_counts.completed < 60
+        assert all(one["response"]["status_code"] == 200 for one in done.values())
+        assert disk.num_left < 0 and not (tmp_path / "reserve").exists()
+    monkeypatch.undo()
+    async with serving(tmp_path) as (_, client):
+        again = await client.batches.retrieve(batch.id)
+        assert again == batch
+        assert await results(client, batch.output_file_id) == done
+        assert (tmp_path / "reserve").exists()
+
+
+async def test_an_upload_that_the_disk_does_not_take_is_a_507(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path) as (_, client):
+        await client.files.create(file=("in.jsonl", b"x"), purpose="batch")
+        Full(tmp_path, monkeypatch, 0, has_reserve=False)
+        with pytest.raises(openai.InternalServerError, match="No space left on device") as full:
+            await client.files.create(file=("in.jsonl", b"x"), purpose="batch")
+        assert full.value.status_code == 507
+        assert len(_names(tmp_path, "*/files/*.jsonl")) == 1
+
+
+def _damage(folder: Path, batch_id: str, file_id: str) -> None:
+    (owner,) = folder.glob("*/owner.json")
+    owner.write_text("")
+    (owner.parent / "batches" / f"{batch_id}.json").write_bytes(b"\0" * 100)
+    (owner.parent / "files" / f"{file_id}.json").write_text("[" * 100_000)
+
+
+async def test_a_damaged_state_costs_one_batch(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, client):
+        first = await ended(client, (await send(client, jsonl([line("a")]))).id)
+        second = await ended(client, (await send(client, jsonl([line("b")]))).id)
+    _damage(tmp_path, first.id, first.output_file_id)
+    async with serving(tmp_path) as (_, client):
+        assert [one.id for one in (await client.batches.list()).data] == [second.id]
+        assert (await results(client, second.output_file_id)).keys() == {"b"}
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.retrieve(first.id)
+        third = await ended(client, (await send(client, jsonl([line("c")]))).id)
+        assert third.status == "completed"
+    assert _names(tmp_path, "*/batches/*.damaged") == [f"{first.id}.json.damaged"]
+    assert _names(tmp_path, f"*/files/{first.output_file_id}.jsonl")
+
+
+def test_a_tenant_has_a_share_of_what_others_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MAX_LIVE_BATCHES", 8)
+    monkeypatch.setattr(stores, "MAX_FILES", 8)
+    store = Store(tmp_path, 800, 0.5)
+    for owner, most in (("a", 4), ("b", 2), ("c", 1)):
+        for i in range(most):
+            store.add_batch(batch_of(owner, f"batch_{owner}{i}"))
+            store.add_file(owner, io.BytesIO(b"x" * 100), "f")
+        with pytest.raises(QueueFull, match=f"{most} batches have not ended, the limit is {most}"):
+            store.add_batch(batch_of(owner, f"batch_{owner}more"))
+        with pytest.raises(StorageError, match=f"{most} files are kept, the limit is {most}"):
+            store.add_file(owner, io.BytesIO(b"x"), "f")
+        with pytest.raises(StorageError, match=f"{most}00 of {most}00 bytes are used"):
+            store.grow(owner, 1)
+    store.delete_file("a", store.files("a")[0].id)
+    store.close()
+    store = Store(tmp_path, 800, 0.5)
+    with pytest.raises(StorageError, match="300 of 250 bytes"):
+        store.grow("a", 1)
+    store.close()
+
+
+def test_uploads_of_one_tenant_leave_slots_to_others() -> None:
+    uploads = _Uploads(0.5)
+    with contextlib.ExitStack() as stack:
+        for owner, most in (("a", 8), ("b", 4), ("c", 2)):
+            for _ in range(most):
+                stack.enter_context(uploads.slot(owner))
+            with pytest.raises(QueueFull), uploads.slot(owner):
+                pass
+        with uploads.slot("d"):
+            pass
+    with uploads.slot("a"):
+        assert uploads._num_open == {"a": 1}
+
+
+async def test_a_slow_upload_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_of_batches, "UPLOAD_GRACE_S", 0.1)
+    async with serving(tmp_path) as (harness, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", harness.server.http_port)
+        writer.write(b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n")
+        writer.write(b"content-length: 1000\r\n\r\n--b\r\n")
+        async with asyncio.timeout(60):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 504")
+            assert b"slower than" in await reader.readuntil(b"}}")
+        writer.close()
+
+
 def test_a_batch_that_cannot_be_kept_is_not_run(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 20)
-    batch = Batch(
-        id="batch_a",
-        owner="",
-        tenant="",
-        endpoint="/v1/completions",
-        input_id="file-a",
-        output_id="file-b",
-        error_id="file-c",
-        completion_window="24h",
-        created_at=1,
-        expires_at=2,
-    )
+    batch = batch_of("", "batch_a")
     store.path("", "file-a")  # makes the owner's folders
     (folder,) = tmp_path.glob("*/batches")
     folder.rmdir()

@@ -119,3 +119,34 @@ async def test_a_client_that_leaves_within_its_body_leaves_nothing() -> None:
         writer.close()
         state = harness.server._http._server.server_state  # type: ignore[union-attr]
         await eventually(lambda: not state.connections and not state.tasks)
+
+
+async def test_probes_are_answered_over_the_limit_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "PROBE_TIMEOUT_S", 60.0)
+    async with running(http_port=0, max_connections=4) as harness:
+        idle = [await opened(harness) for _ in range(4 + connections.MAX_PROBES + 20)]
+        for path, status in ((b"/livez", 200), (b"/readyz?x=1", 200), (b"/health", 200), (b"/v1/models", 503)):
+            reader, writer = await opened(harness)
+            writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+            assert (await rest(reader)).startswith(b"HTTP/1.1 %d" % status), path
+            writer.close()
+        reader, writer = await opened(harness)
+        writer.write(HEAD + b"content-length: 2\r\n\r\n{}")
+        assert (await rest(reader)).startswith(b"HTTP/1.1 503")
+        writer.close()
+        for _, writer in idle:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"a: " + b"b" * (80 << 10), b"a:b\r\n" * (20 << 10), b"a" * (80 << 10), b"a:\r\n" * (20 << 10)],
+    ids=range(4),
+)
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_head_of_more_than_64_kib_is_refused_however_many_lines_it_has(head: bytes, ends: bool) -> None:
+    async with running(http_port=0) as harness:
+        reader, writer = await opened(harness)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + head + (b"\r\n\r\n" if ends else b""))
+        assert (await rest(reader)).startswith(b"HTTP/1.1 400")
+        writer.close()

@@ -10,6 +10,7 @@ import pydantic
 import pytest
 
 from jpaged.client import AsyncClient
+from jpaged.openai.responses.asking import LOGPROBS
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
 from jpaged.types import SamplingParams
@@ -238,24 +239,28 @@ USER = {"role": "user", "content": "hi"}
     [
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "nothing is stored"),
-        ({"input": "a", "background": True}, "background", "nothing is stored"),
+        ({"input": "a", "background": True}, "background", "/v1/batches"),
         ({"input": "a", "truncation": "auto"}, "truncation", "leave items"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "only tools of type 'function'"),
         ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", ""),
         ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "'auto'"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"input": "a", "include": ["reasoning.encrypted_content"]}, "include", "logprobs"),
+        ({"input": "a", "include": ["surprise"]}, "include", "logprobs"),
         ({"input": "a", "top_logprobs": 2}, "top_logprobs", "include"),
-        ({"input": "a", "reasoning": {"summary": "auto"}}, "reasoning.summary", "items of type reasoning"),
+        ({"input": "a", "reasoning": {"summary": "detailed"}}, "reasoning.summary", "items of type reasoning"),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format", "json_schema"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
-        ({"input": "a", "text": {"verbosity": "low"}}, "text.verbosity", "instructions"),
+        ({"input": "a", "text": {"verbosity": "none"}}, "text.verbosity", "low, medium, high"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", ""),
-        ({"input": "a", "max_output_tokens": 4000}, "max_output_tokens", ""),
+        ({"input": "a", "max_output_tokens": 4000}, "input", ""),
         ({"input": "a", "max_tokens": 3}, "max_tokens", "max_output_tokens"),
         ({"input": "a", "n": 2}, "n", "one answer"),
         ({"input": "a", "temperature": -1}, "temperature", ""),
-        ({"input": "a", "stream_options": {"include_obfuscation": False}}, "stream_options", "stream"),
+        (
+            {"input": "a", "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "False",
+        ),
         ({"input": "a", "metadata": {"a": 1}}, "metadata.a", ""),
         ({"input": "a", "surprise": 1}, "surprise", ""),
         ({}, "input", ""),
@@ -268,11 +273,7 @@ USER = {"role": "user", "content": "hi"}
         ),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", ""),
         ({"input": [USER, {"type": "reasoning", "summary": []}, USER]}, None, ""),
-        (
-            {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}, USER]},
-            "input[1]",
-            "",
-        ),
+        ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}, USER]}, None, ""),
         ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id", ""),
     ],
 )
@@ -287,10 +288,28 @@ async def test_what_cannot_be_honoured_says_why(body: dict[str, Any], param: str
         assert words in error["message"]
 
 
+async def test_an_answer_can_be_sent_back_as_a_body() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        given = {"model": "fake", "input": "hi", "max_output_tokens": 4, "temperature": 0.0, "include": [LOGPROBS]}
+        first = (await client.post("/v1/responses", json=given)).json()
+        answers = {"id", "object", "created_at", "status", "error", "incomplete_details", "output", "usage"}
+        again = await client.post("/v1/responses", json={**first, **given} | dict.fromkeys(answers))
+        assert again.status_code == 200, again.text
+        assert again.json()["output"][0]["content"] == first["output"][0]["content"]
+
+
 async def test_nothing_is_stored() -> None:
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
         answer = await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 4, "store": True})
         assert answer.json()["store"] is False
+        counted = await client.post("/v1/responses/input_tokens", json={"model": "fake", "input": "abc"})
+        whole = await client.post("/v1/responses", json={"model": "fake", "input": "abc"})
+        assert counted.json() == {
+            "object": "response.input_tokens",
+            "input_tokens": whole.json()["usage"]["input_tokens"],
+        }
+        wrong = await client.post("/v1/responses/input_tokens", json={"model": "other", "input": "abc"})
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
         missing = await client.get(f"/v1/responses/{answer.json()['id']}")
         assert missing.status_code == 404 and "stored" in missing.json()["error"]["message"]
 

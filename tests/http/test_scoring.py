@@ -75,7 +75,7 @@ async def test_pairs_and_continuations_are_scored(path: str) -> None:
         ("/v1/embeddings", {"input": "a", "user": 3}, 400, "user"),
         ("/v1/embeddings", {"input": [[1, 300]]}, 400, "inputs[0]"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
-        ("/v1/embeddings", {"input": "a" * 500}, 400, "inputs[0]"),
+        ("/v1/embeddings", {"input": "a" * 500}, 400, "input"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, 400, "text_2"),
         ("/v1/score", {"prompt": "a", "continuations": []}, 400, "continuations"),
     ],

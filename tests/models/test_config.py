@@ -356,3 +356,152 @@ def test_a_gemma_3_whose_scores_are_capped_is_refused_by_name() -> None:
     assert from_hf({**settings, "final_logit_softcapping": 30.0}).max_model_len
     with pytest.raises(Unsupported, match=r"attn_logit_softcapping is 50\.0; Gemma 3 caps no scores"):
         from_hf({**settings, "attn_logit_softcapping": 50.0})
+
+
+QWEN3_CODER_480B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 62,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 2560,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts": 160,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "qkv_bias": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_keys_that_restate_what_a_family_computes_change_nothing() -> None:
+    restating = ("qkv_bias", "use_qk_norm", "shared_expert_intermediate_size")
+    plain = {key: value for key, value in QWEN3_CODER_480B.items() if key not in restating}
+    assert from_hf(QWEN3_CODER_480B) == from_hf(plain)
+    for other in ({"qkv_bias": True}, {"use_qk_norm": False}, {"shared_expert_intermediate_size": 5632}):
+        ((key, value),) = other.items()
+        with pytest.raises(Unsupported, match=f"unknown setting {key}={value}"):
+            from_hf({**QWEN3_CODER_480B, **other})
+
+
+@pytest.mark.parametrize(
+    ("same", "other"),
+    [
+        ({"qk_norm": False}, {"qk_norm": True}),
+        ({"use_bias": False}, {"use_bias": True}),
+        ({"num_experts": 0}, {"num_experts": 8}),
+        ({"sliding_window": 0}, {"sliding_window": 64}),
+        ({"use_sliding_window": False}, {"use_sliding_window": True}),
+        ({"n_layer": 3}, {"n_layer": 4}),
+        ({"position_embedding_type": "rope"}, {"position_embedding_type": "absolute"}),
+        ({"embedding_multiplier": 1}, {"embedding_multiplier": 12.0}),
+        ({"use_parallel_residual": False}, {"use_parallel_residual": 0}),
+    ],
+)
+def test_a_restating_key_is_accepted_at_the_computed_value_alone(
+    same: Mapping[str, object], other: Mapping[str, object]
+) -> None:
+    assert from_hf(config(same)) == from_hf(config({}))
+    with pytest.raises(Unsupported, match="unknown setting"):
+        from_hf(config(other))
+
+
+def test_private_and_training_keys_are_reported_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    private: dict[str, object] = {
+        "my_training_notes": "three nights",
+        "train_batch_size": 8,
+        "attention_dropout_rate": 0.1,
+        "dtype": "auto",
+        "wandb_run": {"id": 7},
+        "license": "mit",
+    }
+    assert from_hf(config(private)) == from_hf(config({}))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "config.json: ignored keys that no model code reads: "
+        "attention_dropout_rate, license, my_training_notes, train_batch_size, wandb_run"
+    )
+    from_hf(config(private))
+    assert len(caplog.records) == 1
+
+
+def test_what_classes_of_other_models_read_is_refused_in_ours() -> None:
+    """A key that a class of transformers reads could change the output, whatever its name."""
+    from transformers import AutoConfig
+
+    others = ("olmo2", "granite", "cohere2", "glm4_moe", "qwen3_next", "ernie4_5_moe", "nemotron", "jamba", "falcon_h1")
+    taken = set(AutoConfig.for_model("llama").to_dict()) | set(to_hf(from_hf(config({}))))
+    keys = {key for name in others for key in AutoConfig.for_model(name).to_dict()} - taken
+    harmless = set()
+    for key in keys:
+        try:
+            from_hf(config({key: "a value of another model"}))
+            harmless.add(key)
+        except (Unsupported, InvalidArgument):
+            pass
+    assert harmless <= {
+        *("aux_loss_coef", "mlp_dropout", "attn_dropout", "hidden_dropout", "resid_pdrop", "router_aux_loss_coef"),
+        *("output_router_logits", "initializer_range", "z_loss_coefficient"),
+    }
+    assert len(keys) > 60
+
+
+@pytest.mark.parametrize(
+    ("given", "architecture"),
+    [
+        ({"architectures": None}, "LlamaForCausalLM"),
+        ({"architectures": ["LlamaModel"]}, "LlamaForCausalLM"),
+        ({"architectures": ["MyLlama", "LlamaForCausalLM"]}, "LlamaForCausalLM"),
+    ],
+)
+def test_the_class_is_found_by_the_type_of_the_model(given: Mapping[str, object], architecture: str) -> None:
+    assert from_hf(config(given)).architecture == architecture
+    assert from_hf({**GPT2_NAMES, "architectures": ["GPT2Model"]}).architecture == "GPT2LMHeadModel"
+
+
+GPT2_NAMES: Mapping[str, object] = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "vocab_size": 99,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "the closest is Qwen3"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "the closest is LlamaForCausalLM; docs/models.md"),
+        ({"architectures": None, "model_type": "qwen3_next"}, "model_type 'qwen3_next' is not supported; supported: "),
+    ],
+)
+def test_an_unsupported_model_is_refused_with_the_closest_one(given: Mapping[str, object], named: str) -> None:
+    with pytest.raises(Unsupported) as refusal:
+        from_hf(config(given))
+    assert named in str(refusal.value)

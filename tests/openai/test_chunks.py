@@ -5,7 +5,7 @@ from typing import Any
 
 from jpaged.chat import ToolCallPiece
 from jpaged.openai.bodies import Job, chat_job, completion_job
-from jpaged.openai.choices import Heading
+from jpaged.openai.choices import Heading, ShownToken
 from jpaged.openai.chunks import DONE, Chunks
 from jpaged.types import (
     FinishReason,
@@ -19,8 +19,12 @@ from jpaged.types import (
 HEADING = Heading("r", "m", 7)
 
 
+def shown(token_id: int) -> ShownToken:
+    return ShownToken(chr(token_id).encode(), chr(token_id))
+
+
 def chunks_of(job: Job) -> Chunks:
-    return Chunks(HEADING, job, chr)
+    return Chunks(HEADING, job, shown)
 
 
 def read(sent: bytes) -> list[Any]:

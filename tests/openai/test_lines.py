@@ -8,9 +8,30 @@ from typing import Any
 import pytest
 
 from jpaged.chat import ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
-from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.errors import (
+    Incompatible,
+    InvalidArgument,
+    JpagedError,
+    ModelNotFound,
+    NotFound,
+    QueueFull,
+    RequestTooLong,
+    Unavailable,
+)
 from jpaged.openai.bodies import Job
-from jpaged.openai.lines import BadLine, Line, failure_line, job_of, parse_file, parse_lines, success_line
+from jpaged.openai.choices import ShownToken
+from jpaged.openai.lines import (
+    BadLine,
+    Line,
+    error_body,
+    failure_line,
+    job_of,
+    parse_file,
+    parse_lines,
+    status_code_of,
+    success_line,
+)
+from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     CompletionOutput,
     PositionLogprobs,
@@ -32,6 +53,10 @@ def text_of(**changes: Any) -> str:
 
 def completion(**body: Any) -> Line:
     return Line(1, "a", "/v1/completions", {"prompt": "x", **body})
+
+
+def shown(token_id: int) -> ShownToken:
+    return ShownToken(chr(token_id).encode(), chr(token_id))
 
 
 def chat(**body: Any) -> Line:
@@ -120,7 +145,7 @@ def test_a_line_that_is_no_request_is_a_failed_line_between_others(text, custom_
     assert str(bad.error).startswith(message)
     written = failure_line(bad.custom_id, bad.error).encode().decode()
     assert json.loads(written)["custom_id"] == custom_id
-    assert json.loads(written)["error"]["code"] == "INVALID_ARGUMENT"
+    assert json.loads(written)["response"]["body"]["error"]["code"] == "INVALID_ARGUMENT"
 
 
 def test_lines_end_with_line_feeds_alone():
@@ -167,17 +192,19 @@ def test_a_completion_is_read_whole():
         skip_special_tokens=False,
     )
     assert job_of(completion(**body)) == Job(sampling, (Prompt(text="x"),), model="m")
-    assert job_of(completion(prompt=[1, 2])).prompts == (Prompt(token_ids=(1, 2)),)
+    assert job_of(completion(prompt=[1, 2])).prompts == (Prompt(token_ids=(1, 2), fills_length=True),)
 
 
 def test_what_changes_logits_is_read():
     body = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": -100, "7": 1.5}}
     wanted = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: -100, 7: 1.5})
-    assert job_of(completion(**body)).sampling == job_of(chat(max_tokens=16, **body)).sampling == wanted
+    assert job_of(completion(max_tokens=16, **body)).sampling == job_of(chat(max_tokens=16, **body)).sampling == wanted
 
 
 def test_sequences_beams_and_sharing_are_read():
-    drawn = job_of(completion(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)).sampling
+    drawn = job_of(
+        completion(max_tokens=16, n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
+    ).sampling
     assert drawn == SamplingParams(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
     searched = job_of(chat(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)).sampling
     assert searched == SamplingParams(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)
@@ -236,7 +263,7 @@ def test_a_chat_line_has_calls_and_reasoning_beside_the_content():
         finish_reason="tool_calls",
     )
     output = dataclasses.replace(OUTPUT, outputs=(called,))
-    choice = json.loads(success_line(chat(), output, model="m", token_text=chr))["response"]["body"]["choices"][0]
+    choice = json.loads(success_line(chat(), output, model="m", token_text=shown))["response"]["body"]["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -290,7 +317,6 @@ def test_fields_that_ask_for_nothing_pass(body):
         (completion(logprob_token_ids=5), "body.logprob_token_ids"),
         (completion(prompt_logprobs=True), "body.prompt_logprobs"),
         (completion(detokenize=0), "body.detokenize"),
-        (completion(user="me"), "body.user"),
         (completion(messages=[]), "body.messages"),
         (completion(max_completion_tokens=5), "body.max_completion_tokens"),
         (completion(prompt=["a", "b"]), "body.prompt"),
@@ -309,11 +335,11 @@ def test_fields_that_ask_for_nothing_pass(body):
         (chat(messages=[{"role": "user"}]), "body.messages[0]"),
         (chat(messages=[{"role": "user", "content": "x", "refusal": "y"}]), "body.messages[0].refusal"),
         (chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]), "body.messages[0].tool_calls[0]"),
-        (chat(messages=[{"role": "assistant", "content": None, "tool_calls": []}]), "body.messages[0]"),
+        (chat(messages=[{"role": "user", "content": None}]), "body.messages[0].content"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "body.messages[0].content"),
         (chat(top_logprobs=2), "body.top_logprobs"),
         (chat(logprobs=2), "body.logprobs"),
-        (chat(max_tokens=2, max_completion_tokens=2), "body.max_tokens"),
+        (chat(max_tokens=2, max_completion_tokens=3), "body.max_tokens"),
         (chat(tools=[{}]), "body.tools[0].function"),
         (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "body.tools[0].function.name"),
         (chat(tools=[TOOL] * 2), "body.tools[1].function.name"),
@@ -342,6 +368,27 @@ def test_what_cannot_be_honoured_is_named(line, field):
     assert raised.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"whitespace_pattern": " ?"}},
+            StructuredOutputs(json_object=True, whitespace_pattern=" ?"),
+        ),
+        (
+            {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}},
+            StructuredOutputs(regex="a"),
+        ),
+        (
+            {"structured_outputs": {"disable_any_whitespace": True}},
+            StructuredOutputs(disable_any_whitespace=True),
+        ),
+    ],
+)
+def test_a_response_format_takes_options_of_structured_outputs(body, wanted):
+    assert job_of(chat(**body)).sampling.structured_outputs == wanted
+
+
 OUTPUT = RequestOutput(
     request_id="r",
     prompt="x",
@@ -365,7 +412,7 @@ OUTPUT = RequestOutput(
 
 
 def test_a_completion_line_is_openais():
-    value = json.loads(success_line(completion(), OUTPUT, model="m", token_text=chr))
+    value = json.loads(success_line(completion(), OUTPUT, model="m", token_text=shown))
     assert (value["custom_id"], value["error"]) == ("a", None)
     assert (value["response"]["status_code"], value["response"]["request_id"]) == (200, "r")
     body = value["response"]["body"]
@@ -379,6 +426,7 @@ def test_a_completion_line_is_openais():
                 "token_logprobs": [-1.0, -2.0],
                 "top_logprobs": [{"a": -1.0, "c": -1.5}, {"b": -2.0}],
                 "text_offset": [0, 1],
+                "bytes": [[97], [98]],
             },
             "finish_reason": "stop",
             "stop_reason": "END",
@@ -389,7 +437,7 @@ def test_a_completion_line_is_openais():
 
 
 def test_a_chat_line_is_openais():
-    body = json.loads(success_line(chat(), OUTPUT, model="m", token_text=chr))["response"]["body"]
+    body = json.loads(success_line(chat(), OUTPUT, model="m", token_text=shown))["response"]["body"]
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
     first = body["choices"][0]["logprobs"]["content"][0]
@@ -402,7 +450,7 @@ def test_a_log_probability_that_is_not_finite_is_null(line):
     impossible = TokenLogprob(99, -math.inf, 3)
     position = PositionLogprobs(TokenLogprob(97, -1.0, 1), (TokenLogprob(97, -1.0, 1), impossible))
     one = dataclasses.replace(OUTPUT.outputs[0], cumulative_logprob=-math.inf, logprobs=(position,))
-    text = success_line(line, dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=chr)
+    text = success_line(line, dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=shown)
     (choice,) = json.loads(text)["response"]["body"]["choices"]
     assert "Infinity" not in text
     if line.url == "/v1/completions":
@@ -413,6 +461,30 @@ def test_a_log_probability_that_is_not_finite_is_null(line):
 
 
 def test_a_failed_line_carries_code_and_message():
-    value = json.loads(failure_line("a", RequestTooLong("sampling.max_tokens", "is too much")))
-    assert value["response"] is None
-    assert value["error"] == {"code": "INVALID_ARGUMENT", "message": "sampling.max_tokens: is too much"}
+    value = json.loads(failure_line("a", InvalidArgument("body.top_p", "is too much")))
+    assert value["error"] is None and value["response"]["status_code"] == 400
+    assert value["response"]["body"]["error"] == {
+        "message": "top_p: is too much",
+        "type": "invalid_request_error",
+        "param": "top_p",
+        "code": "INVALID_ARGUMENT",
+    }
+    assert value["id"] == f"batch_req_{value['response']['request_id']}"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "param"),
+    [
+        (RequestTooLong("messages", "x"), 400, "context_length_exceeded", "messages"),
+        (RequestTooLong("body", "x"), 413, "REQUEST_TOO_LONG", "body"),
+        (ModelNotFound("model: x"), 404, "model_not_found", None),
+        (NotFound("adapter: x"), 404, "NOT_FOUND", None),
+        (QueueFull("x", retry_after_s=1.0), 429, "QUEUE_FULL", None),
+        (Unavailable("x"), 503, "UNAVAILABLE", None),
+        (Incompatible("x"), 409, "INCOMPATIBLE", None),
+        (JpagedError("x"), 500, "JPAGED_ERROR", None),
+    ],
+)
+def test_an_error_has_openais_status_and_code(error, status, code, param):
+    told = error_body(error)["error"]
+    assert (status_code_of(error), told["code"], told["param"]) == (status, code, param)

@@ -13,6 +13,7 @@ import pytest
 
 from jpaged.client.aio import AsyncClient
 from jpaged.client.batch import BatchOptions, run_batch
+from jpaged.client.results import failure_in
 from jpaged.completions import Evaluated
 from jpaged.errors import InternalError, InvalidArgument, NotFound
 from jpaged.openai.answers import MAX_PARTS_OF_CALL, Answers, seed_of
@@ -205,7 +206,7 @@ async def test_pairs_have_the_cosine_of_their_vectors_and_each_text_is_embedded_
 
 
 async def test_another_model_and_a_short_answer_are_errors():
-    with pytest.raises(NotFound, match=r"body\.model: 'other' is not served; 'fake' is"):
+    with pytest.raises(NotFound, match=r"^model: 'other' is not served; 'fake' is"):
         await answered(EMBEDDINGS, {"input": "x", "model": "other"})
     with pytest.raises(NotFound) as raised:
         await answered(EMBEDDINGS, {"input": "x", "model": "o" * 100_000})
@@ -276,7 +277,38 @@ async def test_a_server_without_these_methods_is_a_failed_line_that_says_so(tmp_
     async with running() as harness:
         summary = await run_batch(BatchOptions(source, target, harness.target), ignore)
     assert (summary.num_succeeded, summary.num_failed) == (0, 3)
-    assert {line["error"]["code"] for line in results(target).values()} == {"UNIMPLEMENTED"}
+    assert {line["response"]["status_code"] for line in results(target).values()} == {501}
+    assert {failure_in(line) for line in results(target).values()} == {"UNSUPPORTED"}
+
+
+@pytest.mark.parametrize("url", [EMBEDDINGS, SCORE, "/v1/completions", "/v1/chat/completions"])
+async def test_a_line_names_an_adapter_as_its_model(url):
+    bodies: dict[str, dict[str, Any]] = {
+        EMBEDDINGS: {"input": "ab"},
+        SCORE: {"prompt": "a", "continuations": ["b"]},
+        "/v1/completions": {"prompt": "ab", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    }
+    adapters: list[str] = []
+
+    class Noting(FakeServer):
+        async def score(self, *given: Any, adapter: str = "", **how: Any) -> Any:
+            adapters.append(adapter)
+            return await super().score(*given, adapter=adapter, **how)
+
+        async def embed(self, *given: Any, adapter: str = "", **how: Any) -> Any:
+            adapters.append(adapter)
+            return await super().embed(*given, adapter=adapter, **how)
+
+        async def complete(self, *given: Any, adapter: str = "", **how: Any) -> RequestOutput:
+            adapters.append(adapter)
+            return RequestOutput("r", None, (1,), (), Usage(1, 0, 0))
+
+    answers = Answers(MODEL, adapters=lambda: {"sql"})
+    answered = await answers.answer(Noting(), Line(1, "a", url, bodies[url] | {"model": "sql"}))
+    assert adapters == ["sql"] and json.loads(answered.text)["response"]["body"]["model"] == "sql"
+    with pytest.raises(InvalidArgument, match="'other' is not 'sql'"):
+        await answers.answer(Noting(), Line(1, "a", url, bodies[url] | {"model": "sql", "adapter": "other"}))
 
 
 def test_a_seed_is_a_function_of_the_custom_id_alone():

@@ -24,6 +24,8 @@ SERVER_VALUES = {
     "max_batch_file_size": 9.0,
     "max_batch_lines": 9,
     "max_batch_storage": 9.0,
+    "max_response_size": 9.0,
+    "tenant_batch_share": 0.25,
     "otlp_traces_endpoint": "collector:4317",
     "log_format": "json",
     "enable_log_requests": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jpaged.errors import AlreadyExists, NotFound
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound
 from jpaged.service.adapters import Adapters
 from jpaged.testing import FakeAdapter
 
@@ -20,7 +20,7 @@ def test_a_name_is_taken_while_its_adapter_is_read() -> None:
         assert not adapters.loaded()
         return FakeAdapter(3)
 
-    adapters = Adapters(read, 2)
+    adapters = Adapters(read, 2, "base")
     loaded = adapters.load("x", "here")
     assert adapters.find("x") is loaded
     with pytest.raises(AlreadyExists, match="adapter 'x' is loaded; unload it"):
@@ -28,3 +28,10 @@ def test_a_name_is_taken_while_its_adapter_is_read() -> None:
     adapters.unload("x")
     with pytest.raises(NotFound, match="name: no adapter 'x' is loaded"):
         adapters.unload("x")
+
+
+def test_no_adapter_has_the_name_of_the_model() -> None:
+    adapters = Adapters(lambda path: FakeAdapter(1), 2, "base")
+    with pytest.raises(InvalidArgument, match="'base' is the name of the model"):
+        adapters.load("base", "somewhere")
+    assert adapters.names() == frozenset()

@@ -41,7 +41,7 @@ def input_processor():
         ("top_p", 1.01),
         ("top_k", -2),
         ("min_p", 1.5),
-        ("seed", -1),
+        ("seed", -(2**63) - 1),
         ("seed", MAX_SEED + 1),
         ("logprobs", -2),
         ("prompt_logprobs", -2),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from jpaged.demo import FOLDER
+from jpaged.errors import InvalidArgument
 from jpaged.service.tokenizing import tokenizer_parts
+from jpaged.service.tokenizing.hf_tokenizer import load_tokenizer
 from jpaged.service.tokenizing.tokenizer_parts import read_parts
 
 TEXTS = (
@@ -196,3 +200,64 @@ def test_that_torch_is_not_there_is_not_said_and_other_warnings_are(tmp_path: Pa
         assert "a warning that counts" in done.stderr
         said[mode] = "PyTorch was not found" in done.stderr
     assert said == {"quiet": False, "loud": True}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
+def test_files_may_begin_with_a_byte_order_mark(tmp_path: Path, model_type: str) -> None:
+    """Read by tokenizers alone, and by transformers."""
+    for path in FOLDER.glob("*.json"):
+        (tmp_path / path.name).write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    config = json.loads((FOLDER / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text("\ufeff" + json.dumps(config))
+    ours, plain = read_parts(tmp_path), read_parts(FOLDER)
+    for text in TEXTS:
+        assert ours.fast.encode(text).ids == plain.fast.encode(text).ids
+    assert ours.chat_template == plain.chat_template
+
+
+def test_a_folder_with_tokenizer_model_alone_has_a_tokenizer(tmp_path: Path) -> None:
+    """As transformers converts it, by a library that jpaged itself requires."""
+    import sentencepiece
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert any(name.startswith("sentencepiece") for name in project["dependencies"])
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a story of a pool", "blocks of a pool", "the story of blocks"] * 20),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())
+    for config in ({}, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}):
+        if config:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        ours, theirs = read_parts(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        for text in ("a story of blocks", "two  spaces", "naïve 日本語 🙂"):
+            assert ours.fast.encode(text).ids == theirs.encode(text)
+            assert ours.fast.decode(ours.fast.encode(text).ids) == text
+    assert ours.fast.encode("a pool").tokens == ["<s>", "\u2581a", "\u2581pool"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_pointer_of_git_lfs_and_a_dangling_link_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 17\n")
+    with pytest.raises(InvalidArgument, match=rf"{re.escape(name)} is a pointer of Git LFS"):
+        load_tokenizer(tmp_path, vocab_size=300)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("../../blobs/0123")
+    with pytest.raises(InvalidArgument, match=rf"{re.escape(name)} is a link to a file that is missing"):
+        load_tokenizer(tmp_path, vocab_size=300)
+
+
+def test_a_tokenizer_model_of_another_library_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    with pytest.raises(
+        InvalidArgument, match=r"tokenizer\.model is no model of SentencePiece: add the tokenizer\.json"
+    ):
+        load_tokenizer(tmp_path, vocab_size=300)

@@ -20,6 +20,8 @@ _WITHOUT_EFFECT = (
     *("ensure_weight_tying", "qalora_group_size", "runtime_config"),
 )
 _MAX_RANK = 1 << 16
+MAX_CONFIG_BYTES = 1 << 20
+"""Limit of adapter_config.json: a running server parses it, which holds Python's lock for about 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,19 @@ def read_lora_config(folder: Path) -> LoraConfig:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise InvalidArgument("lora", f"folder {folder} has no {CONFIG_FILE}; it must be as PEFT writes it")
-    fields = JsonFields(read_json(path), str(path))
+    fields = JsonFields(read_json(path, MAX_CONFIG_BYTES), str(path))
     fields.only("peft_type", "LORA", why="only LORA is computed")
     fields.only("use_dora", False, why="DoRA is not computed")
     fields.only("use_qalora", False, why="QALoRA is not computed")
     fields.only("bias", "none", why="adapters of biases are not added; only none is")
     fields.only("lora_bias", False, why="adapters with biases are not added")
     for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
-        fields.only(key, [], {}, why="only matrices of linear modules have adapters; train without it, or merge it")
+        fields.only(
+            key,
+            *([], {}),
+            why="only linear modules of layers have adapters, not embeddings, lm_head and other parameters: train "
+            "without it, or merge the adapter into the model",
+        )
     for key in ("layer_replication", "alora_invocation_tokens", "arrow_config"):
         fields.only(key, why="it is not computed")
     why = "it changes the weights of the model itself; save it converted to an ordinary adapter, as PEFT describes"

@@ -12,6 +12,8 @@ from jpaged.models.lora import is_of_experts
 from jpaged.models.quantisation.formats import module_of
 
 _MAX_SHOWN = 5
+_OUTER = frozenset({"lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"})
+_NOT_OUTER = "embeddings and lm_head take no adapters; merge the adapter into the model"
 _ROUTERS = frozenset({"gate", "router"})
 
 
@@ -30,6 +32,7 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
     known = {module_of(name) for leaf in every for name, _ in leaf.tensors}
     kinds: tuple[tuple[Callable[[str], bool], str], ...] = (
         (lambda module: has_experts and _is_of_experts(module), "experts and routers take no adapters"),
+        (lambda module: _words_of(module)[-1] in _OUTER, _NOT_OUTER),
         (known.__contains__, "adapters are added to linear modules of layers alone, not to these"),
         (lambda module: is_ignored(f"{module}.weight", config), "the model is served without these"),
     )
@@ -38,6 +41,10 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
         if found:
             raise Unsupported(f"{folder}: {_listed(found)}: {why}; train the adapter without them")
     raise InvalidArgument("lora", f"{folder}: {_listed(modules)}: no such module in {config.architecture}")
+
+
+def _words_of(module: str) -> list[str]:
+    return module.split(".")
 
 
 def _is_of_experts(module: str) -> bool:

@@ -33,7 +33,10 @@ from jpaged.models.sharding import pad_for_sharding, padded_axis
 from jpaged.models.stack import LayerMode
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_MAX_HEADER_BYTES = 1 << 24
+"""Limit of the header of that file, which a running server parses: about 100,000 tensors."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
+_OF_EMBEDDING = re.compile(r"\.lora_embedding_[AB](\.|$)|(^|\.)(embed_\w+|wte|wpe|lm_head|embed_out)\.")
 _OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
 """What may stand before the name of a layer: it depends on the class of the model that was trained."""
 
@@ -90,7 +93,7 @@ class AdapterReader:
                 raise Unsupported(f"{pickles[0]}: pickles are not read: save the adapter with safe_serialization=True")
             raise InvalidArgument("lora", f"folder {path} has no {WEIGHTS_FILE}")
         with ExitStack() as opened:
-            files = TensorFiles(folder, opened, WEIGHTS_FILE)
+            files = TensorFiles(folder, opened, WEIGHTS_FILE, _MAX_HEADER_BYTES)
             return self._read(files, config, folder)
 
     def _read(self, files: TensorFiles, config: LoraConfig, folder: Path) -> HostAdapter:
@@ -110,6 +113,11 @@ class AdapterReader:
         prefix, found = family.name_prefix(()), dict[str, _Tensors]()
         for name in sorted(files.names):
             parts = _NAME.fullmatch(name)
+            if parts is None and _OF_EMBEDDING.search(name):
+                raise Unsupported(
+                    f"{folder}: tensor {name}: embeddings and lm_head take no adapters, and are not replaced: "
+                    "merge the adapter into the model, or train it without them"
+                )
             if parts is None:
                 raise Unsupported(
                     f"{folder}: tensor {name} is none of an adapter of linear modules "

@@ -145,7 +145,7 @@ def _factors(file: GgufFile) -> dict[str, list[float]]:
     for name in ("rope_freqs", "rope_factors_short", "rope_factors_long"):
         tensor = file.tensors.get(f"{name}.weight")
         if tensor is not None:
-            found[name] = [float(str(factor)) for factor in weights_of(tensor.kind, tensor.data).astype(np.float32)]
+            found[name] = [float(str(factor)) for factor in weights_of(tensor.kind, tensor.read()).astype(np.float32)]
     return found
 
 

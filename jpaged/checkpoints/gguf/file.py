@@ -1,4 +1,4 @@
-"""A GGUF file, memory-mapped: what its metadata says, and where its tensors are.
+"""A GGUF file: what its metadata says, and where its tensors are.
 
 The `gguf` package reads it. A model in several parts (`NAME-00001-of-00003.gguf`) is named by its first.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.checkpoints.gguf.blocks import READ
+from jpaged.checkpoints.tensor_files import StableFile
 from jpaged.errors import InvalidArgument, Unsupported
 
 SUFFIX = ".gguf"
@@ -39,14 +40,34 @@ class GgufTensor:
     Attributes:
         kind: its type, as llama.cpp calls it: F32, Q4_K.
         shape: of the weights, the contracted axis last.
-        data: of F16, F32 and F64 the numbers; of others bytes, those of a row along the last axis.
+        data: mapped, for its shape and type: of F16, F32 and F64 the numbers; of others bytes, those of a row along the
+            last axis.
         path: the file that it is in.
+        begin: of its bytes in the file.
+        state: size and time of change that the file must still have.
     """
 
     kind: str
     shape: tuple[int, ...]
     data: np.ndarray
     path: Path
+    begin: int
+    state: tuple[int, int]
+
+    def read(self, expert: int | None = None) -> np.ndarray:
+        """Read `data`, or of stacked experts the part of one.
+
+        Raises:
+            InvalidArgument: the file has changed since it was opened.
+        """
+        part = self.data if expert is None else self.data[expert]
+        found = np.empty(part.shape, part.dtype)
+        file = StableFile(self.path, self.state)
+        try:
+            file.fill(found, self.begin + (expert or 0) * part.nbytes)
+        finally:
+            file.close()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +158,8 @@ def open_gguf(path: Path) -> GgufFile:
 def _open(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
-    for index, (part, _, _) in enumerate(parts):
-        found, inside = _read(part)
+    for index, (part, *state) in enumerate(parts):
+        found, inside = _read(part, (state[0], state[1]))
         metadata = metadata or found
         for name, tensor in inside.items():
             if name in tensors:
@@ -153,13 +174,18 @@ def _open(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
     return GgufFile(path, metadata, tensors)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def _read(path: Path, state: tuple[int, int]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     try:
         reader = _reader()(path)
         metadata = {name: _value(field) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
         tensors = {
             tensor.name: GgufTensor(
-                tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape)), tensor.data, path
+                tensor.tensor_type.name,
+                tuple(int(n) for n in reversed(tensor.shape)),
+                tensor.data,
+                path,
+                int(tensor.data_offset),
+                state,
             )
             for tensor in reader.tensors
         }

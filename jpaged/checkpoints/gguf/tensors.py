@@ -65,7 +65,7 @@ class GgufTensors:
         check_shape(self, name, shape)
         self.dtype(name)
         tensor, place = self._stored(name), self.places[name]
-        data = tensor.data if place.expert is None else tensor.data[place.expert]
+        data = tensor.read(place.expert)
         if name in self.blocks:
             rows = _rows(data, place, index[:1])
             if not BLOCK_TYPES[tensor.kind].is_finite(rows):

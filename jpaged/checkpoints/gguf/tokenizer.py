@@ -3,13 +3,13 @@
     gpt2     byte-level BPE; `pre` names the expressions that cut a text into words first
     llama    SentencePiece's BPE: of neighbours that are a token together those with the highest score become it first
 
-Control tokens are special ones; what users have defined is found whole in any text. Text that llama.cpp would cut
-otherwise than the library that a model was trained with is cut as the library does: that of Qwen and of GPT-NeoX is
-normalised first (NFC).
+Control tokens are special ones; what users have defined is found whole in any text, the longest first. Texts are cut as
+llama.cpp cuts them: it composes no characters (NFC), though the libraries of Qwen and of GPT-NeoX do.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,9 @@ from jpaged.checkpoints.gguf.file import GgufFile, open_gguf
 from jpaged.checkpoints.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, read_vocabulary
 from jpaged.errors import InvalidArgument, Unsupported
 
+_LOG = logging.getLogger(__name__)
 _SPACE = "\u2581"
+_DEFAULT = "default"
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _CUTTING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END_OF_WORDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,36 +46,59 @@ class _Cut:
         is_gpt2: whether GPT-2's expression comes last.
         ignores_merges: a word that is a token is that token.
         adds_bos: where the file does not say.
-        composes: characters are composed first (NFC).
     """
 
     expressions: tuple[str, ...] = ()
     is_gpt2: bool = False
     ignores_merges: bool = False
     adds_bos: bool = False
-    composes: bool = False
 
 
 _GPT2 = _Cut(is_gpt2=True)
-_NEOX = _Cut(is_gpt2=True, composes=True)
 _DIGIT_BY_DIGIT = _Cut((r"\p{N}",), is_gpt2=True)
 _LLAMA3 = _Cut((_words(r"\p{N}{1,3}"),), ignores_merges=True, adds_bos=True)
-_QWEN2 = _Cut((_words(r"\p{N}"),), composes=True)
+_QWEN2 = _Cut((_words(r"\p{N}"),))
+_QWEN35 = _Cut(
+    (rf"{_CUTTING}|{_NO_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_END_OF_WORDS}",)
+)
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_THREE_DIGITS = "[0-9][0-9][0-9]"
+_FALCON = _Cut((r"[\p{P}$+<=>^~|`]+", _GPT2_WORDS, _THREE_DIGITS))
+_UNNAMED = _Cut((r"[\p{P}$+<=>^~|]+", _GPT2_WORDS, r"\p{N}+", _THREE_DIGITS))
 _GPT4O = _Cut((_cased_words(r"\p{N}{1,3}", _CUTTING + "?"),))
-_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")
+# DeepSeek lists letters that have cases one by one, and these are not among them.
+_UNLISTED = (
+    "\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab68\U00010570-\U000105bc"
+    "\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001d7cb\U0001df00-\U0001df2a"
+)
+_DEEPSEEK = _Cut(
+    (
+        r"[\r\n]",
+        rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNLISTED}]]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _ASIAN,
+        r"\p{N}+",
+    )
+)
 _CUTS: Mapping[str, _Cut] = {
     **dict.fromkeys(("gpt-2", "phi-2", "jais", "trillion", "granite-docling", "mellum", "a.x-4.0"), _GPT2),
-    **dict.fromkeys(("olmo", "mpt"), _NEOX),
+    **dict.fromkeys(("olmo", "mpt"), _GPT2),
     **dict.fromkeys(
         ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _DIGIT_BY_DIGIT
     ),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Cut(_LLAMA3.expressions)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
-    "stablelm2": _Cut(_QWEN2.expressions),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "stablelm2"), _QWEN2),
+    "qwen35": _QWEN35,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _Cut((_cased_words(r"\p{N}", ""),), ignores_merges=True, adds_bos=True),
     "deepseek-coder": _Cut(_CODER),
+    "deepseek-llm": _DEEPSEEK,
+    "falcon": _FALCON,
+    _DEFAULT: _UNNAMED,
     "seed-coder": _Cut((_words(r"\p{N}", ""),)),
 }
 """By what a file calls them (`tokenizer.ggml.pre`)."""
@@ -138,17 +163,21 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
 
 def _byte_level(vocabulary: Vocabulary, file: GgufFile) -> tuple[Any, bool]:
     """Byte-level BPE, and whether a text begins with a token where the file does not say."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = file.metadata.get("tokenizer.ggml.pre")
+    if pre is None:
+        pre = _DEFAULT
+        _LOG.warning(
+            "%s: tokenizer.ggml.pre is missing, and words are cut as llama.cpp cuts them then; convert the model again",
+            file.path,
+        )
     cut = _CUTS.get(str(pre))
     if cut is None:
         raise Unsupported(f"{file.path}: tokenizer.ggml.pre is {pre!r}; read: {', '.join(_CUTS)}")
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     merges = _listed_merges(file, vocab)
     fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignores_merges))
-    if cut.composes:
-        fast.normalizer = normalizers.NFC()
     split = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in cut.expressions]
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.is_gpt2)
     fast.pre_tokenizer = pre_tokenizers.Sequence([*split, level]) if split else level
@@ -179,8 +208,11 @@ def _sentence_piece(vocabulary: Vocabulary, file: GgufFile) -> Any:
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise InvalidArgument(str(file.path), "tokenizer.ggml.scores must have one number for each token")
-    # Converters write tokens of spaces alone as such, which are words to the library, too.
-    tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in vocabulary.tokens]
+    # Converters write tokens of spaces alone as such. Those of users are found whole, and others are words.
+    tokens = [
+        _SPACE * len(token) if token and not token.strip(" ") and kind != USER_DEFINED else token
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
     vocab = {token: index for index, token in enumerate(tokens)}
     ranked = sorted(_merges(tokens, vocabulary.types, scores, vocab))
     merges = [(tokens[left], tokens[right]) for *_, left, right in ranked]
@@ -210,8 +242,7 @@ def _merges(
 def _add_tokens(fast: Any, vocabulary: Vocabulary, *, is_sentence_piece: bool, is_phi3: bool) -> None:
     """Tells the library of tokens that are found whole in a text.
 
-    Tokens of spaces alone are, in SentencePiece, made of shorter ones as words are. Those of Phi-3 take the spaces
-    behind them along.
+    Those of Phi-3 include the spaces that follow.
     """
     from tokenizers import AddedToken
 
@@ -220,8 +251,8 @@ def _add_tokens(fast: Any, vocabulary: Vocabulary, *, is_sentence_piece: bool, i
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         is_special = kind in (CONTROL, UNKNOWN)
         is_word = is_sentence_piece and not token.strip(" " + _SPACE)
-        if is_special or (kind == USER_DEFINED and not is_word):
-            rstrip = is_phi3 and is_sentence_piece and token not in bare
+        if is_special or kind == USER_DEFINED:
+            rstrip = is_phi3 and is_sentence_piece and token not in bare and not is_word
             added.append(AddedToken(token, normalized=False, special=is_special, rstrip=rstrip))
     fast.add_tokens(added)
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.checkpoints.quantised.patterns import left_by_dynamic, rules_of
+from jpaged.checkpoints.quantised.patterns import dynamic_rules, rules_of
 from jpaged.checkpoints.quantised.scheme import (
+    TUNING,
     Part,
     Parts,
     Shape,
@@ -34,6 +35,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight columns is in its word."""
 
 _HARMLESS = (
+    *TUNING,
     "backend",
     "do_fuse",
     "exllama_config",
@@ -89,11 +91,22 @@ def read_config(fields: JsonFields) -> Awq:
     group_size = fields.integer(group_key, 128, minimum=-1)
     # AutoAWQ leaves a module if any of these is a part of its name, also within a word (awq/utils/module.py).
     left = [re.escape(name) for name in fields.names("modules_to_not_convert")]
-    rules_left = [*left, *left_by_dynamic(fields)]
     has_output = fields.flag("lm_head", False)
+    fields.only("data_type", "int", why="of AWQ integers are read")
     fields.ignore(_HARMLESS)
-    form = MatrixFormat("int4", group_size if group_size > 0 else None, has_zeros=True)
-    return Awq(Quantisation("awq", rules_of(form, rules_left), has_output))
+
+    def read_own(own: JsonFields) -> MatrixFormat:
+        own.only("bits", _BITS, why="of AWQ 4 bits are read")
+        own.ignore(_HARMLESS)
+        return format_of_groups(own.integer("group_size", group_size, minimum=-1))
+
+    rules = rules_of(format_of_groups(group_size), left, dynamic_rules(fields, read_own))
+    return Awq(Quantisation("awq", rules, has_output))
+
+
+def format_of_groups(group_size: int) -> MatrixFormat:
+    """Return the format of a matrix with groups of this size; -1 is one group."""
+    return MatrixFormat("int4", group_size if group_size > 0 else None, has_zeros=True)
 
 
 def _in_order(numbers: np.ndarray) -> np.ndarray:

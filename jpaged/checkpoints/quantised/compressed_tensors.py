@@ -61,6 +61,8 @@ _ORDERS = ("group", "dynamic", "weight", "static")
 _MXFP4_BLOCK = 32
 _LINEAR, _EXPRESSION = "Linear", "re:"
 _NOT_SET = -1
+_MIDDLES = np.array([0x88888888, 0x80808080], np.uint32)
+"""Words of zero points in the middle, of 4 and of 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,12 @@ class CompressedTensors:
             zeros = Part(f"{module}.weight_zero_point", scale_shapes, ("int8",))
         if form.has_zeros:
             parts["zeros"] = zeros
+        else:
+            shapes = (*scale_shapes, *((math.ceil(num_out * bits / 32), groups) for bits in (4, 8)))
+            dtypes = ("int8", "uint8", "int32", "float8_e4m3fn", *FLOATS)
+            parts["no_zeros"] = Part(
+                f"{module}.weight_zero_point", shapes, dtypes, is_optional=True, problem=_not_symmetric
+            )
         if form.has_group_ids:
             among = not_among(groups, _NOT_SET)
             parts["ids"] = Part(f"{module}.weight_g_idx", ((depth,),), ("int32",), is_optional=True, problem=among)
@@ -142,6 +150,13 @@ class CompressedTensors:
         layout = None if place is None else self.layouts[place]
         assert layout is not None
         return layout
+
+
+def _not_symmetric(zeros: np.ndarray) -> str | None:
+    """The problem of zero points that a symmetric matrix has besides: they must be the middle of their numbers."""
+    if not zeros.any() or (zeros.dtype == np.int32 and np.isin(zeros.view(np.uint32), _MIDDLES).all()):
+        return None
+    return "has zero points, and symmetric is true in quantization_config"
 
 
 def _groups_of(ids: np.ndarray | None, depth: int, form: MatrixFormat) -> np.ndarray:

@@ -13,12 +13,22 @@ QUANTISATION_KEYS = ("quantization_config", "compression_config")
 """Where a config.json says it; the second in old checkpoints of compressed-tensors."""
 
 _READERS: Mapping[str, Callable[[JsonFields], Scheme]] = {
+    "auto-round": gptq.read_auto_round,
     "awq": awq.read_config,
     "compressed-tensors": compressed_tensors.read_config,
     "fp8": fp8.read_config,
     "gptq": gptq.read_config,
     "mxfp4": mxfp4.read_config,
 }
+
+
+_MODEL_OPT = "modelopt"
+MODEL_OPT_FILE = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt describes its weights, which it rounds in layouts of its own."""
+MODEL_OPT_PROBLEM = (
+    f"weights quantised by NVIDIA's ModelOpt ({MODEL_OPT_FILE}) are not read; take the original weights, or those of "
+    f"another method: {', '.join(_READERS)}"
+)
 
 
 def find_scheme(config: Mapping[str, object]) -> Scheme | None:
@@ -34,7 +44,9 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     if not isinstance(given, Mapping):
         raise InvalidArgument("config.json quantization_config", f"is {given!r}; it must be an object")
     fields = JsonFields(given, "quantization_config")
-    method = fields.text("quant_method")
+    method = fields.text("quant_method", _MODEL_OPT if "quant_algo" in given else None)
+    if method == _MODEL_OPT or "quant_algo" in given:
+        raise Unsupported(MODEL_OPT_PROBLEM)
     if method not in _READERS:
         raise Unsupported(f"config.json: quant_method is {method!r}; read: {', '.join(_READERS)}")
     scheme = _READERS[method](fields)

@@ -13,13 +13,17 @@ took it from each number alone, and lost the rest of the word where that was 0.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.checkpoints.quantised.patterns import left_by_dynamic, rules_of, within
+from jpaged.checkpoints.quantised.awq import Awq, format_of_groups
+from jpaged.checkpoints.quantised.patterns import dynamic_rules, rules_of, within
 from jpaged.checkpoints.quantised.scheme import (
+    TUNING,
     Part,
     Parts,
     Shape,
@@ -35,34 +39,30 @@ from jpaged.models.quantisation.rules import Quantisation
 
 # How the numbers were found, and by which kernel others would multiply: neither changes what they are.
 _HARMLESS = (
-    "act_group_aware",
+    *TUNING,
     "backend",
-    "batch_size",
     "block_name_to_quantize",
     "cache_block_outputs",
-    "damp_auto_increment",
-    "damp_percent",
-    "dataset",
     "disable_exllama",
     "exllama_config",
-    "hyb_act",
     "max_input_length",
     "meta",
     "model_file_base_name",
     "model_name_or_path",
     "model_seqlen",
     "module_name_preceding_first_block",
-    "mse",
     "pack_impl",
     "pad_token_id",
     "quant_method",
-    "static_groups",
     "tokenizer",
-    "true_sequential",
     "use_cuda_fp16",
     "use_exllama",
 )
 BITS: Mapping[int, Values] = {4: "int4", 8: "int8"}
+_BITS_OF: Mapping[Values, int] = {values: bits for bits, values in BITS.items()}
+_GPTQ_PACKING, _AWQ_PACKING = "auto_round:auto_gptq", "auto_round:auto_awq"
+_PLAIN_BITS = 16
+_ACTIVATIONS = ("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym")
 _ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 
 
@@ -76,20 +76,20 @@ class Gptq:
     """
 
     quantisation: Quantisation
-    bits: int
     zeros_are_less: bool
     borrows: bool
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
-        (num_out, depth), groups, per_word = shape, form.num_groups(shape[1]), 32 // self.bits
+        bits = _BITS_OF[form.values]
+        (num_out, depth), groups, per_word = shape, form.num_groups(shape[1]), 32 // bits
         return {
             "qweight": Part(f"{module}.qweight", ((depth // per_word, num_out),), ("int32",)),
             "qzeros": Part(
                 f"{module}.qzeros",
                 ((groups, num_out // per_word),),
                 ("int32",),
-                problem=None if self.borrows or not self.zeros_are_less else self._lost_zeros,
+                problem=None if self.borrows or not self.zeros_are_less else functools.partial(_lost_zeros, bits),
             ),
             "scales": Part(f"{module}.scales", ((groups, num_out),)),
             "g_idx": Part(
@@ -103,7 +103,7 @@ class Gptq:
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
-        bits, depth = self.bits, shape[1]
+        bits, depth = _BITS_OF[form.values], shape[1]
         values = signed(words_to_numbers(np.ascontiguousarray(tensors["qweight"].T), bits), bits)
         words = tensors["qzeros"].view(np.uint32)
         zeros = words_to_numbers(words + _ONES[bits] if self.zeros_are_less else words, bits)
@@ -116,14 +116,15 @@ class Gptq:
         scales = tensors["scales"].astype(np.float32).T
         return StoredMatrix(values.astype(form.dtype), scales, signed(zeros, bits).T, ids)
 
-    def _lost_zeros(self, words: np.ndarray) -> str | None:
-        numbers = words_to_numbers(words, self.bits).reshape(-1, 32 // self.bits)
-        if not (numbers[:, :-1] == 2**self.bits - 1).any():
-            return None
-        return (
-            "has zero points of 0, which AutoGPTQ writes over those behind them where sym is false, and the config's "
-            "meta names no quantizer gptqmodel: quantise it again, or name the quantizer that wrote it"
-        )
+
+def _lost_zeros(bits: int, words: np.ndarray) -> str | None:
+    numbers = words_to_numbers(words, bits).reshape(-1, 32 // bits)
+    if not (numbers[:, :-1] == 2**bits - 1).any():
+        return None
+    return (
+        "has zero points of 0, which AutoGPTQ writes over those behind them where sym is false, and the config's "
+        "meta names no quantizer gptqmodel: quantise it again, or name the quantizer that wrote it"
+    )
 
 
 def read_config(fields: JsonFields) -> Gptq:
@@ -133,24 +134,111 @@ def read_config(fields: JsonFields) -> Gptq:
         Unsupported: a setting that is not computed; it is named.
         InvalidArgument: a malformed value.
     """
-    bits, group_size = fields.integer("bits"), fields.integer("group_size", minimum=-1)
-    if bits not in BITS:
-        raise Unsupported(f"quantization_config: bits is {bits}; of GPTQ 4 and 8 are read")
-    has_ids, written = fields.flag("desc_act", False), _checkpoint_format(fields)
+    form, written = _read_form(fields), _checkpoint_format(fields)
     borrows = fields.flag("sym", True) or _is_of_gptqmodel(fields)
+    fields.only("data_type", "int", why="of GPTQ integers are read")
     fields.only("method", "gptq", why="the method is that of GPTQ")
     fields.only("is_marlin_format", False, why="numbers in the order of Marlin's kernel are not read")
     fields.only("pack_dtype", "int32", why="only words of int32 are read")
     left = fields.names("modules_to_not_convert")
-    form = MatrixFormat(
-        BITS[bits], group_size if group_size > 0 else None, has_zeros=True, has_group_ids=has_ids and group_size > 0
-    )
-    rules = rules_of(form, [*within(left), *left_by_dynamic(fields)])
+
+    def read_own(own: JsonFields) -> MatrixFormat:
+        own.only("sym", fields.flag("sym", True), why="modules that differ from the others in sym are not read")
+        own.ignore(_HARMLESS)
+        return _read_form(own, form)
+
+    rules = rules_of(form, within(left), dynamic_rules(fields, read_own))
     if chosen := _chosen(fields):
         rules = (*rules[:-1], *((pattern, form) for pattern in within(chosen)))
     quantisation = Quantisation("gptq", rules, has_output=fields.flag("lm_head", False))
     fields.ignore(_HARMLESS)
-    return Gptq(quantisation, bits, written == "gptq", borrows)
+    return Gptq(quantisation, written == "gptq", borrows)
+
+
+def read_auto_round(fields: JsonFields) -> Gptq | Awq:
+    """The layout of AutoRound: that of GPTQ or of AWQ, which its `packing_format` names.
+
+    `extra_config` has modules with other settings, by their names or by expressions; 16 bits leave a module.
+
+    Raises:
+        Unsupported: a setting that is not computed; it is named.
+        InvalidArgument: a malformed value.
+    """
+    packing = fields.text("packing_format", _GPTQ_PACKING)
+    if packing not in (_GPTQ_PACKING, _AWQ_PACKING):
+        raise Unsupported(f"{fields.name}: packing_format is {packing!r}; read: {_GPTQ_PACKING}, {_AWQ_PACKING}")
+    fields.only("data_type", "int", why="of AutoRound integers are read")
+    if fields.integer("act_bits", _PLAIN_BITS) < _PLAIN_BITS:
+        raise Unsupported(f"{fields.name}: act_bits is {fields.value('act_bits')}; activations of AutoRound stay plain")
+    form, is_symmetric = _read_form(fields), fields.flag("sym", True)
+    if packing == _AWQ_PACKING:
+        form = _awq_form(fields, form)
+    rules: list[tuple[str, MatrixFormat | None]] = []
+    extra = fields.mapping("extra_config")
+    for name in sorted(extra, key=_is_expression):
+        own = JsonFields(_object(fields, name, extra[name]), f"{fields.name} {name}")
+        rule = name if _is_expression(name) else f"^{re.escape(name)}$"
+        if own.integer("bits", _BITS_OF[form.values]) >= _PLAIN_BITS or own.text("data_type", "int") == "float":
+            rules.append((_checked(rule), None))
+            continue
+        own.only("data_type", "int", why="of AutoRound integers are read")
+        own.only("sym", is_symmetric, why="modules that differ from the others in sym are not read")
+        own.ignore((*_HARMLESS, *_ACTIVATIONS))
+        mine = _read_form(own, form)
+        own.finish()
+        rules.append((_checked(rule), _awq_form(own, mine) if packing == _AWQ_PACKING else mine))
+    names = _block_names(fields)
+    has_output = fields.flag("quant_lm_head", False) or "lm_head" in extra
+    rules += [(re.escape(name), form) for name in names or ("",)]
+    quantisation = Quantisation("auto-round", tuple(rules), has_output)
+    fields.ignore((*_HARMLESS, *_ACTIVATIONS))
+    return (
+        Awq(quantisation) if packing == _AWQ_PACKING else Gptq(quantisation, zeros_are_less=True, borrows=is_symmetric)
+    )
+
+
+def _block_names(fields: JsonFields) -> list[str]:
+    """The parts of names that quantised modules have, by either key; none are all."""
+    given = fields.value("block_name_to_quantize") or fields.value("to_quant_block_names")
+    parts = given.split(",") if isinstance(given, str) else given
+    listed = parts if isinstance(parts, list) else []
+    return [str(name).strip() for each in listed for name in (each if isinstance(each, list) else [each])]
+
+
+def _awq_form(fields: JsonFields, form: MatrixFormat) -> MatrixFormat:
+    if form.values != "int4":
+        raise Unsupported(f"{fields.name}: bits is {_BITS_OF[form.values]}; of AWQ 4 bits are read")
+    return format_of_groups(form.group_size or -1)
+
+
+def _object(fields: JsonFields, name: str, value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise fields.bad("extra_config", f"{name} is {value!r}; it must be an object")
+    return value
+
+
+def _is_expression(name: str) -> bool:
+    return not re.fullmatch(r"[\w.\-]+", name)
+
+
+def _checked(rule: str) -> str:
+    try:
+        re.compile(rule)
+    except re.error as error:
+        raise Unsupported(f"quantization_config: {rule!r} is no regular expression: {error}") from error
+    return rule
+
+
+def _read_form(fields: JsonFields, other: MatrixFormat | None = None) -> MatrixFormat:
+    """The format of a checkpoint, or of a module whose settings replace those of `other`."""
+    bits = fields.integer("bits", None if other is None else _BITS_OF[other.values])
+    if bits not in BITS:
+        raise Unsupported(f"{fields.name}: bits is {bits}; of GPTQ 4 and 8 are read")
+    group_size = fields.integer("group_size", None if other is None else other.group_size or -1, minimum=-1)
+    has_ids = fields.flag("desc_act", False if other is None else other.has_group_ids)
+    return MatrixFormat(
+        BITS[bits], group_size if group_size > 0 else None, has_zeros=True, has_group_ids=has_ids and group_size > 0
+    )
 
 
 def _is_of_gptqmodel(fields: JsonFields) -> bool:

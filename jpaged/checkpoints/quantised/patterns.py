@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.matrix_format import MatrixFormat
@@ -15,9 +15,11 @@ def within(names: Sequence[str]) -> list[str]:
     return [rf"(^|\.){re.escape(name)}(\.|$)" for name in names]
 
 
-def rules_of(form: MatrixFormat, left: Sequence[str]) -> tuple[tuple[str, MatrixFormat | None], ...]:
-    """The rules of a checkpoint that has one format for all matrices but those that are left."""
-    return (*((pattern, None) for pattern in left), ("", form))
+def rules_of(
+    form: MatrixFormat, left: Sequence[str], own: Sequence[tuple[str, MatrixFormat | None]] = ()
+) -> tuple[tuple[str, MatrixFormat | None], ...]:
+    """The rules of a checkpoint with one format for its matrices, except those left and those with a rule of `own`."""
+    return (*((pattern, None) for pattern in left), *own, ("", form))
 
 
 def from_start(expression: str) -> str:
@@ -36,16 +38,26 @@ def from_start(expression: str) -> str:
     return pattern
 
 
-def left_by_dynamic(fields: JsonFields) -> list[str]:
-    """The rules of the modules that GPTQModel's `dynamic` leaves.
+def dynamic_rules(
+    fields: JsonFields, read_form: Callable[[JsonFields], MatrixFormat]
+) -> list[tuple[str, MatrixFormat | None]]:
+    """Return the rules of GPTQModel's `dynamic`: modules that it leaves (`-:`), and modules with other settings.
+
+    Args:
+        read_form: the format that a module's own settings describe.
 
     Raises:
-        Unsupported: it gives modules settings of their own.
+        Unsupported: a setting that is not computed, or what is no regular expression.
     """
-    given = fields.mapping("dynamic")
-    other = next((name for name in given if not name.startswith("-:")), None)
-    if other is not None:
-        raise Unsupported(
-            f"{fields.name}: dynamic has {other!r}; modules that it leaves (-:) are read, none with other settings"
-        )
-    return [from_start(name.removeprefix("-:")) for name in given]
+    rules: list[tuple[str, MatrixFormat | None]] = []
+    for name, given in fields.mapping("dynamic").items():
+        if name.startswith("-:"):
+            rules.append((from_start(name.removeprefix("-:")), None))
+            continue
+        if not isinstance(given, Mapping):
+            raise fields.bad("dynamic", f"{name} is {given!r}; it must be an object")
+        own = JsonFields(given, f"{fields.name} dynamic {name}")
+        form = read_form(own)
+        own.finish()
+        rules.append((from_start(name.removeprefix("+:")), form))
+    return rules

@@ -56,6 +56,20 @@ Parts = Mapping[str, Part]
 UNUSED = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 """How the names of tensors end that say how others keep keys and values: here `--kv-cache-dtype` does."""
 FLOATS = ("float32", "bfloat16", "float16")
+TUNING = (
+    # AutoRound
+    *("amp", "autoround_version", "batch_size", "dataset", "dynamic_max_gap", "enable_adam", "enable_alg_ext"),
+    *("enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "enable_torch_compile"),
+    *("gradient_accumulate_steps", "iters", "low_cpu_mem_usage", "low_gpu_mem_usage", "lr", "lr_scheduler"),
+    *("minmax_lr", "model_free", "momentum", "not_use_best_mse", "nsamples", "optimizer", "provider", "sampler"),
+    *("scale_dtype", "seed", "seqlen", "to_quant_block_names", "train_bs"),
+    # GPTQModel
+    *("act_group_aware", "auto_forward_data_parallel", "compute_device_filter", "damp_auto_increment"),
+    *("damp_percent", "dense_vram_strategy", "failsafe", "fallback", "foem", "gc_mode", "gptaq", "gptaq_alpha"),
+    *("hessian", "hyb_act", "moe", "moe_vram_strategy", "mse", "offload_to_disk", "offload_to_disk_path"),
+    *("static_groups", "true_sequential", "v2", "v2_alpha", "vram_strategy", "wait_for_submodule_finalizers"),
+)
+"""Keys about how numbers were found, which do not change what they are."""
 
 
 @dataclass(frozen=True, slots=True)

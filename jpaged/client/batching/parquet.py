@@ -1,6 +1,7 @@
 """Parquet as input and output of a batch. Row groups are streamed: of a file no more is in memory than its ids.
 
-    in    columns custom_id, method, url and body: JSON text, or a struct whose nulls count as left out
+    in    columns custom_id (a text or an integer), method, url and body: JSON text, or a struct whose nulls count as
+          left out
     out   columns id, custom_id, response {status_code, request_id, body} and error {code, message}; body is JSON text
 
 A Parquet file cannot be added to: it ends in an index of itself. So results are gathered as lines in a file beside it
@@ -10,9 +11,7 @@ there already. A crash leaves the old output or the new one, and the lines until
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jpaged import json_text
-from jpaged.client.results import OutputError
+from jpaged.client.results import OutputError, replace_file
 from jpaged.errors import InvalidArgument
 from jpaged.openai.bodies import loaded
 from jpaged.openai.lines import BadLine, Line, line_of
@@ -41,6 +40,8 @@ OUTPUT_SCHEMA = pa.schema(
     ]
 )
 _BATCH_ROWS = 256
+MAX_BODY_BYTES = 64 << 20
+"""No server takes a longer one."""
 _GROUP_ROWS = 4096
 _GROUP_BYTES = 32 << 20
 
@@ -61,10 +62,10 @@ class ParquetLines:
         self.num_lines = 0
         numbers: dict[str, int] = {}
         for file in self._paths:
-            with _reading(file), pq.ParquetFile(file) as opened:
+            with _reading(file), _opened(file) as opened:
                 _check_columns(file, opened.schema_arrow.names)
                 for batch in opened.iter_batches(_BATCH_ROWS, columns=["custom_id"]):
-                    self._number(batch.column(0).to_pylist(), numbers)
+                    self._number((_id_of(one.as_py()) for one in batch.column(0)), numbers)
         if self.num_lines and not numbers:
             raise InvalidArgument("--input", f"{path}: no row has a custom_id")
         self.ids = numbers.keys()
@@ -73,7 +74,7 @@ class ParquetLines:
         rows = (row for file in self._paths for _, row in rows_of(file))
         return (row_line(number, row) for number, row in enumerate(rows, start=1))
 
-    def _number(self, custom_ids: list[Any], numbers: dict[str, int]) -> None:
+    def _number(self, custom_ids: Iterable[Any], numbers: dict[str, int]) -> None:
         for custom_id in custom_ids:
             self.num_lines += 1
             if not isinstance(custom_id, str) or not custom_id:
@@ -93,26 +94,44 @@ def files_in(path: Path) -> list[Path]:
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of an input, each with the row group that it is in; one row group is in memory at a time.
+    """Yield the rows of an input, each with the row group that it is in; a few rows are in memory at a time.
 
     Raises:
         InvalidArgument: it cannot be read, or a column is missing or unknown.
     """
-    with _reading(path), pq.ParquetFile(path) as file:
+    with _reading(path), _opened(path) as file:
         _check_columns(path, file.schema_arrow.names)
         for group in range(file.num_row_groups):
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=list(COLUMNS)):
-                yield from ((group, row) for row in batch.to_pylist())
+                columns = {name: batch.column(name) for name in COLUMNS}
+                for i in range(batch.num_rows):
+                    yield group, {name: column[i].as_py() for name, column in columns.items()}
+
+
+def _opened(path: Path) -> pq.ParquetFile:
+    """Open a file whose texts are decoded once each: rows may share them, and a small file stand for a huge one."""
+    metadata = pq.read_metadata(path)
+    columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+    texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    return pq.ParquetFile(path, metadata=metadata, read_dictionary=texts)
+
+
+def _id_of(value: Any) -> Any:
+    """Return a custom_id, an integer as a text."""
+    return str(value) if type(value) is int else value
 
 
 def row_line(number: int, row: Mapping[str, Any]) -> Line | BadLine:
     """Return a row as the line of that number."""
-    body = row["body"]
+    body, custom_id = row["body"], _id_of(row["custom_id"])
     try:
+        if isinstance(body, str) and len(body) > MAX_BODY_BYTES:
+            problem = f"{len(body)} characters are over the limit of {MAX_BODY_BYTES}"
+            raise InvalidArgument(f"line {number}: body", problem)
         body = loaded(f"line {number}: body", body) if isinstance(body, str) else _json(f"line {number}: body", body)
     except InvalidArgument as error:
-        return BadLine(number, row["custom_id"] or None, error)
-    return line_of(number, {**row, "body": body})
+        return BadLine(number, custom_id or None, error)
+    return line_of(number, {**row, "custom_id": custom_id, "body": body})
 
 
 def journal_of(output: Path) -> Path:
@@ -155,18 +174,10 @@ def unpack(output: Path, journal: Path) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a file whole, or leaves the one that is there."""
-    new = path.with_name(path.name + ".new")
     try:
-        write(new)
-        with new.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(new, path)
-    except (OSError, pa.ArrowException) as error:
+        replace_file(path, write)
+    except pa.ArrowException as error:
         raise OutputError(f"--output: {path} cannot be written: {error}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            new.unlink()
 
 
 @contextmanager

@@ -30,6 +30,9 @@ from jpaged.errors import InternalError, InvalidArgument
 _GIB, _MIB = 1 << 30, 1 << 20
 _PROBE_BYTES = _GIB
 _PROBE_PART = 4  # of what weights leave
+_MAX_HOST_BYTES, _HOST_PART = 4 * _GIB, 4
+"""A host's memory is for other processes as well: unless the user says more, a pool takes no more than so many bytes,
+and than this part of what is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ class PoolRequest:
         max_model_len: tokens of a sequence at most.
         memory_utilization: share of the memory that weights, programs and the pool may take.
         weight_bytes: of the parameters of one device.
+        has_default_share: memory_utilization is the platform's, and not the user's.
         num_blocks: as the user chose; None where memory decides.
         pool_bytes: of the pool on one device, as the user chose instead; it becomes num_blocks.
 
@@ -114,6 +118,7 @@ class PoolRequest:
     weight_bytes: int
     num_blocks: int | None = None
     pool_bytes: int | None = None
+    has_default_share: bool = False
 
     def __post_init__(self) -> None:
         if self.pool_bytes is None:
@@ -125,6 +130,15 @@ class PoolRequest:
                 f"{self.bytes_per_block} bytes each",
             )
         object.__setattr__(self, "num_blocks", self.pool_bytes // self.bytes_per_block - 1)
+
+    def most_blocks(self, memory: DeviceMemory) -> int:
+        """Return the blocks that max_num_seqs longest sequences hold, within the default limit of a host's memory."""
+        most = self.max_num_seqs * self.blocks_per_seq
+        if memory.is_own or not self.has_default_share or memory.total_bytes is None:
+            return most
+        free = max(0, memory.total_bytes - self.weight_bytes)
+        limit = min(_MAX_HOST_BYTES, free // _HOST_PART) // self.bytes_per_block - 1
+        return max(self.blocks_per_seq, min(most, limit))
 
     def probe_blocks(self, memory: DeviceMemory) -> int:
         """Blocks of the pool that programs are compiled with for what they take: a GiB, where that much fits."""
@@ -223,9 +237,10 @@ class MemoryPlan:
 def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[], ProgramMemory]) -> MemoryPlan:
     """The number of blocks, and where everything else goes.
 
-    A pool takes all that is left of the device's own memory, and of a host's no more than max_num_seqs longest
-    sequences can use. Where that leaves a quarter of a host's memory in reserve, what programs take is a detail that
-    need not be compiled for, and the plan is without it until they are.
+    A pool takes all that is left of the device's own memory. Of a host's it takes no more than max_num_seqs longest
+    sequences can use, and unless the user chose memory_utilization at most 4 GiB or a quarter of what is free. If that
+    leaves a quarter of a host's memory in reserve, what programs take is a detail that need not be compiled for, and
+    the plan is without it until they are.
 
     Args:
         request: the sizes.
@@ -239,7 +254,7 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
         if request.num_blocks is None:
             raise InvalidArgument("num_blocks", "this device does not report its memory; choose a number")
         return MemoryPlan(request, None, request.num_blocks, what=memory.what)
-    most = request.max_num_seqs * request.blocks_per_seq
+    most = request.most_blocks(memory)
     wanted = most if request.num_blocks is None else request.num_blocks
     before = MemoryPlan(request, memory.total_bytes, wanted, what=memory.what)
     free = int(memory.total_bytes * request.memory_utilization) - request.weight_bytes

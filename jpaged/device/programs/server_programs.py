@@ -120,6 +120,7 @@ class ServerPrograms:
             weight_bytes=self.weight_bytes,
             num_blocks=cache.num_blocks,
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
+            has_default_share=cache.memory_utilization is None,
         )
 
     def memory(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:

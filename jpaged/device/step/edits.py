@@ -181,7 +181,8 @@ def _added_in_passes(
 
 
 def _penalised(x_rv: jax.Array, edits: RowEdits, counts_rv: Int16[Array, "R V"]) -> Float[Array, "R V"]:
-    repetition_r1 = jnp.where(edits.repetition_r > 0, edits.repetition_r, 1)[:, None]
+    smallest_r = jnp.maximum(edits.repetition_r, SMALLEST)  # a smaller one would make logits infinite
+    repetition_r1 = jnp.where(edits.repetition_r > 0, smallest_r, 1)[:, None]
     repeated_rv = jnp.where(x_rv > 0, x_rv / repetition_r1, x_rv * repetition_r1)
     x_rv = jnp.where(counts_rv != 0, repeated_rv, x_rv)
     generated_rv = (counts_rv & 0x7FFF).astype(jnp.float32)
@@ -209,8 +210,9 @@ def _typical(
 
     https://arxiv.org/abs/2202.00666
     """
-    scaled_rv = x_rv / jnp.where(temperature_r == 0, 1, jnp.maximum(temperature_r, SMALLEST))[:, None]
-    logprobs_rv = scaled_rv - vocabulary.log_sum_exp(vocabulary.max(scaled_rv), scaled_rv)
+    temperature_r1 = jnp.where(temperature_r == 0, 1, jnp.maximum(temperature_r, SMALLEST))[:, None]
+    scaled_rv = (x_rv - vocabulary.max(x_rv)) / temperature_r1  # at most 0, so that no temperature overflows
+    logprobs_rv = scaled_rv - vocabulary.log_sum_exp(jnp.zeros_like(temperature_r1), scaled_rv)
     weights_rv = jnp.exp(logprobs_rv)
     entropy_r1 = -vocabulary.sum(jnp.where(weights_rv > 0, weights_rv * logprobs_rv, 0))[:, None]
     nearness_rv = jnp.where(weights_rv > 0, -jnp.abs(logprobs_rv + entropy_r1), -jnp.inf)

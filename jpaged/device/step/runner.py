@@ -10,6 +10,7 @@ Nothing is traced here and nothing waits: the calls are of executables, with num
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +31,16 @@ from jpaged.engine.executor.edits import EDIT_FIELDS, CountDue, EditInputs, no_s
 from jpaged.engine.executor.telling import TELL_IDS, Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention.cpu.attention import blank_pool
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    """Return zeros, traced; on one CPU without touching their memory, which takes a second for each GiB."""
+    (device, *others) = sharding.device_set
+    blank = blank_pool(shape, dtype) if device.platform == "cpu" and not others else None
+    return jnp.zeros(shape, dtype) if blank is None else blank
 
 
 class Pool:
@@ -41,7 +50,7 @@ class Pool:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> None:
-        zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+        zeros = jax.jit(functools.partial(_zeros, shape, dtype, sharding), out_shardings=sharding)
         self._array: jax.Array | None = zeros()
 
     def take(self) -> jax.Array:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from jpaged.engine.data_parallel.entrance import Entrance
 from jpaged.engine.data_parallel.routing import Router
@@ -154,6 +155,23 @@ class DataParallelEngine:
         _when_all_are_done(parts, lambda: future.set_result(sum(part.result() for part in parts)))
         return future
 
+    def call_soon(self, command: Callable[[], None]) -> Future[None]:
+        """Run a command on the thread of every replica; see `Engine.call_soon`."""
+        future: Future[None] = Future()
+        parts = [engine.call_soon(command) for engine in self._engines]
+
+        def all_are_done() -> None:
+            errors = [error for part in parts if not part.cancelled() and (error := part.exception()) is not None]
+            if errors:
+                future.set_exception(errors[0])
+            elif any(part.cancelled() for part in parts):
+                future.cancel()
+            else:
+                future.set_result(None)
+
+        _when_all_are_done(parts, all_are_done)
+        return future
+
     # --- counts -----------------------------------------------------------------------------------------------------
 
     def load(self) -> EngineLoad:
@@ -220,7 +238,7 @@ def shares(total: int, num_parts: int) -> list[int]:
     return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
 
 
-def _when_all_are_done(futures: Sequence[Future[int]], then: Callable[[], None]) -> None:
+def _when_all_are_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
     if futures:
         futures[0].add_done_callback(lambda _: _when_all_are_done(futures[1:], then))
     else:

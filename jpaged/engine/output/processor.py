@@ -8,6 +8,7 @@ beam_width           likewise: the n best finished beams
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -431,6 +432,14 @@ class OutputProcessor:
             embedding = told.embedding if not begin else ()
             group.sink(OutputEvent(request_id, usage=_usage(group), prompt_logprobs=part, embedding=embedding))
 
+    def _usage_of(self, group: Group) -> Usage:
+        """Return the usage of a request; a search counts the tokens of the beams that it returns."""
+        usage, search = _usage(group), self._searches.get(group)
+        if search is None:
+            return usage
+        beams = search.best(group.request.sampling.n) if search.is_done else []
+        return dataclasses.replace(usage, completion_tokens=sum(len(beam.token_ids) for beam in beams))
+
     def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
         if group in self.told.ready and error is None:
             self._show_told(group)
@@ -442,7 +451,7 @@ class OutputProcessor:
             logprobs=piece.logprobs,
             finish=piece.finish,
             cumulative_logprob=piece.cumulative_logprob,
-            usage=_usage(group),
+            usage=self._usage_of(group),
             is_last=is_last,
             times=group.times if is_last else None,
             error=error,

@@ -57,7 +57,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # Tokens that were turned into text but are the context of the next ones, then those that were not.
-        self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._window = self._context(prompt_token_ids)
         self._num_read = len(self._window)
         self._text_read = self._decode(self._window)
 
@@ -87,9 +87,21 @@ class IncrementalDetokenizer:
         """Returns what is left of a character that was never completed."""
         return self._read(self._decode(self._window), len(self._window))
 
+    def _context(self, prompt_token_ids: tuple[int, ...]) -> list[int]:
+        """The last tokens of a prompt, from the beginning of a character if one is near."""
+        for num_tokens in range(_CONTEXT_TOKENS, 2 * _CONTEXT_TOKENS):
+            window = list(prompt_token_ids[-num_tokens:])
+            if not self._decode(window).startswith(_REPLACEMENT):
+                return window
+        return list(prompt_token_ids[-_CONTEXT_TOKENS:])
+
     def _read(self, text: str, end: int) -> str:
-        """Returns what is new in the text of the window up to `end`."""
-        new = text[len(self._text_read) :]
+        """Returns what is new in the text of the window up to `end`: a character that the prompt begins is."""
+        start = len(self._text_read)
+        if self._text_read.endswith(_REPLACEMENT):
+            both = zip(self._text_read, text, strict=False)
+            start = next((place for place, (old, new) in enumerate(both) if old != new), min(start, len(text)))
+        new = text[start:]
         if new:
             # What was just read is the context of what comes next; what came before it is no longer needed.
             self._window = self._window[self._num_read :]

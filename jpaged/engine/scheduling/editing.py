@@ -10,6 +10,7 @@ A slot holds the tokens that the host knows when it is taken; from then on the d
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from jpaged.engine.executor.edits import (
     num_mask_words,
 )
 from jpaged.engine.sequence import Group, Sequence
-from jpaged.errors import InternalError
+from jpaged.errors import InternalError, InvalidArgument
 from jpaged.types import Request
 
 
@@ -105,6 +106,39 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> I32:
     bits = np.zeros(num_mask_words(vocab_size) * MASK_BITS, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def nothing_left(
+    request: Request, token_ids: SequenceOf[int], eos_token_ids: frozenset[int], vocab_size: int
+) -> InvalidArgument | None:
+    """Return the error of a request whose own fields forbid every next token; None if one token is left.
+
+    Its grammar is not looked at: `engine/grammars.py` does that.
+
+    Args:
+        token_ids: of one sequence, the prompt included.
+    """
+    sampling, number = request.sampling, len(token_ids) - len(request.prompt_token_ids)
+    banned = {word[-1] for word in request.bad_word_ids if _ends_with(token_ids, word[:-1])}
+    ending = sampling.ending_ids(eos_token_ids) if number < sampling.min_tokens else frozenset()
+    allowed = sampling.allowed_token_ids
+    if allowed is None and len(banned) + len(ending) < vocab_size:
+        return None
+    left = set(range(vocab_size) if allowed is None else allowed) - banned
+    if left - ending:
+        return None
+    tokens = "every token" if allowed is None else "every token of allowed_token_ids"
+    place = f"nothing can be sampled as output token {number + 1}"
+    if not left:
+        return InvalidArgument("sampling.bad_words", f"forbid {tokens}: {place}")
+    ends = "is a stop token or an end-of-sequence token" if sampling.stop_token_ids else "is an end-of-sequence token"
+    also = ", or a bad word" if banned else ""
+    problem = f"{sampling.min_tokens} forbids tokens that end the text, and {tokens} {ends}{also}: {place}"
+    return InvalidArgument("sampling.min_tokens", problem)
+
+
+def _ends_with(token_ids: SequenceOf[int], end: tuple[int, ...]) -> bool:
+    return len(end) <= len(token_ids) and tuple(token_ids[len(token_ids) - len(end) :]) == end
 
 
 class EditedRow(NamedTuple):

@@ -81,10 +81,19 @@ class Eye:
 
 
 class Eyes:
-    """Every pool of a server: one, or one of each replica. Any thread may ask."""
+    """Every pool of a server: one, or one of each replica. Any thread may ask.
+
+    Attributes:
+        limited_to: blocks of each pool that a viewer has left to requests; None is all of them.
+    """
 
     def __init__(self, each: Iterable[Eye]) -> None:
         self.each = tuple(each)
+        self.limited_to: int | None = None
+
+    def note_limit(self, num_blocks: int | None) -> None:
+        """Note the limit that all pools have taken."""
+        self.limited_to = num_blocks
 
     def pictures(self) -> tuple[Future[PoolPicture], ...]:
         """Has a picture taken of each pool, once its engine comes by; of an engine that hangs none comes."""

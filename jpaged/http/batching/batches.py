@@ -8,19 +8,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jpaged.access.entry import current
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.http.batching import files
 from jpaged.http.batching.pages import page_of
 from jpaged.http.batching.runner import Runner
 from jpaged.http.batching.values import Batch, metadata_of, new_id, window_s_of
 from jpaged.http.errors import JSON
-from jpaged.http.exchange import body_in
+from jpaged.http.exchange import answer_of, body_in
 from jpaged.http.requests import owner_of, tenant_of
 from jpaged.openai.lines import URLS
 from jpaged.service.service import Service
 
 MAX_BATCHES_OF_LIST = 100
 _DEFAULT_OF_LIST = 20
+_CHARS_OF_BATCH = 1000
 _FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata")
 
 
@@ -57,7 +59,8 @@ def _routes(service: Service, runner: Runner) -> list[Route]:
         file = await read(lambda: store.file(owner, input_id))
         if file.purpose != "batch":
             raise InvalidArgument("body.input_file_id", f"{input_id} is what a batch wrote: its purpose is not batch")
-        now_s = int(time.time())
+        entry, now_s = current(), int(time.time())
+        key = None if entry is None else entry.key
         batch = Batch(
             id=new_id("batch_"),
             owner=owner,
@@ -70,14 +73,18 @@ def _routes(service: Service, runner: Runner) -> list[Route]:
             created_at=now_s,
             expires_at=now_s + window_s,
             metadata=metadata,
+            key_id=None if key is None else key.id,
+            role=None if key is None else key.role.name.lower(),
         )
         await runner.add(batch)
         return JSON(batch.shown())
 
     async def listed(request: Request) -> Response:
         owner = owner_of(service, request)
-        batches = await read(lambda: store.batches(owner))
-        return JSON(page_of(batches, request, max_limit=MAX_BATCHES_OF_LIST, default=_DEFAULT_OF_LIST))
+        page = await read(
+            lambda: page_of(store.batches(owner), request, max_limit=MAX_BATCHES_OF_LIST, default=_DEFAULT_OF_LIST)
+        )
+        return await answer_of(service, lambda: page, _CHARS_OF_BATCH * len(page["data"]))
 
     async def retrieve(request: Request) -> Response:
         owner, batch_id = owner_of(service, request), request.path_params["batch_id"]

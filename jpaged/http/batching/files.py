@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import IO
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -12,18 +15,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from jpaged.errors import Cancelled, InvalidArgument, QueueFull, RequestTooLong
+from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, QueueFull, RequestTooLong, StorageError
 from jpaged.http.batching.pages import page_of
 from jpaged.http.batching.runner import Runner
 from jpaged.http.batching.values import StoredFile
 from jpaged.http.errors import JSON
+from jpaged.http.exchange import answer_of
 from jpaged.http.requests import owner_of
 from jpaged.service.service import Service
 
 MAX_FILENAME_CHARS = 255
 MAX_FILES_OF_LIST = 10_000
-_MAX_UPLOADS = 4
-"""Files that come at one time: each is on the disk twice until it is whole."""
+_MAX_UPLOADS = 16
+"""Uploads at one time, of all tenants: each file is on the disk twice until it is whole."""
+MIN_UPLOAD_BYTES_PER_S = 16 << 10
+"""An upload that is slower on average is ended, after `UPLOAD_GRACE_S`."""
+UPLOAD_GRACE_S = 10.0
+_CHARS_OF_FILE = 200
 _MAX_FRAME_BYTES = 64 << 10
 """What a form has beside its file."""
 _PURPOSES = ("batch", "batch_output")
@@ -33,13 +41,12 @@ def routes(service: Service, runner: Runner) -> list[Route]:
     """The paths of this file."""
     store, read = runner.store, runner.threads.read
     max_bytes = int(service.state.config.http.max_batch_file_size * 2**20)
-    uploads = asyncio.Semaphore(_MAX_UPLOADS)
+    share = service.state.config.http.tenant_batch_share if service.state.config.server.isolate_tenants else 1.0
+    uploads = _Uploads(share)
 
     async def upload(request: Request) -> Response:
         owner = owner_of(service, request)
-        if uploads.locked():
-            raise QueueFull(f"{_MAX_UPLOADS} files are being sent, the limit", retry_after_s=1.0)
-        async with uploads:
+        with uploads.slot(owner):
             form = await _form_of(request, max_bytes)
             try:
                 content, filename = _file_in(form, max_bytes)
@@ -53,8 +60,13 @@ def routes(service: Service, runner: Runner) -> list[Route]:
         if purpose is not None and purpose not in _PURPOSES:
             raise InvalidArgument("purpose", f"{purpose[:80]!r} is none of {', '.join(_PURPOSES)}")
         owner = owner_of(service, request)
-        files = [one for one in await read(lambda: store.files(owner)) if purpose in (None, one.purpose)]
-        return JSON(page_of(files, request, max_limit=MAX_FILES_OF_LIST, default=MAX_FILES_OF_LIST))
+
+        def page() -> dict[str, Any]:
+            files = [one for one in store.files(owner) if purpose in (None, one.purpose)]
+            return page_of(files, request, max_limit=MAX_FILES_OF_LIST, default=MAX_FILES_OF_LIST)
+
+        found = await read(page)
+        return await answer_of(service, lambda: found, _CHARS_OF_FILE * len(found["data"]))
 
     async def found(request: Request) -> StoredFile:
         owner, file_id = owner_of(service, request), request.path_params["file_id"]
@@ -81,6 +93,30 @@ def routes(service: Service, runner: Runner) -> list[Route]:
     ]
 
 
+class _Uploads:
+    """Uploads in progress, of which one tenant has a share of what others leave."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._num_open: Counter[str] = Counter()
+
+    @contextmanager
+    def slot(self, owner: str) -> Iterator[None]:
+        """Hold a slot for one upload; raises QueueFull if there is none."""
+        num_mine = self._num_open[owner]
+        num_left = _MAX_UPLOADS - self._num_open.total() + num_mine
+        most = min(num_left, max(1, int(num_left * self._share)))
+        if num_mine >= most:
+            raise QueueFull(f"{num_mine} files are being sent, the limit is {most}", retry_after_s=1.0)
+        self._num_open[owner] += 1
+        try:
+            yield
+        finally:
+            self._num_open[owner] -= 1
+            if not self._num_open[owner]:
+                del self._num_open[owner]
+
+
 async def _form_of(request: Request, max_bytes: int) -> FormData:
     """Read a form whose file is of bounded size; what is large lies on the disk meanwhile."""
     limit = max_bytes + _MAX_FRAME_BYTES
@@ -94,14 +130,23 @@ async def _form_of(request: Request, max_bytes: int) -> FormData:
 
     async def bounded() -> AsyncGenerator[bytes, None]:
         nonlocal problem
-        size = 0
+        size, parts = 0, request.stream()
+        began_s = time.monotonic()
         try:
-            async for part in request.stream():
+            while True:
+                late_s = began_s + UPLOAD_GRACE_S + size / MIN_UPLOAD_BYTES_PER_S
+                async with asyncio.timeout(max(0.0, late_s - time.monotonic())):
+                    part = await anext(parts, None)
+                if part is None:
+                    return
                 size += len(part)
                 if size > limit:
                     problem = too_long
                     raise MultiPartException("too long")
                 yield part
+        except TimeoutError:
+            problem = DeadlineExceeded(f"the upload is slower than {MIN_UPLOAD_BYTES_PER_S} bytes a second")
+            raise MultiPartException("slow") from None
         except ClientDisconnect:
             problem = Cancelled("the caller has gone")
             raise MultiPartException("gone") from None
@@ -111,6 +156,8 @@ async def _form_of(request: Request, max_bytes: int) -> FormData:
         return await parser.parse()
     except MultiPartException as error:  # which has the parser close its files
         raise problem or InvalidArgument("body", f"is no form: {error.message}") from error
+    except OSError as error:
+        raise StorageError(f"the file cannot be written: {error.strerror or error}") from error
     except KeyError as error:
         raise InvalidArgument("body", "is no form: content-type names no boundary") from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from jpaged import json_text
-from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.errors import InvalidArgument, JpagedError, StorageError
 from jpaged.http.batching.values import BatchError, Counts
 from jpaged.openai.lines import BadLine, Line, failure_line, parse_line
 
@@ -80,24 +80,37 @@ def _bad(number: int, problem: str) -> BadLine:
     return BadLine(number, None, InvalidArgument(f"line {number}", problem))
 
 
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("ab", buffering=0)  # what a full disk has not taken is not tried again at the end
+    except OSError as error:
+        raise StorageError(f"an output cannot be written: {error.strerror or error}") from error
+
+
 class Outputs:
     """The two files that a batch writes. Not safe to use from several threads at once.
 
     Args:
         grow: takes room on the disk for bytes that are written next, or raises.
+        shrink: returns room that was taken and is not used.
+
+    Raises:
+        StorageError: the disk cannot be written; the files end with the last whole line, and can be closed.
 
     Attributes:
         counts: of the lines that are written.
         done: their custom_ids.
     """
 
-    def __init__(self, answers: Path, errors: Path, grow: Callable[[int], None]) -> None:
-        self._grow = grow
+    def __init__(
+        self, answers: Path, errors: Path, grow: Callable[[int], None], shrink: Callable[[int], None] = lambda num: None
+    ) -> None:
+        self._grow, self._shrink = grow, shrink
         self.done: set[str] = set()
         completed = self._taken_up(answers)
         failed = self._taken_up(errors)
         self.counts = Counts(completed, failed)
-        self._answers, self._errors = answers.open("ab"), errors.open("ab")
+        self._answers, self._errors = _opened(answers), _opened(errors)
 
     def add_answer(self, custom_id: str, text: str) -> None:
         """Write the line of output of a line that was answered."""
@@ -118,17 +131,27 @@ class Outputs:
 
     def close(self) -> None:
         """See that all is on the disk, and close the files."""
-        for file in (self._answers, self._errors):
-            if not file.closed:
-                with file:
-                    os.fsync(file.fileno())
+        try:
+            for file in (self._answers, self._errors):
+                if not file.closed:
+                    with file:
+                        os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(f"an output cannot be written: {error.strerror or error}") from error
 
     def _add(self, file: IO[bytes], custom_id: str, text: str) -> None:
         """A line is in the file whole or not at all: what is torn is cut off when the batch is taken up."""
         data = text.encode()
         self._grow(len(data))
-        file.write(data)
-        file.flush()
+        begin, done = os.fstat(file.fileno()).st_size, 0
+        try:
+            while done < len(data):
+                done += file.write(data[done:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), begin)
+            self._shrink(len(data))
+            raise StorageError(f"an output cannot be written: {error.strerror or error}") from error
         self.done.add(custom_id)
 
     def _taken_up(self, path: Path) -> int:

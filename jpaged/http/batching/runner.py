@@ -38,7 +38,8 @@ class Runner:
     """
 
     def __init__(self, service: Service, options: HttpOptions, root: Path) -> None:
-        self.store = Store(root, int(options.max_batch_storage * 2**30))
+        share = options.tenant_batch_share if service.state.config.server.isolate_tenants else 1.0
+        self.store = Store(root, int(options.max_batch_storage * 2**30), share)
         self.threads = Threads()
         self._service = service
         max_line_bytes = int(service.state.config.server.max_request_size * 2**20)

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jpaged.errors import InternalError, JpagedError, LimitExceeded, TryLater, Unavailable
+from jpaged.access.entry import background, enter
+from jpaged.errors import InternalError, JpagedError, StorageError, TryLater, Unavailable
 from jpaged.http.batching.lines import Outputs, checked, lines_in
 from jpaged.http.batching.pacing import PRIORITY, Places
-from jpaged.http.batching.store import StorageError, Store
+from jpaged.http.batching.store import Store
 from jpaged.http.batching.threads import Threads
 from jpaged.http.batching.values import Batch, BatchError
 from jpaged.http.local import LocalServer
@@ -75,7 +76,7 @@ class Running:
                 await self._work()
             if self.batch.status in ("finalizing", "cancelling"):
                 await self._finish("completed" if self.batch.status == "finalizing" else "cancelled")
-        except (StorageError, LimitExceeded) as error:
+        except StorageError as error:
             await self._fail(BatchError("storage", str(error)))
         except Exception as error:
             _LOG.error("batch %s failed", self.batch.id, exc_info=error)
@@ -105,7 +106,11 @@ class Running:
     async def _work(self) -> None:
         batch, store = self.batch, self._store
         make = partial(
-            Outputs, store.path(batch.owner, batch.output_id), store.path(batch.owner, batch.error_id), store.grow
+            Outputs,
+            store.path(batch.owner, batch.output_id),
+            store.path(batch.owner, batch.error_id),
+            partial(store.grow, batch.owner),
+            partial(store.shrink, batch.owner),
         )
         outputs = await self._threads.write(make)
         try:
@@ -121,6 +126,7 @@ class Running:
                 await self._threads.write(partial(self._write_expired, outputs))
                 self._count(outputs)
         finally:
+            self._count(outputs)
             await self._threads.write(outputs.close)
         if ending == "expired":
             await self._finish("expired")
@@ -146,7 +152,14 @@ class Running:
             await asyncio.wait((work,))
 
     async def _run_all(self, outputs: Outputs) -> None:
-        answers = Answers(self._service.state.loaded().model, self._service.work)
+        loaded, http = self._service.state.loaded(), self._service.state.config.http
+        answers = Answers(
+            loaded.model,
+            self._service.work,
+            loaded.adapters.names,
+            loaded.tokenizer.token_bytes,
+            max_bytes=int(http.max_response_size * 2**20),
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in self._todo(outputs):
@@ -165,6 +178,7 @@ class Running:
                 yield line
 
     async def _answer(self, answers: Answers, outputs: Outputs, line: Line) -> None:
+        enter(background(self.batch.key, self.batch.tenant))
         server = LocalServer(service=self._service, tenant=self.batch.tenant, priority=PRIORITY)
         for num_tries in itertools.count(1):
             try:
@@ -197,23 +211,23 @@ class Running:
         self.batch = replace(self.batch, counts=outputs.counts)
         self._store.note(self.batch)
 
-    async def _finish(self, status: str) -> None:
+    async def _finish(self, status: str, **changes: Any) -> None:
         batch = self.batch
         files = [
             await self._threads.write(partial(self._store.add_output, batch.owner, file_id, f"{batch.id}_{what}.jsonl"))
             for file_id, what in ((batch.output_id, "output"), (batch.error_id, "error"))
         ]
-        await self._enter(status, has_output=files[0] is not None, has_errors=files[1] is not None)
+        await self._enter(status, has_output=files[0] is not None, has_errors=files[1] is not None, **changes)
 
     async def _fail(self, error: BatchError) -> None:
         """End it where it cannot go on; what has been answered can be had all the same, as far as the disk allows."""
         try:
-            await self._finish("failed")
+            await self._finish("failed", errors=(error,))
+            return
         except JpagedError as another:
             _LOG.error("the outputs of batch %s are lost: %s", self.batch.id, another)
-        self.batch = replace(self.batch, status="failed", errors=(error,))
         try:
-            await self._note()
+            await self._enter("failed", errors=(error,))
         except JpagedError as another:  # the next server takes it up, and meets the same
             _LOG.error("batch %s cannot be saved: %s", self.batch.id, another)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from jpaged.access.keys import Key, Role
 from jpaged.errors import InvalidArgument
 
 LIVE = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
@@ -115,6 +116,7 @@ class Batch:
 
     Attributes:
         owner: whose batches and files it is among; `tenant` is whose requests it makes.
+        key_id, role: of the key that created it, with whose permissions its lines run; None on a server without keys.
         output_id, error_id: of the files that its lines go to, whether or not there are any.
         has_output, has_errors: those files can be had.
         times: when it entered which status, by the names of OpenAI's fields.
@@ -142,6 +144,15 @@ class Batch:
     has_errors: bool = False
     num_takes: int = 0
     model: str | None = None
+    key_id: str | None = None
+    role: str | None = None
+
+    @property
+    def key(self) -> Key | None:
+        """Return the key that created it; None on a server without keys."""
+        if self.key_id is None or self.role is None:
+            return None
+        return Key(self.key_id, self.tenant, Role[self.role.upper()])
 
     @property
     def is_live(self) -> bool:
@@ -156,6 +167,7 @@ class Batch:
     def of_json(cls, value: Mapping[str, Any]) -> Batch:
         """The batch that was kept so; raises TypeError, KeyError or ValueError for anything else."""
         known = {one.name for one in fields(cls)}
+        value = {"key_id": None, "role": None, **value}  # a batch of an earlier release has neither
         if value.keys() != known:
             raise ValueError(f"fields {sorted(value.keys() ^ known)}")
         errors = tuple(BatchError(**one) for one in value["errors"])

@@ -2,7 +2,6 @@
 
 paths.py   the two paths
 asked.py   what one HTTP request asks for, once its body is read
-calls.py   a job as requests of the service: their events, or what came of them
+calls.py   a job as requests of the service: their events, or what came of them; texts of tokens
 events.py  server-sent events, and clients that leave
-texts.py   the texts of tokens, which log-probabilities speak of
 """

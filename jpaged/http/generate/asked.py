@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from jpaged.errors import InvalidArgument, NotFound
+from jpaged.errors import InvalidArgument, ModelNotFound
 from jpaged.http.exchange import read_body
 from jpaged.http.requests import (
     answer_headers_of,
@@ -20,7 +20,7 @@ from jpaged.http.requests import (
     tenant_of,
 )
 from jpaged.openai.bodies import Job, renamed, shown
-from jpaged.openai.choices import Heading
+from jpaged.openai.choices import AnswerSize, Heading
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.records import Caller, RequestRecord
 from jpaged.service.service import Call, Service
@@ -36,6 +36,7 @@ class Asked:
         adapter: what its requests run with, the same load for all of them.
         caller: who asks.
         headers: what the answer carries besides; whoever answers adds to them before it begins.
+        size: bounds the answer.
         began_s: of `time.monotonic`, from which its time is counted.
     """
 
@@ -47,6 +48,7 @@ class Asked:
     remaining_s: float | None
     caller: Caller
     headers: dict[str, str]
+    size: AnswerSize
     began_s: float = field(default_factory=time.monotonic)
 
     def heading(self) -> Heading:
@@ -78,6 +80,21 @@ class Asked:
             record=record,
         )
 
+    def add_known_prompts(self) -> None:
+        """Count the prompts that came as token ids; raises InvalidArgument if the answer would be too large."""
+        self._add(sum(len(prompt.token_ids) for prompt in self.job.prompts if prompt.token_ids is not None))
+
+    def add_prompt(self, number: int, num_tokens: int) -> None:
+        """Count a prompt that came as a text, once its tokens are known; raises as `add_known_prompts`."""
+        if self.job.prompts[number].token_ids is None:
+            self._add(num_tokens)
+
+    def _add(self, num_tokens: int) -> None:
+        try:
+            self.size.add_prompt(num_tokens)
+        except InvalidArgument as error:
+            raise renamed(error, self.job.names) from error
+
     @contextmanager
     def naming(self, number: int) -> Iterator[None]:
         """Inside, errors of a prompt's request name what the caller gave."""
@@ -90,8 +107,13 @@ class Asked:
             raise told from error
 
 
-async def asked_of(service: Service, request: Request, read: Callable[[Mapping[str, Any]], Job]) -> Asked:
+async def asked_of(
+    service: Service, request: Request, read: Callable[[Mapping[str, Any]], Job], *, is_kept: bool = False
+) -> Asked:
     """Read a request.
+
+    Args:
+        is_kept: a stream's last event has all of the answer.
 
     Raises:
         JpagedError: it cannot be honoured, or nothing can now.
@@ -100,7 +122,23 @@ async def asked_of(service: Service, request: Request, read: Callable[[Mapping[s
     model = service.state.serving()
     request_id, tenant, remaining_s = request_id_of(request), tenant_of(request), remaining_s_of(request)
     job = await read_body(service, request, read)
+    try:
+        size = AnswerSize(
+            job.sampling,
+            num_prompts=len(job.prompts),
+            vocab_size=model.model.vocab_size,
+            is_chat=job.is_chat,
+            has_echo=job.has_echo,
+            counts_generated=is_kept or job.streaming is None,
+            max_bytes=int(service.state.config.http.max_response_size * 2**20),
+        )
+    except InvalidArgument as error:
+        raise renamed(error, job.names) from error
+    if size.max_filled is not None:
+        prompts = tuple(replace(one, max_filled=size.max_filled) if one.fills_length else one for one in job.prompts)
+        job = replace(job, prompts=prompts)
     return Asked(
+        size=size,
         job=job,
         model=model,
         adapter=_adapter(model, job),
@@ -118,7 +156,7 @@ def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:
     if job.model in (None, model.model.name):
         return model.adapters.named(job.adapter or "")
     if job.model not in {one.name for one in model.adapters.loaded()}:
-        raise NotFound(f"model: {shown(job.model)} is not served; {model.model.name!r} is")
+        raise ModelNotFound(f"model: {shown(job.model)} is not served; {model.model.name!r} is")
     if job.adapter not in (None, job.model):
         raise InvalidArgument("adapter", f"{job.adapter!r} is not {job.model!r}, the adapter that model names")
     return model.adapters.named(job.model or "")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import codecs
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from jpaged.completions import completions_of
+from jpaged.engine.tokenizer import Tokenizer
 from jpaged.http.generate.asked import Asked
+from jpaged.openai.choices import ShownToken
 from jpaged.service.evaluations import num_at_once, run_all
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.records import RequestRecord
@@ -26,6 +29,7 @@ async def outputs_of(service: Service, asked: Asked) -> list[RequestOutput]:
     Raises:
         JpagedError: one cannot run, or has failed; the others are ended.
     """
+    asked.add_known_prompts()
     if len(asked.job.prompts) == 1:
         return [await _output(service, asked, 0)]
     record = asked.record()
@@ -48,6 +52,7 @@ async def _output(
     completions = completions_of(asked.job.sampling)
     with asked.naming(number):
         async with service.generate(asked.call(number, record), model) as generation:
+            asked.add_prompt(number, len(generation.prompt_token_ids))
             asked.headers.update(generation.record.headers)
             async for event in generation:
                 completions.add(event)
@@ -56,6 +61,7 @@ async def _output(
 
 async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None]:
     """Run a job and tell of it as it comes; to close it drops what still runs. Raises as `outputs_of`."""
+    asked.add_known_prompts()
     if len(asked.job.prompts) > 1:
         async with aclosing(_events_of_several(service, asked)) as told:
             async for one in told:
@@ -63,6 +69,7 @@ async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None
         return
     with asked.naming(0):
         async with service.generate(asked.call(0)) as generation:
+            asked.add_prompt(0, len(generation.prompt_token_ids))
             asked.headers.update(generation.record.headers)
             async for event in generation:
                 yield 0, generation, event
@@ -75,6 +82,7 @@ async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[T
     async def tell(number: int, model: LoadedModel) -> None:
         with asked.naming(number):
             async with service.generate(asked.call(number, record), model) as generation:
+                asked.add_prompt(number, len(generation.prompt_token_ids))
                 async for event in generation:
                     await waiting.put((number, generation, event))
 
@@ -104,4 +112,39 @@ async def prompt_text_of(service: Service, asked: Asked, number: int, prompt_tok
     text, sampling = asked.job.prompts[number].text, asked.job.sampling
     if text is not None and sampling.truncate_prompt_tokens is None:
         return text
-    return await service.detokenize(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+    text = await service.detokenize(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+    if asked.job.is_only_told or not text.endswith("\ufffd"):
+        return text
+    return text.removesuffix(_begun_character(asked.model.tokenizer, prompt_token_ids))
+
+
+class TokenTexts:
+    """The texts of a model's tokens, those that were asked for; as many as its vocabulary has at most."""
+
+    def __init__(self) -> None:
+        self._model: LoadedModel | None = None
+        self._texts: dict[int, ShownToken] = {}
+
+    def of(self, model: LoadedModel, token_id: int) -> ShownToken:
+        """Return one token as log-probabilities show it."""
+        if model is not self._model:
+            self._model, self._texts = model, {}
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = shown_token(model.tokenizer, token_id)
+        return text
+
+
+def shown_token(tokenizer: Tokenizer, token_id: int) -> ShownToken:
+    """Return a token as log-probabilities show it."""
+    alone = tokenizer.decode([token_id], skip_special_tokens=False)
+    is_special = bool(alone) and not tokenizer.decode([token_id], skip_special_tokens=True)
+    return ShownToken(tokenizer.token_bytes(token_id), alone, is_special=is_special)
+
+
+def _begun_character(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Return how a text shows a character that its last tokens begin and the next ones may complete; "" without one."""
+    data = b"".join(map(tokenizer.token_bytes, token_ids[-4:]))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return "\ufffd" if decoder.getstate()[0] else ""

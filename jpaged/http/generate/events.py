@@ -14,11 +14,14 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from starlette.types import Receive, Scope, Send
+
 from jpaged.errors import Cancelled, DeadlineExceeded
-from jpaged.http.errors import body_of, error_for
+from jpaged.http.errors import error_for
 from jpaged.http.exchange import while_connected
-from jpaged.http.wire import Receive, Scope, Send
+from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.chunks import sent_event
+from jpaged.openai.lines import error_body
 
 KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = [
@@ -74,7 +77,7 @@ class EventStream:
 
     async def _end(self, send: Send, error: Exception | None = None) -> None:
         if error is not None:
-            await self._send(send, sent_event(body_of(error_for(error))))
+            await self._send(send, sent_event(error_body(error_for(error))))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
@@ -90,4 +93,6 @@ class EventStream:
             if not self._has_begun:
                 self._has_begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            for begin in range(0, len(event), PIECE_BYTES):
+                piece = event[begin : begin + PIECE_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})

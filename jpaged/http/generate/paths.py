@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -10,12 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.http.errors import JSON
+from jpaged.http.exchange import answer_of as json_answer_of
 from jpaged.http.exchange import while_there
 from jpaged.http.generate.asked import Asked, asked_of
-from jpaged.http.generate.calls import events_of, outputs_of, prompt_text_of
+from jpaged.http.generate.calls import TokenTexts, events_of, outputs_of, prompt_text_of
 from jpaged.http.generate.events import EventStream
-from jpaged.http.generate.texts import TokenTexts
 from jpaged.openai.bodies import Job, chat_job, completion_job
 from jpaged.openai.choices import answer_of
 from jpaged.openai.chunks import Chunks
@@ -50,12 +49,10 @@ async def _whole(service: Service, asked: Asked, texts: TokenTexts) -> Response:
         for number, output in enumerate(outputs):
             prompt_texts.append(await prompt_text_of(service, asked, number, output.prompt_token_ids))
 
-    def written() -> Response:
-        return JSON(
-            answer_of(heading, asked.job, outputs, lambda token_id: texts.of(asked.model, token_id), prompt_texts)
-        )
+    def body() -> dict[str, Any]:
+        return answer_of(heading, asked.job, outputs, lambda token_id: texts.of(asked.model, token_id), prompt_texts)
 
-    return await service.work(written, sum(map(_size_of_output, outputs)))
+    return await json_answer_of(service, body, sum(map(_size_of_output, outputs)))
 
 
 async def _chunks(service: Service, asked: Asked, texts: TokenTexts) -> AsyncGenerator[bytes, None]:
@@ -81,12 +78,12 @@ async def _chunks(service: Service, asked: Asked, texts: TokenTexts) -> AsyncGen
 
 
 def _size_of_output(output: RequestOutput) -> int:
-    """Tokens and characters that are written of an output, about."""
-    told = [position for one in output.outputs for position in one.logprobs or ()]
-    told += [position for position in output.prompt_logprobs or () if position is not None]
-    return sum(len(one.text) + len(one.token_ids) for one in output.outputs) + _size(told)
+    """Return about how many characters are written of an output."""
+    size = sum(len(one.text) + len(one.token_ids) + _size(one.logprobs or ()) for one in output.outputs)
+    return size + _size((output.prompt_logprobs or ())[1:])
 
 
-def _size(told: list[PositionLogprobs] | tuple[PositionLogprobs, ...]) -> int:
-    """Tokens that log-probabilities are told of; each is written with about ten times its characters."""
-    return 10 * len(told) * (1 + len(told[0].top) + len(told[0].asked)) if told else 0
+def _size(told: Sequence[PositionLogprobs | None]) -> int:
+    """Estimate the characters of log-probabilities, from the width of the first position."""
+    first = told[0] if told else None
+    return 0 if first is None else 10 * len(told) * (1 + len(first.top) + len(first.asked))

@@ -1,14 +1,28 @@
-"""Makes the pools smaller while they are in use, and larger again: in a small one sharing and preemption are seen."""
+"""Makes the pools smaller while they are in use, and larger again: in a small one sharing and preemption are seen.
+
+A limit changes the server for all its clients. It needs a key of the role control, or on a server without keys a
+loopback address; it is logged and exported; and it ends when its page stops renewing it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 from typing import Any
 
-from jpaged.access.entry import require_control
+from starlette.requests import Request
+
+from jpaged.access.entry import current, require_control
+from jpaged.engine.watching.eyes import Eyes
 from jpaged.errors import InvalidArgument, PermissionDenied
 from jpaged.service.service import Service
 
+_LOG = logging.getLogger(__name__)
+
+LEASE_S = 15.0
+"""A limit ends after this time unless its page asks for it again: the page of a closed tab does not."""
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _PATIENCE_S = 5.0
 """How long blocks are waited for that are in use."""
 _INTERVAL_S = 0.05
@@ -20,6 +34,7 @@ class Limits:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._num_asked = 0
+        self._lease: asyncio.TimerHandle | None = None
 
     async def limit(self, body: dict[str, Any]) -> dict[str, Any]:
         """Leave requests so many blocks of each pool, `blocks`; null is all of them.
@@ -42,9 +57,57 @@ class Limits:
         while True:
             asked = model.engine.eyes.limit(blocks)
             left = sum(await asyncio.gather(*map(asyncio.wrap_future, asked)))
+            if mine == self._num_asked:
+                self._note(model.engine.eyes, blocks)
             if left == 0 or mine != self._num_asked or loop.time() > until_s:
                 return {"blocks": blocks, "blocks_in_use": left}
             await asyncio.sleep(_INTERVAL_S)
+
+    def _renew(self, blocks: int | None) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = None if blocks is None else asyncio.get_running_loop().call_later(LEASE_S, self._expire)
+
+    def _expire(self) -> None:
+        self._lease = None
+        self._num_asked += 1  # one that waits for blocks gives up
+        if self._service.state.failure is None:
+            eyes = self._service.state.loaded().engine.eyes
+            eyes.limit(None)
+            self._note(eyes, None)
+
+    def _note(self, eyes: Eyes, blocks: int | None) -> None:
+        self._renew(blocks)
+        if eyes.limited_to == blocks:
+            return
+        eyes.note_limit(blocks)
+        entry = current()
+        by = "a page that is gone" if entry is None or entry.is_closed else entry.peer
+        limit = (
+            "all blocks of the pool are usable again" if blocks is None else f"{blocks} blocks of each pool are usable"
+        )
+        _LOG.warning("live page: %s, by %s", limit, by)
+
+
+def require_local(request: Request) -> None:
+    """Refuse a caller without a key that is not on this machine; raises PermissionDenied."""
+    if not is_local(request):
+        raise PermissionDenied("the limit of the pool needs a key of the role control, or a loopback address")
+
+
+def is_local(request: Request) -> bool:
+    """Return True if a caller has a key, or is on this machine and not behind a proxy."""
+    entry = current()
+    if entry is not None and entry.key is not None:
+        return True
+    if request.client is None or any(name in request.headers for name in _FORWARDED):
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _blocks_of(body: dict[str, Any]) -> int | None:

@@ -24,7 +24,7 @@ from jpaged.errors import Unavailable
 from jpaged.http.errors import JSON
 from jpaged.http.exchange import body_in
 from jpaged.http.page.hub import Hub, Watcher
-from jpaged.http.page.limits import Limits
+from jpaged.http.page.limits import Limits, is_local, require_local
 from jpaged.service.service import Service
 from jpaged.version import __version__
 
@@ -48,13 +48,14 @@ def routes(service: Service) -> list[Route]:
 
     async def about(request: Request) -> Response:
         model = service.state.loaded()
-        server = model.config.server
+        has_keys = model.config.access.api_keys is not None  # the page sends the one that it is given later
         return JSON(
             {
                 "model": model.model.name,
                 "version": __version__,
                 "max_model_len": model.model.max_model_len,
-                "can_limit": not server.disable_control,
+                "has_chat": model.model.has_chat_template,
+                "can_limit": not model.config.server.disable_control and (has_keys or is_local(request)),
             }
         )
 
@@ -70,6 +71,7 @@ def routes(service: Service) -> list[Route]:
 
     async def limit(request: Request) -> Response:
         # Which asks for JSON: the browser sends that for a page of another site only where this one allows it.
+        require_local(request)
         body, _ = await body_in(service, request)
         return JSON(await limits.limit(body))
 

@@ -12,6 +12,7 @@ _PREFIXES = (
     ("transformer.h.", "h."),
     ("model.decoder.", "decoder."),
     ("model.language_model.", "language_model.model."),
+    ("model.layers.", "layers."),
 )
 """What the same modules' names begin with in the library that quantised them, and in checkpoints of others."""
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jpaged.chat import ToolCall
 from jpaged.errors import JpagedError, reason_of
+from jpaged.json_text import Items
 from jpaged.openai.choices import Heading, TokenText, chat_logprobs
 from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, Usage
 
 
-def message_item(
-    request_id: str, number: int, text: str, logprobs: list[dict[str, Any]], status: str
-) -> dict[str, Any]:
+def message_item(request_id: str, number: int, text: str, logprobs: Iterable[object], status: str) -> dict[str, Any]:
     """Return what the assistant said, as an item."""
     return {
         "id": f"msg_{request_id}_{number}",
@@ -24,7 +23,7 @@ def message_item(
     }
 
 
-def text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def text_part(text: str, logprobs: Iterable[object]) -> dict[str, Any]:
     """Return a text as a part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
@@ -54,9 +53,9 @@ def call_item(request_id: str, number: int, call: ToolCall, status: str) -> dict
     }
 
 
-def logprobs_of(positions: Sequence[PositionLogprobs], token_text: TokenText) -> list[dict[str, Any]]:
+def logprobs_of(positions: Sequence[PositionLogprobs], token_text: TokenText) -> Items:
     """Return the log-probabilities of a text's tokens."""
-    found: list[dict[str, Any]] = chat_logprobs(positions, token_text)["content"]
+    found: Items = chat_logprobs(positions, token_text)["content"]
     return found
 
 

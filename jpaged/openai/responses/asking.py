@@ -1,7 +1,7 @@
 """What a body of /v1/responses asks for: a chat, in other words. OpenAI's: https://platform.openai.com/docs/api-reference.
 
-Nothing is stored: `store` may say what it likes, and the answer says false. What needs a store, and what OpenAI runs
-beside the model (tools of its own, summaries, moderation), is refused by name.
+Nothing is stored: `store` passes with either value, and answers have false. What needs a store, and what OpenAI adds to
+the model (tools, summaries, moderation), is refused by name.
 """
 
 from __future__ import annotations
@@ -11,48 +11,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jpaged.errors import InvalidArgument
-from jpaged.openai.bodies import Job, chat_job, flag_in, without_nulls
+from jpaged.openai.bodies import OF_CHATS, Job, chat_job, without_nulls
+from jpaged.openai.neutral_fields import own_fields
 from jpaged.openai.responses.items import messages_of
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` asks for with it: the log-probabilities of the text."""
+_ABSENT = (
+    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url"),
+    "computer_call_output.output.image_url",
+)
+"""Parts that `include` adds to items of other kinds, and encrypted reasoning, which is null in every answer."""
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
 _MAX_SHOWN = 80
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
-}
-"""Fields that say what happens anyway, with these values and no others."""
-_REFUSED = {
-    "previous_response_id": "nothing is stored: send the conversation whole, outputs of earlier responses in `input`",
-    "conversation": "nothing is stored: send the conversation whole in `input`",
-    "background": "nothing is stored: wait for the answer, or stream it; /v1/batches run without their caller",
-    "prompt": "no templates of prompts are stored: send `instructions` and `input`",
-    "truncation": "a conversation that is too long is refused: leave items of `input` out",
-    "max_tool_calls": "functions are called by you: stop when there were enough",
-    "context_management": "conversations are not shortened here: leave items of `input` out",
-    "prompt_cache_key": "prefixes are cached anyway; cache_salt keeps them apart",
-    "safety_identifier": "use user",
-    "moderation": "texts are not moderated",
-    "n": "a response is one answer",
-    "best_of": "a response is one answer",
-    "beam_width": "a response is one answer, drawn token by token",
-    "prompt_logprobs": "use /v1/chat/completions",
-    "logprobs": f"use include with {LOGPROBS!r}, and top_logprobs",
-    "messages": "is `input` here",
-    "max_tokens": "is `max_output_tokens` here",
-    "max_completion_tokens": "is `max_output_tokens` here",
-    "response_format": "is `text.format` here",
-    "reasoning_effort": "is `reasoning.effort` here",
-}
 _OWN = frozenset(
     {
         *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs"),
-        *("metadata", "store", "stream", "stream_options", "reasoning"),
+        *("metadata", "stream", "stream_options", "reasoning"),
     }
 )
+_OF_CHATS = OF_CHATS - {
+    *("messages", "n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens"),
+    *("response_format", "reasoning_effort"),
+}
+"""Fields that a chat reads under the same name."""
 _THEIRS = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -82,12 +66,10 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
     Raises:
         InvalidArgument: a field is unknown, wrong, or cannot be honoured.
     """
-    body = without_nulls(given)
-    _check_neutral(body)
+    body = own_fields("/v1/responses", given, _OWN | _OF_CHATS)
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise InvalidArgument("instructions", f"{str(instructions)[:_MAX_SHOWN]!r} is not a text")
-    flag_in(body, "store")
     metadata, reasoning = _metadata(body.get("metadata", {})), _object(body, "reasoning")
     text_format = _text_format(_object(body, "text"))
     chat = {name: value for name, value in body.items() if name not in _OWN}
@@ -95,6 +77,7 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
         "messages": messages_of(body.get("input"), instructions),
         "max_completion_tokens": body.get("max_output_tokens"),
         "stream": body.get("stream"),
+        "stream_options": _stream_options(body),
         "tools": [_tool(f"tools[{i}]", one) for i, one in enumerate(_list(body, "tools"))] or None,
         "tool_choice": _tool_choice(body.get("tool_choice")),
         "response_format": _response_format(text_format),
@@ -105,7 +88,7 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
         job = chat_job(chat)
     except InvalidArgument as error:
         raise _in_their_words(error) from error
-    names = {"max_tokens": "max_output_tokens", "structured_outputs": "text.format"}
+    names = {"max_tokens": "max_output_tokens", "structured_outputs": "text.format", "prompt": "input"}
     told = {name: theirs for name, theirs in names.items() if name in job.names}
     options, sampling = job.prompts[0].chat_options, job.sampling
     echoed = {
@@ -125,29 +108,19 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
     return Asking(replace(job, names={**job.names, **told}), echoed)
 
 
-def _check_neutral(body: Mapping[str, Any]) -> None:
-    for name, value in body.items():
-        if name in _NEUTRAL:
-            if value not in _NEUTRAL[name] or isinstance(value, bool) != isinstance(_NEUTRAL[name][0], bool):
-                why = f": {_REFUSED[name]}" if name in _REFUSED else ""
-                only = " or ".join(map(repr, _NEUTRAL[name]))
-                raise InvalidArgument(name, f"{str(value)[:_MAX_SHOWN]!r} is not supported, only {only}{why}")
-        elif name in _REFUSED:
-            raise InvalidArgument(name, f"is not supported: {_REFUSED[name]}")
+def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as chats have them: a response ends with its usage in any case."""
     options = _object(body, "stream_options")
-    if options and not flag_in(body, "stream"):
-        raise InvalidArgument("stream_options", "needs stream to be true")
-    for name, value in options.items():
-        if name != "include_obfuscation" or value is not False:
-            raise InvalidArgument(
-                f"stream_options.{name[:_MAX_SHOWN]}", "is not supported, but for include_obfuscation of false"
-            )
+    for name in ("include_usage", "continuous_usage_stats"):
+        if options.get(name) not in (None, False):
+            raise InvalidArgument(f"stream_options.{name}", "is not supported: a response ends with its usage")
+    return options
 
 
 def _text_format(text: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in text.items():
-        if name == "verbosity" and value != "medium":
-            raise InvalidArgument("text.verbosity", "is not supported: say in the instructions how long answers are")
+        if name == "verbosity" and value not in ("low", "medium", "high"):
+            raise InvalidArgument("text.verbosity", f"{str(value)[:_MAX_SHOWN]!r} is none of low, medium, high")
         if name not in ("format", "verbosity"):
             raise InvalidArgument(f"text.{name[:_MAX_SHOWN]}", "is not supported; format is")
     given = text.get("format", {"type": "text"})
@@ -188,7 +161,7 @@ def _tool_choice(given: Any) -> Any:
 def _reasoning(given: Mapping[str, Any]) -> dict[str, Any] | None:
     fields = without_nulls(given)
     for name in ("summary", "generate_summary"):
-        if name in fields:
+        if fields.pop(name, "auto") != "auto":
             raise InvalidArgument(f"reasoning.{name}", "is not supported: items of type reasoning have all of it")
     return fields or None
 
@@ -196,11 +169,13 @@ def _reasoning(given: Mapping[str, Any]) -> dict[str, Any] | None:
 def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     wanted = _list(body, "include")
     for one in wanted:
-        if one != LOGPROBS:
+        if one != LOGPROBS and one not in _ABSENT:
             raise InvalidArgument("include", f"{str(one)[:_MAX_SHOWN]!r} is not supported: only {LOGPROBS!r} is")
-    if "top_logprobs" in body and not wanted and body["top_logprobs"] != 0:
+    if LOGPROBS in wanted:
+        return {"logprobs": True, "top_logprobs": body.get("top_logprobs", 0)}
+    if body.get("top_logprobs", 0) != 0:
         raise InvalidArgument("top_logprobs", f"needs include to have {LOGPROBS!r}")
-    return {"logprobs": True, "top_logprobs": body.get("top_logprobs", 0)} if wanted else {}
+    return {}
 
 
 def _metadata(given: Any) -> dict[str, str]:

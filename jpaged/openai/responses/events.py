@@ -52,8 +52,8 @@ class ResponseEvents:
         self._call_index = -1
         self._call = ToolCall("", "", "")
         self._text = ""
-        self._logprobs: list[dict[str, Any]] = []
-        self._untold: list[dict[str, Any]] = []
+        self._logprobs: list[object] = []
+        self._untold: list[object] = []
         self._usage = Usage()
         self._finish_reason = ""
 
@@ -163,5 +163,4 @@ class ResponseEvents:
     def _event(self, kind: str, **fields: object) -> bytes:
         value = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        text = json_text.dumps(value, ensure_ascii=False)
-        return f"event: {kind}\ndata: {text}\n\n".encode("utf-8", "replace")
+        return b"".join((b"event: ", kind.encode(), b"\ndata: ", *json_text.pieces(value), b"\n\n"))

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jpaged.chat import without_surrogates
 from jpaged.errors import InvalidArgument
 
 _MAX_SHOWN = 80
 _ECHOED = frozenset({"id", "status", "phase"})
 """Fields of an item that was an output: they name it and say how it ended, and change nothing."""
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
-_PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs"})
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_PART_FIELDS = frozenset({"type", "text", "refusal", "annotations", "logprobs", "parsed"})
 
 
 def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
@@ -54,23 +55,32 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
             known = "message, reasoning, function_call, function_call_output"
             raise InvalidArgument(f"{where}.type", f"{str(kind)[:_MAX_SHOWN]!r} is not supported; {known} are")
         if thought and kind != "reasoning":
-            if messages[-1]["role"] != "assistant":
-                raise InvalidArgument(
-                    where, "stands behind reasoning, and is nothing that the assistant said or called"
-                )
-            messages[-1]["reasoning_content"] = thought
+            _add_thought(messages, thought, before=1)
             thought = ""
     if thought:
-        raise InvalidArgument(f"input[{len(given) - 1}]", "is reasoning without what the assistant said or called")
+        _add_thought(messages, thought, before=0)
     return messages
 
 
+def _add_thought(messages: list[dict[str, Any]], thought: str, *, before: int) -> None:
+    """Add reasoning to the assistant's turn that follows it; a turn that was cut while it reasoned is one by itself.
+
+    Args:
+        before: messages at the end that came after the reasoning.
+    """
+    if before and messages[-1]["role"] == "assistant" and "reasoning_content" not in messages[-1]:
+        messages[-1]["reasoning_content"] = thought
+        return
+    turn = {"role": "assistant", "content": "", "reasoning_content": thought}
+    messages.insert(len(messages) - before, turn)
+
+
 def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _check_names(where, item, {"type", "role", "content"})
+    _check_names(where, item, {"type", "role", "content", "name"})
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{where}.role", f"{str(role)[:_MAX_SHOWN]!r} is none of {', '.join(_ROLES)}")
-    return {"role": _ROLES[role], "content": _text(f"{where}.content", item.get("content"))}
+    return {"role": _ROLES[role], "content": _text(f"{where}.content", item.get("content"), role)}
 
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> str:
@@ -90,7 +100,8 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> str:
 def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     _check_names(where, item, {"type", "call_id", "name", "arguments"})
     call_id, name, arguments = (_string(where, item, field) for field in ("call_id", "name", "arguments"))
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = {"name": without_surrogates(name), "arguments": without_surrogates(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
@@ -106,21 +117,23 @@ def _call_output(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": _text(f"{where}.output", item.get("output"))}
 
 
-def _text(where: str, given: Any) -> str:
+def _text(where: str, given: Any, role: str = "") -> str:
     if isinstance(given, str):
         return given
+    if given is None and role == "assistant":
+        return ""
     if not isinstance(given, list):
         raise InvalidArgument(where, "must be a text, or a list of parts of text")
     texts = []
     for j, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
-        is_text = isinstance(kind, str) and kind in _TEXT_PARTS
-        if not is_text or not isinstance(part.get("text"), str) or part.get("annotations"):
+        text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
             shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "what is no object"
             raise InvalidArgument(f"{where}[{j}]", f"{shown} is no plain part of text: only text is supported")
         for name in part.keys() - _PART_FIELDS:
             raise InvalidArgument(f"{where}[{j}].{name[:_MAX_SHOWN]}", "is not supported")
-        texts.append(part["text"])
+        texts.append(text)
     return "".join(texts)
 
 

@@ -55,7 +55,7 @@ def _rendered(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:
         conversations=[question["messages"]],
         tools=question["tools"],
         chat_template=question["template"],
-        add_generation_prompt=True,
+        **question["layout"],
         **question["variables"],
     )
     num_bytes = len(texts[0].encode())

@@ -12,7 +12,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.chat.parsers.formats import AnswerFormat
 from jpaged.service.chat.structural_tag import SpecialTokens, structural_tag_for
-from jpaged.structured import StructuredOutputs, ThinkingBudget
+from jpaged.structured import StructuredOutputs, TagTexts, ThinkingBudget
 from jpaged.types import SamplingParams
 
 _NUM_TAIL_TOKENS = 16
@@ -98,13 +98,15 @@ class ChatAnswering:
         )
         if tag is None:
             return sampling
-        if sampling.structured_outputs is not None:
+        given = sampling.structured_outputs
+        if given is not None and given.has_constraint:
             what = _why_held(options)
             raise InvalidArgument(
                 "sampling.structured_outputs", f"does not go with {what}, which asks for a grammar too"
             )
         try:
-            return replace(sampling, structured_outputs=StructuredOutputs(structural_tag=tag))
+            held = StructuredOutputs(structural_tag=tag).with_options(given)
+            return replace(sampling, structured_outputs=held)
         except InvalidArgument as error:
             raise InvalidArgument("tools", f"as a grammar they are {error.problem}") from error
 
@@ -114,7 +116,13 @@ class ChatAnswering:
         if budget is None or reasoning is None:
             return None
         opens, closes = (self._tag_ids(tag) for tag in (reasoning.open_tag, reasoning.close_tag))
-        return ThinkingBudget(opens, closes, budget, is_open_at_start=self._is_open(prompt_token_ids))
+        texts = TagTexts(
+            reasoning.open_tag,
+            reasoning.close_tag,
+            lambda token_id: self._tokenizer.decode([token_id], skip_special_tokens=False),
+        )
+        is_open = self._is_open(prompt_token_ids)
+        return ThinkingBudget(opens, closes, budget, is_open_at_start=is_open, texts=texts)
 
     def answers(
         self, options: ChatOptions, sampling: SamplingParams, prompt_token_ids: Sequence[int]
@@ -130,10 +138,12 @@ class ChatAnswering:
             return None
         is_open = self._is_open(prompt_token_ids)
         is_kept = self._format.needs_special_tokens(self._special_tokens, has_tools=has_tools)
+        names = [tool.name for tool in options.shown_tools]
         return ChatAnswers(
-            lambda: self._format.parser(is_open=is_open, has_tools=has_tools),
+            lambda: self._format.parser(is_open=is_open, has_tools=has_tools, tool_names=names),
             has_reasoning=options.reasoning.include,
             hidden_tokens=self._special_tokens if is_kept and sampling.skip_special_tokens else (),
+            has_content=not (has_tools and options.choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)),
         )
 
     def _check_budget(self, sampling: SamplingParams) -> None:

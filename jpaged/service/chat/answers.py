@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -46,6 +47,7 @@ class _Answer:
     def __init__(self, parser: Parser, tokens: Collection[str]) -> None:
         self.parser = parser
         self.calls = False
+        self._arguments: list[str] = []
         self._content = WithoutTokens(tokens) if tokens else None
         self._reasoning = WithoutTokens(tokens) if tokens else None
 
@@ -62,7 +64,20 @@ class _Answer:
                 content, reasoning = content + self._content.finish(), reasoning + self._reasoning.finish()
         calls = tuple([piece for piece in pieces if isinstance(piece, ToolCallPiece)])
         self.calls = self.calls or bool(calls)
+        for call in calls:
+            if call.name:
+                self._arguments = []
+            self._arguments.append(call.arguments)
         return content, reasoning, calls
+
+    @property
+    def is_cut_in_a_call(self) -> bool:
+        """Return True if the arguments of the last call are not whole."""
+        try:
+            json.loads("".join(self._arguments))
+        except ValueError:
+            return True
+        return False
 
 
 class ChatAnswers:
@@ -72,12 +87,19 @@ class ChatAnswers:
         parser: makes the parser of one answer.
         has_reasoning: False leaves it out.
         hidden_tokens: special tokens that are left out of content and reasoning, once their tags were read.
+        has_content: False leaves it out, for answers that are calls alone: the head of a call that is cut is no text.
     """
 
     def __init__(
-        self, parser: Callable[[], Parser], *, has_reasoning: bool = True, hidden_tokens: Collection[str] = ()
+        self,
+        parser: Callable[[], Parser],
+        *,
+        has_reasoning: bool = True,
+        hidden_tokens: Collection[str] = (),
+        has_content: bool = True,
     ) -> None:
         self._parser = parser
+        self._has_content = has_content
         self._has_reasoning = has_reasoning
         self._hidden_tokens = frozenset(token for token in hidden_tokens if token)
         self._answers: dict[int, _Answer] = {}
@@ -89,7 +111,8 @@ class ChatAnswers:
     def split(self, event: OutputEvent) -> OutputEvent:
         """An event of the engine, or several merged, whose text is content alone.
 
-        A sequence that ends by itself and has called a tool ends with `TOOL_CALLS`.
+        A sequence that ends by itself and has called a tool ends with `TOOL_CALLS`. A stop string or a stop token that
+        cuts a call leaves `STOP`.
         """
         if event.error is not None:
             return event
@@ -98,11 +121,12 @@ class ChatAnswers:
         finish = event.finish
         if finish is not None:
             del self._answers[event.index]
-            if answer.calls and finish.reason is FinishReason.STOP:
+            is_cut = finish.matched_stop is not None and answer.calls and answer.is_cut_in_a_call
+            if answer.calls and finish.reason is FinishReason.STOP and not is_cut:
                 finish = SequenceFinish(FinishReason.TOOL_CALLS, finish.matched_stop)
         return replace(
             event,
-            text=content,
+            text=content if self._has_content else "",
             reasoning_content=reasoning if self._has_reasoning else "",
             tool_calls=calls,
             finish=finish,

@@ -48,8 +48,12 @@ class TemplateProcess:
         max_bytes: int,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        layout: Mapping[str, Any] | None = None,
     ) -> tuple[Kind, str]:
         """The text, or why there is none.
+
+        Args:
+            layout: `documents`, `add_generation_prompt` and `continue_final_message` of transformers' function.
 
         Raises:
             OutOfTimeError: the template was ended for the time that it took.
@@ -61,6 +65,7 @@ class TemplateProcess:
             "variables": variables,
             "messages": messages,
             "tools": tools,
+            "layout": {"add_generation_prompt": True, **(layout or {})},
             "max_bytes": max_bytes,
         }
         return self._ask(Kind.QUESTION, json_text.dumps(question))

@@ -14,9 +14,9 @@ r"""The structural tag that holds an answer to a family's format of calls: plain
          "at_least_one": true,
          "stop_after_first": false}]}}
 
-Text is free up to a trigger; from there it is one of the tags that begin so. `at_least_one` lets no text stand before
-the first, and no answer end before it; `stop_after_first` lets nothing stand behind it. What comes before is the
-reasoning, which is free; without it `format` is the last part alone.
+Text is free up to a trigger; from there it is one of the tags that begin so. `stop_after_first` allows nothing after
+the first. If a call is required, the last part is calls alone: one, or several with what the family writes between
+them, and no text. What comes before is the reasoning, which is free; without it `format` is the last part alone.
 
 A special token is no text to a grammar. Where the family's tags are such tokens, they are `token`s by id, and free text
 is a regular expression, which matches none of them.
@@ -38,7 +38,7 @@ from jpaged.service.chat.parsers.formats import AnswerFormat, ReasoningFormat, T
 
 Format = dict[str, Any]
 _ANY_OBJECT = {"type": "object"}
-_NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]*"}
+_NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]{0,4}"}
 _TEXT: Format = {"type": "regex", "pattern": "(?s:.*)"}
 _CHANNELS: Format = {"type": "regex", "pattern": "analysis|commentary"}
 _SCHEMA_PLACE = re.compile(r" at ((?:/[a-z0-9_]+)*/json_schema)(?=[/:])")
@@ -138,17 +138,24 @@ def naming_tools(tag: str, tools: Sequence[Tool]) -> Iterator[None]:
 
 
 def _in_text(schemas: Mapping[str, Any], tool_format: ToolFormat, *, is_forced: bool, is_one: bool) -> Format:
-    return {
-        "type": "triggered_tags",
-        "triggers": list(tool_format.triggers),
-        "tags": [
-            _tag(begin.replace("NAME", name), {"type": "json_schema", "json_schema": schema}, tool_format.end)
-            for name, schema in schemas.items()
-            for begin in tool_format.begins
-        ],
-        "at_least_one": is_forced,
-        "stop_after_first": is_one,
-    }
+    tags = [
+        _tag(begin.replace("NAME", name), {"type": "json_schema", "json_schema": schema}, tool_format.end)
+        for name, schema in schemas.items()
+        for begin in tool_format.begins
+    ]
+    if is_forced:
+        return _sequence(_calls_alone(_or(tags), tool_format, is_one=is_one))
+    triggers = list(tool_format.triggers)
+    ends = {"at_least_one": False, "stop_after_first": is_one}
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags, **ends}
+
+
+def _calls_alone(call: Format, tool_format: ToolFormat, *, is_one: bool) -> list[Format]:
+    """Return an answer that is calls and no text."""
+    if is_one:
+        return [call]
+    between: list[Format] = [{"type": "regex", "pattern": tool_format.between}] if tool_format.between else []
+    return [{"type": "plus", "content": _sequence([call, *between])}]
 
 
 def _in_tokens(
@@ -171,7 +178,7 @@ def _in_tokens(
         said = _sequence([*tokens.parts("<|channel|>final<|message|>"), _TEXT])
         return [before, calls if is_forced else _or([calls, said])]
     if is_forced:
-        return [calls if is_one else {"type": "plus", "content": calls}]
+        return _calls_alone(calls, tool_format, is_one=is_one)
     return [_TEXT, {"type": "optional" if is_one else "star", "content": calls}]
 
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from jpaged.chat import ReasoningOptions
+from jpaged.chat import ChatOptions, ReasoningOptions, Tool
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.frames import Kind
-from jpaged.service.chat.messages import forms
+from jpaged.service.chat.messages import forms, with_built_in_tools
+from jpaged.service.chat.parsers.formats import has_built_in_tools
 from jpaged.service.chat.process import CPU_S, OutOfTimeError, TemplateProcess
 
 _FIELD = "chat.messages"
 _KWARGS = "chat_template_kwargs"
 _TRIAL = ({"role": "user", "content": "Hello"},)
+_TRIAL_TOOLS = (Tool("now", "Return the time.").as_json(),)
+_KNOWN_ROLES = ("user", "assistant")
+"""Roles of which no message is looked for in a text: templates leave earlier turns out for good reasons."""
+_MARK = "jpagedmark7f3a"
 _TRIAL_BYTES = 1 << 20
 _OURS = frozenset(
     {
@@ -24,6 +30,9 @@ _OURS = frozenset(
     }
 )
 """Names that no caller sets: those of transformers' function that renders, and what it gives a template."""
+_MAX_SHOWN = 80
+_Outcome = Callable[[Sequence[Mapping[str, Any]]], tuple[Kind, str]]
+_LOG = logging.getLogger(__name__)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EFFORT = "reasoning_effort"
 _DEVELOPER = "developer"
@@ -38,6 +47,8 @@ class ChatTemplate:
     Args:
         variables: what it may name besides the messages: the special tokens.
         name: whose template it is, for errors.
+        field: what errors of a broken template name.
+        is_for_tools: it is used with tools alone, and tried with one.
 
     Attributes:
         source: its text.
@@ -48,23 +59,34 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, process: TemplateProcess, source: str, variables: Mapping[str, Any], *, name: str = "this model"
+        self,
+        process: TemplateProcess,
+        source: str,
+        variables: Mapping[str, Any],
+        *,
+        name: str = "this model",
+        field: str = "model",
+        is_for_tools: bool = False,
     ) -> None:
         self._process = process
         self._variables = variables
         self._name = name
         self.source = source
         try:
-            kind, text = process.render(source, variables, _TRIAL, _TRIAL_BYTES)
+            tools = _TRIAL_TOOLS if is_for_tools else None
+            kind, text = process.render(source, variables, _TRIAL, _TRIAL_BYTES, tools=tools)
             if kind in (Kind.RENDERED, Kind.RAISED):
                 kind, text = process.names(source)
         except OutOfTimeError:
             kind, text = Kind.OVER, f"{CPU_S} s of processor time"
         if kind is not Kind.NAMES:
             what = {Kind.OVER: "passes its limit", Kind.LONG: "makes too many bytes"}.get(kind, "fails")
-            raise InvalidArgument("model", f"its chat template {what} on one plain message of a user: {text}")
+            whose = "its chat template" if field == "model" else "the template"
+            raise InvalidArgument(field, f"{whose} {what} on one plain message of a user: {text}")
         names = frozenset(json.loads(text))
         self.uses_tools = "tools" in names
+        self._uses_documents = "documents" in names
+        self._warned: set[str] = set()
         self._settable = names - _OURS - variables.keys()
 
     def reasoning_variables(self, reasoning: ReasoningOptions, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,34 +118,66 @@ class ChatTemplate:
         max_bytes: int,
         tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] = _NOTHING,
+        documents: Sequence[Mapping[str, Any]] = (),
+        options: ChatOptions | None = None,
     ) -> str:
-        """The conversation, up to where the assistant's turn begins.
+        """The conversation, up to where the assistant's turn begins, unless `options` ask for another end.
 
         Args:
             tools: as `Tool.as_json` has them.
-            kwargs: variables of the template, which it must use.
+            kwargs: variables of the template; those that it does not use have no effect.
+            documents: for a template that uses them.
 
         Raises:
-            InvalidArgument: the template refuses the messages, in its own words, cannot cope with them, or does not use
-                a variable.
+            InvalidArgument: the template refuses the messages, in its own words, cannot cope with them, leaves one out,
+                or a variable is none of the caller's.
             RequestTooLong: more than max_bytes come of them.
-            Unsupported: there are tools, of which the template takes no notice.
+            Unsupported: there are tools or documents, which the template does not use.
             Unavailable: the process that renders is gone.
         """
-        if tools and not self.uses_tools:
+        if tools and not self.uses_tools and not has_built_in_tools(self.source):
             raise Unsupported(f"tools: the chat template of {self._name} does not use any")
-        for name in kwargs.keys() - self._settable:
+        if documents and not self._uses_documents:
+            raise Unsupported(f"documents: the chat template of {self._name} does not use any")
+        for name in kwargs.keys() & (_OURS | self._variables.keys()):
             known = ", ".join(sorted(self._settable)) or "none"
-            raise InvalidArgument(f"{_KWARGS}.{name}", f"is no variable of the chat template; it has {known}")
-        variables = {**self._variables, **kwargs}
-        failure = None
-        for form in forms(self._in_known_roles(messages)):
-            kind, text = self._outcome(form, variables, max_bytes, tools)
-            if kind is not Kind.FAILED:
-                return _text_of(kind, text, max_bytes)
-            failure = failure or InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
-        assert failure is not None
-        raise failure
+            raise InvalidArgument(f"{_KWARGS}.{name}", f"cannot be set by name; the chat template has {known}")
+        asked = options or ChatOptions()
+        layout = {
+            "add_generation_prompt": asked.add_generation_prompt,
+            "continue_final_message": asked.continue_final_message,
+            "documents": list(documents) or None,
+        }
+        in_known_roles = self._in_known_roles(messages)
+        has_calls = "tool_calls" not in self.source and any(map(_has_call, in_known_roles))
+        is_built_in = has_built_in_tools(self.source) and (bool(tools) or has_calls)
+
+        def outcome(form: Sequence[Mapping[str, Any]]) -> tuple[Kind, str]:
+            shown = () if is_built_in else tools
+            return self._outcome(form, {**self._variables, **kwargs}, max_bytes, shown, layout)
+
+        if is_built_in:
+            return _text_with_built_in_tools(in_known_roles, max_bytes, tools, outcome)
+        text, form = _text_of_forms(in_known_roles, max_bytes, outcome)
+        self._check_roles(form, text, outcome)
+        return text
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]], text: str, outcome: _Outcome) -> None:
+        """Refuse messages of an unknown role that the template leaves out; warn once of system's and tools'."""
+        for i, message in enumerate(messages):
+            role, content = message["role"], str(message.get("content") or "").strip()
+            if role in _KNOWN_ROLES or role in self._warned or not content or content in text:
+                continue
+            marked = [{**one, "content": _MARK} if one is message else one for one in messages]
+            kind, probed = outcome(marked)
+            if kind is not Kind.RENDERED or _MARK in probed:
+                continue
+            if role not in ("system", "tool"):
+                raise InvalidArgument(
+                    f"{_FIELD}[{i}].role", f"{role[:_MAX_SHOWN]!r} is none that the chat template has: it leaves it out"
+                )
+            self._warned.add(role)
+            _LOG.warning("the chat template of %s leaves out messages of the role %r", self._name, role)
 
     def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The messages, a developer's as the system's where the template does not tell them apart."""
@@ -137,13 +191,57 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         max_bytes: int,
         tools: Sequence[Mapping[str, Any]],
+        layout: Mapping[str, Any],
     ) -> tuple[Kind, str]:
         try:
-            return self._process.render(self.source, variables, messages, max_bytes, tools=list(tools) or None)
+            tools = list(tools)
+            return self._process.render(self.source, variables, messages, max_bytes, tools=tools or None, layout=layout)
         except OutOfTimeError as error:
             raise InvalidArgument(_FIELD, f"the chat template takes over {CPU_S} s of processor time") from error
         except (TypeError, ValueError) as error:
             raise InvalidArgument(_FIELD, f"hold something that is no text: {error}") from error
+
+
+def _text_with_built_in_tools(
+    messages: Sequence[Mapping[str, Any]], max_bytes: int, tools: Sequence[Mapping[str, Any]], outcome: _Outcome
+) -> str:
+    """Return the conversation with tools as text: in the system's message, or in the user's if there is none."""
+    kind, text = outcome(with_built_in_tools(messages, tools))
+    is_dropped = kind is Kind.RENDERED and tools and "</tools>" not in text
+    if kind in (Kind.RAISED, Kind.FAILED) or is_dropped:
+        kind, text = outcome(with_built_in_tools(messages, tools, is_system=False))
+    if kind is Kind.FAILED:
+        raise InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
+    return _text_of(kind, text, max_bytes)
+
+
+def _has_call(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) or message.get("role") == "tool"
+
+
+def _text_of_forms(
+    messages: Sequence[Mapping[str, Any]], max_bytes: int, outcome: _Outcome
+) -> tuple[str, Sequence[Mapping[str, Any]]]:
+    """Return the text of the first form that the template takes, and the form.
+
+    A template that prints None for a call's missing content gets "" instead.
+    """
+    failure, found = None, None
+    has_null = any(message.get("tool_calls") and message.get("content") is None for message in messages)
+    for form in forms(messages):
+        kind, text = outcome(form)
+        if kind is Kind.RENDERED and found is not None:
+            return (text, form) if text.count("None") < found[0].count("None") else found
+        if kind is Kind.RENDERED and has_null and "None" in text:
+            found = (text, form)
+        elif kind is not Kind.FAILED and found is None:
+            return _text_of(kind, text, max_bytes), form
+        else:
+            failure = failure or InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
+    if found is not None:
+        return found
+    assert failure is not None
+    raise failure
 
 
 def _text_of(kind: Kind, text: str, max_bytes: int) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher
 
 from jpaged.engine.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ from jpaged.service.grammars.sources import refusal, source_key, source_of
 from jpaged.service.grammars.state import LlguidanceState
 from jpaged.service.grammars.trial_process import TrialProcess
 from jpaged.service.grammars.vocabulary import Vocabulary, num_words
-from jpaged.structured import Grammar, StructuredOutputs, ThinkingGrammar
+from jpaged.structured import JSON_WHITESPACE, Grammar, StructuredOutputs, ThinkingGrammar
 from jpaged.types import Request
 
 _MAX_COMPLETION_TOKENS = 4096
@@ -75,10 +76,16 @@ class GrammarCompiler:
 
     Attributes:
         vocabulary: the model's.
+
+    Args:
+        whitespace: a regular expression of the whitespace between parts of JSON, unless a request names one.
     """
 
-    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits | None = None) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, limits: GrammarLimits | None = None, whitespace: str = JSON_WHITESPACE
+    ) -> None:
         self.vocabulary = vocabulary
+        self._whitespace = whitespace
         self._limits = limits or GrammarLimits()
         self._threads = _threads(self._limits)
         self._trials: SimpleQueue[TrialProcess] = SimpleQueue()
@@ -173,7 +180,7 @@ class GrammarCompiler:
                 del self._found[key]
 
     def _compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
-        source = source_of(outputs, self._limits)
+        source = source_of(outputs, self._limits, self._whitespace)
         process = self._trials.get()
         try:
             trial = process.run(source.grammar)
@@ -217,6 +224,7 @@ class ServedGrammars:
     Args:
         vocab_size: V, the width of the model's logits.
         eos_token_ids: all tokens that end a text.
+        whitespace: as `GrammarCompiler` takes it.
     """
 
     def __init__(
@@ -225,7 +233,9 @@ class ServedGrammars:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         limits: GrammarLimits | None = None,
+        whitespace: str = JSON_WHITESPACE,
     ) -> None:
+        self._whitespace = whitespace
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -270,14 +280,31 @@ class ServedGrammars:
         with self._lock:
             if self._compiler is None:
                 vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
-                self._compiler = GrammarCompiler(vocabulary, self._limits)
+                self._compiler = GrammarCompiler(vocabulary, self._limits, self._whitespace)
             return self._compiler
 
 
 def _bound(request: Request, grammar: CompiledGrammar) -> Request:
     grammar.check_max_tokens(request.sampling.max_tokens)
     bound: Grammar = grammar if request.thinking is None else ThinkingGrammar(request.thinking, grammar)
+    _check_first_token(request, bound, grammar.vocabulary)
     return dataclasses.replace(request, grammar=bound)
+
+
+def _check_first_token(request: Request, grammar: Grammar, vocabulary: Vocabulary) -> None:
+    """Refuse a request whose other fields leave none of the tokens that its grammar allows first."""
+    allowed, words = request.sampling.allowed_token_ids, request.bad_word_ids
+    if (allowed is None and not words) or request.continued:
+        return
+    mask_w = np.zeros(vocabulary.num_words, np.int32)
+    grammar.start().fill(mask_w)
+    if allowed is not None:
+        mask_w &= vocabulary.mask_of(allowed)
+    name = "bad_words" if mask_w.any() else "allowed_token_ids"
+    mask_w &= ~vocabulary.mask_of([word[0] for word in words if len(word) == 1])
+    if not mask_w.any():
+        problem = "leaves no token that its grammar allows as output token 1"
+        raise InvalidArgument(f"sampling.{name}", problem)
 
 
 def compile_now(compiler: GrammarCompiler, outputs: StructuredOutputs) -> CompiledGrammar:

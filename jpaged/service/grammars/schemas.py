@@ -9,7 +9,7 @@ from typing import Any
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
-from jpaged.structured import StructuredOutputs
+from jpaged.structured import JSON_WHITESPACE, StructuredOutputs
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _SINGLE = (
@@ -42,8 +42,11 @@ def read_json(field: str, text: str, max_depth: int) -> Any:
         raise InvalidArgument(field, f"is not JSON: {error}") from error
 
 
-def schema_of(field: str, value: Any, outputs: StructuredOutputs) -> Schema:
-    """The schema as the library takes it, with the options that say how JSON is written.
+def schema_of(field: str, value: Any, outputs: StructuredOutputs, whitespace: str = JSON_WHITESPACE) -> Schema:
+    """Return the schema as the library takes it, with the options of how JSON is written.
+
+    Args:
+        whitespace: a regular expression of the whitespace between parts of JSON, unless the request names one.
 
     Raises:
         InvalidArgument: it is neither an object nor true or false.
@@ -60,8 +63,9 @@ def schema_of(field: str, value: Any, outputs: StructuredOutputs) -> Schema:
         options["whitespace_pattern"] = outputs.whitespace_pattern
     elif outputs.disable_any_whitespace:
         options["whitespace_flexible"] = False
-    if options:
-        schema[_OPTIONS] = options
+    elif not options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+        options["whitespace_pattern"] = whitespace
+    schema[_OPTIONS] = options
     return schema
 
 

@@ -16,7 +16,7 @@ from jpaged.service.grammars.ebnf import EbnfError, is_ebnf, to_lark
 from jpaged.service.grammars.limits import GrammarLimits
 from jpaged.service.grammars.schemas import Schema, place_of, read_json, schema_of
 from jpaged.service.grammars.structural_tags import StructuralTagWriter, slashes_escaped
-from jpaged.structured import Kind, StructuredOutputs
+from jpaged.structured import JSON_WHITESPACE, Kind, StructuredOutputs
 
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _REGEX_PLACE = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^+\nerror: ([^\n]*)")
@@ -38,8 +38,11 @@ class Source:
     schemas: tuple[tuple[str, Schema], ...] = ()
 
 
-def source_of(outputs: StructuredOutputs, limits: GrammarLimits) -> Source:
-    """A constraint in the library's words.
+def source_of(outputs: StructuredOutputs, limits: GrammarLimits, whitespace: str = JSON_WHITESPACE) -> Source:
+    """Return a constraint in the library's words.
+
+    Args:
+        whitespace: as `schema_of` takes it.
 
     Raises:
         InvalidArgument: it is none: names the field, and the place in it.
@@ -47,10 +50,10 @@ def source_of(outputs: StructuredOutputs, limits: GrammarLimits) -> Source:
     field = outputs.field
     match outputs.kind:
         case Kind.JSON:
-            schema = schema_of(field, read_json(field, str(outputs.json), limits.max_depth), outputs)
+            schema = schema_of(field, read_json(field, str(outputs.json), limits.max_depth), outputs, whitespace)
             return Source(_of_schema(schema), (("", schema),))
         case Kind.JSON_OBJECT:
-            return Source(_of_schema(schema_of(field, {"type": "object"}, outputs)))
+            return Source(_of_schema(schema_of(field, {"type": "object"}, outputs, whitespace)))
         case Kind.REGEX:
             return Source(f"start: /{slashes_escaped(_without_anchors(str(outputs.regex)))}/\n")
         case Kind.CHOICE:
@@ -61,7 +64,8 @@ def source_of(outputs: StructuredOutputs, limits: GrammarLimits) -> Source:
         case Kind.STRUCTURAL_TAG:
             value = read_json(field, str(outputs.structural_tag), limits.max_depth)
             found: list[tuple[str, Schema]] = []
-            return Source(StructuralTagWriter(field, partial(_part_of_tag, outputs, found)).lark(value), tuple(found))
+            part_of_tag = partial(_part_of_tag, outputs, whitespace, found)
+            return Source(StructuralTagWriter(field, part_of_tag).lark(value), tuple(found))
 
 
 def refusal(
@@ -94,9 +98,11 @@ def refusal(
     return InvalidArgument(outputs.field, f"at {place}: {problem}" if place else problem)
 
 
-def _part_of_tag(outputs: StructuredOutputs, found: list[tuple[str, Schema]], at: str, value: Any) -> Schema:
+def _part_of_tag(
+    outputs: StructuredOutputs, whitespace: str, found: list[tuple[str, Schema]], at: str, value: Any
+) -> Schema:
     """A schema of a structural tag; keeps where it is."""
-    schema = schema_of(f"{outputs.field} at {at}", value, outputs)
+    schema = schema_of(f"{outputs.field} at {at}", value, outputs, whitespace)
     found.append((at, schema))
     return schema
 

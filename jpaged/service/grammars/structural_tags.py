@@ -25,6 +25,8 @@ _TEXT = "TEXT: /(?s:.*)/"
 _ENDLESS = ("any_text", "triggered_tags")
 _MARKS = {"optional": "?", "plus": "+", "star": "*"}
 _EMPTY = '""'
+_IN_LARK = {"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\D": "[^0-9]"}
+"""Parts of a regular expression as Lark has them; digits are those of ASCII, as in ECMAScript and JSON schemas."""
 
 
 @dataclass(slots=True)
@@ -244,10 +246,8 @@ def _tags_of(writer: StructuralTagWriter, value: Any, at: str, needed: set[str])
 
 
 def slashes_escaped(pattern: str) -> str:
-    """A regular expression as it may stand between slashes."""
-    return re.sub(
-        r"\\.|/|\n", lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), pattern, flags=re.DOTALL
-    )
+    """Return a regular expression as it may stand between slashes."""
+    return re.sub(r"\\.|/|\n", lambda found: _IN_LARK.get(found[0], found[0]), pattern, flags=re.DOTALL)
 
 
 def _is_endless(value: Any) -> bool:

@@ -6,7 +6,9 @@ Code from a model's folder is never run (trust_remote_code stays off); its chat 
 from __future__ import annotations
 
 import json
+import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,30 @@ from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupport
 from jpaged.service.chat.process import template_process
 from jpaged.service.chat.template import ChatTemplate
 from jpaged.service.tokenizing.literal_text import LiteralText
-from jpaged.service.tokenizing.token_bytes import GENEROUS_BYTES, max_token_bytes
+from jpaged.service.tokenizing.token_bytes import GENEROUS_BYTES, TokenBytes, max_token_bytes
 from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts, read_parts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_SENTENCEPIECE_FILE = "tokenizer.model"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_FILE_BYTES = {
+    "tokenizer.json": 1 << 28,
+    "tokenizer.model": 1 << 28,
+    "vocab.json": 1 << 27,
+    "merges.txt": 1 << 27,
+    "vocab.txt": 1 << 27,
+    "tokenizer_config.json": 1 << 24,
+    "added_tokens.json": 1 << 24,
+    "special_tokens_map.json": 1 << 24,
+    "chat_template.jinja": 1 << 20,
+    "chat_template.json": 1 << 20,
+}
+"""Limits of a tokenizer's files, which libraries read whole; the largest that are published have 40 MB."""
 _MESSAGES = "chat.messages"
+_MAX_REQUEST_TEMPLATES = 16
+"""Templates of requests that are kept ready."""
+_LOG = logging.getLogger(__name__)
 _SHORT = 2000
 """Characters or tokens that take a millisecond. The Rust tokenizer keeps the GIL for one text, and not for a batch."""
 
@@ -35,18 +55,28 @@ class HuggingFaceTokenizer:
         parts: what is said elsewhere than in the folder's files.
         parse_special_tokens: whether special tokens written out in a text, or in a message, are what they say. Those
             that a chat template writes always are.
+        chat_template: the source of one that replaces the model's; None is the model's.
+        trusts_request_templates: a chat may bring a template of its own.
 
     Attributes:
         folder: where it was read; a file, where it was read out of one of GGUF.
 
     Raises:
-        InvalidArgument: its chat template is broken.
+        InvalidArgument: `chat_template` is broken. A broken one of the model's own disables chats alone.
         Unsupported: special tokens cannot be told from text in this kind of tokenizer.
     """
 
-    def __init__(self, folder: Path, *, parts: TokenizerParts | None = None, parse_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        parts: TokenizerParts | None = None,
+        parse_special_tokens: bool = True,
+        chat_template: str | None = None,
+        trusts_request_templates: bool = False,
+    ) -> None:
         # It takes a second to start, which goes by beside this; a server without text never has one.
-        if _may_have_chat_template(folder):
+        if chat_template is not None or _may_have_chat_template(folder):
             template_process()
         keep_tokenizers_on_their_thread()
         self.folder = folder
@@ -58,6 +88,7 @@ class HuggingFaceTokenizer:
         self._fast, self._slow = parts.fast, parts.slow
         self._lock = threading.Lock()
         self.max_token_bytes = GENEROUS_BYTES
+        self._token_bytes = None if self._fast is None else TokenBytes(self._fast)
         if self._fast is not None:
             self._fast.no_truncation()  # the wrapper's default too: a prompt is whole or refused
             self._fast.no_padding()
@@ -70,12 +101,22 @@ class HuggingFaceTokenizer:
                     f"parse_special_tokens: always with the tokenizer in {folder.name}, which is no fast one"
                 )
             self._literal = LiteralText(self._fast)
-        self._chat = self._template(parts.chat_template, parts)
-        self._tool_chat = self._template(parts.tool_chat_template, parts) or self._chat
+        self._variables = parts.special_tokens
+        self._trusts_request_templates = trusts_request_templates
+        self._request_chats: OrderedDict[str, ChatTemplate] = OrderedDict()
+        self._chat: ChatTemplate | Unsupported
+        self._tool_chat: ChatTemplate | Unsupported
+        if chat_template is not None:
+            self._chat = self._tool_chat = self._made(chat_template, field="chat_template")
+            return
+        self._chat = self._model_chat(parts.chat_template, parts.chat_template_problem)
+        self._tool_chat = self._chat
+        if parts.tool_chat_template is not None:
+            self._tool_chat = self._model_chat(parts.tool_chat_template, None, is_for_tools=True)
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat is not None
+        return isinstance(self._chat, ChatTemplate)
 
     def to_json(self) -> str | None:
         """The tokenizer as a tokenizer.json says it; None where it is one in Python."""
@@ -91,7 +132,7 @@ class HuggingFaceTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The source of the template of conversations with tools; None without one."""
-        return None if self._tool_chat is None else self._tool_chat.source
+        return self._tool_chat.source if isinstance(self._tool_chat, ChatTemplate) else None
 
     @property
     def special_tokens(self) -> frozenset[str]:
@@ -127,6 +168,11 @@ class HuggingFaceTokenizer:
         except BaseException as error:  # a panic in Rust is no Exception, and would pass by whoever waits for an end
             raise InternalError(f"the tokenizer in {self.folder.name} fails on token ids: {error}") from error
 
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._token_bytes is not None:
+            return self._token_bytes.of(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
 
@@ -137,11 +183,10 @@ class HuggingFaceTokenizer:
             messages: as `messages.for_template` has them.
 
         Raises:
-            Unsupported: besides, its template takes no notice of the tools that are there.
+            Unsupported: besides, its template is broken, or does not use the tools or documents of the request.
         """
-        chat = self._tool_chat if options.shown_tools else self._chat
-        if chat is None:
-            raise Unsupported(f"the tokenizer in {self.folder.name} has no chat template: send text or token ids")
+        chat = self._chat_of(options)
+        documents: Any = [dict(one) for one in options.documents]
         plain: Any = [dict(message) for message in messages]
         tools: Any = [tool.as_json() for tool in options.shown_tools]
         kwargs: Any = {
@@ -149,18 +194,61 @@ class HuggingFaceTokenizer:
             **chat.reasoning_variables(options.reasoning, options.template_kwargs),
         }
         if self._literal is None:
-            text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs)
+            text = chat.render(
+                plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs, documents=documents, options=options
+            )
             if self._fast is None:
                 return self.encode(text, add_special_tokens=False)
             return _encode(self._fast, _MESSAGES, text, add_special_tokens=False)
-        plain, tools, kwargs = (self._literal.marked(one) for one in (plain, tools, kwargs))
-        text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs)
+        plain, tools, kwargs, documents = (self._literal.marked(one) for one in (plain, tools, kwargs, documents))
+        text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs, documents=documents, options=options)
         return _encode(self._literal.tokenizer, _MESSAGES, self._literal.unmarked(text), add_special_tokens=False)
 
-    def _template(self, source: str | None, parts: TokenizerParts) -> ChatTemplate | None:
+    def _chat_of(self, options: ChatOptions) -> ChatTemplate:
+        """Return the template of a chat: the request's own, or the model's for its situation."""
+        source = options.chat_template
         if source is None:
-            return None
-        return ChatTemplate(template_process(), source, parts.special_tokens, name=self.folder.name)
+            chat = self._tool_chat if options.shown_tools else self._chat
+            if isinstance(chat, Unsupported):
+                raise Unsupported(str(chat))
+            return chat
+        if not self._trusts_request_templates:
+            raise InvalidArgument(
+                "chat_template", "is not accepted: the server runs without --trust-request-chat-template"
+            )
+        with self._lock:
+            found = self._request_chats.get(source)
+        found = found or self._made(source, field="chat_template", is_for_tools=bool(options.shown_tools))
+        with self._lock:
+            self._request_chats[source] = found
+            self._request_chats.move_to_end(source)
+            while len(self._request_chats) > _MAX_REQUEST_TEMPLATES:
+                self._request_chats.popitem(last=False)
+        return found
+
+    def _model_chat(
+        self, source: str | None, problem: str | None, *, is_for_tools: bool = False
+    ) -> ChatTemplate | Unsupported:
+        """Return one of the model's own templates, or why chats that need it are not supported."""
+        if source is None and problem is None:
+            return Unsupported(
+                f"the tokenizer in {self.folder.name} has no chat template: send text or token ids, or name one with "
+                "--chat-template"
+            )
+        try:
+            if source is not None:
+                return self._made(source, is_for_tools=is_for_tools)
+        except InvalidArgument as error:
+            problem = error.problem
+        which = "chats with tools are" if is_for_tools else "chats are"
+        _LOG.warning("%s: %s; %s disabled: see --chat-template", self.folder.name, problem, which)
+        return Unsupported(f"{problem}; {which} disabled: see --chat-template")
+
+    def _made(self, source: str, *, field: str = "model", is_for_tools: bool = False) -> ChatTemplate:
+        name = self.folder.name
+        return ChatTemplate(
+            template_process(), source, self._variables, name=name, field=field, is_for_tools=is_for_tools
+        )
 
 
 def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -183,12 +271,19 @@ def _may_have_chat_template(folder: Path) -> bool:
 
 
 def load_tokenizer(
-    folder: Path, *, vocab_size: int, parts: TokenizerParts | None = None, parse_special_tokens: bool = True
+    folder: Path,
+    *,
+    vocab_size: int,
+    parts: TokenizerParts | None = None,
+    parse_special_tokens: bool = True,
+    chat_template: str | None = None,
+    trusts_request_templates: bool = False,
 ) -> Tokenizer:
     """The tokenizer of a model's folder; one that knows ids alone where there are no tokenizer files.
 
     Args:
         parts: what is said elsewhere than in the folder's files, in a GGUF file's metadata.
+        chat_template, trusts_request_templates: as in `HuggingFaceTokenizer`.
 
     Raises:
         InvalidArgument: a file is broken.
@@ -196,23 +291,49 @@ def load_tokenizer(
     """
     if parts is None and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return NoTokenizer(vocab_size)
+    _check_sizes(folder)
     try:
-        return HuggingFaceTokenizer(folder, parts=parts, parse_special_tokens=parse_special_tokens)
+        return HuggingFaceTokenizer(
+            folder,
+            parts=parts,
+            parse_special_tokens=parse_special_tokens,
+            chat_template=chat_template,
+            trusts_request_templates=trusts_request_templates,
+        )
     except (JpagedError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # two libraries read the files, with errors of every kind, and panics in Rust
         raise InvalidArgument("model", f"{folder}: the tokenizer cannot be loaded: {_why(folder, error)}") from error
 
 
+def _check_sizes(folder: Path) -> None:
+    """Refuse files over their limits before anything reads them."""
+    paths = [(folder / name, limit) for name, limit in _MAX_FILE_BYTES.items()]
+    templates = (folder / "additional_chat_templates").glob("*.jinja")
+    paths += [(path, _MAX_FILE_BYTES["chat_template.jinja"]) for path in templates]
+    for path, limit in paths:
+        if path.is_file() and (size := path.stat().st_size) > limit:
+            raise InvalidArgument("model", f"{path} has {size} bytes; the limit for this file is {limit} bytes")
+
+
 def _why(folder: Path, error: BaseException) -> str:
     """Names the file, where it is one that cannot be read."""
+    for path in (*sorted(folder.glob("*token*.json")), folder / _SENTENCEPIECE_FILE):
+        if path.is_symlink() and not path.exists():
+            return f"{path.name} is a link to a file that is missing: download the model again"
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(_POINTER)) == _POINTER:
+                    return f"{path.name} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
     for path in sorted(folder.glob("*token*.json")):
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = json.loads(path.read_text(encoding="utf-8-sig"))
         except RecursionError:
             return f"{path.name} is nested too deep"
         except (OSError, ValueError) as found:
             return f"{path.name} cannot be read as JSON: {found}"
         if not isinstance(value, dict) or not value:
             return f"{path.name} must hold a JSON object with fields"
+    if "tiktoken" in str(error) and (folder / _SENTENCEPIECE_FILE).is_file():
+        return f"{_SENTENCEPIECE_FILE} is no model of SentencePiece: add the tokenizer.json of the same model"
     return f"{type(error).__name__}: {error}".partition("\n")[0]

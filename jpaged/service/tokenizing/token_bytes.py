@@ -9,8 +9,11 @@ nothing is stripped, dropped or folded into one unknown token. Where it cannot b
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+_BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTEXTS = ("a", "\u2581a", "e", "\u2581e", "x", "0")
 GENEROUS_BYTES = 128
 """The longest tokens of published vocabularies, runs of spaces, have so many; words and their kind have four to six."""
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3, "ByteLevel": 1, "Prepend": 1}
@@ -37,6 +40,44 @@ def max_token_bytes(tokenizer: Any) -> int:
     if shrinking is None or not is_sound:
         return max(longest, GENEROUS_BYTES)
     return longest * shrinking
+
+
+class TokenBytes:
+    """The bytes that each token of a `tokenizers.Tokenizer` adds to a text.
+
+    A byte-level vocabulary spells them in letters, and ByteFallback names single ones (`<0xE2>`). Other tokens add the
+    characters that they add after another token: decoders strip a space at the start of a text alone.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        kinds = {step["type"] for step in _steps(tokenizer.decoder, "decoders")}
+        self._tokenizer = tokenizer
+        self._bytes = _byte_letters() if "ByteLevel" in kinds else {}
+        self._has_fallback = "ByteFallback" in kinds
+        self._context = [found for name in _CONTEXTS if (found := tokenizer.token_to_id(name)) is not None][:1]
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of one token; none for an id that no token has."""
+        name = self._tokenizer.id_to_token(token_id)
+        if name is None:
+            return b""
+        if self._bytes:
+            known = [self._bytes.get(letter) for letter in name]
+            return name.encode() if None in known else bytes(byte for byte in known if byte is not None)
+        if self._has_fallback and (match := _BYTE_NAME.fullmatch(name)):
+            return bytes([int(match[1], 16)])
+        before, both = self._text(self._context), self._text([*self._context, token_id])
+        return (both.removeprefix(before) if both.startswith(before) else self._text([token_id])).encode()
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False)) if token_ids else ""
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters of byte-level vocabularies: printable bytes are themselves, others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import tempfile
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from jpaged.errors import InvalidArgument
 
 _TOKENIZER_FILE, _CONFIG_FILE, _TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -48,6 +49,7 @@ class TokenizerParts:
         eos_token_id: None where it names none.
         chat_template: its source; None without one.
         tool_chat_template: that of conversations with tools, where it is another.
+        chat_template_problem: why none of the templates can be used; None if one can, or there is none.
         special_tokens: as a chat template sees them, by their names: `bos_token` and the like.
     """
 
@@ -58,16 +60,41 @@ class TokenizerParts:
     chat_template: str | None
     special_tokens: Mapping[str, str | list[str]]
     tool_chat_template: str | None = None
+    chat_template_problem: str | None = None
 
 
 def read_parts(folder: Path) -> TokenizerParts:
     """Read the tokenizer of a folder, by the quicker of the two ways that give the same tokens.
 
     Raises:
-        InvalidArgument: it has several chat templates and none of them is the default.
         Exception: the libraries have no error of their own, and panics in Rust are no `Exception` at all.
     """
-    return _read_plain(folder) or _read_by_transformers(folder)
+    with _without_marks(folder) as plain:
+        return _read_plain(plain) or _read_by_transformers(plain)
+
+
+@contextmanager
+def _without_marks(folder: Path) -> Iterator[Path]:
+    """Yield the folder, or a copy of the tokenizer's files without their byte order marks, which no library accepts."""
+    marked = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja") and _is_marked(path)]
+    if not marked:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="jpaged-tokenizer-") as scratch:
+        for path in folder.iterdir():
+            copy = Path(scratch) / path.name
+            if path in marked:
+                copy.write_bytes(path.read_bytes().removeprefix(BOM_UTF8))
+            else:
+                copy.symlink_to(path.absolute())
+        yield Path(scratch)
+
+
+def _is_marked(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(BOM_UTF8)) == BOM_UTF8
 
 
 def _read_plain(folder: Path) -> TokenizerParts | None:
@@ -143,12 +170,12 @@ def _read_by_transformers(folder: Path) -> TokenizerParts:
     from transformers import AutoTokenizer
 
     inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    template = tool_template = None
+    template = tool_template = problem = None
     if inner.chat_template:
         try:
             template, tool_template = inner.get_chat_template(), inner.get_chat_template(tools=[])
         except ValueError as error:  # several, and none of them the default
-            raise InvalidArgument("model", f"its chat template cannot be chosen: {error}") from error
+            problem = f"its chat template cannot be chosen: {error}"
     return TokenizerParts(
         fast=inner.backend_tokenizer if inner.is_fast else None,
         slow=None if inner.is_fast else inner,
@@ -159,6 +186,7 @@ def _read_by_transformers(folder: Path) -> TokenizerParts:
             name: value if isinstance(value, list) else str(value) for name, value in inner.special_tokens_map.items()
         },
         tool_chat_template=None if tool_template == template else tool_template,
+        chat_template_problem=problem,
     )
 
 

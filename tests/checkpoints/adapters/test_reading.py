@@ -173,11 +173,15 @@ def add(*names: str) -> Callable[[dict[str, np.ndarray]], None]:
         ),
         (dict.clear, InvalidArgument, "adapter_model.safetensors has no tensors"),
         (poison, InvalidArgument, r"lora_B.weight times 1.5 has numbers that are not finite in float32"),
-        (add("base_model.model.lm_head.lora_{}.weight"), Unsupported, "lm_head: adapters are added to linear modules"),
+        (
+            add("base_model.model.lm_head.lora_{}.weight"),
+            Unsupported,
+            "lm_head: embeddings and lm_head take no adapters",
+        ),
         (
             add("base_model.model.a.lora_{}.weight", "base_model.model.lm_head.lora_{}.weight"),
             Unsupported,
-            ": lm_head: adapters",
+            ": lm_head: embeddings",
         ),
         (
             add(*(f"base_model.model.{module}.lora_{{}}.weight" for module in "abcdefg")),
@@ -195,7 +199,7 @@ def add(*names: str) -> Callable[[dict[str, np.ndarray]], None]:
             "no such module in Llama",
         ),
         (add("base_model.model.vision.layers.1.mlp.down_proj.lora_{}.weight"), InvalidArgument, "no such module"),
-        (add("base_model.model.model.embed_tokens.lora_embedding_{}"), Unsupported, "is none of an adapter of linear"),
+        (add("base_model.model.model.embed_tokens.lora_embedding_{}"), Unsupported, "embeddings and lm_head take no"),
     ],
     ids=["half", "empty", "infinite", "lm_head", "one known", "many", "long", "layer", "vision", "embedding"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import struct
@@ -185,3 +186,16 @@ def test_a_file_is_converted_to_the_checkpoint_that_it_was_made_of(tmp_path: Pat
         np.testing.assert_array_equal(tensor.astype(np.float32), plain[name])
     want = dataclasses.replace(hub.read_config(tmp_path / "tiny.gguf"), quantisation=None)
     assert hub.read_config(tmp_path / "folder") == want
+
+
+def test_a_file_that_changes_after_it_was_opened_fails_the_read(tmp_path: Path) -> None:
+    """A mapped page of a file that was made shorter would end the process."""
+    tensor = next(iter(open_gguf(write(tmp_path / "tiny.gguf")).tensors.values()))
+    np.testing.assert_array_equal(tensor.read(), tensor.data)
+    os.truncate(tensor.path, 100)
+    with pytest.raises(InvalidArgument, match=r"tiny\.gguf: changed while it was read"):
+        tensor.read()
+    write(tmp_path / "tiny.gguf")
+    os.utime(tensor.path, ns=(1, 1))
+    with pytest.raises(InvalidArgument, match=r"tiny\.gguf: changed while it was read"):
+        tensor.read()

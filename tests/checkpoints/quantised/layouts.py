@@ -139,6 +139,16 @@ def gptq(
     return write
 
 
+def gptq_by_module(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    """8 bits in the feed-forward, which alone is 80 wide."""
+    return (gptq(8) if 80 in weight.shape else gptq(4))(weight, rng)
+
+
+def gptq_mixed_orders(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    """Each matrix orders its groups as no other does."""
+    return gptq(4, has_order=True)(weight, np.random.default_rng(weight.view(np.uint8)[0, :4]))
+
+
 def awq(weight: np.ndarray, rng: np.random.Generator) -> Written:
     numbers, scales, zeros = asymmetric(weight, 4, GROUP)
 
@@ -271,6 +281,7 @@ def _float(strategy: str, **more: object) -> dict[str, object]:
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, "damp_percent": 0.01}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+_AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False, "data_type": "int"}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 _INT_ROWS, _FLOAT_ROWS = _int(8, "token", dynamic=True), _float("token", dynamic=True)
 
@@ -298,6 +309,10 @@ LAYOUTS = [
         gptq(8, borrows=True),
     ),
     LayoutCase("gptq_left", {**_GPTQ, "dynamic": {"-:.*\\.o_proj": {}}}, gptq(4), left=("o_proj",)),
+    LayoutCase("gptq_own", {**_GPTQ, "dynamic": {r".*\.mlp\..*": {"bits": 8}}}, gptq_by_module),
+    LayoutCase("gptq_mixed_orders", {**_GPTQ, "desc_act": True}, gptq_mixed_orders),
+    LayoutCase("auto_round", {**_AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}, gptq(4)),
+    LayoutCase("auto_round_awq", {**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, awq),
     LayoutCase("awq", {**_AWQ, "modules_to_not_convert": ["mlp"]}, awq, left=("mlp",)),
     LayoutCase("awq_part_of_a_word", {**_AWQ, "modules_to_not_convert": ["mlp.gate"]}, awq, left=("mlp.gate",)),
     LayoutCase(
@@ -313,6 +328,15 @@ LAYOUTS = [
         "w4a16",
         compressed_config("pack-quantized", _int(4, "group", group_size=GROUP)),
         compressed_packed(4, size=GROUP, has_zeros=False),
+    ),
+    LayoutCase(
+        "w4a16_zeros",
+        compressed_config("pack-quantized", _int(4, "group", group_size=GROUP)),
+        with_tensor(
+            compressed_packed(4, size=GROUP, has_zeros=False),
+            ".weight_zero_point",
+            lambda weight: np.zeros((len(weight), weight.shape[1] // GROUP), np.int8),
+        ),
     ),
     LayoutCase(
         "w4a16_asymmetric",

@@ -13,11 +13,33 @@ from tests.checkpoints.quantised.layouts import LAYOUTS, compressed_config
 CONFIGS = {layout.name: layout.config for layout in LAYOUTS}
 WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel"}
 ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+AUTO_ROUND = {
+    "bits": 4,
+    "data_type": "int",
+    "group_size": 16,
+    "sym": True,
+    "iters": 0,
+    "low_gpu_mem_usage": True,
+    "autoround_version": "0.12.2",
+    "enable_quanted_input": False,
+    "provider": "auto-round",
+    "to_quant_block_names": "model.layers",
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+}
 REFUSED = [
     ({"quant_method": "bitsandbytes"}, Unsupported, "quant_method is 'bitsandbytes'"),
     ({**CONFIGS["gptq"], "bits": 3}, Unsupported, "bits is 3"),
     ({**CONFIGS["gptq"], "checkpoint_format": "marlin"}, Unsupported, "checkpoint_format is 'marlin'"),
-    ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}, "+:.*": {"bits": 8}}}, Unsupported, "dynamic has '+:.*'"),
+    ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}, "+:.*": {"bits": 3}}}, Unsupported, "dynamic +:.*: bits is 3"),
+    ({**CONFIGS["gptq"], "dynamic": {"+:.*": {"new": 3}}}, Unsupported, "dynamic +:.*: unknown setting new=3"),
+    ({**CONFIGS["gptq"], "dynamic": {"+:.*": {"sym": True}}}, Unsupported, "dynamic +:.*: sym is True"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, Unsupported, "ModelOpt (hf_quant_config.json)"),
+    ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, Unsupported, "ModelOpt (hf_quant_config.json)"),
+    ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"}, Unsupported, "packing_format is 'auto_round:llm_"),
+    ({**AUTO_ROUND, "data_type": "mx_fp"}, Unsupported, "data_type is 'mx_fp'"),
+    ({**AUTO_ROUND, "act_bits": 4}, Unsupported, "act_bits is 4"),
+    ({**AUTO_ROUND, "extra_config": {"a": {"bits": 2}}}, Unsupported, "quantization_config a: bits is 2"),
     ({**CONFIGS["gptq"], "dynamic": {"-:(": {}}}, Unsupported, "'(' is no regular expression"),
     ({**CONFIGS["gptq"], "is_marlin_format": True}, Unsupported, "is_marlin_format is True"),
     ({**CONFIGS["gptq"], "method": "qqq"}, Unsupported, "method is 'qqq'"),
@@ -75,6 +97,19 @@ READ_ALIKE = [
             "meta": {"quantizer": ["gptqmodel:5.0.0"]},
         },
     ),
+    (
+        "gptq",
+        {
+            "autoround_version": "0.13.0",
+            "data_type": "int",
+            "enable_quanted_input": True,
+            "provider": "auto-round",
+            "to_quant_block_names": None,
+            "offload_to_disk": True,
+            "gptaq": None,
+            "damp_percent": 0.05,
+        },
+    ),
     ("w8a8", {"quantization_status": "frozen"}),
     ("deepseek_fp8", {"dequantize": False}),
 ]
@@ -92,6 +127,47 @@ def test_what_newer_writers_add_changes_nothing(name: str, more: Mapping[str, ob
     assert find_scheme({"quantization_config": {**CONFIGS[name], **more}}) == find_scheme(
         {"quantization_config": CONFIGS[name]}
     )
+
+
+def formats(config: Mapping[str, object], *modules: str) -> list[tuple[str, int | None, bool] | None]:
+    scheme = find_scheme({"quantization_config": config})
+    assert scheme is not None
+    forms = [scheme.quantisation.format_of(module) for module in modules]
+    return [None if form is None else (form.values, form.group_size, form.has_group_ids) for form in forms]
+
+
+def test_modules_have_settings_of_their_own_by_gptqmodels_dynamic() -> None:
+    """As GPTQModel: the first expression that matches from a name's start holds."""
+    dynamic = {
+        r"-:.*\.up_proj": {},
+        r"+:.*layers\.0\..*proj": {"bits": 8, "group_size": 32, "desc_act": True, "mse": 2.4},
+        r".*\.down_proj": {"group_size": -1},
+    }
+    config = {**CONFIGS["gptq"], "dynamic": dynamic}
+    names = ("layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj", "layers.1.mlp.gate_proj")
+    assert formats(config, *(f"model.{name}" for name in names)) == [
+        None,
+        ("int8", 32, True),
+        ("int4", None, False),
+        ("int4", 16, False),
+    ]
+    awq = {**CONFIGS["awq"], "dynamic": {r"+:.*\.o_proj": {"group_size": 32}}}
+    assert formats(awq, "model.layers.1.self_attn.o_proj") == [("int4", 32, False)]
+
+
+@pytest.mark.parametrize("packing", ["auto_gptq", "auto_awq"])
+def test_auto_round_is_the_layout_that_it_names(packing: str) -> None:
+    extra = {
+        "model.layers.0.mlp.up_proj": {"bits": 16, "data_type": "float"},
+        r".*mlp\.gate_proj.*": {"bits": 16, "act_bits": 16},
+        "model.layers.0.mlp.down_proj": {"bits": 4, "group_size": 32, "data_type": "int", "sym": True},
+    }
+    config = {**AUTO_ROUND, "packing_format": f"auto_round:{packing}", "extra_config": extra}
+    names = ("layers.0.mlp.up_proj", "layers.1.mlp.gate_proj", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj")
+    got = formats(config, *(f"model.{name}" for name in names), "lm_head")
+    assert got == [None, None, ("int4", 32, False), ("int4", 16, False), None]
+    scheme = find_scheme({"quantization_config": config})
+    assert type(scheme).__name__ == {"auto_gptq": "Gptq", "auto_awq": "Awq"}[packing]
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])

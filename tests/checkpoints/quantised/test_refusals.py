@@ -61,6 +61,28 @@ def test_numbers_that_mean_nothing_are_refused(
     assert "model.safetensors: tensor model.layers.0." in str(refusal.value)
 
 
+def test_zero_points_of_symmetric_matrices_must_be_zero(tmp_path: Path) -> None:
+    load(OF["w4a16_zeros"], tmp_path / "zeros")
+    with pytest.raises(InvalidArgument, match=r"weight_zero_point has zero points, and symmetric is true"):
+        load(layout_with("w4a16_zeros", ".weight_zero_point", set_first(1)), tmp_path / "others")
+
+
+def test_numbers_of_a_matrix_that_is_read_may_not_be_left_over(tmp_path: Path) -> None:
+    layout = layout_with("w8a8", ".weight_g_idx", lambda weight: np.zeros(weight.shape[1], np.int32))
+    with pytest.raises(InvalidArgument, match=r"tensors are not part of LlamaForCausalLM .*weight_g_idx"):
+        load(layout, tmp_path)
+
+
+def test_matrices_that_order_their_groups_differently_are_kept_as_weights(tmp_path: Path) -> None:
+    layout = OF["gptq_mixed_orders"]
+    write_quantised(case_of(layout), layout, tmp_path)
+    quantisation = model_of(tmp_path).config.quantisation
+    assert quantisation is not None
+    layer = "model.layers.0"
+    kept = [quantisation.format_of(f"{layer}.self_attn.{name}_proj") is None for name in "qkvo"]
+    assert kept == [True, True, True, False]
+
+
 @pytest.mark.parametrize(
     ("more", "value"),
     [

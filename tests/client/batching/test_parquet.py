@@ -1,6 +1,8 @@
 """Parquet in and out of a batch: the same results as lines of JSON, streamed, and taken up again."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +66,8 @@ async def test_results_are_those_of_the_same_lines(tmp_path):
         await run_batch(BatchOptions(texts, tmp_path / "out.jsonl", harness.target), ignore)
     found = packed(tmp_path / "in.out.parquet")
     assert pq.read_schema(tmp_path / "in.out.parquet") == parquet.OUTPUT_SCHEMA
-    assert found["c5"]["error"] == {
-        "code": "INVALID_ARGUMENT",
-        "message": "body.echo: True is not supported in a file",
-    }
+    told = found["c5"]["response"]
+    assert told["status_code"] == 400 and json.loads(told["body"])["error"]["code"] == "INVALID_ARGUMENT"
     assert found["c0"]["response"]["status_code"] == 200
     others = (packed(tmp_path / "texts.out.parquet"), packed(tmp_path / "structs.out.parquet"))
     for other in (*others, results(tmp_path / "out.jsonl")):
@@ -244,3 +244,45 @@ def test_an_output_that_cannot_be_written_leaves_the_lines(tmp_path):
     with pytest.raises(OutputError, match=r"--output: .* cannot be written"):
         pack(journal, tmp_path / "nowhere" / "out.parquet")
     assert journal.read_text() == failed("a", "INVALID_ARGUMENT")
+
+
+def test_integer_ids_are_texts(tmp_path):
+    table = pa.Table.from_pylist([{**row(i), "custom_id": i} for i in range(3)])
+    pq.write_table(table, tmp_path / "in.parquet")
+    lines = ParquetLines(tmp_path / "in.parquet")
+    assert list(lines.ids) == ["0", "1", "2"]
+    assert [line.custom_id for line in lines] == ["0", "1", "2"]
+    pq.write_table(pa.concat_tables([table, table]), tmp_path / "twice.parquet")
+    with pytest.raises(InvalidArgument, match="line 4: custom_id: '0' is that of line 1 too"):
+        ParquetLines(tmp_path / "twice.parquet")
+
+
+BOMB = """
+import resource, sys
+from pathlib import Path
+from jpaged.client.batching.parquet import ParquetLines
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+lines = ParquetLines(Path(sys.argv[1]))
+assert sum(1 for _ in lines) == int(sys.argv[2])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.parametrize("is_struct", [False, True])
+def test_a_small_file_that_stands_for_a_huge_one_is_read_in_little_memory(tmp_path, is_struct):
+    num_rows, text = 100, "x" * 8_000_000
+    body = {"prompt": text} if is_struct else json.dumps({"prompt": text})
+    bodies = pa.array([body]).take(pa.array([0] * num_rows)) if is_struct else pa.array([body] * num_rows)
+    columns = {"custom_id": [f"c{i}" for i in range(num_rows)], "method": ["POST"] * num_rows, "url": [URL] * num_rows}
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({**columns, "body": bodies}), path, compression="zstd")
+    assert path.stat().st_size < 20_000
+    used = subprocess.run([sys.executable, "-c", BOMB, path, str(num_rows)], check=True, capture_output=True, text=True)
+    assert int(used.stdout) < 400  # MiB; all rows together are 800
+
+
+def test_a_body_that_no_server_takes_is_a_bad_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "MAX_BODY_BYTES", 100)
+    (line,) = ParquetLines(write(tmp_path / "in.parquet", [row(0, body=json.dumps({"prompt": "x" * 100}))]))
+    assert isinstance(line, BadLine)
+    assert str(line.error) == "line 1: body: 114 characters are over the limit of 100"

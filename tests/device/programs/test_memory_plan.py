@@ -118,6 +118,31 @@ def test_a_cpu_with_little_memory_gets_what_fits() -> None:
     assert plan(HOST, ProgramMemory(GIB // 4, GIB // 8, GIB // 8), max_num_seqs=64).num_blocks == 1535
 
 
+def test_by_default_a_cpu_gets_at_most_4_gib_or_a_quarter_of_what_is_free() -> None:
+    """Two servers fit onto one machine; what the user chose keeps its meaning."""
+    many = dataclasses.replace(REQUEST, max_num_seqs=64, memory_utilization=0.9, has_default_share=True)
+    assert (
+        plan_memory(many, DeviceMemory(101 * GIB, is_own=False), unexpected_compile).pool_bytes == 63 * 64 * MIB + MIB
+    )
+    more = dataclasses.replace(many, max_num_seqs=256)
+    assert plan_memory(more, DeviceMemory(101 * GIB, is_own=False), unexpected_compile).pool_bytes == 4 * GIB
+    first = plan_memory(more, DeviceMemory(9 * GIB, is_own=False), unexpected_compile)
+    assert first.pool_bytes == 2 * GIB
+    second = plan_memory(more, DeviceMemory(9 * GIB - GIB - first.pool_bytes, is_own=False), unexpected_compile)
+    assert second.pool_bytes == 5 * GIB // 4
+    # A longest sequence has to fit, however little that leaves to others.
+    assert plan_memory(more, DeviceMemory(GIB + 200 * MIB, is_own=False), ProgramMemory).num_blocks == 63
+    chosen = dataclasses.replace(more, has_default_share=False)
+    assert plan_memory(chosen, DeviceMemory(101 * GIB, is_own=False), unexpected_compile).num_blocks == 256 * 63
+    assert (
+        plan_memory(
+            dataclasses.replace(more, num_blocks=9000), DeviceMemory(101 * GIB, is_own=False), unexpected_compile
+        ).num_blocks
+        == 9000
+    )
+    assert plan_memory(more, DeviceMemory(101 * GIB), ProgramMemory).num_blocks > 80_000  # an accelerator's own
+
+
 def test_an_accelerator_gets_its_share_less_every_consumer() -> None:
     found = plan(OWN, ProgramMemory(temp_bytes=100 * MIB, kept_bytes=20 * MIB, code_bytes=8 * MIB))
     assert found.num_blocks == 4096 - 1024 - 128 - 1

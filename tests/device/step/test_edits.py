@@ -125,6 +125,17 @@ def test_tokens_of_typical_information_are_kept(edits: Edits, typical_p: float, 
     assert (got[1:] == logits[1:]).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-44, 1e-38, 1e-30, 100.0])
+@pytest.mark.parametrize("repetition", [1e-44, 1e-38, 100.0])
+def test_no_value_that_a_caller_may_give_makes_logits_infinite(temperature: float, repetition: float) -> None:
+    row = Edits(history=((3,), (5, 9)), repetition=repetition, top_n_sigma=100.0, typical_p=0.5)
+    logits = (np.random.default_rng(0).normal(size=(R, V)) * 30).astype(np.float32)
+    counts = counted(no_counts(), 1, *row.history)
+    got = np.asarray(_edited(logits, rows_of([row, Edits(), Edits(), Edits()]), counts, jnp.full(R, temperature)))
+    assert (got[0] < np.inf).all()
+    assert np.isfinite(got[0]).any()
+
+
 @pytest.mark.parametrize("num_used", [0, 1, 9, 576])
 def test_passes_over_all_logits_add_what_is_added_one_by_one(num_used: int) -> None:
     """Those of TPUs, where no row uses the last tokens of all rows; some are named twice, some are not here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jpaged.errors import Unsupported
+from jpaged.errors import RequestTooLong, Unsupported
 from jpaged.types import SamplingParams
 from tests.e2e.rig import open_llm
 
@@ -17,14 +17,15 @@ def test_parsers_say_what_of_an_answer_is_text() -> None:
     turn, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "f"}}
     with open_llm("demo", **BASE) as llm:
         (plain,) = llm.chat(turn, GREEDY, use_tqdm=False)[0].outputs
-        assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("", "")
-        with pytest.raises(Unsupported, match=r"^tools: how this model writes calls is not known"):
+        assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("hermes", "")
+        with pytest.raises(RequestTooLong, match=r"over max_model_len \(64\)"):  # of the built-in prompt
             llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
+    unknown = pytest.raises(Unsupported, match=r"^tools: how this model writes calls is not known")
+    with open_llm("demo", tool_call_parser="none", **BASE) as llm, unknown:
+        llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
     assert plain.text and not plain.reasoning_content
     with open_llm("demo", tool_call_parser="hermes", reasoning_parser="deepseek_r1", **BASE) as llm:
         (thought,) = llm.chat(turn, GREEDY, use_tqdm=False)[0].outputs
         assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("hermes", "deepseek_r1")
-        with pytest.raises(Unsupported, match=r"^tools: the chat template of \S+ does not use any"):
-            llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
     assert (thought.token_ids, thought.text) == (plain.token_ids, "")
     assert thought.reasoning_content.strip() == plain.text.strip()

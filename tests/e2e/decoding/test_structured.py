@@ -137,3 +137,35 @@ def test_what_is_cut_says_length(llm: LLM) -> None:
 def test_what_is_no_grammar_is_refused_by_field(llm: LLM, outputs: StructuredOutputs, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         llm.generate(PROMPT, bound(outputs, 1, max_tokens=3))
+
+
+def test_a_request_that_its_masks_leave_nothing_fails_alone(llm: LLM) -> None:
+    encode = llm._serving.input_processor.tokenizer.encode
+    forms = ((letter, encode(f"x{letter}", add_special_tokens=False)[-1]) for letter in "qzjwvk")
+    letter, token_id = next(
+        form for form in forms if encode(f"{form[0]}{form[0]}", add_special_tokens=False) == [form[1], form[1]]
+    )
+    choice = StructuredOutputs(choice=["once upon a time", "never"])
+    first_ids = encode("once upon a time", add_special_tokens=False)[:1]
+    base = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    params = [
+        base,
+        dataclasses.replace(base, allowed_token_ids=[token_id], bad_words=[letter * 2]),
+        dataclasses.replace(base, allowed_token_ids=first_ids, structured_outputs=choice),
+        base,
+    ]
+    before = llm.load().num_nonfinite_requests
+    outputs = llm.generate([PROMPT] * 4, params)
+    alone = llm.generate(PROMPT, base)[0].outputs[0].token_ids
+    assert [one.outputs[0].token_ids for one in (outputs[0], outputs[3])] == [alone, alone]
+    for output, field in zip(outputs[1:3], ("bad_words", "allowed_token_ids"), strict=True):
+        assert output.outputs == ()
+        assert isinstance(output.error, InvalidArgument)
+        assert output.error.field == f"sampling.{field}"
+        assert "output token 2" in output.error.problem
+    with pytest.raises(InvalidArgument, match=r"sampling\.bad_words: forbid every token"):
+        llm.generate(PROMPT, params[1])
+    never = dataclasses.replace(base, allowed_token_ids=[token_id], structured_outputs=choice)
+    with pytest.raises(InvalidArgument, match=r"sampling\.allowed_token_ids: leaves no token .* as output token 1"):
+        llm.generate([PROMPT, PROMPT], [base, never])
+    assert llm.load().num_nonfinite_requests == before

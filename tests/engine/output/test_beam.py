@@ -160,6 +160,7 @@ def test_beams_in_the_engine_are_those_of_plain_lists(num_blocks, overlap):
     h.run()
     for name, beams in expected.items():
         assert [h.tokens(name, index) for index in range(3)] == beams
+        assert h.last(name).usage.completion_tokens == sum(map(len, beams))
     assert h.engine.load().num_copies_on_write > 0
 
 

@@ -1,5 +1,7 @@
 """Characters come whole and once; nothing of a stop string is ever sent."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -215,3 +217,34 @@ def test_tokens_without_text_end_where_they_would_with_it(sampling, num_tokens, 
     assert all(event.text == "" for event in events)
     assert engine._loop._output._ending_ids.any.tolist() == []
     assert len(events) == (sampling.get("n", 1) if is_whole else num_tokens * sampling.get("n", 1))
+
+
+@pytest.mark.parametrize("text", ["€", "é", "😀", "a😀b", "😀é"])
+def test_a_character_that_begins_in_the_prompt_is_completed(text: str) -> None:
+    data = ("x" + text + "!").encode()
+    for cut in range(len(data)):
+        detokenizer = IncrementalDetokenizer(ByteTokenizer(), tuple(data[:cut]), skip_special_tokens=True)
+        written = "".join(detokenizer.push(byte) for byte in data[cut:]) + detokenizer.flush()
+        begun = data[:cut].decode(errors="ignore")
+        assert begun + written == data.decode(), cut
+
+
+def test_a_character_that_the_prompt_begins_and_nothing_ends_is_the_prompts() -> None:
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), (0xE2, 0x82), skip_special_tokens=True)
+    assert "".join(map(detokenizer.push, b"abc")) == "abc"
+
+
+def test_the_context_begins_with_a_character() -> None:
+    class Grouping(ByteTokenizer):
+        """Reads bytes together as ByteFallback does: one that is wrong spoils all."""
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            data = bytes(token_ids)
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                return "\ufffd" * len(data)
+
+    prompt, answer = "😀é".encode(), "你"
+    detokenizer = IncrementalDetokenizer(Grouping(), tuple(prompt), skip_special_tokens=True)
+    assert "".join(map(detokenizer.push, answer.encode())) == answer

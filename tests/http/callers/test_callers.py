@@ -1,19 +1,23 @@
 """Programs that others wrote, unmodified, against the HTTP face of the demo model: `make callers` runs them alone."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from benchmarks.evaluation.stories import TASKS
 from jpaged.client import Client
+from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.demo import FOLDER
+from jpaged.llm import LLM
 from jpaged.types import SamplingParams
 from tests.processes import WAIT_S, Process
 
@@ -83,6 +87,91 @@ def test_vllm_bench_serve_completes_without_an_error(
     assert result["total_output_tokens"] == 16 * 8 == sum(result["output_lens"])
     assert not any(result["errors"])
     assert len(set(result["generated_texts"])) > 8
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look up", "arguments": '{"name": "Tom'}}
+AGENT: list[Any] = [
+    {"role": "system", "content": ""},
+    {"role": "user", "content": "Who is Tom?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
+    {"role": "tool", "tool_call_id": "call_1", "content": ""},
+]
+TEMPLATE = """{%- for m in messages -%}
+<|{{ m.role if m.role in ('system', 'assistant') else 'user' }}|>{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor -%}
+{%- if m.role == 'assistant' %}<|endoftext|>{% endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+"""The demo's own knows no tools."""
+FOLLOW_UPS = ["And where?", "Why?", "Then?", "The end?"]
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+
+
+def chatted(client: Any, talk: list[Any]) -> Any:
+    """The message that OpenAI's client returns, with all of its fields."""
+    asked: Any = {"model": "demo", "messages": talk, "max_tokens": 6, "temperature": 0}
+    return client.chat.completions.create(**asked).choices[0].message.model_dump()
+
+
+def spoken(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def batched(target: str, talk: list[Any], folder: Path) -> Any:
+    """The message of a batch file's only line."""
+    body = {"messages": talk, "max_tokens": 6, "temperature": 0}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    source, answers = folder / f"{len(talk)}.jsonl", folder / f"{len(talk)}.out.jsonl"
+    source.write_text(json.dumps(line) + "\n")
+    asyncio.run(run_batch(BatchOptions(source, answers, target), lambda summary: None))
+    return json.loads(answers.read_text())["response"]["body"]["choices"][0]["message"]
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The addresses of a server with a template that takes what tools answer."""
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    words = ("--dtype", "float32", "--port", "0", "--http-port", "0", "--num-blocks", "128")
+    process = Process(("-m", "jpaged", "serve", "demo", *words, "--chat-template", str(tmp_path / "template.jinja")))
+    try:
+        url = process.wait_for(r"OpenAI's API on (http://\S+)/v1").group(1)
+        yield process.wait_for(r"^ready on (\S+)$").group(1), url
+    finally:
+        if process.popen.poll() is None:
+            process.end(signal.SIGKILL)
+
+
+def test_a_conversation_of_four_turns_goes_back_through_each_api(agents: tuple[str, str], tmp_path: Path) -> None:
+    served, template = agents, str(tmp_path / "template.jinja")
+    theirs = openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0)
+    with Client(served[0]) as client, LLM("demo", dtype="float32", num_blocks=128, chat_template=template) as llm:
+        ways: dict[str, Callable[[list[Any]], Any]] = {
+            "http": lambda talk: chatted(theirs, talk),
+            "grpc": lambda talk: spoken(client.chat(talk, GREEDY).outputs[0].text),
+            "batch": lambda talk: batched(served[0], talk, tmp_path),
+            "llm": lambda talk: spoken(llm.chat(talk, GREEDY, use_tqdm=False)[0].outputs[0].text),
+        }
+        told = {}
+        for name, answer in ways.items():
+            talk = list(AGENT)
+            for follow_up in FOLLOW_UPS:
+                talk += [answer(talk), {"role": "user", "content": follow_up}]
+            told[name] = [one["content"] for one in talk[len(AGENT) :: 2]]
+        assert all(one == told["http"] for one in told.values()), told
+        items: list[Any] = [
+            *AGENT[:2],
+            {"type": "function_call", "call_id": "call_1", **CALL["function"]},
+            {"type": "function_call_output", "call_id": "call_1", "output": ""},
+        ]
+        said = []
+        for follow_up in FOLLOW_UPS:
+            response = theirs.responses.create(model="demo", input=items, max_output_tokens=6, temperature=0)
+            said.append(response.output_text)
+            items += [*(one.to_dict() for one in response.output), {"role": "user", "content": follow_up}]
+        assert said == told["http"]
+    text = "Who is Tom?"
+    for follow_up in FOLLOW_UPS:
+        asked: Any = {"model": "demo", "max_tokens": 6, "temperature": 0}
+        text += theirs.completions.create(prompt=text, **asked).choices[0].text + follow_up
 
 
 def evaluated(model: str, url: str, task: str, folder: Path, *more: str) -> dict[str, Any]:

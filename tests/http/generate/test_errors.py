@@ -22,13 +22,36 @@ async def test_each_error_is_the_one_of_its_kind() -> None:
             "invalid_request_error",
         )
         assert bad.value.request_id
-        with pytest.raises(openai.NotFoundError, match="'other' is not served; 'fake' is"):
+        with pytest.raises(openai.NotFoundError, match="'other' is not served; 'fake' is") as other:
             await client.chat.completions.create(model="other", messages=CHAT)
+        assert other.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError) as other:
+            await client.models.retrieve("other")
+        assert other.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError) as other:
+            await client.embeddings.create(model="other", input="x")
+        assert other.value.code == "model_not_found"
         with pytest.raises(openai.NotFoundError, match="there is no POST /v1/audio/speech"):
             await client.audio.speech.create(model="fake", voice="x", input="y")
         with pytest.raises(openai.BadRequestError) as long:
             await client.completions.create(prompt="x" * 200, **GREEDY)
-        assert long.value.code == "REQUEST_TOO_LONG"
+        assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
+        long_chat: Any = [{"role": "user", "content": "x" * 200}]
+        limits: list[Any] = [{}, {"max_tokens": 5}, {"max_completion_tokens": 5}]
+        for how in limits:
+            with pytest.raises(openai.BadRequestError) as long:
+                await client.chat.completions.create(messages=long_chat, **how, **GREEDY)
+            assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.responses.create(model="fake", input="x" * 200)
+        assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.embeddings.create(model="fake", input="x" * 200)
+        assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
+        many: Any = {"prompt": ["x", "x" * 200], "max_tokens": 5, **GREEDY}
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.completions.create(**many)
+        assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt[1]")
         with pytest.raises(openai.APIStatusError) as large:
             await client.completions.create(prompt="x" * (2 << 20), **GREEDY)
         assert (large.value.status_code, large.value.param) == (413, "body")

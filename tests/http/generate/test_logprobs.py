@@ -1,5 +1,6 @@
 """Log-probabilities: of what is said, of the prompt in front of it, whole and in chunks."""
 
+import codecs
 from typing import Any
 
 import openai
@@ -22,7 +23,7 @@ async def test_a_completion_tells_them_of_its_tokens() -> None:
         async for chunk in await client.completions.create(stream=True, **how):
             for name in gathered:
                 gathered[name] += getattr(chunk.choices[0].logprobs, name)
-        assert gathered == logprobs.model_dump()
+        assert gathered == {name: getattr(logprobs, name) for name in gathered}
 
 
 @pytest.mark.parametrize("prompt", ["hello", list(b"hello")])
@@ -80,3 +81,104 @@ async def test_a_chat_tells_them_of_its_tokens() -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(**(how | {"top_logprobs": 99}))
         assert refused.value.param == "top_logprobs"
+
+
+@pytest.mark.parametrize("length", [128, 127])
+async def test_a_prompt_of_the_whole_context_is_told(length: int) -> None:
+    async with asking() as (_, client):
+        text = "".join(chr(97 + i % 26) for i in range(length))
+        how: Any = {"prompt": text, "max_tokens": 0, "logprobs": 1, "echo": True, **GREEDY}
+        choice = (await client.completions.create(**how)).choices[0]
+        assert choice.text == text and choice.logprobs is not None
+        assert len(choice.logprobs.token_logprobs or []) == length
+        streamed = ""
+        async for chunk in await client.completions.create(stream=True, **how):
+            streamed += "".join(one.text for one in chunk.choices)
+        assert streamed == text
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.completions.create(**(how | {"prompt": text + "x" * 2}))
+        assert long.value.code == "context_length_exceeded"
+
+
+async def test_a_completion_without_a_limit_fills_the_context() -> None:
+    async with asking() as (_, client):
+        how: Any = {"prompt": ["hello", list(b"hi")], "extra_body": PAST_THE_END, **GREEDY}
+        answer = await client.completions.create(**how)
+        assert answer.usage is not None and answer.usage.total_tokens == 2 * 128
+        assert [one.finish_reason for one in answer.choices] == ["length", "length"]
+        answer = await client.completions.create(**(how | {"max_tokens": None}))
+        assert answer.usage is not None and answer.usage.total_tokens == 2 * 128
+
+
+def text_of_bytes(parts: list[list[int]]) -> str:
+    return b"".join(map(bytes, parts)).decode(errors="replace")
+
+
+def offsets_of(parts: list[list[int]]) -> list[int]:
+    """Where each begins: after the characters that are whole before it."""
+    found, decoder, count = [], codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for part in parts:
+        found.append(count)
+        count += len(decoder.decode(bytes(part)))
+    return found
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_bytes_of_tokens_make_the_text_of_a_completion_and_offsets_count_its_characters(
+    is_streamed: bool,
+) -> None:
+    async with asking() as (_, client):
+        for echo, prompt in ((False, "hello"), (True, "h€é"), (True, list("x😀".encode()))):
+            how: Any = {"prompt": prompt, "max_tokens": 60, "logprobs": 2, "echo": echo, **GREEDY}
+            how["extra_body"] = PAST_THE_END | {"allowed_token_ids": list(range(256))}
+            how["temperature"], how["seed"] = 2.0, 5
+            text, parts, offsets = "", list[list[int]](), list[int]()
+            choices: list[Any] = []
+            if is_streamed:
+                async for chunk in await client.completions.create(stream=True, **how):
+                    choices += chunk.choices
+            else:
+                choices += (await client.completions.create(**how)).choices
+            for choice in choices:
+                text += choice.text
+                if choice.logprobs is not None:
+                    parts += choice.logprobs.bytes
+                    offsets += choice.logprobs.text_offset
+            assert text_of_bytes(parts) == text and len(parts) >= 60
+            assert offsets == offsets_of(parts) and "\ufffd" in text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_bytes_of_tokens_make_the_text_of_a_chat(is_streamed: bool) -> None:
+    async with asking() as (_, client):
+        how: Any = {"messages": CHAT, "max_tokens": 60, "logprobs": True, "top_logprobs": 2, **GREEDY}
+        how["extra_body"] = PAST_THE_END | {"allowed_token_ids": list(range(256))}
+        how["temperature"], how["seed"] = 2.0, 5
+        text, entries = "", list[Any]()
+        if is_streamed:
+            async for chunk in await client.chat.completions.create(stream=True, **how):
+                choice = chunk.choices[0]
+                text += choice.delta.content or ""
+                entries += (choice.logprobs.content or []) if choice.logprobs is not None else []
+        else:
+            whole = (await client.chat.completions.create(**how)).choices[0]
+            assert whole.logprobs is not None
+            text, entries = whole.message.content or "", whole.logprobs.content or []
+        assert text_of_bytes([entry.bytes for entry in entries]) == text and len(entries) == 60
+        assert all(len(top.bytes) == 1 for entry in entries for top in entry.top_logprobs)
+
+
+async def test_a_prompt_that_ends_inside_a_character_begins_the_text() -> None:
+    async with asking() as (_, client):
+        prompt = list("x😀".encode())[:-1]
+        how: Any = {"prompt": prompt, "max_tokens": 1, "logprobs": 0, **GREEDY}
+        how["extra_body"] = PAST_THE_END | {"allowed_token_ids": ["😀".encode()[-1]]}
+        choice = (await client.completions.create(**how)).choices[0]
+        assert choice.text == "😀" and choice.logprobs is not None
+        assert choice.logprobs.bytes == [[0x80]] and choice.logprobs.text_offset == [0]
+        echoed = (await client.completions.create(echo=True, **how)).choices[0]
+        assert echoed.text == "x😀"
+        streamed = ""
+        async for chunk in await client.completions.create(echo=True, stream=True, **how):
+            streamed += "".join(one.text for one in chunk.choices)
+        assert streamed == "x😀"

@@ -10,9 +10,10 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 from jpaged.http.page.hub import MAX_WATCHERS, Hub
-from jpaged.http.page.limits import Limits
+from jpaged.http.page.limits import Limits, is_local
 from jpaged.pool import FrameReader, Kind, unpack
 from jpaged.service.service import Service
 from jpaged.service.state import Stage
@@ -218,3 +219,36 @@ async def test_of_two_limits_at_once_the_later_holds() -> None:
         reader = FrameReader()
         reader.take((await client.get("/page/frame")).content)
         assert reader.pools[0].told["limit"] == 40
+
+
+async def test_a_limit_is_logged_and_exported_and_ends_when_its_page_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jpaged.http.page.limits.LEASE_S", 1.0)
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+
+        async def exported() -> float:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return float(next(line for line in lines if line.startswith("jpaged:pool_limit_blocks{")).split()[-1])
+
+        whole = await exported()
+        assert whole == harness.serving.engine.load().num_blocks
+        assert (await client.post("/page/limit", json={"blocks": 40})).status_code == 200
+        assert await exported() == 40
+        assert "live page: 40 blocks of each pool are usable, by 127.0.0.1:" in caplog.text
+        await eventually(lambda: harness.serving.engine.eyes.limited_to is None)
+        assert await exported() == whole
+        assert "live page: all blocks of the pool are usable again, by a page that is gone" in caplog.text
+        await eventually(lambda: harness.serving.engine.load().num_blocks_free == whole)
+
+
+async def test_a_limit_needs_a_key_for_control_or_a_loopback_address() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        header = {"x-forwarded-for": "203.0.113.7"}
+        assert (await client.get("/page/about", headers=header)).json()["can_limit"] is False
+        refused = await client.post("/page/limit", json={"blocks": 40}, headers=header)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "PERMISSION_DENIED")
+        assert harness.serving.engine.eyes.limited_to is None
+    for host, expected in (("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.0.0.7", False)):
+        request = Request({"type": "http", "headers": [], "client": (host, 1)})
+        assert is_local(request) is expected

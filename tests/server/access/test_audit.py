@@ -64,7 +64,7 @@ async def test_every_call_is_a_line_and_none_has_a_prompt_an_answer_or_a_token(o
         ("Generate", "", "UNAUTHENTICATED", ""),
         ("Generate", "acme-1", "OK", ""),
         ("Embed", "acme-1", "OK", ""),
-        ("PinPrefix", "acme-1", "PERMISSION_DENIED", "PinPrefix system"),
+        ("PinPrefix", "acme-1", "PERMISSION_DENIED", "PinPrefix"),
         ("PinPrefix", "acme-2", "OK", "PinPrefix system"),
         ("LoadAdapter", "acme-2", "UNIMPLEMENTED", "LoadAdapter one"),
         ("Abort", "acme-2", "NOT_FOUND", "Abort gone"),

@@ -177,15 +177,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": ""}}, "chat.reasoning.effort"),
     ({"reasoning": {"thinking_token_budget": (1 << 20) + 1}}, "chat.reasoning.thinking_token_budget"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "chat.messages[0].tool_call_id"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": ""}]}, "chat.messages[0].tool_call_id"),
+    ({"documents": ["[]"]}, "chat.documents[0]"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "chat.continue_final_message"),
     ({"messages": [{"role": "user", "content": "x", "name": "x" * 257}]}, "chat.messages[0].name"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}] * 129}]},
         "chat.messages[0].tool_calls",
-    ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-        "chat.messages[0].tool_calls[0].arguments",
     ),
 ]
 

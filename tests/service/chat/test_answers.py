@@ -8,7 +8,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.answers import ChatAnswers, WithoutTokens
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from jpaged.structured import StructuredOutputs
+from jpaged.structured import Kind, StructuredOutputs
 from jpaged.testing import ByteTokenizer
 from jpaged.types import FinishReason, OutputEvent, SamplingParams, SequenceFinish
 
@@ -83,6 +83,25 @@ def test_an_answer_that_is_cut_off_says_why(reason):
         assert output.finish_reason == reason.value
         parser = QWEN.parser(is_open=False, new_id=lambda: "id")
         assert answer_of(output) == ChatAnswer.of(parser.push(TEXT[:end]) + parser.finish())
+
+
+@pytest.mark.parametrize("matched", ["Par", 7])
+def test_a_call_that_a_stop_cuts_is_no_call_to_run(matched):
+    finish, end = SequenceFinish(FinishReason.STOP, matched), TEXT.index("}") + 1
+    for cut in range(TEXT.index("{", TEXT.index("arguments")) + 1, end):
+        (output,) = outcome(answers(), events([TEXT[:cut]], finish=finish))
+        assert (output.finish_reason, len(output.tool_calls)) == ("stop", 1)
+    (output,) = outcome(answers(), events([TEXT[:end]], finish=finish))
+    assert output.finish_reason == "tool_calls"
+
+
+def test_an_answer_of_calls_alone_has_no_text_where_it_is_cut():
+    for cut in range(len(TEXT) + 1):
+        (output,) = outcome(
+            answers(has_content=False), events([TEXT[:cut]], finish=SequenceFinish(FinishReason.LENGTH))
+        )
+        assert output.text == ""
+    assert output.tool_calls == ANSWER.tool_calls
 
 
 def test_sequences_are_told_apart_each_by_itself():
@@ -194,6 +213,13 @@ def test_two_grammars_of_one_answer_are_refused():
         with pytest.raises(InvalidArgument, match=rf"^sampling.structured_outputs: does not go with .*{why}"):
             answering().held(options, given, [1])
     assert answering().held(ChatOptions(tools=TOOLS), given, [1]) == given
+
+
+def test_options_of_structured_outputs_are_those_of_the_calls():
+    options = StructuredOutputs(whitespace_pattern=" ?")
+    held = answering().held(REQUIRED, SamplingParams(structured_outputs=options), [1]).structured_outputs
+    assert held is not None
+    assert (held.kind, held.whitespace_pattern) == (Kind.STRUCTURAL_TAG, " ?")
 
 
 def test_tools_that_are_too_large_for_a_grammar_are_named():

@@ -26,15 +26,16 @@ AUTO, REQUIRED = ToolChoice(ToolChoiceMode.AUTO), ToolChoice(ToolChoiceMode.REQU
     ("template", "architecture", "tools", "reasoning"),
     [
         (None, "LlamaForCausalLM", None, None),
-        ("{{ messages }}", "Qwen2ForCausalLM", None, None),
+        ("{{ messages }}", "Qwen2ForCausalLM", "hermes", None),
         (HERMES, "Qwen2ForCausalLM", "hermes", None),
         (QWEN3, "Qwen3ForCausalLM", "hermes", "qwen3"),
         (HERMES + "<function=", "Qwen3MoeForCausalLM", None, None),
         (LLAMA, "LlamaForCausalLM", "llama3_json", None),
         ("[TOOL_CALLS] [", "MistralForCausalLM", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS][THINK]", "MistralForCausalLM", "mistral_args", "mistral"),
-        (R1, "Qwen2ForCausalLM", None, "deepseek_r1"),
-        ("</think>", "DeepseekV3ForCausalLM", None, "deepseek_r1"),
+        (R1, "Qwen2ForCausalLM", "hermes", "deepseek_r1"),
+        ("</think>", "DeepseekV3ForCausalLM", "hermes", "deepseek_r1"),
+        ("{{ tools }}", "Qwen2ForCausalLM", None, None),
         (GPT_OSS, "GptOssForCausalLM", "openai", "openai_gptoss"),
     ],
 )
@@ -97,33 +98,42 @@ def test_a_free_choice_holds_an_answer_to_nothing():
     assert structural_tag_for(TOOLS, REQUIRED, AnswerFormat()) is None
 
 
-def test_a_required_call_is_of_any_tool_and_one_comes_first():
+def calls_of(form):
+    """The tags of a form that is calls alone."""
+    if form["type"] == "plus":
+        form = form["content"]
+    if form["type"] == "sequence":
+        form = form["elements"][0]
+    return form["elements"] if form["type"] == "or" else [form]
+
+
+def test_a_required_call_is_of_any_tool_and_no_text_comes():
+    calls = {
+        "type": "or",
+        "elements": [
+            {
+                "type": "tag",
+                "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+                "content": {"type": "json_schema", "json_schema": schema},
+                "end": "}\n</tool_call>",
+            }
+            for name, schema in (("weather", SCHEMA), ("now", {"type": "object", "properties": {}}))
+        ],
+    }
     assert tag_of(TOOLS, REQUIRED, "hermes") == {
         "type": "structural_tag",
         "format": {
-            "type": "triggered_tags",
-            "triggers": ["<tool_call>"],
-            "tags": [
-                {
-                    "type": "tag",
-                    "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
-                    "content": {"type": "json_schema", "json_schema": schema},
-                    "end": "}\n</tool_call>",
-                }
-                for name, schema in (("weather", SCHEMA), ("now", {"type": "object", "properties": {}}))
-            ],
-            "at_least_one": True,
-            "stop_after_first": False,
+            "type": "plus",
+            "content": calls,
         },
     }
 
 
 def test_a_named_call_is_of_that_tool_and_one_alone():
     form = tag_of(TOOLS, ToolChoice(ToolChoiceMode.NAMED, "now"), "llama3_json")["format"]
-    assert [one["begin"] for one in form["tags"]] == ['{"name": "now", "parameters": ']
-    assert (form["at_least_one"], form["stop_after_first"]) == (True, True)
+    assert (form["type"], form["begin"]) == ("tag", '{"name": "now", "parameters": ')
     single = tag_of(TOOLS, REQUIRED, "hermes", is_parallel=False)["format"]
-    assert (single["at_least_one"], single["stop_after_first"]) == (True, True)
+    assert (single["type"], len(single["elements"])) == ("or", 2)
 
 
 def test_strict_tools_are_held_to_their_schemas_where_the_choice_is_free():
@@ -141,8 +151,9 @@ def test_a_free_choice_of_one_call_ends_behind_it():
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_what_a_tag_lets_through_is_a_call_to_the_parser(name):
     form = tag_of(TOOLS, REQUIRED, name)["format"]
-    for one in form["tags"]:
-        assert sum(one["begin"].startswith(trigger) for trigger in form["triggers"]) == 1
+    triggers = TOOL_FORMATS[name].triggers
+    for one in calls_of(form):
+        assert sum(one["begin"].startswith(trigger) for trigger in triggers) == 1
         text = one["begin"] + json.dumps({"city": "Oslo"}) + one["end"]
         parser = AnswerFormat(TOOL_FORMATS[name]).parser(is_open=False, new_id=lambda: "id")
         tool = "now" if "now" in one["begin"] else "weather"

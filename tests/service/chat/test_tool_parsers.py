@@ -17,7 +17,7 @@ TRICKY = '{"text": "a \\"quoted\\" } ] { \\\\", "deep": {"a": [{}, [], "<tool_ca
 
 def parser(name):
     count = itertools.count()
-    return TOOL_FORMATS[name].make(PieceWriter(lambda: f"id{next(count)}"))
+    return TOOL_FORMATS[name].make(PieceWriter(lambda: f"id{next(count)}", tool_names=["f", "g", "now"]))
 
 
 def pieces_of(name, *texts):
@@ -54,6 +54,9 @@ CALLS = {
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f", "arguments": {"a": "cut o', "", [("f", '{"a": "cut o')]),
         ('<tool_call>{"name": "f", "arguments": {}}\nwell', "\nwell", [("f", "{}")]),
+        ('<tool_call>\n{"name": "now"}\n</tool_call>', "", [("now", "{}")]),
+        ('<tool_call>{"name": "now", "arguments": null}</tool_call>ok', "ok", [("now", "{}")]),
+        ('<tool_call>{"arguments":null,"name":"now","id":1}</tool_call>', "", [("now", "{}")]),
         ('<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>', "", [("café", "{}")]),
     ],
     "llama3_json": [
@@ -64,6 +67,9 @@ CALLS = {
         ('{"type": "function", "name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
         ("Here: <|python_tag|> " + llama("f", "{}"), "Here: ", [("f", "{}")]),
         (llama("f", "{}") + " and so on", " and so on", [("f", "{}")]),
+        ('{"name": "now"}', "", [("now", "{}")]),
+        ('{"name": "now", "parameters": null}; {"type": "function", "name": "f"}', "", [("now", "{}"), ("f", "{}")]),
+        ('<|python_tag|>{"name": "other"}', "", [("other", "{}")]),
     ],
     "mistral": [
         (f'[TOOL_CALLS] [{{"name": "f", "arguments": {PARIS}}}]', "", [("f", PARIS)]),
@@ -77,6 +83,9 @@ CALLS = {
         ('[TOOL_CALLS] {"name": "f", "arguments": {}}', "", [("f", "{}")]),
         ('[TOOL_CALLS] [{"name": "f", "arguments": {}},', "", [("f", "{}")]),
         ('[TOOL_CALLS] [{"name": "f", "arguments": {}}] so', " so", [("f", "{}")]),
+        ('[TOOL_CALLS] [{"name": "now"}, {"name": "f", "arguments": null}]', "", [("now", "{}"), ("f", "{}")]),
+        ("[TOOL_CALLS]now[ARGS]null", "", [("now", "{}")]),
+        ("[TOOL_CALLS]now[ARGS][TOOL_CALLS]f[ARGS]{}", "", [("now", "{}"), ("f", "{}")]),
     ],
     "openai": [
         (f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{PARIS}<|call|>", "", [("f", PARIS)]),
@@ -93,7 +102,7 @@ NO_CALLS = {
     "hermes": [
         "Plain text, a < b, </tool_call>.",
         "<tool_call>not JSON</tool_call>",
-        ' <tool_call>\n{"name": "f"}\n</tool_call>',
+        '<tool_call>{"name": "f", "arguments": nil}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f\\q", "arguments": {}}</tool_call>',
@@ -109,6 +118,7 @@ NO_CALLS = {
         "Plain; text {with} brackets.",
         '{"answer": {"name": "f", "parameters": {}}}',
         '  {"name": "Bob", "age": 3}',
+        '{"name": "Bob"}',
         '<|python_tag|>brave_search.call(query="x")',
         "{",
         "[1, 2]",

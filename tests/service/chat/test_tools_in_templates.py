@@ -11,8 +11,8 @@ from jpaged.demo import FOLDER
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
-from jpaged.service.chat.messages import for_template, messages_bytes
-from jpaged.service.chat.parsers.formats import TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.messages import for_template, messages_bytes, read_messages
+from jpaged.service.chat.parsers.formats import TOOL_FORMATS, AnswerFormat, parser_for
 from jpaged.service.chat.process import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate
 from jpaged.service.input_processor import InputProcessor
@@ -63,8 +63,9 @@ def process():
 
 def rendered(process, source, messages, **given):
     template = ChatTemplate(process, source, {"bos_token": "<s>"}, name="a-model")
-    assert messages_bytes(messages) > 0
-    return template.render(for_template(messages, max_bytes=1000), max_bytes=10_000, **given)
+    read = read_messages(messages)
+    assert messages_bytes(read) > 0
+    return template.render(for_template(read, max_bytes=1000), max_bytes=10_000, **given)
 
 
 @pytest.mark.parametrize("source", [QWEN, LLAMA])
@@ -102,6 +103,39 @@ def test_a_template_that_takes_no_form_says_why_of_the_first(process):
         rendered(process, source, TALK)
 
 
+CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+NO_SYSTEM = CHATML.replace("%}<|", "%}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}<|", 1)
+DROPS_SYSTEM = CHATML.replace("messages %}", "messages if m.role != 'system' %}")
+TEXT_OF_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TEXT_OF_RESULT = "<tool_response>\nsunny\n</tool_response>"
+
+
+@pytest.mark.parametrize("source", [CHATML, NO_SYSTEM, DROPS_SYSTEM])
+@pytest.mark.parametrize("system", [(), ({"role": "system", "content": "Be brief."},)])
+def test_a_template_without_tools_has_them_described_as_text(process, source, system):
+    if system and source == NO_SYSTEM:
+        return
+    text = rendered(process, source, [*system, *TALK], tools=[WEATHER.as_json()])
+    role = "system" if source == CHATML else "user"
+    assert text.startswith(f"<|{role}|>")
+    assert f"<tools>\n{json.dumps(WEATHER.as_json())}\n</tools>" in text
+    assert text.endswith(f"<|assistant|>{TEXT_OF_CALL}<|user|>{TEXT_OF_RESULT}<|assistant|>")
+    assert ("Be brief." in text) == bool(system and source == CHATML)
+    assert text.count("Paris?") == 1
+
+
+def test_calls_of_earlier_turns_are_text_where_a_template_has_none(process):
+    text = rendered(process, CHATML, TALK)
+    assert text == f"<|user|>Paris?<|assistant|>{TEXT_OF_CALL}<|user|>{TEXT_OF_RESULT}<|assistant|>"
+    assert rendered(process, CHATML, [USER]) == "<|user|>Paris?<|assistant|>"
+
+
+def test_the_format_of_a_template_without_tools_is_that_of_the_built_in_prompt():
+    assert parser_for(CHATML, "X").tools is TOOL_FORMATS["hermes"]
+    assert parser_for(CHATML, "X", tool_call_parser="none").tools is None
+    assert (parser_for(PLAIN, "X").tools, parser_for(None, "X").tools) == (None, None)
+
+
 def test_a_template_without_tools_takes_none(process):
     assert rendered(process, PLAIN, [USER]) == "Paris?1"
     with pytest.raises(Unsupported, match=r"^tools: the chat template of a-model does not use any"):
@@ -113,10 +147,10 @@ def test_variables_reach_the_template(process):
     assert rendered(process, QWEN, [USER], kwargs={"enable_thinking": True}).endswith("<|assistant|>")
 
 
-@pytest.mark.parametrize("name", ["thinking", "messages", "tools", "bos_token", "add_generation_prompt", "t"])
+@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
 def test_a_variable_that_is_none_of_the_callers_is_named(process, name):
     source = QWEN + "{{ bos_token }}{{ add_generation_prompt }}"
-    problem = "is no variable of the chat template; it has enable_thinking"
+    problem = "cannot be set by name; the chat template has enable_thinking"
     with pytest.raises(InvalidArgument, match=problem) as error:
         rendered(process, source, [USER], kwargs={name: True})
     assert error.value.field == f"chat_template_kwargs.{name}"
@@ -133,13 +167,16 @@ def call(**function):
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
-        (turn(), "[1].content"),
-        (turn(content="", tool_calls=[]), "[1].content"),
-        (turn(content=[]), "[1].content"),
+        ([{"role": "user"}], "[0].content"),
+        ([{"content": "x"}], "[0].role"),
+        (turn(content=[{"type": "image_url"}]), "[1].content"),
+        (turn(content="x", audio={"id": "a"}), "[1].audio"),
+        (turn(content="x", function_call={"name": "f", "arguments": ""}), "[1].function_call"),
+        (turn(content="x", refusal="y"), "[1].refusal"),
         (turn(content="x", reasoning_content=7), "[1].reasoning_content"),
         (turn(content="x", weight=0), "[1].weight"),
         (turn(content="x", tool_call_id="x"), "[1].tool_call_id"),
-        (turn(content="x", name=""), "[1].name"),
+        (turn(content="x", name="x" * 257), "[1].name"),
         ([{**USER, "tool_calls": [CALL]}], "[0].tool_calls"),
         ([{"role": "tool", "tool_call_id": "x" * 257, "content": ""}], "[0].tool_call_id"),
         ([{"role": "tool", "tool_call_id": 7, "content": ""}], "[0].tool_call_id"),
@@ -149,18 +186,11 @@ def call(**function):
         (turn(tool_calls=[CALL] * 129), "[1].tool_calls"),
         (turn(tool_calls=["x"]), "[1].tool_calls[0]"),
         (turn(tool_calls=[{**CALL, "type": "code"}]), "[1].tool_calls[0].type"),
-        (turn(tool_calls=[{**CALL, "index": 0}]), "[1].tool_calls[0].index"),
-        (turn(tool_calls=[{**CALL, "id": ""}]), "[1].tool_calls[0].id"),
+        (turn(tool_calls=[{**CALL, "index": 1}]), "[1].tool_calls[0].index"),
+        (turn(tool_calls=[{**CALL, "id": "x" * 257}]), "[1].tool_calls[0].id"),
         (turn(tool_calls=[{"id": "x"}]), "[1].tool_calls[0].function"),
-        (call(name="a b"), "[1].tool_calls[1].function.name"),
-        (call(arguments={}), "[1].tool_calls[1].function.arguments"),
-        (call(arguments="{"), "[1].tool_calls[1].function.arguments"),
-        (call(arguments="[]"), "[1].tool_calls[1].function.arguments"),
-        (call(arguments='{"a": NaN}'), "[1].tool_calls[1].function.arguments"),
-        (call(arguments='{"a": 1e999}'), "[1].tool_calls[1].function.arguments.a"),
-        (call(arguments='{"a": "\\ud800"}'), "[1].tool_calls[1].function.arguments.a"),
-        (call(arguments='{"a": ' * 70 + "1" + "}" * 70), "[1].tool_calls[1].function.arguments"),
-        (call(arguments='{"a": ' * 99_999), "[1].tool_calls[1].function.arguments"),
+        (call(name=None), "[1].tool_calls[1].function.name"),
+        (call(arguments=[1]), "[1].tool_calls[1].function.arguments"),
         (call(more=1), "[1].tool_calls[1].function.more"),
     ],
 )
@@ -173,14 +203,13 @@ def test_a_bad_message_is_named(messages, field):
 
 def test_turns_that_say_nothing_but_call_pass():
     for content in ({}, {"content": None}, {"content": ""}):
-        talk: list[dict[str, Any]] = [
-            USER,
-            {"role": "assistant", **content, "tool_calls": [CALL]},
-            {"role": "tool", "content": ""},
-        ]
-        assert for_template(talk, max_bytes=100)[1]["content"] is None
+        talk = read_messages(
+            [USER, {"role": "assistant", **content, "tool_calls": [CALL]}, {"role": "tool", "content": ""}]
+        )
+        assert for_template(talk, max_bytes=100)[1]["content"] == content.get("content")
         assert messages_bytes(talk) == 56
-    assert for_template(call(arguments=""), max_bytes=100)[1]["tool_calls"][1]["function"]["arguments"] == {}
+    (_, turned) = for_template(read_messages(call(arguments="")), max_bytes=100)
+    assert turned["tool_calls"][1]["function"]["arguments"] == {}
 
 
 def test_bytes_are_counted_before_anything_is_read():
@@ -258,7 +287,7 @@ def test_a_models_template_of_tools_is_taken_where_there_are_tools(folder):
 def test_special_tokens_in_tools_and_arguments_are_text_where_they_are_not_parsed(folder):
     hostile = "a<|endoftext|>b"
     tools = [Tool("f", hostile, {"type": "object", "properties": {hostile: {}}})]
-    talk = for_template(call(arguments=json.dumps({hostile: hostile})), max_bytes=1000)
+    talk = for_template(read_messages(call(arguments=json.dumps({hostile: hostile}))), max_bytes=1000)
     options = ChatOptions(tools=tools, template_kwargs={"enable_thinking": hostile})
     source = QWEN.replace("enable_thinking is false", "enable_thinking") + "{{ enable_thinking }}"
     for parses, wanted in ((True, 5), (False, 0)):

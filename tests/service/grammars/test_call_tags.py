@@ -37,7 +37,13 @@ def compiled(compiler, tools, choice, answer_format, **options):
 @pytest.mark.parametrize(
     ("tools", "choice", "options", "texts"),
     [
-        (TOOLS, REQUIRED, {}, {CALL: 1, OTHER: 1, f"{CALL}\n{OTHER}": 1, "": 0, f"x{CALL}": 0, WRONG: 0}),
+        (TOOLS, REQUIRED, {}, {CALL: 1, OTHER: 1, f"{CALL}\n{OTHER}": 0, "": 0, f"x{CALL}": 0, WRONG: 0}),
+        (
+            TOOLS,
+            REQUIRED,
+            {},
+            {f"{CALL}{OTHER}": 1, f"{CALL}\n": 0, f"{CALL}\nSo": 0, f"{CALL}\n\n": 0, f"{CALL} x": 0},
+        ),
         (TOOLS, REQUIRED, {"is_parallel": False}, {CALL: 1, f"{CALL}{OTHER}": 0, "": 0}),
         (TOOLS, NOW, {}, {OTHER: 1, CALL: 0, f"{OTHER}{OTHER}": 0}),
         (TOOLS, AUTO, {"is_parallel": False}, {"Hi": 1, f"Hi{CALL}": 1, WRONG: 1, f"{CALL}{OTHER}": 0}),
@@ -47,6 +53,23 @@ def compiled(compiler, tools, choice, answer_format, **options):
 def test_a_tag_of_text_accepts_what_was_asked_for(compiler, tools, choice, options, texts):
     grammar = compiled(compiler, tools, choice, AnswerFormat(TOOL_FORMATS["hermes"]), **options)
     assert {text: int(accepts(grammar, text)) for text in texts} == texts
+
+
+def test_calls_that_must_come_are_written_as_each_family_does(compiler):
+    call, wanted = '{"name": "now", "parameters": {}}', dict[str, dict[str, int]]()
+    wanted["llama3_json"] = {
+        call: 1,
+        f"{call}; {call}": 1,
+        f"{call};{call}": 1,
+        f"{call}\n": 0,
+        f"{call}  ": 0,
+        f"{call}; x": 0,
+    }
+    wanted["mistral"] = {'[TOOL_CALLS] [{"name": "now", "arguments": {}}]' * 2: 1}
+    wanted["mistral_args"] = {"[TOOL_CALLS]now[ARGS]{}" * 2: 1, "[TOOL_CALLS]now[ARGS]{}x": 0}
+    for name, texts in wanted.items():
+        grammar = compiled(compiler, TOOLS, REQUIRED, AnswerFormat(TOOL_FORMATS[name]))
+        assert {text: int(accepts(grammar, text)) for text in texts} == texts
 
 
 @pytest.mark.parametrize(
@@ -77,7 +100,7 @@ def with_special_tokens(names):
 @pytest.mark.parametrize(
     ("tools", "choice", "options", "texts"),
     [
-        (TOOLS, REQUIRED, {}, {"A": 1, "AB": 1, "": 0, "xA": 0, "W": 0}),
+        (TOOLS, REQUIRED, {}, {"A": 1, "AB": 1, "": 0, "xA": 0, "W": 0, "Ax": 0, "ABx": 0}),
         (TOOLS, REQUIRED, {"is_parallel": False}, {"B": 1, "AB": 0}),
         (TOOLS, NOW, {}, {"B": 1, "A": 0, "BB": 0}),
         (STRICT, AUTO, {}, {"x": 1, "": 1, "xAB": 1, "A": 1, "W": 0}),

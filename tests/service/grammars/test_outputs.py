@@ -84,6 +84,18 @@ def test_what_is_wrong_is_named(fields, field, problem):
     assert problem in caught.value.problem
 
 
+def test_options_alone_are_those_of_another_constraint():
+    options = StructuredOutputs(whitespace_pattern=" ?", disable_additional_properties=True)
+    assert not options.has_constraint
+    tag = StructuredOutputs(structural_tag="{}")
+    assert tag.with_options(None) is tag
+    held = tag.with_options(options)
+    assert (held.kind, held.whitespace_pattern) == (Kind.STRUCTURAL_TAG, " ?")
+    assert held.disable_additional_properties
+    with pytest.raises(InvalidArgument, match="has regex: must have options alone"):
+        tag.with_options(StructuredOutputs(regex="a"))
+
+
 def test_a_value_of_nothing_but_depth_is_refused():
     value: list = []
     for _ in range(100_000):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.structured import ThinkingBudget, ThinkingGrammar
+from jpaged.structured import TagTexts, ThinkingBudget, ThinkingGrammar
 from jpaged.testing.fake_grammar import FakeGrammar
 
 OPEN, CLOSE = (7,), (8,)
@@ -92,6 +92,49 @@ def may_come(state):
     mask_w = np.zeros(2, np.int32)
     state.fill(mask_w)
     return np.flatnonzero(np.unpackbits(mask_w.view(np.uint8), bitorder="little")).tolist()
+
+
+TEXTS = {
+    1: "a",
+    2: " b",
+    3: "<th",
+    4: "ink>",
+    5: "</",
+    6: "think",
+    7: ">",
+    10: "x</thi",
+    11: "nk>y",
+    12: "\n",
+    13: "",
+    14: "<",
+}
+SPELLED = {**TEXTS, 20: "<think>", 21: "</think>"}
+
+
+def spelled(budget, *, is_open=False):
+    texts = TagTexts("<think>", "</think>", SPELLED.__getitem__)
+    return ThinkingBudget((20,), (21,), budget, is_open_at_start=is_open, texts=texts)
+
+
+@pytest.mark.parametrize("opening", [(20,), (3, 4), (12, 14, 6, 7), (12, 13, 3, 4)])
+@pytest.mark.parametrize("closing", [(21,), (5, 6, 7), (10, 11), (13, 5, 13, 6, 7)])
+def test_tags_are_found_in_the_text_however_they_are_cut(opening, closing):
+    tokens = [*opening, 1, 2, 1, *closing, 2, 1, 1, 1]
+    one = spelled(9)
+    assert run(one, tokens) == tokens
+    assert (one.is_open, one.num_used) == (False, 3 + closing.count(13))
+    assert run(spelled(2), tokens)[: len(opening) + 3] == [*opening, 1, 2, 21]
+
+
+def test_thinking_that_the_prompt_opens_ends_in_any_tokens():
+    one = spelled(4, is_open=True)
+    assert run(one, [1, 5, 6, 7, 1, 1, 1, 1, 1]) == [1, 5, 6, 7, 1, 1, 1, 1, 1]
+    assert one.num_used == 1
+    assert run(spelled(3, is_open=True), [1, 2, 5, 1, 1]) == [1, 2, 5, 21, 1]
+
+
+def test_an_answer_may_quote_the_opening_tag():
+    assert run(spelled(0), [1, 3, 4, 1, 2]) == [1, 3, 4, 1, 2]
 
 
 def test_a_state_allows_everything_until_the_tag_is_due():

@@ -24,6 +24,7 @@ export class Play {
     this.running = new Set();
     this.numSent = 0;
     this.isAlike = false;
+    this.changedAt = Date.now();
     this.controller = new AbortController();
     const saved = sessionStorage.getItem("jpaged-key");
     if (saved) $("token").value = saved;
@@ -35,6 +36,15 @@ export class Play {
     }
     $("prompt").addEventListener("input", () => { this.isAlike = false; });
     $("play").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
+    $("prompt").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+      event.preventDefault();
+      $("play").requestSubmit();
+    });
+    // The limit of the pool is this tab's: it is renewed while the tab lives, and ends with it.
+    this.limited = null;
+    setInterval(() => { if (this.limited !== null) this.limit(this.limited, true); }, 5000);
+    addEventListener("pagehide", () => { if (this.limited !== null) this.ask(null, true); });
     $("stop").addEventListener("click", () => this.stop());
     for (const [name, title, values] of SCENES) {
       const button = document.createElement("button");
@@ -75,48 +85,45 @@ export class Play {
       }
     }
     const problem = $("problem").textContent;
-    this.send();
+    this.send(true);
     text("problem", problem);
   }
 
-  send() {
-    const number = Number($("requests").value);
-    text("problem", "");
-    for (let i = 0; i < number; i++) this.one(i, number);
-  }
-
-  async one(place, number) {
-    const id = `page-${Date.now().toString(36)}-${++this.numSent}`, beams = Number($("beams").value);
-    const mark = number > 1 ? ` ${["red", "old", "wise", "shy", "loud", "tiny", "proud", "lazy"][place % 8]} ${place}` : "";
+  // All requests of a click are one call: browsers allow six connections, and further ones would wait.
+  async send(isScene = false) {
+    const number = Number($("requests").value), beams = Number($("beams").value);
+    const id = `page-${Date.now().toString(36)}-${++this.numSent}`;
     const prompt = $("prompt").value || "Once";
-    const temperature = Number($("temperature").value);
+    // Prompts that begin alike share blocks; those that begin otherwise share none.
+    const prompts = Array.from({ length: number }, (_, place) => {
+      const mark = number > 1 ? `${["red", "old", "wise", "shy", "loud", "tiny", "proud", "lazy"][place % 8]} ${place}` : "";
+      return !mark ? prompt : this.isAlike ? `${prompt} ${mark}` : `${mark}: ${prompt}`;
+    });
     const body = {
       model: this.about.model,
-      // Prompts that begin alike share blocks; those that begin otherwise share none.
-      prompt: mark && !this.isAlike ? `${mark.trim()}: ${prompt}` : prompt + mark,
       max_tokens: Number($("tokens").value),
       stream: true,
       n: beams > 1 ? 1 : Number($("n").value),
-      temperature: beams > 1 ? 0 : temperature,
-      ignore_eos: true,
+      temperature: beams > 1 ? 0 : Number($("temperature").value),
+      ignore_eos: isScene || !this.about.has_chat,
     };
     if (beams > 1) body.beam_width = beams;
+    text("problem", "");
     const answers = new Answers(id, () => this.owner(id));
     this.running.add(id);
     try {
-      const answer = await fetch("/v1/completions", {
-        method: "POST",
-        headers: { "Content-Type": "application/json", "X-Request-Id": id, ...this.headers() },
-        body: JSON.stringify(body),
-        signal: this.controller.signal,
-      });
-      if (!answer.ok) throw new Error((await answer.json()).error?.message ?? answer.statusText);
+      const isChat = this.about.has_chat && number === 1;
+      if (isChat) body.messages = [{ role: "user", content: prompt }];
+      else body.prompt = this.about.has_chat ? await Promise.all(prompts.map((one) => this.chatIds(one))) : prompts;
+      const answer = await this.post(isChat ? "/v1/chat/completions" : "/v1/completions", body, { "X-Request-Id": id });
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       for await (const data of events(reader)) {
         if (data === "[DONE]") break;
         const event = JSON.parse(data);
         if (event.error) throw new Error(event.error.message);
-        for (const choice of event.choices ?? []) answers.add(choice.index, choice.text ?? "");
+        for (const choice of event.choices ?? []) {
+          answers.add(choice.index, choice.text ?? (choice.delta?.reasoning_content ?? "") + (choice.delta?.content ?? ""));
+        }
       }
     } catch (error) {
       if (error.name === "AbortError") return;
@@ -126,6 +133,23 @@ export class Play {
     } finally {
       this.running.delete(id);
     }
+  }
+
+  async post(path, body, headers = {}) {
+    const answer = await fetch(path, {
+      method: "POST",
+      headers: { "Content-Type": "application/json", ...headers, ...this.headers() },
+      body: JSON.stringify(body),
+      signal: this.controller.signal,
+    });
+    if (!answer.ok) throw new Error((await answer.json()).error?.message ?? answer.statusText);
+    return answer;
+  }
+
+  // The tokens of a prompt as the model's chats have it.
+  async chatIds(prompt) {
+    const answer = await this.post("/tokenize", { model: this.about.model, messages: [{ role: "user", content: prompt }] });
+    return (await answer.json()).tokens;
   }
 
   // Offers sizes that the pool can have.
@@ -143,26 +167,36 @@ export class Play {
         return button;
       }));
     }
+    // Another tab has set another limit: that one holds.
+    if (this.limited !== null && limit !== this.limited && Date.now() - this.changedAt > 3000) this.limited = null;
     for (const button of $("presets").children) {
       const is = button.dataset.blocks === "all" ? limit === numBlocks : Number(button.dataset.blocks) === limit;
       button.setAttribute("aria-pressed", String(is));
     }
   }
 
+  ask(blocks, keepalive = false) {
+    return fetch("/page/limit", {
+      method: "POST",
+      headers: { "Content-Type": "application/json", ...this.headers() },
+      body: JSON.stringify({ blocks }),
+      keepalive,
+    });
+  }
+
   // True where the pool has that size now.
-  async limit(blocks) {
-    text("problem", "");
+  async limit(blocks, isAgain = false) {
+    if (!isAgain) text("problem", "");
+    this.limited = blocks;
     try {
-      const answer = await fetch("/page/limit", {
-        method: "POST",
-        headers: { "Content-Type": "application/json", ...this.headers() },
-        body: JSON.stringify({ blocks }),
-      });
+      const answer = await this.ask(blocks);
       const told = await answer.json();
       if (!answer.ok) throw new Error(told.error?.message ?? answer.statusText);
-      if (told.blocks_in_use) text("problem", `${told.blocks_in_use} blocks are still in use: they stay for now`);
+      if (told.blocks_in_use && !isAgain) text("problem", `${told.blocks_in_use} blocks are still in use: they stay for now`);
+      this.changedAt = Date.now();
       return true;
     } catch (error) {
+      this.limited = null;
       text("problem", error.message ?? error);
       if (/key|token|authen/i.test(error.message ?? "")) $("key").open = true;
       return false;

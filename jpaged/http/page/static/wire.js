@@ -101,19 +101,40 @@ function apply(cells, runs, changed) {
   }
 }
 
+// Resolves once the tab is shown.
+function shown() {
+  if (!document.hidden) return Promise.resolve();
+  return new Promise((resolve) => {
+    const look = () => {
+      if (document.hidden) return;
+      document.removeEventListener("visibilitychange", look);
+      resolve();
+    };
+    document.addEventListener("visibilitychange", look);
+  });
+}
+
 // Reads server-sent events of a path for ever: `take` gets the data of each, `tell` whether there is a connection.
+// A hidden tab has none: browsers allow six for all tabs of a server, and a seventh tab would wait.
 export async function follow(path, headers, take, tell) {
   for (;;) {
+    await shown();
+    const controller = new AbortController();
+    const leave = () => { if (document.hidden) controller.abort(); };
+    document.addEventListener("visibilitychange", leave);
     try {
-      const answer = await fetch(path, { headers: headers(), cache: "no-store" });
+      const answer = await fetch(path, { headers: headers(), cache: "no-store", signal: controller.signal });
       if (!answer.ok) throw new Error((await answer.json()).error?.message ?? answer.statusText);
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       tell(true, "");
       for await (const data of events(reader)) take(data);
       tell(false, "the server has ended the stream");
     } catch (error) {
-      tell(false, String(error.message ?? error));
+      tell(false, controller.signal.aborted ? "paused: the tab is hidden" : String(error.message ?? error));
+    } finally {
+      document.removeEventListener("visibilitychange", leave);
     }
+    if (controller.signal.aborted) continue;
     await new Promise((resolve) => setTimeout(resolve, 1000));
   }
 }

@@ -68,6 +68,14 @@ class CpuKernel:
         }
 
 
+def blank_pool(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array | None:
+    """Return zeros, traced, whose memory a CPU maps when it is first used; None if the library is missing or old."""
+    if isinstance(register("blank"), str):
+        return None
+    blank: jax.Array = jax.ffi.ffi_call(f"{NAME}_blank", jax.ShapeDtypeStruct(shape, dtype))()
+    return blank
+
+
 def _output_shapes(call: AttentionCall) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     places, dtype = call.q_thd.shape[:2], call.q_thd.dtype
     o_shape = (*places, output_dim(call.spec.layout))

@@ -5,8 +5,15 @@
 //
 // The caller and threads of XLA's pool take tasks from one counter (tasks.h).
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -379,9 +386,34 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::Attributes, xla::ffi::StructMember
                                       xla::ffi::StructMember<int64_t>("max_threads"),
                                       xla::ffi::StructMember<int64_t>("value_dim"));
 
+namespace jpaged {
+
+// Zeroes a new pool. On Linux whole pages go back to the kernel, which maps zeros when a page is first used: a pool of
+// gigabytes takes no time and no memory until blocks are written.
+xla::ffi::Error blank(xla::ffi::Result<xla::ffi::AnyBuffer> pool) {
+  char* const begin = static_cast<char*>(pool->untyped_data());
+  char* const end = begin + pool->size_bytes();
+#if defined(__linux__)
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  char* const first = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page);
+  char* const last = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(end) / page * page);
+  if (first < last && madvise(first, static_cast<size_t>(last - first), MADV_DONTNEED) == 0) {
+    std::memset(begin, 0, static_cast<size_t>(first - begin));
+    std::memset(last, 0, static_cast<size_t>(end - last));
+    return xla::ffi::Error::Success();
+  }
+#endif
+  std::memset(begin, 0, static_cast<size_t>(end - begin));
+  return xla::ffi::Error::Success();
+}
+
+}  // namespace jpaged
+
 namespace ffi = xla::ffi;
 using ffi::AnyBuffer;
 using jpaged::Ints32;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_blank, jpaged::blank, ffi::Ffi::Bind().Ret<AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_attend, jpaged::attend,
                               ffi::Ffi::Bind()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from jpaged.chat import Piece
 from jpaged.service.chat.parsers.reasoning import ReasoningSplitter
-from jpaged.service.chat.parsers.writer import NewId, PieceWriter
+from jpaged.service.chat.parsers.writer import PieceWriter
 
 
 class Parser(Protocol):
@@ -43,14 +43,19 @@ class ReasoningParser:
         tags: the opening tag and the closing one.
         make_inner: makes the parser of the content.
         is_open: see `ReasoningSplitter`.
-        new_id: see `PieceWriter`.
+        inner_writer: of the content.
     """
 
     def __init__(
-        self, tags: tuple[str, str], make_inner: Callable[[PieceWriter], Parser], *, is_open: bool, new_id: NewId
+        self,
+        tags: tuple[str, str],
+        make_inner: Callable[[PieceWriter], Parser],
+        *,
+        is_open: bool,
+        inner_writer: PieceWriter,
     ) -> None:
-        self._writer = PieceWriter(new_id)
-        self._inner = make_inner(PieceWriter(new_id))
+        self._writer = PieceWriter()
+        self._inner = make_inner(inner_writer)
         self._pieces: list[Piece] = []
         self._splitter = ReasoningSplitter(self._writer, self._write_content, *tags, is_open=is_open)
 

@@ -28,7 +28,7 @@ class Reading(enum.Enum):
 
 
 class _Place(enum.Enum):
-    """What comes next in the object; the last four are values in which one is."""
+    """What comes next in the object; the last five are values in which one is."""
 
     OPENING = enum.auto()
     FIRST_KEY = enum.auto()
@@ -39,6 +39,7 @@ class _Place(enum.Enum):
     IN_KEY = enum.auto()
     IN_NAME = enum.auto()
     IN_ARGUMENTS = enum.auto()
+    IN_NULL = enum.auto()
     PASSED_OVER = enum.auto()
 
 
@@ -47,7 +48,8 @@ _STEPS = {
     (_Place.COLON, ":"): _Place.VALUE,
     (_Place.COMMA, ","): _Place.NEXT_KEY,
 }
-_VALUES = (_Place.IN_KEY, _Place.IN_NAME, _Place.IN_ARGUMENTS, _Place.PASSED_OVER)
+_VALUES = (_Place.IN_KEY, _Place.IN_NAME, _Place.IN_ARGUMENTS, _Place.IN_NULL, _Place.PASSED_OVER)
+_NO_ARGUMENTS = "{}"
 
 
 class _MalformedError(Exception):
@@ -92,18 +94,21 @@ class JsonValue:
 
 
 class CallObject:
-    """One call. It is written from when its name is known and its arguments begin, which must be an object.
+    """One call. It is written from when its name is known and its arguments begin, which must be an object or null.
 
     Before that only `name`, the arguments under either of their keys, and keys that say nothing (`type`, `id`,
     `index`) may be there: any other makes it malformed, so that a JSON answer that is no call is soon seen to be none.
-    What stands behind the arguments is passed over.
+    What stands behind the arguments is passed over. An object that has a name and ends without arguments is a call of
+    none, and so is one whose arguments are null.
 
     Args:
         writer: gets the call.
+        is_tagged: a tag stands before it. Without one, an object of a name alone is a call only if a tool has the name.
     """
 
-    def __init__(self, writer: PieceWriter) -> None:
+    def __init__(self, writer: PieceWriter, *, is_tagged: bool = True) -> None:
         self._writer = writer
+        self._is_tagged = is_tagged
         self._place = _Place.OPENING
         self._value = JsonValue()
         self._string = ""
@@ -119,7 +124,7 @@ class CallObject:
                     at = self._read_value(text, at)
                 elif text[at] in SPACE:
                     at += 1
-                elif text[at] == "}" and self._place in (_Place.COMMA, _Place.NEXT_KEY) and self.has_begun:
+                elif text[at] == "}" and self._place in (_Place.COMMA, _Place.NEXT_KEY) and self._may_end():
                     return Reading.DONE, at + 1
                 elif self._place in (_Place.FIRST_KEY, _Place.NEXT_KEY, _Place.VALUE):
                     self._open_value(text, at)
@@ -132,6 +137,14 @@ class CallObject:
             return (Reading.DONE if self.has_begun else Reading.MALFORMED), error.at
         return Reading.MORE, at
 
+    def _may_end(self) -> bool:
+        """Return True if a call has begun; one without arguments begins here."""
+        is_call = self._name is not None and (self._is_tagged or self._name in self._writer.tool_names)
+        if is_call and not self.has_begun:
+            self._early = [_NO_ARGUMENTS]
+            self._begin()
+        return self.has_begun
+
     def _open_value(self, text: str, at: int) -> None:
         """Decides what the value is that begins here, a key being one."""
         if self._place is not _Place.VALUE:
@@ -141,7 +154,8 @@ class CallObject:
         elif self._string == "name" and self._name is None:
             place, opener = _Place.IN_NAME, '"'
         elif self._string in _ARGUMENTS and not self._early:
-            place, opener = _Place.IN_ARGUMENTS, "{"
+            is_null = text[at] == "n"
+            place, opener = (_Place.IN_NULL, "n") if is_null else (_Place.IN_ARGUMENTS, "{")
         else:
             raise _MalformedError(at)
         if text[at] != opener or opener in ",:]}":
@@ -158,7 +172,7 @@ class CallObject:
             self._writer.arguments("".join(self._early))
 
     def _read_value(self, text: str, at: int) -> int:
-        if self._place in (_Place.IN_KEY, _Place.IN_NAME):
+        if self._place in (_Place.IN_KEY, _Place.IN_NAME, _Place.IN_NULL):
             text = text[: at + _MAX_NAME_CHARS - len(self._string)]
             if at == len(text):
                 raise _MalformedError(at)
@@ -180,6 +194,11 @@ class CallObject:
             self._place, self._string = _Place.COLON, _unquoted(self._string, at)
             if not self.has_begun and self._string not in ("name", *_ARGUMENTS, *_SAYS_NOTHING):
                 raise _MalformedError(at)
+        elif place is _Place.IN_NULL:
+            if self._string != "null":
+                raise _MalformedError(at)
+            self._early = [_NO_ARGUMENTS]
+            self._begin()
         elif place is _Place.IN_NAME:
             self._name = _unquoted(self._string, at)
             if not self._name:

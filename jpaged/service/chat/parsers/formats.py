@@ -35,6 +35,8 @@ class ToolFormat:
         begins: what stands before a call's arguments, NAME for the function's name; the first is usual.
         end: what stands behind them.
         triggers: how `begins` begin, each of them as one of these.
+        between: a regular expression of the text after each of several calls; it matches nothing, too. No line breaks:
+            a model that would write text after one could then write only another call.
         new_id: makes the id of a call.
         is_in_channels: an answer is messages, each in a channel, of which a call is the last.
     """
@@ -46,6 +48,7 @@ class ToolFormat:
     begins: tuple[str, ...]
     end: str
     triggers: tuple[str, ...]
+    between: str = ""
     new_id: NewId = call_id
     is_in_channels: bool = False
 
@@ -94,6 +97,7 @@ TOOL_FORMATS = {
             begins=('{"name": "NAME", "parameters": ',),
             end="}",
             triggers=('{"name": "',),
+            between="(; ?)?",
         ),
         ToolFormat(
             name="mistral",
@@ -187,7 +191,14 @@ class AnswerFormat:
             return not tail.endswith(self.reasoning.close_tag)
         return tail.endswith(self.reasoning.open_tag)
 
-    def parser(self, *, is_open: bool, has_tools: bool = True, new_id: NewId | None = None) -> Parser:
+    def parser(
+        self,
+        *,
+        is_open: bool,
+        has_tools: bool = True,
+        new_id: NewId | None = None,
+        tool_names: Collection[str] = (),
+    ) -> Parser:
         """A parser of one answer.
 
         Args:
@@ -195,16 +206,18 @@ class AnswerFormat:
             has_tools: the request has tools; what looks like a call is content where it has none, but for gpt-oss,
                 whose one parser reads everything.
             new_id: makes the ids of calls; None is as the family has them.
+            tool_names: of the tools that the request has.
         """
         tools = self.tools if has_tools else None
         new_id = new_id or (call_id if tools is None else tools.new_id)
+        writer = PieceWriter(new_id, tool_names)
         if self.reasoning is not None and self.reasoning.is_whole_answer:
-            return HarmonyParser(PieceWriter(new_id))
+            return HarmonyParser(writer)
         make = PlainParser if tools is None else tools.make
         if self.reasoning is None:
-            return make(PieceWriter(new_id))
+            return make(writer)
         tags = (self.reasoning.open_tag, self.reasoning.close_tag)
-        return ReasoningParser(tags, make, is_open=is_open, new_id=new_id)
+        return ReasoningParser(tags, make, is_open=is_open, inner_writer=writer)
 
 
 def _tags_of(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
@@ -258,7 +271,12 @@ def _tool_format(template: str) -> str | None:
     has_headers = "<|start_header_id|>" in template or "<|header_start|>" in template
     if has_headers and "tool_calls" in template and '"parameters"' in template:
         return "llama3_json"
-    return None
+    return "hermes" if has_built_in_tools(template) else None
+
+
+def has_built_in_tools(template: str) -> bool:
+    """Return True if a chat template has no tools, so that the prompt of `with_built_in_tools` describes them."""
+    return bool(template) and "tools" not in template
 
 
 def _reasoning_format(template: str, architecture: str) -> str | None:

@@ -40,7 +40,7 @@ class Llama3JsonParser(ToolParser):
             self._state = self._content
             return True
         self._raw, self._waiting = self._waiting[: len(self._waiting) - len(rest)], rest
-        self._open_object()
+        self._open_object(is_tagged=False)
         return True
 
     def _behind_tag(self) -> bool:

@@ -17,6 +17,8 @@ from jpaged.service.chat.parsers.writer import PieceWriter
 TAG, ID_TAG, ARGUMENTS_TAG = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MAX_HEAD_CHARS = 512
 _NAME_START = re.compile(r"[A-Za-z0-9_]")
+_NO_ARGUMENTS = re.compile(r"([A-Za-z0-9_.:-]{1,256})(?:\[CALL_ID\]([A-Za-z0-9_-]{1,128}))?\[ARGS\]\s*(?:null\s*)?")
+"""A call that ends, or that another follows, before its arguments."""
 _HEAD = re.compile(r"([A-Za-z0-9_.:-]{1,256})(?:\[CALL_ID\]([A-Za-z0-9_-]{1,128}))?(?:\[ARGS\])?[ \t\r\n]*(?=\{)")
 
 
@@ -72,6 +74,10 @@ class MistralParser(ToolParser):
 
     def _in_head(self) -> bool:
         """From a name up to its arguments."""
+        next_call = self._waiting.find(TAG, 0, _MAX_HEAD_CHARS)
+        if next_call > 0 and self._call_nothing(self._waiting[:next_call]):
+            self._waiting = self._waiting[next_call:]
+            return self._end_call()
         end = self._waiting.find("{", 0, _MAX_HEAD_CHARS)
         if end < 0:
             return self._give_up() if len(self._waiting) >= _MAX_HEAD_CHARS else False
@@ -83,6 +89,14 @@ class MistralParser(ToolParser):
         self._value, self._state = JsonValue(), self._in_arguments
         return True
 
+    def _call_nothing(self, head: str) -> bool:
+        """Write a call without arguments; False if the text is none."""
+        found = _NO_ARGUMENTS.fullmatch(head)
+        if found is not None:
+            self._writer.call(found[1], found[2])
+            self._writer.arguments("{}")
+        return found is not None
+
     def _in_arguments(self) -> bool:
         end, is_whole = self._value.read(self._waiting, 0)
         self._writer.arguments(self._waiting[:end])
@@ -90,4 +104,7 @@ class MistralParser(ToolParser):
         return is_whole and self._end_call()
 
     def _left(self) -> str:
+        is_null = self._waiting.rstrip(SPACE).endswith("null")  # without it the call may be cut before its arguments
+        if self._state == self._in_head and is_null and self._call_nothing(self._waiting):
+            return ""
         return "" if self._state == self._in_list and self._waiting.strip(SPACE) in ("", ",") else super()._left()

@@ -88,8 +88,8 @@ class ToolParser(abc.ABC):
         self._raw, self._is_beside_call, self._state = "", True, self._content
         return True
 
-    def _open_object(self) -> None:
-        self._object, self._state = CallObject(self._writer), self._in_object
+    def _open_object(self, *, is_tagged: bool = True) -> None:
+        self._object, self._state = CallObject(self._writer, is_tagged=is_tagged), self._in_object
 
     def _in_object(self) -> bool:
         assert self._object is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from jpaged.chat import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
 
@@ -27,10 +27,12 @@ class PieceWriter:
 
     Args:
         new_id: makes the id of a call that brings none.
+        tool_names: of the tools that may be called.
     """
 
-    def __init__(self, new_id: NewId = call_id) -> None:
+    def __init__(self, new_id: NewId = call_id, tool_names: Collection[str] = ()) -> None:
         self._new_id = new_id
+        self.tool_names = frozenset(tool_names)
         self._pieces: list[Piece] = []
         self.num_calls = 0
 

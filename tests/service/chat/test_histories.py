@@ -1,0 +1,271 @@
+"""What servers answer is accepted back in every form, and reaches the chat template."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import openai
+import pytest
+
+from jpaged.chat import ChatOptions, Tool, chat_options_of, read_message
+from jpaged.client import AsyncClient
+from jpaged.client.chat import chat_message
+from jpaged.demo import FOLDER
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.openai.bodies import chat_job, check_values
+from jpaged.openai.responses.asking import asking_of
+from jpaged.server.chat import chat_options_from, messages_from
+from jpaged.service.chat.messages import for_template, messages_bytes, read_messages
+from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.process import template_process
+from jpaged.service.chat.template import ChatTemplate
+from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.testing import scripted
+from jpaged.types import Prompt, SamplingParams
+from tests.server.harness import running
+
+USER = {"role": "user", "content": "Paris?"}
+ODD = [
+    "",
+    "{x: 1}",
+    '{"a": "cut off',
+    '{"a": NaN}',
+    '{"a": 1e400}',
+    '{"a": "\\ud800"}',
+    "\ud800",
+    '{"a": ' * 70 + "1" + "}" * 70,
+    '{"a": ' * 30_000,
+    "[1]",
+    "null",
+    "9" * 5000,
+]
+PRINTS = """{% for m in messages %}{{ m.role }}:{% if m.content is not none %}{{ m.content }}{% endif %}
+{%- for c in m.tool_calls or [] %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %};
+{%- endfor %}"""
+ADDS = """{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}
+{{- '(' + c.function.arguments + ')' }}{% endfor %}{% endfor %}"""
+ITEMS = """{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}
+{%- for k, v in c.function.arguments | items %}<{{ k }}={{ v }}>{% endfor %}{% endfor %}{% endfor %}"""
+NONE = """{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"""
+DROPS = """{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"""
+
+
+def calling(arguments: str, name: str = "f", **fields: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "function": function}], **fields}
+
+
+def rendered(source: str, messages: list[dict[str, Any]], options: ChatOptions | None = None, **given: Any) -> str:
+    read = read_messages(messages)
+    messages_bytes(read)
+    template = ChatTemplate(template_process(), source, {}, name="a-model")
+    plain = for_template(read, max_bytes=1 << 20)
+    return template.render(plain, max_bytes=1 << 20, options=options, **given)
+
+
+@pytest.mark.parametrize("arguments", ODD, ids=range(len(ODD)))
+@pytest.mark.parametrize("source", [PRINTS, ADDS, ITEMS])
+def test_any_text_is_taken_as_arguments(source: str, arguments: str) -> None:
+    assert rendered(source, [USER, calling(arguments, "any name: \ud800")]).startswith("user:")
+
+
+def test_a_template_gets_the_text_where_it_holds_no_object() -> None:
+    assert rendered(PRINTS, [USER, calling("{x: 1}")]).endswith('<f "{x: 1}">;')
+    assert rendered(PRINTS, [USER, calling('{"x": 1}')]).endswith('<f {"x": 1}>;')
+    assert rendered(ADDS, [USER, calling("{x: 1}")]).endswith("({x: 1})")
+    assert rendered(ITEMS, [USER, calling("{x: 1}")]).endswith("<arguments={x: 1}>")
+
+
+def test_odd_arguments_pass_every_door() -> None:
+    for arguments in ODD:
+        talk = [USER, calling(arguments, "a b"), USER]
+        body = json.loads(json.dumps({"messages": talk}))
+        check_values("body", body)
+        (prompt,) = chat_job(body).prompts
+        assert messages_from(chat_message(Prompt(messages=talk))) == prompt.messages
+        call = {"type": "function_call", "call_id": "x", "name": "a b", "arguments": arguments}
+        given = json.loads(json.dumps({"input": [USER, call, USER]}))
+        check_values("body", given)
+        (response,) = asking_of(given).job.prompts
+        assert response.messages == prompt.messages
+
+
+EMPTY = [
+    {"role": "user", "content": ""},
+    {"role": "system", "content": ""},
+    {"role": "tool", "content": "", "tool_call_id": "x"},
+    {"role": "tool", "content": None},
+    {"role": "assistant", "content": ""},
+    {"role": "assistant", "content": None},
+    {"role": "assistant"},
+    {"role": "assistant", "content": [], "tool_calls": []},
+    {"role": "assistant", "content": "", "reasoning_content": "Hm."},
+    {"role": "assistant", "content": None, "reasoning_content": "Hm."},
+]
+
+
+@pytest.mark.parametrize("message", EMPTY)
+def test_empty_text_is_text(message: dict[str, Any]) -> None:
+    assert rendered(NONE, [USER, message]) == f"user:Paris?;{message['role']}:;"
+    (_, sent) = messages_from(chat_message(Prompt(messages=[USER, message])))
+    assert sent == read_message("m", message)
+
+
+def test_no_template_prints_none_for_a_turn_that_only_calls() -> None:
+    for content in (None, ""):
+        assert rendered(NONE, [USER, calling("{}", content=content)]) == "user:Paris?;assistant:;"
+    source = "{{ messages[-1].content is none }}"
+    assert rendered(source, [USER, calling("{}", content="")]) == "False"
+    assert rendered("{{ 'null' if messages[-1].content is none }}", [USER, calling("{}")]) == "null"
+
+
+def test_fields_of_other_servers_change_nothing() -> None:
+    notes = {"annotations": [], "refusal": None, "audio": None, "function_call": None, "name": None}
+    plain = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    theirs = {**plain, **notes, "tool_calls": None, "reasoning": "Hm.", "provider_specific_fields": {"a": 1}}
+    assert read_message("m", theirs) == plain
+    assert read_message("m", {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}) == plain
+    parts = [{"type": "text", "text": "Y"}, {"type": "output_text", "text": "es.", "annotations": []}]
+    assert read_message("m", {**plain, "content": parts}) == plain
+    assert read_message("m", {"role": "assistant", "content": None, "refusal": "No."})["content"] == "No."
+
+
+def test_a_role_that_the_template_leaves_out_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InvalidArgument, match="'critic' is none that the chat template has") as error:
+        rendered(DROPS, [USER, {"role": "critic", "content": "Bad."}])
+    assert error.value.field == "chat.messages[1].role"
+    assert rendered(DROPS, [{"role": "critic", "content": ""}, USER]) == "Paris?;"
+    with caplog.at_level(logging.WARNING):
+        assert rendered(DROPS, [{"role": "system", "content": "Be brief."}, USER]) == "Paris?;"
+    assert "leaves out messages of the role 'system'" in caplog.text
+
+
+CHATML = """{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}
+{%- for d in documents or [] %}[{{ d.title }}]{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def test_the_end_of_a_text_is_as_asked_for() -> None:
+    talk = [USER, {"role": "assistant", "content": "It is "}]
+    assert rendered(CHATML, talk).endswith("It is <end><assistant>")
+    closed = chat_options_of(add_generation_prompt=False)
+    assert rendered(CHATML, talk, closed).endswith("It is <end>")
+    for opens in (None, False):
+        options = chat_options_of(continue_final_message=True, add_generation_prompt=opens)
+        assert rendered(CHATML, talk, options).endswith("<assistant>It is ")
+    with pytest.raises(InvalidArgument, match="add_generation_prompt of true"):
+        chat_options_of(continue_final_message=True, add_generation_prompt=True)
+    assert chat_options_of(continue_final_message=False, add_generation_prompt=True) == ChatOptions()
+
+
+def test_documents_reach_a_template_that_uses_them() -> None:
+    assert "[One]" in rendered(CHATML, [USER], documents=[{"title": "One"}])
+    with pytest.raises(Unsupported, match=r"^documents: the chat template of a-model does not use any"):
+        rendered(NONE, [USER], documents=[{"title": "One"}])
+
+
+def test_options_of_a_chat_travel() -> None:
+    options = chat_options_of(continue_final_message=True, documents=[{"title": "é"}], chat_template="{{ 1 }}")
+    assert chat_options_from(chat_message(Prompt(messages=[USER], chat_options=options))) == options
+
+
+@pytest.fixture
+def folder(tmp_path: Any) -> Any:
+    for path in FOLDER.iterdir():
+        if path.name.startswith(("tokenizer", "config")):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def with_templates(folder: Any, template: Any) -> Any:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return folder
+
+
+LIST = [{"name": "default", "template": NONE}, {"name": "tool_use", "template": "{{ tools[0].function.name }}" + NONE}]
+
+
+def test_a_template_of_tools_is_tried_with_a_tool(folder: Any) -> None:
+    tokenizer = HuggingFaceTokenizer(with_templates(folder, LIST))
+    ids = tokenizer.chat_ids([USER], ChatOptions(tools=[Tool("f")]), max_bytes=1000)
+    assert tokenizer.decode(ids) == "fuser:Paris?;"
+
+
+def test_a_broken_template_disables_chats_and_not_the_model(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    broken = HuggingFaceTokenizer(with_templates(folder, "{% if"))
+    assert not broken.has_chat_template and broken.encode("Once")
+    with pytest.raises(Unsupported, match=r"its chat template fails .* TemplateSyntaxError.*chats are disabled"):
+        broken.apply_chat_template([USER], max_bytes=100)
+    assert len([one for one in caplog.records if "disabled" in one.message]) == 1
+    no_default = HuggingFaceTokenizer(with_templates(folder, [{"name": "rag", "template": NONE}]))
+    with pytest.raises(Unsupported, match="cannot be chosen"):
+        no_default.apply_chat_template([USER], max_bytes=100)
+    tools = [LIST[0], {"name": "tool_use", "template": "{{ 1 / 0 }}"}]
+    half = HuggingFaceTokenizer(with_templates(folder, tools))
+    assert half.decode(half.apply_chat_template([USER], max_bytes=100)) == "user:Paris?;"
+    with pytest.raises(Unsupported, match=r"ZeroDivisionError.*chats with tools are disabled"):
+        half.chat_ids([USER], ChatOptions(tools=[Tool("f")]), max_bytes=100)
+
+
+def test_a_template_can_be_given(folder: Any) -> None:
+    plain = HuggingFaceTokenizer(folder, chat_template=NONE)
+    assert plain.decode(plain.apply_chat_template([USER], max_bytes=100)) == "user:Paris?;"
+    with pytest.raises(InvalidArgument, match=r"^chat_template: the template fails"):
+        HuggingFaceTokenizer(folder, chat_template="{% if")
+    own = ChatOptions(chat_template="{{ messages[0].content }}!")
+    with pytest.raises(InvalidArgument, match=r"^chat_template: .*--trust-request-chat-template"):
+        plain.chat_ids([USER], own, max_bytes=100)
+    trusting = HuggingFaceTokenizer(folder, trusts_request_templates=True)
+    assert trusting.decode(trusting.chat_ids([USER], own, max_bytes=100)) == "Paris?!"
+    with pytest.raises(InvalidArgument, match=r"^chat_template: the template fails"):
+        trusting.chat_ids([USER], ChatOptions(chat_template="{{ 1 / 0 }}"), max_bytes=100)
+
+
+ANSWERS = [
+    "",
+    "Yes.",
+    "<think>Hm.</think>",
+    "<think>Hm.",
+    "<think>Hm.</think>Yes.",
+    '<tool_call>{"name": "f", "arguments": {x: 1}}</tool_call>',
+    '<tool_call>{"name": "a b", "arguments": {"x": NaN}}</tool_call>',
+    '<think>Hm.</think>So<tool_call>{"name": "f", "arguments": {"x": [1, {"y": "cut',
+]
+
+
+async def test_any_answer_is_accepted_back() -> None:
+    """Append each answer of each API to its messages, add a user turn: every API accepts the result."""
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    flat: Any = [{"type": "function", "name": "f", "parameters": {}, "strict": False}]
+    answer_format = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
+    for text in ANSWERS:
+        executor = scripted(text)(num_blocks=4096, max_model_len=1024)
+        async with running(executor=executor, answer_format=answer_format, http_port=0) as harness:
+            client = AsyncClient(harness.target)
+            theirs = openai.AsyncOpenAI(base_url=f"{harness.http_url}/v1", api_key="none", max_retries=0)
+            greedy: Any = {"model": "fake", "temperature": 0}
+            chat = await theirs.chat.completions.create(messages=[USER], tools=tools, max_tokens=200, **greedy)  # type: ignore[list-item]
+            one = (await client.chat([USER], SamplingParams(max_tokens=200, temperature=0.0), tools=tools)).outputs[0]
+            ours = {
+                "role": "assistant",
+                "content": one.text,
+                "reasoning_content": one.reasoning_content,
+                "tool_calls": [call.as_json() for call in one.tool_calls],
+            }
+            for turn in (chat.choices[0].message.model_dump(), chat.choices[0].message.to_dict(), ours):
+                talk: Any = [USER, turn, USER]
+                await theirs.chat.completions.create(messages=talk, tools=tools, max_tokens=1, **greedy)
+                await client.chat(talk, SamplingParams(max_tokens=1), tools=tools)
+                chat_job({"messages": talk})
+                messages_bytes(read_messages(talk))
+            response = await theirs.responses.create(
+                input=[USER],
+                tools=flat,
+                max_output_tokens=200,
+                **greedy,  # type: ignore[list-item]
+            )
+            items: Any = [USER, *(item.to_dict() for item in response.output), USER]
+            await theirs.responses.create(input=items, tools=flat, max_output_tokens=1, **greedy)
+            await theirs.close()
+            await asyncio.sleep(0)
