@@ -17,10 +17,9 @@ def run() -> int:
     try:
         _open_streams()
         from jpaged.cli.doctor import packages
-        from jpaged.version import __version__
 
         if words == ["--version"]:
-            sys.stdout.write(f"jpaged {__version__}\n")
+            sys.stdout.write(f"jpaged {packages.__version__}\n")
             return 0
         if words[:1] == ["doctor"] and (found := packages.unmet()):
             packages.show(found, as_json="--json" in words)

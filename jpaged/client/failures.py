@@ -82,7 +82,7 @@ def translated(error: grpc.RpcError, proxy: str = "") -> JpagedError:
     """The error of a call that failed, on a channel of either kind.
 
     Args:
-        proxy: the HTTP proxy of the connection, which the error names unless a server of ours raised it.
+        proxy: the HTTP proxy of the connection, which the error names unless a jpaged server raised it.
     """
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return JpagedError(str(error))

@@ -134,7 +134,7 @@ class Fleet:
         members: all that are named, by target.
         model: of the fleet, as a message; empty while none is known.
         checkpoint: the fingerprint of its weights; empty while none is known.
-        router_id: of this router, in the metadata of its calls, by which a loop is found.
+        router_id: of this router, in the metadata of calls, by which a loop is found.
         model_number: another one when the fleet has become one of another model.
     """
 

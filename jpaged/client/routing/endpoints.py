@@ -57,7 +57,7 @@ class Endpoint:
         methods: those of its channel, by name; those of the services where none are given.
         health: those of grpc.health.v1.
         num_open: calls from here that it has not ended.
-        proxy: the HTTP proxy of its connection, for messages; "" is none.
+        proxy: the HTTP proxy of the connection, for messages; "" is none.
     """
 
     def __init__(self, name: str, channel: Any, methods: Mapping[str, Any] | None = None, proxy: str = "") -> None:

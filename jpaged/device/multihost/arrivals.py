@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 _GREETING_S = 10.0
 _MAX_GREETED = 64
 _MAX_HELLO_BYTES = 1 << 16
-"""Of the message with what has to be the same everywhere, from a process that knows the secret."""
+"""Limit of the message with facts that must be the same everywhere, from a process that knows the secret."""
 _LOOK_S = 0.1
 _FAREWELL_S = 1.0
 """How long processes that are about to say who they are may take for it where all are told why nothing comes of it."""

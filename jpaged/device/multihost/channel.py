@@ -24,7 +24,7 @@ from jpaged.errors import InternalError, Unavailable
 _HEADER = struct.Struct("<IB")
 _MAX_BYTES = 1 << 28
 MAX_STRANGER_BYTES = 4096
-"""Of a message of a process that has not shown who it is."""
+"""Limit of a message of a process that has not proved its identity."""
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.2
 _CONNECT_TIMEOUT_S = 5.0

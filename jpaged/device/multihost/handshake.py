@@ -416,7 +416,7 @@ def follow(
     secret = config.cluster_secret()
     timeout_s = config.parallel.join_timeout
     channel = connect(host, port, timeout_s)
-    # Process 0 waits as long for the others, and then says so.
+    # Process 0 waits as long for the others, and then sends FAILED.
     channel.set_deadline(time.monotonic() + timeout_s + _BLAME_S)
     try:
         if secret is not None:
@@ -497,7 +497,7 @@ def _port_of(welcome: Mapping[str, Any]) -> int:
 
 
 def _problem_of(arrival: Arrival, facts: Mapping[str, str], num_processes: int) -> str | None:
-    """Return why a process is none of these, though it has said hello; None if it is one."""
+    """Return why a process that sent HELLO is none of these; None if it is one."""
     if not 1 <= arrival.process < num_processes:
         return f"process_id: {arrival.process} is not from 1 to {num_processes - 1}"
     if differing := facts.keys() ^ arrival.facts.keys():

@@ -287,7 +287,8 @@ def test_a_process_does_not_wait_for_a_stranger_in_place_of_process_0(
 
 def test_memory_for_a_message_is_taken_as_it_comes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        channel = connect(*listener.getsockname(), 10.0)
+        address: Address = listener.getsockname()
+        channel = connect(*address, 10.0)
         end, _ = listener.accept()
     channel.trust()
     end.sendall(struct.pack("<IB", 1 << 28, Kind.STEP) + b"x")
