@@ -19,7 +19,7 @@ def run() -> int:
         from jpaged.cli.doctor import packages
 
         if words == ["--version"]:
-            sys.stdout.write(f"jpaged {packages.__version__}\n")
+            sys.stdout.write(f"jpaged {packages.VERSION}\n")
             return 0
         if words[:1] == ["doctor"] and (found := packages.unmet()):
             packages.show(found, as_json="--json" in words)

@@ -92,7 +92,7 @@ class StableFile:
         Raises:
             InvalidArgument: the file has changed.
         """
-        into, done = memoryview(array.reshape(-1).view(np.uint8)), 0
+        into, done = memoryview(array.reshape(-1).view(np.uint8).data), 0
         while done < len(into):
             num_bytes = os.preadv(self._descriptor, [into[done:]], begin + done)
             if not num_bytes:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from jpaged import json_text
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument

@@ -92,17 +92,8 @@ class InputProcessor:
             Unsupported: messages, but the model has no chat template, or tools, of which it takes no notice, or whose
                 calls cannot be read.
         """
-        if prompt.pooling not in (None, "last", "mean"):
-            raise InvalidArgument("pooling", f"{prompt.pooling!r} is neither 'last' nor 'mean'")
-        if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
-            raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
-        self._check_beams(sampling)
-        self._check_stops(sampling)
-        self._check_logprobs(sampling)
-        check_generated(prompt.generated, sampling)
+        self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
-        if prompt.messages is not None:
-            self._answering.check(prompt.chat_options, sampling)
         token_ids = self._prompt_ids(prompt, sampling)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
@@ -145,6 +136,19 @@ class InputProcessor:
                 raise forbidden
             return request
         return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
+
+    def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
+        """Refuse what costs little to see: before anything is tokenized."""
+        if prompt.pooling not in (None, "last", "mean"):
+            raise InvalidArgument("pooling", f"{prompt.pooling!r} is neither 'last' nor 'mean'")
+        if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
+            raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
+        self._check_beams(sampling)
+        self._check_stops(sampling)
+        self._check_logprobs(sampling)
+        check_generated(prompt.generated, sampling)
+        if prompt.messages is not None:
+            self._answering.check(prompt.chat_options, sampling)
 
     def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatAnswers | None:
         """What reads the answers to a request that was made of these; None where all of them is content."""

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "completions": {"errors", "types", "chat"},
     "progress_bar": {"types"},
     "launchers": {"errors"},
-    "config": {"errors", "types", "launchers", "json_text"},
+    "config": {"errors", "types", "launchers", "json_text", "structured"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
     "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.product"},

@@ -95,11 +95,11 @@ def check(cases: list[tuple[str, ...]], *, overlap: bool) -> None:
         for tokens in outputs:
             assert all(token in left(request, tokens[:place]) for place, token in enumerate(tokens)), case
         assert errors[case] is None or any(not left(request, tokens) for tokens in outputs), case
-    for case, error in errors.items():
-        if error is not None:
+    for case, problem in errors.items():
+        if problem is not None:
             given = {NAMES_OF.get(key, key) for name in case.split(" and ") for key in FIELDS[name]}
-            assert isinstance(error, InvalidArgument), case
-            assert error.field.removeprefix("sampling.") in given, case
+            assert isinstance(problem, InvalidArgument), case
+            assert problem.field.removeprefix("sampling.") in given, case
             assert "output token" in error.problem, case
     assert any(errors.values())
 

@@ -17,6 +17,7 @@ from jpaged.cli.doctor.finding import Finding
 from jpaged.version import __version__
 
 NAME = "jpaged"
+VERSION = __version__
 EXTRAS: Mapping[str, tuple[str, str]] = {
     "tpu": ("libtpu", "TPUs, and `jpaged plan` for them"),
     "cuda": ("jax-cuda13-plugin", "NVIDIA GPUs, by CUDA 13"),

@@ -286,8 +286,8 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
             f"of {total / _GIB:.2f} GiB{what} may be used: raise it, or take devices with more memory",
         )
     spent = (
-        f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what}, less {request.weight_bytes / _GIB:.2f} for "
-        f"weights and {programs.total_bytes / _GIB:.2f} for programs, leaves {most} blocks of "
+        f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what}, less {request.weight_bytes / _GIB:.2f} GiB "
+        f"for weights and {programs.total_bytes / _GIB:.2f} GiB for programs, leaves {most} blocks of "
         f"{request.bytes_per_block} bytes"
     )
     if request.pool_bytes is not None and most >= 1:

@@ -38,8 +38,9 @@ from jpaged.models.lora import HostAdapter
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
     """Return zeros, traced; on one CPU without touching their memory, which takes a second for each GiB."""
-    (device, *others) = sharding.device_set
-    blank = blank_pool(shape, dtype) if device.platform == "cpu" and not others else None
+    devices: list[jax.Device] = list(sharding.device_set)
+    is_one_cpu = len(devices) == 1 and devices[0].platform == "cpu"
+    blank = blank_pool(shape, dtype) if is_one_cpu else None
     return jnp.zeros(shape, dtype) if blank is None else blank
 
 

@@ -139,7 +139,7 @@ def with_built_in_tools(
         tools: as `Tool.as_json` has them; none changes calls and results alone.
         is_system: describe the tools in the system's message; else in the user's first.
     """
-    plain = [_as_text(message) for message in messages]
+    plain = [_with_text_calls(message) for message in messages]
     if not tools:
         return plain
     lines = "\n".join(json_text.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -153,7 +153,7 @@ def with_built_in_tools(
     return plain
 
 
-def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_text_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
     if not message.get("tool_calls"):

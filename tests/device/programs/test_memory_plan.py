@@ -151,8 +151,8 @@ def test_an_accelerator_gets_its_share_less_every_consumer() -> None:
 
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     message = (
-        r"memory_utilization: 0.3 of 6.00 GiB, less 1.00 for weights and 0.75 for programs, leaves 50 blocks of "
-        r"1048576 bytes; one sequence of max_model_len \(1000\) needs 63: raise it, or lower max_model_len"
+        r"memory_utilization: 0.3 of 6.00 GiB, less 1.00 GiB for weights and 0.75 GiB for programs, leaves 50 blocks "
+        r"of 1048576 bytes; one sequence of max_model_len \(1000\) needs 63: raise it, or lower max_model_len"
     )
     with pytest.raises(InvalidArgument, match=message):
         plan(HOST, ProgramMemory(GIB * 3 // 4), memory_utilization=0.3, max_num_seqs=64)
@@ -160,8 +160,9 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
 
 def test_a_chosen_number_that_does_not_fit_is_refused_with_one_that_does() -> None:
     message = (
-        r"^num_blocks: 3000 blocks do not fit: 0.5 of 8.00 GiB, less 1.00 for weights and 0.12 for programs, leaves "
-        r"2943 blocks of 1048576 bytes; lower num_blocks to 2943, or raise tensor_parallel_size or memory_utilization"
+        r"^num_blocks: 3000 blocks do not fit: 0.5 of 8.00 GiB, less 1.00 GiB for weights and 0.12 GiB for "
+        r"programs, leaves 2943 blocks of 1048576 bytes; lower num_blocks to 2943, or raise "
+        r"tensor_parallel_size or memory_utilization"
     )
     with pytest.raises(InvalidArgument, match=message):
         plan(OWN, ProgramMemory(128 * MIB), num_blocks=3000)

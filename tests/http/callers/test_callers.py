@@ -89,7 +89,11 @@ def test_vllm_bench_serve_completes_without_an_error(
     assert len(set(result["generated_texts"])) > 8
 
 
-CALL = {"id": "call_1", "type": "function", "function": {"name": "look up", "arguments": '{"name": "Tom'}}
+CALL: dict[str, Any] = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "look up", "arguments": '{"name": "Tom'},
+}
 AGENT: list[Any] = [
     {"role": "system", "content": ""},
     {"role": "user", "content": "Who is Tom?"},

@@ -51,7 +51,8 @@ def routes_of(app: Any) -> list[tuple[str, str]]:
     """The methods and paths of the real application, inside all that surrounds it."""
     while not isinstance(app, Starlette):
         app = app._app
-    return [(method, route.path) for route in app.routes for method in sorted(route.methods)]
+    routes: Any = app.routes
+    return [(method, route.path) for route in routes for method in sorted(route.methods)]
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     add = _server.Server.add_registered_method_handlers
 
-    def noting(server: aio.Server, service: str, handlers: Any) -> None:
+    def noting(server: Any, service: str, handlers: Any) -> None:
         found.setdefault(id(server), set()).update(f"/{service}/{name}" for name in handlers)
         add(server, service, handlers)
 
@@ -162,7 +163,8 @@ def test_every_method_of_every_service_that_is_served_is_in_the_table() -> None:
 async def code_of(channel: aio.Channel, method: str, role: Role | None) -> grpc.StatusCode:
     """The status of a call with bytes that are no message, which only calls that are let in come to."""
     metadata = () if role is None else (("authorization", f"Bearer {TOKENS[role]}"),)
-    call = channel.unary_stream(method)(b"\xff", metadata=metadata, timeout=5)
+    ask: Any = channel.unary_stream(method)
+    call = ask(b"\xff", metadata=metadata, timeout=5)
     with contextlib.suppress(aio.AioRpcError):
         async for _ in call:
             pass

@@ -121,7 +121,7 @@ def test_no_template_prints_none_for_a_turn_that_only_calls() -> None:
 
 
 def test_fields_of_other_servers_change_nothing() -> None:
-    notes = {"annotations": [], "refusal": None, "audio": None, "function_call": None, "name": None}
+    notes: dict[str, Any] = {"annotations": [], "refusal": None, "audio": None, "function_call": None, "name": None}
     plain = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
     theirs = {**plain, **notes, "tool_calls": None, "reasoning": "Hm.", "provider_specific_fields": {"a": 1}}
     assert read_message("m", theirs) == plain
@@ -245,7 +245,8 @@ async def test_any_answer_is_accepted_back() -> None:
             client = AsyncClient(harness.target)
             theirs = openai.AsyncOpenAI(base_url=f"{harness.http_url}/v1", api_key="none", max_retries=0)
             greedy: Any = {"model": "fake", "temperature": 0}
-            chat = await theirs.chat.completions.create(messages=[USER], tools=tools, max_tokens=200, **greedy)  # type: ignore[list-item]
+            alone: Any = [USER]
+            chat = await theirs.chat.completions.create(messages=alone, tools=tools, max_tokens=200, **greedy)
             one = (await client.chat([USER], SamplingParams(max_tokens=200, temperature=0.0), tools=tools)).outputs[0]
             ours = {
                 "role": "assistant",
@@ -259,12 +260,7 @@ async def test_any_answer_is_accepted_back() -> None:
                 await client.chat(talk, SamplingParams(max_tokens=1), tools=tools)
                 chat_job({"messages": talk})
                 messages_bytes(read_messages(talk))
-            response = await theirs.responses.create(
-                input=[USER],
-                tools=flat,
-                max_output_tokens=200,
-                **greedy,  # type: ignore[list-item]
-            )
+            response = await theirs.responses.create(input=alone, tools=flat, max_output_tokens=200, **greedy)
             items: Any = [USER, *(item.to_dict() for item in response.output), USER]
             await theirs.responses.create(input=items, tools=flat, max_output_tokens=1, **greedy)
             await theirs.close()
