@@ -27,8 +27,8 @@ INTERNAL is among them: an engine that died, or a device at fault. Every other c
 stays: INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, RESOURCE_EXHAUSTED (a limit of gRPC's; a full queue is waited for).
 """
 
-_BEGIN = b'{"id": "batch_req_'
-"""A line without an end that begins so was torn; anything else is not ours to cut."""
+_BEGINNINGS = (b'{"id":"batch_req_', b'{"id": "batch_req_')
+"""A line without an end that has one of these beginnings was torn; any other file is not cut."""
 
 
 _PASSING_STATUSES = frozenset({499, 500, 503, 504})
@@ -182,7 +182,7 @@ class Results:
         with self._path.open("rb") as file:
             for number, text in enumerate(file, start=1):  # bytes: texts hold other line ends than this one
                 if not text.endswith(b"\n"):
-                    if not (text.startswith(_BEGIN) or _BEGIN.startswith(text)):
+                    if not any(text.startswith(begin) or begin.startswith(text) for begin in _BEGINNINGS):
                         raise self._stranger(number)
                     break
                 entries.append(self._entry(number, text, end))

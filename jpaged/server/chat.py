@@ -85,9 +85,9 @@ def chat_options_from(chat: inference_pb2.ChatPrompt) -> ChatOptions:
         if chat.HasField("add_generation_prompt")
         else not chat.continue_final_message,
         continue_final_message=chat.continue_final_message,
-        documents=[
+        documents=tuple(
             json_object(f"documents[{i}]", one, max_bytes=MAX_DOCUMENTS_BYTES) for i, one in enumerate(chat.documents)
-        ],
+        ),
         chat_template=chat.chat_template or None,
     )
 

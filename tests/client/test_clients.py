@@ -147,7 +147,7 @@ async def test_the_other_calls(client_of):
         ({"prompt_token_ids": [999]}, InvalidArgument, "prompt.token_ids"),
         ({"prompt_token_ids": [-1]}, InvalidArgument, "prompt.token_ids"),
         ({"prompt": "x" * 500}, RequestTooLong, "sampling.max_tokens"),
-        ({"messages": [{"role": "user"}]}, InvalidArgument, "chat.messages[0].content"),
+        ({"messages": [{"role": "user"}]}, InvalidArgument, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 1}]}, InvalidArgument, "messages[0].content"),
         ({"prompt": "x", "request_id": "\n"}, InvalidArgument, "request_id"),
     ],

@@ -42,8 +42,8 @@ STORE_FAULTS = (
     Fault(
         "a block is written to its neighbour's slot",
         "segment.py",
-        "        begin, done = self._slot_begin(slot), 0\n        while done < len(contents):",
-        "        begin, done = self._slot_begin(max(0, slot - 1)), 0\n        while done < len(contents):",
+        "self._put(contents, self._slot_begin(slot))",
+        "self._put(contents, self._slot_begin(max(0, slot - 1)))",
         STORE,
     ),
     Fault(

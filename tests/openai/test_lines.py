@@ -241,7 +241,7 @@ def test_tools_and_reasoning_of_a_chat_are_read():
         )
     ).prompts
     assert prompt.messages == (
-        {"role": "assistant", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "12"},
     )
     assert prompt.chat_options == ChatOptions(
@@ -332,7 +332,7 @@ def test_fields_that_ask_for_nothing_pass(body):
         (completion(ignore_eos=1), "body.ignore_eos"),
         (completion(model=5), "body.model"),
         (chat(messages=[]), "body.messages"),
-        (chat(messages=[{"role": "user"}]), "body.messages[0]"),
+        (chat(messages=[{"role": "user"}]), "body.messages[0].content"),
         (chat(messages=[{"role": "user", "content": "x", "refusal": "y"}]), "body.messages[0].refusal"),
         (chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]), "body.messages[0].tool_calls[0]"),
         (chat(messages=[{"role": "user", "content": None}]), "body.messages[0].content"),

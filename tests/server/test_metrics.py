@@ -46,6 +46,7 @@ NAMES = {
     "vllm:request_params_n",
     "jpaged:num_requests_swapped",
     "jpaged:blocks_free",
+    "jpaged:pool_limit_blocks",
     "jpaged:blocks_cached",
     "jpaged:blocks_referenced",
     "jpaged:slot_use_ratio",
@@ -143,6 +144,7 @@ def test_these_metrics_and_no_others():
         "vllm:kv_cache_usage_perc",
         "vllm:request_success_total",
         "vllm:cache_config_info",
+        "jpaged:pool_limit_blocks",
         "vllm:lora_requests_info",
     }
     gauges = {metric.name for kind in ("gauge", "replica") for _, metric in metrics_of(kind)}

@@ -86,13 +86,17 @@ SENT = [
     ("Generate", lambda: request(stop=["x"] * 100_000), "sampling.stop", "100000 is out of range"),
     ("Generate", lambda: request(stop_token_ids=IDS), "sampling.stop_token_ids", "1000000 is out of range"),
     ("Generate", lambda: request(cache_salt="x" * 1_000_000), "sampling.cache_salt", "(1000000 characters)"),
-    ("Generate", lambda: one_turn(inference_pb2.GenerateRequest, "", "x"), "chat.messages[0].role", "missing or empty"),
-    ("Tokenize", lambda: one_turn(inference_pb2.TokenizeRequest, "", "x"), "chat.messages[0].role", "missing or empty"),
+    (
+        "Generate",
+        lambda: one_turn(inference_pb2.GenerateRequest, "", "x"),
+        "chat.messages[0].role",
+        "is missing or empty",
+    ),
     (
         "Tokenize",
-        lambda: one_turn(inference_pb2.TokenizeRequest, "user", ""),
-        "chat.messages[0].content",
-        "missing or empty",
+        lambda: one_turn(inference_pb2.TokenizeRequest, "", "x"),
+        "chat.messages[0].role",
+        "is missing or empty",
     ),
     (
         "Score",

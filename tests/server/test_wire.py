@@ -266,6 +266,10 @@ OPTIONS = ChatOptions(
     tool_choice=ToolChoice(ToolChoiceMode.NAMED, "g"),
     parallel_tool_calls=False,
     reasoning=ReasoningOptions(effort="low", enabled=False, thinking_token_budget=0, include=False),
+    documents=({"title": "é", "text": "b"},),
+    add_generation_prompt=False,
+    continue_final_message=True,
+    chat_template="{{ messages }}",
 )
 
 

@@ -16,18 +16,15 @@ ANSWER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</too
 
 def test_the_example_of_the_page_runs(capsys, monkeypatch):
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    example = example.replace('f"8 degrees', 'asked.append(city) or f"8 degrees')
     asked: list[str] = []
-
-    def weather(city: str) -> str:
-        asked.append(city)
-        return "snow"
 
     async def run() -> None:
         executor = scripted(ANSWER)(num_blocks=4096, max_model_len=2048)
         answer_format = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
         async with running(executor=executor, answer_format=answer_format) as harness:
             monkeypatch.setattr(jpaged, "Client", lambda target: client_of(harness.target), raising=False)
-            await asyncio.to_thread(exec, example, {"weather": weather})
+            await asyncio.to_thread(exec, example, {"asked": asked})
 
     client: Any = jpaged.Client
 

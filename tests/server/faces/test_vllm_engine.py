@@ -232,7 +232,7 @@ def test_each_constraint_is_one_of_ours(field, value, kind):
     found = sampling_of(vllm_engine_pb2.SamplingParams(**{field: value}), 1)
     assert found.structured_outputs is not None and found.structured_outputs.kind is kind
     with pytest.raises(InvalidArgument):
-        sampling_of(vllm_engine_pb2.SamplingParams(regex=" "), 1)
+        sampling_of(vllm_engine_pb2.SamplingParams(regex=""), 1)
     assert sampling_of(vllm_engine_pb2.SamplingParams(json_object=False), 1).structured_outputs is None
 
 
@@ -249,7 +249,7 @@ def test_each_constraint_is_one_of_ours(field, value, kind):
         (request(max_tokens=0), "sampling_params.max_tokens", "0 is out of range"),
         (request(max_tokens=124), "sampling_params.max_tokens", "over max_model_len (128)"),
         (request(stop=[""]), "sampling_params.stop", "'' is out of range"),
-        (request(regex=" "), "sampling_params.regex", "is empty"),
+        (request(regex=""), "sampling_params.regex", "is empty"),
         (request(json_schema=" "), "sampling_params.json_schema", "is empty"),
         (request(choice=vllm_engine_pb2.ChoiceConstraint()), "sampling_params.choice", "0 texts"),
         (request(logit_bias={300: 1.0}), "sampling_params.logit_bias", "300 is not below 257"),
