@@ -100,7 +100,7 @@ def check(cases: list[tuple[str, ...]], *, overlap: bool) -> None:
             given = {NAMES_OF.get(key, key) for name in case.split(" and ") for key in FIELDS[name]}
             assert isinstance(problem, InvalidArgument), case
             assert problem.field.removeprefix("sampling.") in given, case
-            assert "output token" in error.problem, case
+            assert "output token" in problem.problem, case
     assert any(errors.values())
 
 
