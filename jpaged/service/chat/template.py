@@ -21,6 +21,9 @@ _TRIAL = ({"role": "user", "content": "Hello"},)
 _TRIAL_TOOLS = (Tool("now", "Return the time.").as_json(),)
 _KNOWN_ROLES = ("user", "assistant")
 """Roles of which no message is looked for in a text: templates leave earlier turns out for good reasons."""
+_WARNED_ROLES = ("system", "tool")
+_LONG_CHARS = 32
+"""A text of so many characters is in another message, or in the template, only if it was copied there."""
 _MARK = "jpagedmark7f3a"
 _TRIAL_BYTES = 1 << 20
 _OURS = frozenset(
@@ -157,27 +160,35 @@ class ChatTemplate:
             return self._outcome(form, {**self._variables, **kwargs}, max_bytes, shown, layout)
 
         if is_built_in:
-            return _text_with_built_in_tools(in_known_roles, max_bytes, tools, outcome)
-        text, form = _text_of_forms(in_known_roles, max_bytes, outcome)
+            text, form = _text_with_built_in_tools(in_known_roles, max_bytes, tools, outcome)
+        else:
+            text, form = _text_of_forms(in_known_roles, max_bytes, outcome)
         self._check_roles(form, text, outcome)
         return text
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]], text: str, outcome: _Outcome) -> None:
         """Refuse messages of an unknown role that the template leaves out; warn once of system's and tools'."""
+        marks: dict[int, str] = {}
         for i, message in enumerate(messages):
             role, content = message["role"], str(message.get("content") or "").strip()
-            if role in _KNOWN_ROLES or role in self._warned or not content or content in text:
+            if role in _KNOWN_ROLES or role in self._warned or not content:
                 continue
-            marked = [{**one, "content": _MARK} if one is message else one for one in messages]
-            kind, probed = outcome(marked)
-            if kind is not Kind.RENDERED or _MARK in probed:
-                continue
-            if role not in ("system", "tool"):
+            if content not in text or not (role in _WARNED_ROLES or len(content) >= _LONG_CHARS):
+                marks[i] = f"{_MARK}{i}x"
+        if not marks:
+            return
+        kind, probed = outcome([{**one, "content": marks.get(i, one.get("content"))} for i, one in enumerate(messages)])
+        if kind is not Kind.RENDERED:
+            return
+        for i in (i for i, mark in marks.items() if mark not in probed):
+            role = messages[i]["role"]
+            if role not in _WARNED_ROLES:
                 raise InvalidArgument(
                     f"{_FIELD}[{i}].role", f"{role[:_MAX_SHOWN]!r} is none that the chat template has: it leaves it out"
                 )
-            self._warned.add(role)
-            _LOG.warning("the chat template of %s leaves out messages of the role %r", self._name, role)
+            if role not in self._warned:
+                self._warned.add(role)
+                _LOG.warning("the chat template of %s leaves out messages of the role %r", self._name, role)
 
     def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The messages, a developer's as the system's where the template does not tell them apart."""
@@ -204,15 +215,17 @@ class ChatTemplate:
 
 def _text_with_built_in_tools(
     messages: Sequence[Mapping[str, Any]], max_bytes: int, tools: Sequence[Mapping[str, Any]], outcome: _Outcome
-) -> str:
-    """Return the conversation with tools as text: in the system's message, or in the user's if there is none."""
-    kind, text = outcome(with_built_in_tools(messages, tools))
+) -> tuple[str, Sequence[Mapping[str, Any]]]:
+    """Return the conversation with tools as text, and its form: in the system's message, or in the user's."""
+    form = with_built_in_tools(messages, tools)
+    kind, text = outcome(form)
     is_dropped = kind is Kind.RENDERED and tools and "</tools>" not in text
     if kind in (Kind.RAISED, Kind.FAILED) or is_dropped:
-        kind, text = outcome(with_built_in_tools(messages, tools, is_system=False))
+        form = with_built_in_tools(messages, tools, is_system=False)
+        kind, text = outcome(form)
     if kind is Kind.FAILED:
         raise InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
-    return _text_of(kind, text, max_bytes)
+    return _text_of(kind, text, max_bytes), form
 
 
 def _has_call(message: Mapping[str, Any]) -> bool:

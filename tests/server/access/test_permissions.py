@@ -33,6 +33,7 @@ DOCUMENTED = {
         "GET /version",
         "POST /detokenize",
         "POST /tokenize",
+        "POST /v1/responses/input_tokens",
         "GET /",
         "GET /page/{path}",
     },

@@ -47,7 +47,7 @@ ADDS = """{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}
 {{- '(' + c.function.arguments + ')' }}{% endfor %}{% endfor %}"""
 ITEMS = """{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}
 {%- for k, v in c.function.arguments | items %}<{{ k }}={{ v }}>{% endfor %}{% endfor %}{% endfor %}"""
-NONE = """{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"""
+NONE = """{# tools, tool_calls #}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"""
 DROPS = """{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"""
 
 
@@ -115,9 +115,11 @@ def test_empty_text_is_text(message: dict[str, Any]) -> None:
 def test_no_template_prints_none_for_a_turn_that_only_calls() -> None:
     for content in (None, ""):
         assert rendered(NONE, [USER, calling("{}", content=content)]) == "user:Paris?;assistant:;"
-    source = "{{ messages[-1].content is none }}"
+    source = "{# tools, tool_calls #}{{ messages[-1].content is none }}"
     assert rendered(source, [USER, calling("{}", content="")]) == "False"
-    assert rendered("{{ 'null' if messages[-1].content is none }}", [USER, calling("{}")]) == "null"
+    assert (
+        rendered("{# tools, tool_calls #}{{ 'null' if messages[-1].content is none }}", [USER, calling("{}")]) == "null"
+    )
 
 
 def test_fields_of_other_servers_change_nothing() -> None:
@@ -135,6 +137,12 @@ def test_a_role_that_the_template_leaves_out_is_named(caplog: pytest.LogCaptureF
     with pytest.raises(InvalidArgument, match="'critic' is none that the chat template has") as error:
         rendered(DROPS, [USER, {"role": "critic", "content": "Bad."}])
     assert error.value.field == "chat.messages[1].role"
+    with pytest.raises(InvalidArgument, match="'critic' is none that the chat template has"):
+        rendered(DROPS, [USER, {"role": "critic", "content": "Paris"}])  # which is in the text by chance
+    with pytest.raises(InvalidArgument, match="'critic' is none that the chat template has"):
+        rendered(
+            DROPS, [USER, {"role": "critic", "content": "Bad."}], chat_options_of(tools=[Tool("now", "").as_json()])
+        )
     assert rendered(DROPS, [{"role": "critic", "content": ""}, USER]) == "Paris?;"
     with caplog.at_level(logging.WARNING):
         assert rendered(DROPS, [{"role": "system", "content": "Be brief."}, USER]) == "Paris?;"
