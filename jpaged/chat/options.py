@@ -226,7 +226,7 @@ def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
         reasoning=reasoning_of(words.get("reasoning")),
         add_generation_prompt=continues is not True if opens is None else opens,
         continue_final_message=continues,
-        documents=documents or (),
+        documents=tuple(documents) if isinstance(documents, list) else documents or (),
         chat_template=words.get("chat_template") or None,
     )
 

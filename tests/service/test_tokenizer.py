@@ -70,8 +70,8 @@ def test_a_conversation_that_gets_too_long_is_refused(parsing):
 
 
 def test_a_role_that_the_template_does_not_know_is_refused_in_its_words(parsing):
-    with pytest.raises(InvalidArgument, match=r"^chat\.messages: role must be system, user or assistant, not tool$"):
-        parsing.apply_chat_template([{"role": "tool", "content": "x"}], max_bytes=1000)
+    with pytest.raises(InvalidArgument, match=r"^chat\.messages: role must be system, user or assistant, not critic$"):
+        parsing.apply_chat_template([{"role": "critic", "content": "x"}], max_bytes=1000)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ _TRIAL = ({"role": "user", "content": "Hello"},)
 _TRIAL_TOOLS = (Tool("now", "Return the time.").as_json(),)
 _KNOWN_ROLES = ("user", "assistant")
 """Roles of which no message is looked for in a text: templates leave earlier turns out for good reasons."""
-_WARNED_ROLES = ("system", "tool")
+_WARNED_ROLES = ("system", "tool", "developer")
 _LONG_CHARS = 32
 """A text of so many characters is in another message, or in the template, only if it was copied there."""
 _MARK = "jpagedmark7f3a"

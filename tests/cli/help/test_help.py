@@ -19,7 +19,7 @@ def told(capsys, *words, code=0):
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_group_of_the_help_is_a_section_of_the_options(capsys, section):
     said = told(capsys, "serve", f"--help={section}")
-    flags = {flag_of(name) for name, mine, _ in iter_options() if mine == section and name != "model"}
+    flags = {flag_of(name) for name, mine, _ in iter_options() if mine == section}
     assert said.splitlines()[0] == f"{section}:"
     assert set(re.findall(r"^  (--[a-z0-9-]+)", said, re.MULTILINE)) == flags
     assert section_help(section)
