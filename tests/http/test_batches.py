@@ -445,6 +445,9 @@ async def test_a_full_disk_ends_a_batch_with_the_lines_that_are_finished(
         assert 0 < len(done) == batch.request_counts.completed < 60
         assert all(one["response"]["status_code"] == 200 for one in done.values())
         assert disk.num_left < 0 and not (tmp_path / "reserve").exists()
+        disk.num_left = 100_000
+        await ended(client, (await send(client, jsonl([line("a")]))).id)
+        assert (tmp_path / "reserve").exists()
     monkeypatch.undo()
     async with serving(tmp_path) as (_, client):
         again = await client.batches.retrieve(batch.id)

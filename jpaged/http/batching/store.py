@@ -211,6 +211,7 @@ class Store:
                 self._owned(old.owner).batches.pop(old.id)
                 (self._owned(old.owner).folder / "batches" / f"{old.id}.json").unlink(missing_ok=True)
         self.save(batch)
+        self._reserve()
         with self._guard:
             self._owned(batch.owner).batches[batch.id] = batch
 
@@ -291,8 +292,10 @@ class Store:
             _write(path, value)
 
     def _reserve(self) -> None:
-        """Take room on the disk in which batches can end when it is full."""
+        """Take room on the disk in which batches can end when it is full, unless it is still taken."""
         path = self._root / "reserve"
+        if path.exists():
+            return
         try:
             with path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)

@@ -75,7 +75,7 @@ class _Answer:
         """Return True if the arguments of the last call are not whole."""
         try:
             json.loads("".join(self._arguments))
-        except ValueError:
+        except (ValueError, RecursionError):
             return True
         return False
 

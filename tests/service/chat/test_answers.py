@@ -91,6 +91,8 @@ def test_a_call_that_a_stop_cuts_is_no_call_to_run(matched):
     for cut in range(TEXT.index("{", TEXT.index("arguments")) + 1, end):
         (output,) = outcome(answers(), events([TEXT[:cut]], finish=finish))
         assert (output.finish_reason, len(output.tool_calls)) == ("stop", 1)
+    deep = TEXT[: TEXT.index("arguments")] + 'arguments": {"city": ' + "[" * 5000
+    assert outcome(answers(), events([deep], finish=finish))[0].finish_reason == "stop"
     (output,) = outcome(answers(), events([TEXT[:end]], finish=finish))
     assert output.finish_reason == "tool_calls"
 
