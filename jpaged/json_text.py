@@ -149,7 +149,7 @@ def _is_large(value: object) -> bool:
 def _listed(value: object) -> list[object]:
     if isinstance(value, Items):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _finite(value: object) -> object:

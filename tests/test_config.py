@@ -108,7 +108,7 @@ def test_resolving_leaves_nothing_open():
     of_server = set(server_field_names())
     # Nothing of the kind unless asked for.
     lossy = {"lossy_kv_window", "lossy_kv_sinks"}
-    others = {"compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
+    others = {"chat_template", "compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
     assert left_out - of_server == others | several | lossy
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})
 
