@@ -29,6 +29,7 @@ _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"
 }
 """Types that llama.cpp once had, by their numbers."""
 _MAGIC = b"GGUF"
+_VERSION_BYTES, _VERSIONS = 4, (2, 3)
 _UNREADABLE = (OSError, ValueError, LookupError, OverflowError, TypeError)
 """What the package raises; it has no error of its own."""
 
@@ -201,6 +202,10 @@ def _unreadable(path: Path) -> str:
     with path.open("rb") as file:
         if not _MAGIC.startswith(magic := file.read(len(_MAGIC))):
             return f"is not a GGUF file: it begins with {magic!r} instead of {_MAGIC!r}"
+        version = int.from_bytes(file.read(_VERSION_BYTES), "little")
+    if version not in _VERSIONS and magic == _MAGIC and version & 0xFFFF:
+        versions = " and ".join(map(str, _VERSIONS))
+        return f"is a GGUF file of version {version}; versions {versions} are read: convert the model again"
     return f"is not a complete GGUF file: its {path.stat().st_size} bytes are cut off or damaged; download it again"
 
 

@@ -82,7 +82,7 @@ class Arrivals:
                 channel = self._arrived.get_nowait().channel
                 if why:
                     with contextlib.suppress(OSError):
-                        channel.send(Kind.FAILED, why.encode())
+                        channel.send(Kind.FAILED, why.encode()[:MAX_STRANGER_BYTES])
                 channel.close()
 
     def _accept(self) -> None:

@@ -542,7 +542,7 @@ def _tell_all(channels: Iterable[Channel], kind: Kind, what: object = "") -> Non
     """Sends to all that are still there."""
     for channel in channels:
         with contextlib.suppress(OSError):
-            channel.send(kind, str(what).encode())
+            channel.send(kind, str(what).encode()[:MAX_STRANGER_BYTES])  # a longer one is not taken before WELCOME
 
 
 def _lost(process: int, num_processes: int, error: object) -> ProcessLost:

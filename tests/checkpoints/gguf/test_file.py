@@ -104,6 +104,15 @@ def test_a_file_that_is_cut_is_refused(kept: int, tmp_path: Path) -> None:
         hub.read_config(cut)
 
 
+@pytest.mark.parametrize("version", [1, 4])
+def test_a_file_of_another_version_is_not_called_damaged(version: int, tmp_path: Path) -> None:
+    whole = write(tmp_path / "tiny.gguf").read_bytes()
+    other = tmp_path / "other.gguf"
+    other.write_bytes(whole[:4] + version.to_bytes(4, "little") + whole[8:])
+    with pytest.raises(InvalidArgument, match=rf"is a GGUF file of version {version}; versions 2 and 3 are read"):
+        hub.read_config(other)
+
+
 def test_something_else_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"PK\x03\x04" + bytes(1000))

@@ -301,3 +301,18 @@ def test_memory_for_a_message_is_taken_as_it_comes() -> None:
     finally:
         tracemalloc.stop()
         channel.close()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_long_difference_still_names_its_field(secret: bytes | None) -> None:
+    facts = {"x": "1" * 3000}
+    with ThreadPoolExecutor(1) as pool, listen("127.0.0.1", 0) as listener:
+        found = pool.submit(gather, listener, facts, TWO, 60.0, secret)
+        with connected(listener.getsockname()) as channel:
+            if secret is not None:
+                prove(channel, secret)
+            channel.send_json(Kind.HELLO, {"process_id": 1, "facts": {"x": "2" * 3000}})
+            with pytest.raises(Unavailable, match=r"^x: is 111"):
+                channel.receive_json(Kind.WELCOME)
+        with pytest.raises(InvalidArgument, match="has to be the same"):
+            found.result(60)
