@@ -123,9 +123,10 @@ def test_empty_text_is_text(message: dict[str, Any]) -> None:
 def test_no_template_prints_none_for_a_turn_that_only_calls() -> None:
     for content in (None, ""):
         assert rendered(NONE, [USER, calling("{}", content=content)]) == "user:Paris?;assistant:;"
-    source = "{{ messages[-1].content is none }}"
+    source = "{{ messages[-1].content is none }}{# tools, tool_calls #}"
     assert rendered(source, [USER, calling("{}", content="")]) == "False"
-    assert rendered("{{ 'null' if messages[-1].content is none }}", [USER, calling("{}")]) == "null"
+    source = "{{ 'null' if messages[-1].content is none }}{# tools, tool_calls #}"
+    assert rendered(source, [USER, calling("{}")]) == "null"
 
 
 def test_fields_of_other_servers_change_nothing() -> None:
@@ -134,6 +135,9 @@ def test_fields_of_other_servers_change_nothing() -> None:
     theirs = {**plain, **notes, "tool_calls": None, "reasoning": "Hm.", "provider_specific_fields": {"a": 1}}
     assert read_message("m", theirs) == plain
     assert read_message("m", {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}) == plain
+    call = calling("{}")["tool_calls"][0]
+    numbered = {**plain, "tool_calls": [{**call, "index": 3}, {**call, "index": "a"}]}
+    assert read_message("m", numbered) == read_message("m", {**plain, "tool_calls": [call, call]})
     parts = [{"type": "text", "text": "Y"}, {"type": "output_text", "text": "es.", "annotations": []}]
     assert read_message("m", {**plain, "content": parts}) == plain
     assert read_message("m", {"role": "assistant", "content": None, "refusal": "No."})["content"] == "No."
