@@ -366,6 +366,7 @@ def _gguf_parts(folder: Path) -> TokenizerParts | None:
         eos_token_id=found.eos_token_id,
         chat_template=found.chat_template,
         special_tokens={**found.special_tokens},
+        tool_chat_template=found.tool_chat_template,
     )
 
 

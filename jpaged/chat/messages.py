@@ -64,7 +64,7 @@ def read_message(where: str, message: Any) -> dict[str, Any]:
     if len(calls) > MAX_TOOL_CALLS:
         raise InvalidArgument(f"{where}.tool_calls", f"{len(calls)} calls; at most {MAX_TOOL_CALLS}")
     if calls:
-        read["tool_calls"] = [_call(f"{where}.tool_calls[{j}]", j, call) for j, call in enumerate(calls)]
+        read["tool_calls"] = [_call(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]
     return read
 
 
@@ -102,14 +102,11 @@ def _text_part(where: str, part: Any) -> str:
     return text
 
 
-def _call(where: str, place: int, call: Any) -> dict[str, Any]:
-    """Return a call without what clients add: its place, and its arguments as an object."""
+def _call(where: str, call: Any) -> dict[str, Any]:
+    """Return a call without what clients add: its index, and its arguments as an object."""
     _check_names(where, call, {"id", "type", "function", "index"})
     if (call.get("type") or "function") != "function":
         raise InvalidArgument(f"{where}.type", f"{str(call['type'])[:_MAX_SHOWN]!r} is not 'function'")
-    index = call.get("index")
-    if index is not None and (type(index) is not int or index != place):
-        raise InvalidArgument(f"{where}.index", f"{str(index)[:_MAX_SHOWN]} is not {place}, its place in the list")
     function = call.get("function")
     _check_names(f"{where}.function", function, {"name", "arguments", "parsed_arguments"})
     if function.get("name") is None:

@@ -23,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 _SPACE = "\u2581"
 _DEFAULT = "default"
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_TEMPLATES = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
 _CUTTING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END_OF_WORDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -112,6 +113,7 @@ class GgufTokenizer:
         fast: of the `tokenizers` library.
         special_tokens: as chat templates see them: `bos_token` and the like.
         chat_template: its source; None without one.
+        tool_chat_template: that of conversations with tools; None if the file has no other for them.
     """
 
     fast: Any
@@ -119,10 +121,14 @@ class GgufTokenizer:
     eos_token_id: int | None
     special_tokens: Mapping[str, str]
     chat_template: str | None
+    tool_chat_template: str | None = None
 
     def config(self) -> dict[str, object]:
         """The tokenizer_config.json beside the library's own tokenizer.json."""
-        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        template: dict[str, object] = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        if self.chat_template is not None and self.tool_chat_template is not None:
+            named = {"default": self.chat_template, "tool_use": self.tool_chat_template}
+            template["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -148,16 +154,19 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
     fast, adds_bos = _byte_level(vocabulary, file) if kind == "gpt2" else (_sentence_piece(vocabulary, file), True)
     _add_tokens(fast, vocabulary, is_sentence_piece=kind == "llama", is_phi3=file.architecture == "phi3")
     _add_ends(fast, vocabulary, file, adds_bos)
-    template = file.metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str | None):
-        raise InvalidArgument(str(path), "tokenizer.chat_template must be a string")
+    templates: list[str | None] = []
+    for key in _TEMPLATES:
+        template = file.metadata.get(key)
+        if not isinstance(template, str | None):
+            raise InvalidArgument(str(path), f"{key} must be a string")
+        templates.append(template)
     named = {name: vocabulary.named(key) for name, key in _NAMED.items()}
     return GgufTokenizer(
         fast,
         len(vocabulary.tokens),
         vocabulary.ids.get("eos"),
         {name: token for name, token in named.items() if token is not None},
-        template,
+        *templates,
     )
 
 

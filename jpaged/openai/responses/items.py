@@ -1,7 +1,8 @@
 """Items of an input -> messages of a chat. What a response had as output goes back as it came.
 
 {"role", "content"}                         a message; content is a text or parts of text
-{"type": "reasoning", "content"}            what the assistant thought before its next turn
+{"type": "reasoning", "content"}            what the assistant thought before its next turn; a summary and
+                                            encrypted_content change nothing
 {"type": "function_call", "call_id", ...}   what it called, in the turn that it stands behind
 {"type": "function_call_output", ...}       what came of it
 """
@@ -84,9 +85,8 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> str:
-    _check_names(where, item, {"type", "summary", "content"})
-    if item.get("summary"):
-        raise InvalidArgument(f"{where}.summary", "is not supported: reasoning is in content, as it was told")
+    """Return the text of a reasoning item; a summary and `encrypted_content` of other servers are not read."""
+    _check_names(where, item, {"type", "summary", "content", "encrypted_content"})
     texts, content = [], item.get("content") or []
     if not isinstance(content, list):
         raise InvalidArgument(f"{where}.content", "must be a list of parts of type reasoning_text")

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from jpaged.assemble import find_source
+from jpaged.chat import ChatOptions, Tool
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.gguf.tokenizer import GgufTokenizer, read_tokenizer
 from jpaged.demo import FOLDER
@@ -110,6 +111,18 @@ def test_a_served_file_speaks_as_the_folder_that_it_was_made_of(tmp_path: Path) 
     assert got.has_chat_template
     assert got.apply_chat_template(messages, max_bytes=1000) == want.apply_chat_template(messages, max_bytes=1000)
     assert (got.eos_token_ids, got.vocab_size) == (want.eos_token_ids, want.vocab_size)
+
+
+def test_a_file_has_a_template_for_tools(tmp_path: Path) -> None:
+    more = {"tokenizer.chat_template": "{{ 'plain' }}", "tokenizer.chat_template.tool_use": "{{ tools[0].type }}"}
+    write_gguf(MODEL, tmp_path / "tiny.gguf", of_kind("F32"), more={**demo_metadata(), **more})
+    convert_folder(tmp_path / "tiny.gguf", tmp_path / "folder", ConversionOptions("safetensors"))
+    for path in (tmp_path / "tiny.gguf", tmp_path / "folder"):
+        tokenizer = find_source(str(path)).tokenizer
+        for tools, want in (((), "plain"), ((Tool("f"),), "function")):
+            options = ChatOptions(tools=list(tools))
+            said = tokenizer.chat_ids([{"role": "user", "content": "Hi."}], options, max_bytes=100)
+            assert tokenizer.decode(said) == want
 
 
 @pytest.mark.parametrize("metadata", [demo_metadata(), sentence_piece()], ids=["gpt2", "llama"])

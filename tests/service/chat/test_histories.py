@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,20 +12,26 @@ import pytest
 
 from jpaged.chat import ChatOptions, Tool, chat_options_of, read_message
 from jpaged.client import AsyncClient
+from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.client.chat import chat_message
+from jpaged.config import EngineConfig
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.llm import LLM
 from jpaged.openai.bodies import chat_job, check_values
 from jpaged.openai.responses.asking import asking_of
+from jpaged.openai.responses.items import messages_of
 from jpaged.server.chat import chat_options_from, messages_from
 from jpaged.service.chat.messages import for_template, messages_bytes, read_messages
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.process import template_process
 from jpaged.service.chat.template import ChatTemplate
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
-from jpaged.testing import scripted
+from jpaged.testing import ByteTokenizer, FakeExecutor
+from jpaged.testing.fake_model import Script
 from jpaged.types import Prompt, SamplingParams
-from tests.server.harness import running
+from tests.server.harness import make_serving, running
 
 USER = {"role": "user", "content": "Paris?"}
 ODD = [
@@ -47,7 +55,7 @@ ADDS = """{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}
 {{- '(' + c.function.arguments + ')' }}{% endfor %}{% endfor %}"""
 ITEMS = """{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}
 {%- for k, v in c.function.arguments | items %}<{{ k }}={{ v }}>{% endfor %}{% endfor %}{% endfor %}"""
-NONE = """{# tools, tool_calls #}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"""
+NONE = """{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{# tools, tool_calls #}"""
 DROPS = """{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"""
 
 
@@ -115,11 +123,10 @@ def test_empty_text_is_text(message: dict[str, Any]) -> None:
 def test_no_template_prints_none_for_a_turn_that_only_calls() -> None:
     for content in (None, ""):
         assert rendered(NONE, [USER, calling("{}", content=content)]) == "user:Paris?;assistant:;"
-    source = "{# tools, tool_calls #}{{ messages[-1].content is none }}"
+    source = "{{ messages[-1].content is none }}{# tools, tool_calls #}"
     assert rendered(source, [USER, calling("{}", content="")]) == "False"
-    assert (
-        rendered("{# tools, tool_calls #}{{ 'null' if messages[-1].content is none }}", [USER, calling("{}")]) == "null"
-    )
+    source = "{{ 'null' if messages[-1].content is none }}{# tools, tool_calls #}"
+    assert rendered(source, [USER, calling("{}")]) == "null"
 
 
 def test_fields_of_other_servers_change_nothing() -> None:
@@ -128,6 +135,9 @@ def test_fields_of_other_servers_change_nothing() -> None:
     theirs = {**plain, **notes, "tool_calls": None, "reasoning": "Hm.", "provider_specific_fields": {"a": 1}}
     assert read_message("m", theirs) == plain
     assert read_message("m", {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}) == plain
+    call = calling("{}")["tool_calls"][0]
+    numbered = {**plain, "tool_calls": [{**call, "index": 3}, {**call, "index": "a"}]}
+    assert read_message("m", numbered) == read_message("m", {**plain, "tool_calls": [call, call]})
     parts = [{"type": "text", "text": "Y"}, {"type": "output_text", "text": "es.", "annotations": []}]
     assert read_message("m", {**plain, "content": parts}) == plain
     assert read_message("m", {"role": "assistant", "content": None, "refusal": "No."})["content"] == "No."
@@ -242,34 +252,132 @@ ANSWERS = [
 ]
 
 
-async def test_any_answer_is_accepted_back() -> None:
-    """Append each answer of each API to its messages, add a user turn: every API accepts the result."""
-    tools: Any = [{"type": "function", "function": {"name": "f"}}]
-    flat: Any = [{"type": "function", "name": "f", "parameters": {}, "strict": False}]
+TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
+FLAT: Any = [{"type": "function", "name": "f", "parameters": {}, "strict": False}]
+ONE = SamplingParams(max_tokens=1, temperature=1.0)
+ALL = SamplingParams(max_tokens=200, temperature=1.0, n=len(ANSWERS))
+
+
+def body(messages: list[Any], *, is_whole: bool = False) -> dict[str, Any]:
+    limits = {"max_tokens": 200, "n": len(ANSWERS)} if is_whole else {"max_tokens": 1}
+    return {"model": "fake", "messages": messages, "tools": TOOLS, "temperature": 1, **limits}
+
+
+def talk_of(turns: Iterable[Any]) -> list[Any]:
+    return [USER, *(message for turn in turns for message in (turn, USER))]
+
+
+def turns_of(outputs: Iterable[Any]) -> list[dict[str, Any]]:
+    """Our own client's answers as messages."""
+    return [
+        {
+            "role": "assistant",
+            "content": one.text,
+            "reasoning_content": one.reasoning_content,
+            "tool_calls": [call.as_json() for call in one.tool_calls],
+        }
+        for one in outputs
+    ]
+
+
+def items_of(messages: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Messages as the items of OpenAI's other API."""
+    for message in messages:
+        if thought := message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": thought}]
+            summary = [{"type": "summary_text", "text": "Thought."}]
+            yield {"type": "reasoning", "summary": summary, "content": content, "encrypted_content": "eA=="}
+        calls = message.get("tool_calls") or ()
+        if message.get("content") or not calls:
+            yield {"role": message["role"], "content": message.get("content")}
+        for call in calls:
+            yield {"type": "function_call", "call_id": call["id"], **call["function"]}
+
+
+def lines_of(bodies: Sequence[dict[str, Any]]) -> bytes:
+    common = {"method": "POST", "url": "/v1/chat/completions"}
+    lines = [{"custom_id": str(i), **common, "body": one} for i, one in enumerate(bodies)]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def results_of(lines: str, count: int) -> list[list[Any]]:
+    """The messages of each line of a batch's results."""
+    found = [json.loads(line) for line in lines.splitlines()]
+    assert len(found) == count and all(one["error"] is None for one in found), found
+    assert all(one["response"]["status_code"] == 200 for one in found), found
+    return [[choice["message"] for choice in one["response"]["body"]["choices"]] for one in found]
+
+
+async def by_file(target: str, folder: Path, bodies: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    (folder / "in.jsonl").write_bytes(lines_of(bodies))
+    (folder / "out.jsonl").unlink(missing_ok=True)
+    await run_batch(BatchOptions(folder / "in.jsonl", folder / "out.jsonl", target), lambda summary: None)
+    return results_of((folder / "out.jsonl").read_text(), len(bodies))
+
+
+async def by_upload(theirs: openai.AsyncOpenAI, bodies: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    file = await theirs.files.create(file=("in.jsonl", lines_of(bodies)), purpose="batch")
+    options: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = await theirs.batches.create(input_file_id=file.id, **options)
+    async with asyncio.timeout(60):
+        while batch.status in ("validating", "in_progress", "finalizing"):
+            await asyncio.sleep(0.02)
+            batch = await theirs.batches.retrieve(batch.id)
+    assert batch.status == "completed" and batch.output_file_id is not None and batch.error_file_id is None, batch
+    return results_of((await theirs.files.content(batch.output_file_id)).text, len(bodies))
+
+
+async def test_any_answer_is_accepted_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Append the answers of each API to its messages, each with a user turn: every API accepts the result."""
+    answers = [list(one.encode()) for one in ANSWERS]
+    kind: Any = type("Scripted", (FakeExecutor,), {})
+    kind.sampled = staticmethod(Script(answers, list(b"assistant: "), ByteTokenizer.EOS))
     answer_format = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
-    for text in ANSWERS:
-        executor = scripted(text)(num_blocks=4096, max_model_len=1024)
-        async with running(executor=executor, answer_format=answer_format, http_port=0) as harness:
-            client = AsyncClient(harness.target)
-            theirs = openai.AsyncOpenAI(base_url=f"{harness.http_url}/v1", api_key="none", max_retries=0)
-            greedy: Any = {"model": "fake", "temperature": 0}
-            alone: Any = [USER]
-            chat = await theirs.chat.completions.create(messages=alone, tools=tools, max_tokens=200, **greedy)
-            one = (await client.chat([USER], SamplingParams(max_tokens=200, temperature=0.0), tools=tools)).outputs[0]
-            ours = {
-                "role": "assistant",
-                "content": one.text,
-                "reasoning_content": one.reasoning_content,
-                "tool_calls": [call.as_json() for call in one.tool_calls],
-            }
-            for turn in (chat.choices[0].message.model_dump(), chat.choices[0].message.to_dict(), ours):
-                talk: Any = [USER, turn, USER]
-                await theirs.chat.completions.create(messages=talk, tools=tools, max_tokens=1, **greedy)
-                await client.chat(talk, SamplingParams(max_tokens=1), tools=tools)
-                chat_job({"messages": talk})
-                messages_bytes(read_messages(talk))
-            response = await theirs.responses.create(input=alone, tools=flat, max_output_tokens=200, **greedy)
-            items: Any = [USER, *(item.to_dict() for item in response.output), USER]
-            await theirs.responses.create(input=items, tools=flat, max_output_tokens=1, **greedy)
-            await theirs.close()
-            await asyncio.sleep(0)
+    sizes = {"num_blocks": 4096, "max_model_len": 4096}
+
+    def build(config: EngineConfig) -> LoadedModel:
+        return make_serving(kind(**sizes), config, answer_format=answer_format)
+
+    monkeypatch.setattr("jpaged.llm.build", build)
+    options: Any = {"http_port": 0, "batch_dir": str(tmp_path / "batches")}
+    async with running(executor=kind(**sizes), answer_format=answer_format, **options) as harness:
+        client = AsyncClient(harness.target)
+        theirs = openai.AsyncOpenAI(base_url=f"{harness.http_url}/v1", api_key="none", max_retries=0)
+        llm = LLM("fake")
+        chat = (await theirs.chat.completions.create(**body([USER], is_whole=True))).choices
+        plain: Any = {"model": "fake", "prompt": "user: Paris?\nassistant: ", "max_tokens": 200, "n": len(ANSWERS)}
+        written = (await theirs.completions.create(**plain)).choices
+        alone: Any = {"model": "fake", "tools": FLAT}
+        items: list[Any] = [USER]
+        for answer in list(answers):
+            answers[:] = [answer]
+            response = await theirs.responses.create(input=[USER], max_output_tokens=200, **alone)
+            items += [*(item.to_dict() for item in response.output), USER]
+        answers[:] = [list(one.encode()) for one in ANSWERS]
+        heard = (await asyncio.to_thread(llm.chat, [USER], ALL, use_tqdm=False, tools=TOOLS))[0].outputs
+        talks = {
+            "http": talk_of(one.message.model_dump() for one in chat),
+            "http, null left out": talk_of(one.message.to_dict() for one in chat),
+            "completions": talk_of({"role": "assistant", "content": one.text} for one in written),
+            "responses": messages_of(items, None),
+            "grpc": talk_of(turns_of((await client.chat([USER], ALL, tools=TOOLS)).outputs)),
+            "file": talk_of((await by_file(harness.target, tmp_path, [body([USER], is_whole=True)]))[0]),
+            "upload": talk_of((await by_upload(theirs, [body([USER], is_whole=True)]))[0]),
+            "llm": talk_of(turns_of(heard)),
+        }
+        assert all(len(talk) == 2 * len(ANSWERS) + 1 for talk in talks.values()), talks
+        assert sum(len(one.tool_calls) for one in heard) > 1 and any(one.reasoning_content for one in heard)
+        await theirs.responses.create(input=items, max_output_tokens=1, **alone)
+        for talk in talks.values():
+            await theirs.chat.completions.create(**body(talk))
+            again: Any = list(items_of(talk))
+            await theirs.responses.create(input=again, max_output_tokens=1, **alone)
+            await client.chat(talk, ONE, tools=TOOLS)
+        told = await asyncio.to_thread(llm.chat, list(talks.values()), ONE, use_tqdm=False, tools=TOOLS)
+        assert [one.error for one in told] == [None] * len(talks)
+        bodies = [body(talk) for talk in talks.values()]
+        await by_file(harness.target, tmp_path, bodies)
+        await by_upload(theirs, bodies)
+        llm.close()
+        await client.close()
+        await theirs.close()

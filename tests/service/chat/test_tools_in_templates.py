@@ -186,7 +186,6 @@ def call(**function):
         (turn(tool_calls=[CALL] * 129), "[1].tool_calls"),
         (turn(tool_calls=["x"]), "[1].tool_calls[0]"),
         (turn(tool_calls=[{**CALL, "type": "code"}]), "[1].tool_calls[0].type"),
-        (turn(tool_calls=[{**CALL, "index": 1}]), "[1].tool_calls[0].index"),
         (turn(tool_calls=[{**CALL, "id": "x" * 257}]), "[1].tool_calls[0].id"),
         (turn(tool_calls=[{"id": "x"}]), "[1].tool_calls[0].function"),
         (call(name=None), "[1].tool_calls[1].function.name"),
