@@ -161,7 +161,11 @@ def _word_pieces() -> Tokenizer:
     return _trained(model, pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False), trainer)
 
 
-@pytest.mark.parametrize("make", [_byte_level, _byte_fallback, _metaspace, _word_pieces])
+def _demo() -> Tokenizer:
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("make", [_demo, _byte_level, _byte_fallback, _metaspace, _word_pieces])
 def test_the_bytes_of_every_token_are_those_that_it_adds_to_a_text(make: Any) -> None:
     tokenizer = make()
     tokens = TokenBytes(tokenizer)
