@@ -24,9 +24,6 @@ def run() -> int:
         if words[:1] == ["doctor"] and (found := packages.unmet()):
             packages.show(found, as_json="--json" in words)
             return 1
-        from jpaged.config import silence_grpc_core
-
-        silence_grpc_core()  # before gRPC is imported
         from jpaged.cli.main import main
     except KeyboardInterrupt:
         return 130

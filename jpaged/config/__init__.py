@@ -28,7 +28,6 @@ from jpaged.config.engine_config import (
     section_help,
     server_field_names,
     shows_traces,
-    silence_grpc_core,
     tpu_library,
 )
 from jpaged.config.groups import (
@@ -101,6 +100,5 @@ __all__ = [
     "section_help",
     "server_field_names",
     "shows_traces",
-    "silence_grpc_core",
     "tpu_library",
 ]

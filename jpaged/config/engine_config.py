@@ -45,7 +45,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_TRACEBACK": "1: errors say where in the program they came up",
     "XDG_CACHE_HOME": "where caches of the user are, jpaged's too",
     "TPU_LIBRARY_PATH": "the libtpu.so that compiles for TPUs",
-    "GRPC_VERBOSITY": "the log level of gRPC's core: DEBUG, INFO, ERROR; commands set it to NONE",
     "TOKENIZERS_PARALLELISM": "whether tokenizers take threads of their own; jpaged sets it to false",
 }
 """The variables that are read here, and what each says."""
@@ -355,11 +354,6 @@ def tpu_library() -> Path | None:
 def keep_tokenizers_on_their_thread() -> None:
     """Tells the tokenizers library to work on the thread that asks: a few long texts would take all of its own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def silence_grpc_core() -> None:
-    """Turn off the log of gRPC's C++ core, which repeats errors that commands report; GRPC_VERBOSITY turns it on."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def explain_environment() -> list[tuple[str, str | None, str]]:

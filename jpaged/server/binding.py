@@ -22,17 +22,18 @@ def bind(server: aio.Server, field: str, host: str, port: int, certificates: Cer
         InvalidArgument: the host or the port cannot be bound; names it.
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    _require_host(field, host)
+    if problem := _problem_of_port(host, port):  # gRPC's core logs it, and raises an error without the reason
+        raise InvalidArgument(field, f"{address} cannot be bound: {problem}")
     try:
         if certificates is None:
             bound = server.add_insecure_port(address)
         else:
             bound = server.add_secure_port(address, credentials_of(certificates))
     except (RuntimeError, UnicodeError) as error:
-        _require_host(field, host)
-        raise InvalidArgument(field, f"{address} cannot be bound: {_problem_of_port(host, port) or error}") from error
+        raise InvalidArgument(field, f"{address} cannot be bound: {error}") from error
     if bound == 0:
-        _require_host(field, host)
-        raise InvalidArgument(field, f"{address} cannot be bound: {_problem_of_port(host, port)}")
+        raise InvalidArgument(field, f"{address} cannot be bound")
     return bound
 
 
@@ -68,6 +69,7 @@ def _bind_once(host: str, port: int) -> None:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, protocol, _, address in found[:1]:
         with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: of ended connections nothing is kept
             probe.bind(address)
 
 

@@ -92,7 +92,7 @@ MAY_IMPORT = {
         "kernels",
     }
     | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost", "device.here"},
-    "__main__": {"cli", "config"},
+    "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }
 

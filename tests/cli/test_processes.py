@@ -107,7 +107,7 @@ def test_signals_are_handled_before_a_port_is_opened(monkeypatch):
 @pytest.mark.long
 def test_a_port_in_use_is_one_line_and_exit_code_2(serve):
     port = serve.wait_for(r"^ready on .*:(\d+)$").group(1)
-    second = Process(("-m", "jpaged", "serve", "demo", "--port", port))  # not the fake, which imports gRPC first
+    second = Process(("-m", "jpaged", "serve", "demo", "--port", port))
     assert second.wait() == 2
     assert len(second.lines) == 1, second.lines
     assert f"--port: 127.0.0.1:{port} cannot be bound: Address already in use" in second.lines[0]
