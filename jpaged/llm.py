@@ -195,7 +195,7 @@ class LLM:
         """Generates for every prompt; the results are in the order of the prompts.
 
         A request that fails while it runs fails alone: its output has `error` and no `outputs`. The error of a single
-        prompt is raised.
+        prompt is raised, and so is a failure of the engine.
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or many.
@@ -404,6 +404,8 @@ class LLM:
             bar.close()
         if failures and self._is_closed:
             raise Unavailable("the LLM was closed during the call") from next(iter(failures.values()))
+        if failures and self._serving.engine.failure is not None:
+            raise next(iter(failures.values()))  # nothing of this call was at fault, and nothing else will run
         outputs = []
         for request in requests:
             name, prompt, ids = request.request_id, request.prompt, request.prompt_token_ids

@@ -77,14 +77,15 @@ def device_executor_of(llm: LLM) -> JaxExecutor:
 def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineLoad]:
     """The load after every step from now on."""
     engine, loads = engine_of(llm), []
-    step = engine.step
+    thread = engine._thread
+    step = thread.step
 
     def watched() -> bool:
         did_something = step()
         loads.append(engine.load())
         return did_something
 
-    monkeypatch.setattr(engine, "step", watched)
+    monkeypatch.setattr(thread, "step", watched)
     return loads
 
 

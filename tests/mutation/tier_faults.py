@@ -154,8 +154,8 @@ STORE_FAULTS = (
     Fault(
         "a file that somebody cut short ends the process",
         "segment.py",
-        "        if os.fstat(self._descriptor).st_size < self.form.slots_begin:",
-        "        if os.fstat(self._descriptor).st_size < 0:",
+        "        if found.st_size < self.form.slots_begin:",
+        "        if found.st_size < 0:",
         STORE,
     ),
 )

@@ -87,7 +87,7 @@ async def test_a_file_of_all_kinds_of_lines_is_what_an_llm_makes_of_it(folder: P
     failed = {name for name, line in found.items() if line["response"]["status_code"] == 400}
     told = {name: found[name]["response"]["body"]["error"]["message"] for name in failed}
     assert told["unknown"].startswith("inputs[0]: 999 is not a token id from 0 to")
-    assert told["too long"] == "continuations[0]: with the prompt, 64 tokens are not below max_model_len (64)"
+    assert told["too long"] == "prompt: with the prompt, 64 tokens are not below max_model_len (64)"
     bodies = {name: line["response"]["body"] for name, line in found.items() if name not in failed}
     with LLM(str(folder), **OPTIONS) as llm:
         check_texts(llm, bodies)
