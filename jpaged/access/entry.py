@@ -76,12 +76,17 @@ class Entry:
         """Note an act of control, and on what."""
         self.act = act
 
-    def require(self, role: Role, what: str) -> None:
-        """Refuse what the key is not for.
+    def require(self, role: Role, what: str, *, on_control_port: bool = False) -> None:
+        """Refuse an act that the key, or the port, is not for.
+
+        Args:
+            on_control_port: if there is a control port, only that port answers it.
 
         Raises:
-            PermissionDenied: names what is needed.
+            PermissionDenied: names the role or the port.
         """
+        if on_control_port and not self.takes_control:
+            raise PermissionDenied(f"{what} is answered on the control port alone (control_port)")
         if self.key is not None and self.key.role < role:
             wanted, has = role.name.lower(), self.key.role.name.lower()
             raise PermissionDenied(f"{what} needs a key of the role {wanted}; this one's is {has}")
@@ -136,8 +141,5 @@ def require(role: Role, what: str) -> None:
 def require_control(what: str) -> None:
     """Refuse the current call an act of control that its key or its port is not for; raises PermissionDenied."""
     entry = _ENTRY.get()
-    if entry is None:
-        return
-    if not entry.takes_control:
-        raise PermissionDenied(f"{what} is answered on the control port alone (control_port)")
-    entry.require(Role.CONTROL, what)
+    if entry is not None:
+        entry.require(Role.CONTROL, what, on_control_port=True)

@@ -13,7 +13,6 @@ from typing import Final
 from jpaged.access.entry import Entry
 from jpaged.access.keys import Role
 from jpaged.config import AccessOptions
-from jpaged.errors import PermissionDenied
 
 
 class Public(Enum):
@@ -50,11 +49,8 @@ class Permission:
 
     def check(self, entry: Entry | None, name: str) -> None:
         """Raise PermissionDenied unless the key and the port of a call suffice."""
-        if entry is None:
-            return
-        if self.on_control_port and not entry.takes_control:
-            raise PermissionDenied(f"{name} is answered on the control port alone (control_port)")
-        entry.require(self.role, name)
+        if entry is not None:
+            entry.require(self.role, name, on_control_port=self.on_control_port)
 
 
 _HEALTH: Final = Permission(public=Public.ALWAYS)
@@ -63,7 +59,8 @@ _PAGE: Final = Permission(public=Public.PAGE)
 _OBSERVE: Final = Permission()
 _INFERENCE: Final = Permission(Role.INFERENCE)
 _PEER: Final = Permission(Role.CONTROL)
-_CONTROL: Final = Permission(Role.CONTROL, on_control_port=True)
+CONTROL: Final = Permission(Role.CONTROL, on_control_port=True)
+"""Also what is required of a route or a method that the table lacks."""
 
 HTTP: Final[dict[tuple[str, str], Permission]] = {
     ("GET", "/health"): _HEALTH,
@@ -75,7 +72,7 @@ HTTP: Final[dict[tuple[str, str], Permission]] = {
     ("GET", "/metrics"): _FACTS,
     ("GET", "/"): _PAGE,
     ("GET", "/page/{path}"): _PAGE,
-    ("POST", "/page/limit"): _CONTROL,
+    ("POST", "/page/limit"): CONTROL,
     ("GET", "/v1/models"): _OBSERVE,
     ("GET", "/v1/models/{name:path}"): _OBSERVE,
     ("POST", "/tokenize"): _OBSERVE,
@@ -126,12 +123,12 @@ _METHODS: Final[dict[str, dict[str, Permission]]] = {
         "GetLoad": _OBSERVE,
         "ListAdapters": _OBSERVE,
         "Abort": _INFERENCE,
-        "PinPrefix": _CONTROL,
-        "UnpinPrefix": _CONTROL,
-        "LoadAdapter": _CONTROL,
-        "UnloadAdapter": _CONTROL,
+        "PinPrefix": CONTROL,
+        "UnpinPrefix": CONTROL,
+        "LoadAdapter": CONTROL,
+        "UnloadAdapter": CONTROL,
     },
-    "jpaged.v1.PrefixService": {"SavePrefix": _CONTROL, "LoadPrefix": _CONTROL, "FetchPrefix": _CONTROL},
+    "jpaged.v1.PrefixService": {"SavePrefix": CONTROL, "LoadPrefix": CONTROL, "FetchPrefix": CONTROL},
     "jpaged.v1.PrefillService": {"Prefill": _PEER},
     "inference.GRPCInferenceService": {
         "ServerLive": _HEALTH,
@@ -165,9 +162,9 @@ _METHODS: Final[dict[str, dict[str, Permission]]] = {
         "Generate": _INFERENCE,
         "Embed": _INFERENCE,
         "Abort": _INFERENCE,
-        "FlushCache": _CONTROL,
-        "StartProfile": _CONTROL,
-        "StopProfile": _CONTROL,
+        "FlushCache": CONTROL,
+        "StartProfile": CONTROL,
+        "StopProfile": CONTROL,
     },
 }
 GRPC: Final[dict[str, Permission]] = {
@@ -181,9 +178,4 @@ def permission_of_route(method: str, route: str) -> Permission:
     method = "GET" if method == "HEAD" else method
     if method == "GET" and route.startswith("/page/"):
         route = "/page/{path}"
-    return HTTP.get((method, route), _CONTROL)
-
-
-def permission_of_method(method: str) -> Permission:
-    """Return what a gRPC method requires, `/package.Service/Method`."""
-    return GRPC.get(method, _CONTROL)
+    return HTTP.get((method, route), CONTROL)

@@ -10,7 +10,7 @@ from grpc import aio
 
 from jpaged.access.entry import Entry, enter
 from jpaged.access.gate import Gate
-from jpaged.access.permissions import permission_of_method
+from jpaged.access.permissions import CONTROL, GRPC
 from jpaged.errors import JpagedError
 from jpaged.server.status import refuse
 
@@ -31,6 +31,7 @@ class Door:
     def __init__(self, gate: Gate, *, takes_control: bool) -> None:
         self._gate = gate
         self._takes_control = takes_control
+        self._public = {method for method, one in GRPC.items() if one.is_public(gate.options)}
 
     def guarded(self, method: str, handler: Any) -> Any:
         """Return a method's handler that lets no call in which the gate does not; its task knows whose call it is.
@@ -38,9 +39,9 @@ class Door:
         Args:
             handler: reads its requests off the call itself: a coroutine function, with one answer or a stream of them.
         """
-        permission = permission_of_method(method)
-        if permission.is_public(self._gate.options):
+        if method in self._public:
             return handler
+        permission = GRPC.get(method, CONTROL)
         inner = handler.stream_stream or handler.stream_unary
         face = next((face for begin, face in _FACES.items() if method.startswith(begin)), "grpc")
         name = method.rpartition("/")[2]
@@ -50,7 +51,7 @@ class Door:
             try:
                 try:
                     self._gate.open(entry, *_headers(context))
-                    permission.check(entry, name)
+                    entry.require(permission.role, name, on_control_port=permission.on_control_port)
                 except JpagedError as error:
                     if permission.on_control_port and entry.tenant:
                         entry.note_act(name)

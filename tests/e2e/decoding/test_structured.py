@@ -70,6 +70,16 @@ def check_schemas(llm: LLM, seeds: range) -> None:
 
 
 @pytest.mark.long
+def test_whitespace_is_the_servers_where_a_request_names_none() -> None:
+    with LLM("demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=384, whitespace_pattern="[ ]{2}") as llm:
+        own = dataclasses.replace(CONSTRAINTS["json"], whitespace_pattern="[ ]{3}")
+        params = [bound(CONSTRAINTS["json"], 1), bound(own, 1)]
+        (text, _), (other, _) = texts_of(llm.generate([PROMPT] * 2, params))
+    assert text.startswith('{  "name"')
+    assert other.startswith('{   "name"')
+
+
+@pytest.mark.long
 def test_random_schemas_are_kept(llm: LLM) -> None:
     check_schemas(llm, range(24))
 
