@@ -118,7 +118,7 @@ def test_a_file_has_a_template_for_tools(tmp_path: Path) -> None:
     write_gguf(MODEL, tmp_path / "tiny.gguf", of_kind("F32"), more={**demo_metadata(), **more})
     convert_folder(tmp_path / "tiny.gguf", tmp_path / "folder", ConversionOptions("safetensors"))
     for path in (tmp_path / "tiny.gguf", tmp_path / "folder"):
-        tokenizer = find_source(str(path)).tokenizer
+        tokenizer: Any = find_source(str(path)).tokenizer
         for tools, want in (((), "plain"), ((Tool("f"),), "function")):
             options = ChatOptions(tools=list(tools))
             said = tokenizer.chat_ids([{"role": "user", "content": "Hi."}], options, max_bytes=100)

@@ -196,7 +196,7 @@ def test_what_a_total_is_made_of_is_told_in_tables_and_refusals(monkeypatch: pyt
     held = "all that the device's allocator may have, less 2.000 GiB that others hold"
     assert plan(own, ProgramMemory()).lines()[-1].strip() == f"which is {held}"
     assert plan(alone, ProgramMemory()).lines()[-1].strip() == "which is all that the device's allocator may have"
-    with pytest.raises(InvalidArgument, match=r"0\.5 of 8\.00 GiB \(all that .* others hold\), less 1\.00 for"):
+    with pytest.raises(InvalidArgument, match=r"0\.5 of 8\.00 GiB \(all that .* others hold\), less 1\.00 GiB for"):
         plan(own, ProgramMemory(), num_blocks=1 << 20)
     with pytest.raises(InvalidArgument, match=r"0\.1 of 5\.00 GiB \(the weights, and 4\.0.*\) may be used"):
         plan(host, ProgramMemory(), memory_utilization=0.1)
