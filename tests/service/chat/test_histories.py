@@ -347,11 +347,12 @@ async def test_any_answer_is_accepted_back(tmp_path: Path, monkeypatch: pytest.M
         chat = (await theirs.chat.completions.create(**body([USER], is_whole=True))).choices
         plain: Any = {"model": "fake", "prompt": "user: Paris?\nassistant: ", "max_tokens": 200, "n": len(ANSWERS)}
         written = (await theirs.completions.create(**plain)).choices
-        alone: Any = {"model": "fake", "tools": FLAT, "input": [USER]}
+        alone: Any = {"model": "fake", "tools": FLAT}
+        asked: Any = [USER]
         items: list[Any] = [USER]
         for answer in list(answers):
             answers[:] = [answer]
-            response = await theirs.responses.create(max_output_tokens=200, **alone)
+            response = await theirs.responses.create(input=asked, max_output_tokens=200, **alone)
             items += [*(item.to_dict() for item in response.output), USER]
         answers[:] = [list(one.encode()) for one in ANSWERS]
         heard = (await asyncio.to_thread(llm.chat, [USER], ALL, use_tqdm=False, tools=TOOLS))[0].outputs
