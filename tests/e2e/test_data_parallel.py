@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -114,17 +115,21 @@ def test_the_queue_s_limit_is_that_of_all_copies(tmp_path: Path) -> None:
     with open_llm(folder, data_parallel_size=2, max_num_queued_reqs=3) as llm:
         engine, make = llm._serving.engine, llm._serving.input_processor.make_request
         params = SamplingParams(max_tokens=1)
-        for i in range(19):
-            engine.submit(
-                make(request_id=f"r{i}", sampling=params, prompt=Prompt(token_ids=[i + 3])), lambda event: None
-            )
-        assert engine.is_full
-        with pytest.raises(QueueFull, match="19 requests are in flight, which is the limit of 2 replicas"):
-            engine.submit(
-                make(request_id="one more", sampling=params, prompt=Prompt(token_ids=[3])), lambda event: None
-            )
-        while engine.step():
-            """Until nothing is left to do."""
+        go = threading.Event()
+        held = engine.call_soon(go.wait)  # no request ends before all are there
+        try:
+            for i in range(19):
+                engine.submit(
+                    make(request_id=f"r{i}", sampling=params, prompt=Prompt(token_ids=[i + 3])), lambda event: None
+                )
+            assert engine.is_full
+            with pytest.raises(QueueFull, match="19 requests are in flight, which is the limit of 2 replicas"):
+                engine.submit(
+                    make(request_id="one more", sampling=params, prompt=Prompt(token_ids=[3])), lambda event: None
+                )
+        finally:
+            go.set()
+        held.result()
         assert len(generate(llm, random_prompts([5] * 30), params)) == 30
 
 

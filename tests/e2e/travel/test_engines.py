@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -17,39 +16,27 @@ from tests.models.tiny import tiny_case, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
-_T = TypeVar("_T")
+WAIT_S = 300.0
+"""For what an engine thread answers; a busy machine takes seconds."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-
-
-def result_of(llm: LLM, future: Future[_T]) -> _T:
-    """What the engine answers, which is stepped here."""
-    for _ in range(1000):
-        if future.done():
-            break
-        llm._serving.engine.step()
-        llm._serving.engine.check()
-    return future.result(0)
 
 
 def carry(a: LLM, b: LLM, prompt: list[int]) -> int:
     """Takes what one knows of a prompt to the other; the blocks that it would find."""
     there, here = a._serving.engine.travels, b._serving.engine.travels
     assert there.kv_identity() == here.kv_identity()
-    leaving = result_of(a, there.leave(there.chain(root_key(""), prompt)))
+    leaving = there.leave(there.chain(root_key(""), prompt)).result(WAIT_S)
     contents: dict[Place, bytes] = {}
     for part in range(leaving.num_parts):
-        result_of(a, leaving.when_there(part))
+        leaving.when_there(part).result(WAIT_S)
         leaving.read(part, lambda place, view: contents.update({place: bytes(view)}))
     leaving.close()
     arriving = here.arrive(here.chain(root_key(""), prompt))
-    homes = result_of(b, arriving.reserve(len(contents)))
+    homes = arriving.reserve(len(contents)).result(WAIT_S)
     for home, content in zip(homes, contents.values(), strict=True):
         arriving.write(home, 0, content)
     arriving.enter(list(contents), homes)
-    num_blocks = result_of(b, arriving.close())
-    while a._serving.engine.step() or b._serving.engine.step():
-        """Until everything has come back."""
-    return num_blocks
+    return arriving.close().result(WAIT_S)
 
 
 @pytest.mark.parametrize(
