@@ -80,3 +80,16 @@ def _texts(root: Path) -> Iterator[tuple[str, str]]:
         yield "page", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     for path in sorted((root / "protos").rglob("*.proto")):
         yield "proto", "\n".join(re.findall(r"//(.*)", path.read_text()))
+
+
+def sentence_lengths(root: Path) -> list[int]:
+    """Return the number of words of each sentence of the README and the pages; code, tables and headings have none."""
+    lengths = []
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        text = re.sub(r"```.*?```", "\n\n", path.read_text(), flags=re.DOTALL)
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+            if paragraph.lstrip().startswith(("#", "|", "<", "!", ":::")):
+                continue
+            plain = re.sub(r"`[^`]*`", "code", re.sub(r"\A\s*(?:[-*]|\d+\.) ", "", paragraph))
+            lengths += [len(words) for one in re.split(r"[.!?:](?=\s|$)", plain) if (words := one.split())]
+    return lengths

@@ -8,21 +8,27 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_FILES = 55
+MAX_FILES = {"generate": 55, "chat": 78}
 
 
 def test_one_request_enters_the_files_that_the_architecture_says() -> None:
-    command = [sys.executable, "-m", "tests.request_way"]
+    command = [sys.executable, "-m", "tests.request_path"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    *files, count = done.stdout.splitlines()
-    assert count == f"{len(files)} files"
-    assert len(files) <= MOST_FILES
-    assert set(files) == named_files()
+    paths: dict[str, set[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith(" "):
+            paths[name].add(line.strip())
+        else:
+            name = line.partition(":")[0]
+            paths[name] = set()
+    assert paths["generate"] == named_files()
+    for name, most in MAX_FILES.items():
+        assert len(paths[name]) <= most, name
 
 
 def named_files() -> set[str]:
-    """The files in the table of a request's way; one without a folder lies in the folder of the one before it."""
+    """The files in the table of a request's path; one without a folder lies in the folder of the one before it."""
     text = (ROOT / "docs/architecture.md").read_text()
     section = text.partition("## One request's way")[2].partition("## ")[0]
     named, folder = set(), ""
