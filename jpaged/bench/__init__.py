@@ -1,16 +1,16 @@
-"""Benchmarks of servers, as their client sees them: no jax, no engine. The command line is `jpaged.cli.bench`.
+"""Benchmarks of servers from the client's side, without jax or an engine. The command line is `jpaged.cli.bench`.
 
-datasets.py        which requests are sent
-vocabulary.py      the tokens that they are made of
-arrivals.py        when they are sent
-drive.py           sends them, and times what comes back
-trace.py           what one request's times were
-grpc_backend.py    servers of ours
+datasets.py        requests to send
+vocabulary.py      tokens that random prompts consist of
+arrivals.py        send times
+drive.py           sends requests and times the responses
+trace.py           times of one request
+grpc_backend.py    jpaged servers
 openai_backend.py  servers with OpenAI's HTTP API
-metrics.py         times -> vLLM's numbers
-limits.py          what the machine could do at best
-machine.py         which machine and versions it was
-results.py         the files that are written
-compare.py         two of them side by side
-plot.py            pictures of a sweep
+metrics.py         times -> vLLM's metrics
+limits.py          hardware limits
+machine.py         machine and versions
+results.py         result files
+compare.py         comparison of two result files
+plot.py            plots of a sweep
 """

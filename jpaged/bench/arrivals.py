@@ -1,11 +1,12 @@
-"""When requests are sent: seconds after the start, one a request.
+"""Send times of requests, in seconds after the start.
 
     rate inf        all at once
     burstiness 1    a Poisson process: exponential gaps
     burstiness b    gaps from a gamma distribution of shape b and mean 1 / rate: below 1 in bursts, above 1 more even
-    a ramp          the rate itself goes from a start to an end over the requests, evenly or by a constant factor
+    a ramp          the rate changes from a start to an end over the requests, linearly or by a constant factor
 
-At a constant rate the times are scaled so that the last of n requests comes at n / rate: two seeds offer the same load.
+At a constant rate the times are scaled so that the last of n requests is sent at n / rate: all seeds offer the same
+load.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ RampStrategy = Literal["linear", "exponential"]
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A request rate that grows, or falls, over a run.
+    """Request rate that rises or falls over a run.
 
     Attributes:
-        start_rps: requests a second at the first request.
-        end_rps: requests a second at the last.
+        start_rps: requests per second at the first request.
+        end_rps: requests per second at the last.
     """
 
     strategy: RampStrategy
@@ -39,7 +40,7 @@ class Ramp:
         _require_positive("--ramp-up-end-rps", self.end_rps)
 
     def rates(self, count: int) -> np.ndarray:
-        """The rate at each of `count` requests; [count]."""
+        """Return the rate at each of `count` requests; [count]."""
         progress = np.arange(count) / max(1, count - 1)
         if self.strategy == "linear":
             return self.start_rps + (self.end_rps - self.start_rps) * progress
@@ -48,12 +49,12 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How requests arrive.
+    """Arrival process of requests.
 
     Attributes:
-        rate: requests a second; inf sends all at once.
-        burstiness: shape of the gaps' gamma distribution; inf makes them all alike.
-        ramp: takes the rate's place.
+        rate: requests per second; inf sends all at once.
+        burstiness: shape of the gaps' gamma distribution; inf makes all gaps equal.
+        ramp: replaces the rate.
     """
 
     rate: float = math.inf
@@ -67,7 +68,7 @@ class Arrivals:
             raise InvalidArgument("--burstiness", f"{self.burstiness} is not above the limit of 0")
 
     def times_s(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Seconds after the start of each of `count` requests, ascending; [count]."""
+        """Return the send times of `count` requests in seconds after the start, ascending; [count]."""
         rates = np.full(count, self.rate) if self.ramp is None else self.ramp.rates(count)
         if math.isinf(rates[0]):
             return np.zeros(count)

@@ -1,7 +1,7 @@
-"""Two result files side by side: for every metric both have, the ratio; and what keeps them from being comparable.
+"""Comparison of two result files: the ratio of every common metric, and differences in conditions.
 
 Files are those of `jpaged bench` and of vLLM's benchmarks, which have the same keys. A file with several runs (a sweep
-of rates) is compared run by run, at the rates that both have.
+of rates) is compared run by run, at the common rates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from jpaged.errors import InvalidArgument
 
-# Greater is better of these; of times and seconds it is worse.
+# For these metrics greater is better; for times and seconds it is worse.
 _RATES = ("_throughput", "_per_second", "_goodput", "_per_s", "mbu", "mfu", "share_of_limit")
 _TIMES = ("_ms", "duration", "elapsed_time", "avg_latency", "std_latency", "_time")
 _COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens", "total_num_tokens", "num_requests")
@@ -42,7 +42,7 @@ class Ratio:
     """One metric of two runs.
 
     Attributes:
-        is_better: whether B is the better one; None where they are equal, or where neither is better.
+        is_better: True if B is better; None if they are equal, or if the metric has no better direction.
     """
 
     rate: str
@@ -53,7 +53,7 @@ class Ratio:
 
     @property
     def ratio(self) -> float | None:
-        """B over A; None over 0."""
+        """Return B over A; None if A is 0."""
         return self.b / self.a if self.a else None
 
 
@@ -62,7 +62,7 @@ class Comparison:
     """All metrics of two files.
 
     Attributes:
-        differences: what keeps the two from being comparable, a sentence each.
+        differences: reasons why the two are not comparable, a sentence each.
     """
 
     ratios: tuple[Ratio, ...]
@@ -70,10 +70,10 @@ class Comparison:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Reads a result file.
+    """Read a result file.
 
     Raises:
-        InvalidArgument: it cannot be read, or is no result.
+        InvalidArgument: it cannot be read, or is not a result.
     """
     try:
         result = json.loads(path.read_bytes())
@@ -87,7 +87,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Compares two results."""
+    """Compare two results."""
     runs_a, runs_b = _runs(a), _runs(b)
     differences = _differences(a, b)
     rates = [rate for rate in runs_a if rate in runs_b]
@@ -111,12 +111,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 
 
 def runs_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The runs of a result that have a request rate."""
+    """Return the runs of a result that have a request rate."""
     return [run for rate, run in _runs(result).items() if rate]
 
 
 def _runs(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The runs of a result by their request rates; an empty name where there is no rate."""
+    """Return the runs of a result by request rate; the key is empty if there is no rate."""
     runs = result.get("runs")
     several = [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else [result]
     return {str(run.get("request_rate", "")): run for run in several}
@@ -138,7 +138,7 @@ def _better(name: str, a: Mapping[str, float], b: Mapping[str, float]) -> bool |
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Conditions that both tell, and tell differently. Servers of two kinds have two names for one model."""
+    """Return the conditions in both results that differ. Different backends may name one model differently."""
     skipped = {"model_id"} if a.get("backend") != b.get("backend") else set()
     pairs = [(name, a.get(name), b.get(name)) for name in _CONDITIONS if name not in skipped]
     for section, names in (("workload", None), ("machine", _MACHINE)):

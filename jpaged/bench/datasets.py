@@ -1,12 +1,12 @@
-"""What is sent: prompts and how many tokens each asks for. The same seed gives the same requests.
+"""Data sets: prompts and output lengths. The same seed gives the same requests.
 
     random              random token ids; lengths drawn evenly around --random-input-len and --random-output-len
     prefix_repetition   a few random prefixes, each followed by random suffixes, in a random order
     sharegpt            the first two turns of conversations in a ShareGPT file (JSON)
-    custom              a line of JSON a request: {"prompt": ..., "output_tokens": ...}, or "prompt_token_ids"
+    custom              a line of JSON per request: {"prompt": ..., "output_tokens": ...}, or "prompt_token_ids"
 
-Names and meanings are vLLM's. Random prompts are sent as token ids, so that their lengths are exact for every server;
---prompt-format text makes texts of them for servers that take nothing else.
+Names and semantics are vLLM's. Random prompts are sent as token ids, so that their lengths are exact for every server.
+--prompt-format text converts them to texts for servers that accept only these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jpaged.errors import InvalidArgument
 DatasetName = Literal["random", "prefix_repetition", "sharegpt", "custom"]
 _MAX_LEN = 2**20
 _MAX_PROMPTS = 10_000_000
-# What ShareGPT conversations are kept, as in vLLM's: tokens.
+# Limits of the ShareGPT conversations that are used, in tokens, as in vLLM.
 _MIN_TURN_LEN = 4
 _MAX_SHAREGPT_PROMPT_LEN = 1024
 _MAX_SHAREGPT_TOTAL_LEN = 2048
@@ -40,8 +40,8 @@ class Sample:
 
     Attributes:
         prompt: a text, or token ids.
-        prompt_len: its tokens; None where only the server can tell.
-        output_len: tokens to ask for.
+        prompt_len: number of prompt tokens; None if only the server knows it.
+        output_len: number of tokens to request.
     """
 
     prompt: str | tuple[int, ...]
@@ -51,7 +51,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """Which data set, and of what size; the fields are the flags. Lengths are tokens."""
+    """Data set and sizes; the fields are the flags. Lengths are in tokens."""
 
     dataset_name: DatasetName = "random"
     dataset_path: Path | None = None
@@ -101,7 +101,7 @@ class DatasetOptions:
             )
 
     def for_warm_up(self) -> DatasetOptions:
-        """The same with another seed: what it makes leaves nothing in a prefix cache that this one's could use."""
+        """Return the same options with another seed, so that warm-up prompts cause no prefix cache hits."""
         return replace(self, seed=(self.seed + _WARM_UP_SEED) % 2**63)
 
     def _require(self, name: str, low: int, high: int) -> None:
@@ -114,10 +114,10 @@ class DatasetOptions:
         return _bounds(self.random_input_len, self.random_range_ratio)
 
     def make(self, vocabulary: Vocabulary) -> list[Sample]:
-        """The samples of this data set, `num_prompts` of them.
+        """Return `num_prompts` samples of this data set.
 
         Raises:
-            InvalidArgument: a file cannot be read, has another form, or too few samples under `no_oversample`.
+            InvalidArgument: a file cannot be read, has another format, or has too few samples under `no_oversample`.
         """
         rng = np.random.default_rng(self.seed)
         if self.dataset_name == "random":
@@ -199,7 +199,7 @@ class DatasetOptions:
         return self.dataset_path
 
     def _enough(self, samples: list[Sample], rng: np.random.Generator) -> list[Sample]:
-        """Repeats samples of a file that has too few."""
+        """Repeat samples of a file that has too few."""
         missing = self.num_prompts - len(samples)
         if not samples:
             raise InvalidArgument("--dataset-path", f"{self.dataset_path} has no request that could be sent")
@@ -221,7 +221,7 @@ def _random_ids(ids: np.ndarray, count: int, rng: np.random.Generator) -> tuple[
 
 
 def _as_text(sample: Sample, vocabulary: Vocabulary) -> Sample:
-    """The text of a prompt of ids. Texts have tokens of their own, so what is too long is cut until it fits."""
+    """Convert a prompt of ids to text. A text that encodes to more tokens than the prompt is cut until it fits."""
     token_ids: Sequence[int] = [token_id for token_id in sample.prompt if isinstance(token_id, int)]
     text = ""
     for _ in range(_MAX_DECODES):
@@ -234,7 +234,7 @@ def _as_text(sample: Sample, vocabulary: Vocabulary) -> Sample:
 
 
 def _first_turns(entry: Any) -> tuple[str, str] | None:
-    """The texts of a conversation's first two turns; None where there are none."""
+    """Return the texts of a conversation's first two turns, or None."""
     turns = entry.get("conversations") if isinstance(entry, dict) else None
     if not isinstance(turns, list) or len(turns) < 2:
         return None

@@ -1,6 +1,6 @@
-"""Sends samples at their times, as many at once as allowed, and times what comes back.
+"""Load generator: sends samples at their times, limited in concurrency, and times the responses.
 
-Ctrl-C leaves at once: requests in flight are cancelled.
+Ctrl-C ends it at once: requests in flight are cancelled.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from jpaged.bench.trace import Trace
 from jpaged.errors import JpagedError
 
 BACKENDS = ("jpaged", "openai", "openai-chat")
-"""Ours over gRPC, and OpenAI's API: completions and chat completions."""
+"""jpaged over gRPC, and OpenAI's API: completions and chat completions."""
 
 
 class Backend(Protocol):
-    """A server as the driver needs it."""
+    """Server interface for the load generator."""
 
     async def send(self, sample: Sample, trace: Trace) -> None:
-        """Sends one request and notes in `trace` what comes.
+        """Send one request and record its response in `trace`.
 
         Raises:
             JpagedError: the request failed.
         """
 
     async def close(self) -> None:
-        """Lets go of the connections."""
+        """Close the connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """A run that has ended: one trace a sample, in their order."""
+    """Finished run: one trace per sample, in order."""
 
     traces: tuple[Trace, ...]
     duration_s: float
@@ -52,14 +52,14 @@ async def drive(
     max_concurrency: int | None = None,
     on_end: Callable[[Trace], None] = lambda trace: None,
 ) -> Driven:
-    """Sends every sample at its time.
+    """Send every sample at its time.
 
     Args:
-        backend: where to.
-        samples: what.
+        backend: server to send to.
+        samples: requests to send.
         times_s: seconds after the start of each; [len(samples)], ascending.
-        max_concurrency: requests in flight at most; a request beyond waits in the client. None is no limit.
-        on_end: told of every request that has ended.
+        max_concurrency: maximum number of requests in flight; further ones wait in the client. None for no limit.
+        on_end: called with every finished request.
     """
     gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
@@ -86,10 +86,10 @@ async def drive(
 
 
 async def warm_up(backend: Backend, sample: Sample, count: int, max_concurrency: int | None) -> None:
-    """Sends one sample `count` times, outside of what is measured.
+    """Send one sample `count` times, outside the measurement.
 
     Raises:
-        JpagedError: it failed: so would the others.
+        JpagedError: it failed, as the others would.
     """
     gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 

@@ -1,4 +1,4 @@
-"""Servers of ours, over gRPC."""
+"""Backend for jpaged servers, over gRPC."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class GrpcBackend:
 
     Args:
         target: HOST:PORT.
-        ignore_eos: generate all tokens that a sample asks for.
+        ignore_eos: generate all tokens that a sample requests.
         temperature: 0 is greedy.
-        cache_salt: prefixes are shared with requests of the same salt alone.
-        api_key: what a server with keys lets it in with.
-        tls: whom it believes and what it shows; None connects in clear.
-        proxy: as of `Client`.
+        cache_salt: prefixes are shared only with requests of the same salt.
+        api_key: key for a server that requires one.
+        tls: trusted and client certificates; None connects in plain text.
+        proxy: as for `Client`.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""What a machine could do at best with a model, and which share of that a run reached.
+"""Hardware limits for a model, and the share of them that a run reached.
 
     bytes   every step reads all weights once, and the keys and values of every row's context
-    FLOPs   2 * weights for each token (the output matrix for sampled ones alone), 4 * layers * query width a score
+    FLOPs   2 * weights per token (the output matrix only for sampled ones), 4 * layers * query width per score
     limit   the greater of bytes / bandwidth and FLOPs / peak
     MBU     bytes / (seconds * bandwidth)       MFU   FLOPs / (seconds * peak)
 
-Prompts from the prefix cache count as if they had been computed: MFU is of the model's work, not of the machine's.
-Bandwidth and peak of a CPU are measured (`jpaged bench probe`); of accelerators they are the data sheet's.
+Prompts from the prefix cache count as if they were computed: MFU is of the model's work, not of the machine's.
+Bandwidth and peak of a CPU are measured (`jpaged bench probe`); those of accelerators are the data sheet's.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NUM_PROBES = 5
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the devices of one server do at best, together.
+    """Peak rates of all devices of one server together.
 
     Attributes:
-        bytes_per_s: read from memory.
-        flops_per_s: of matrix products in the model's type.
-        source: where the two numbers are from.
+        bytes_per_s: memory read bandwidth.
+        flops_per_s: rate of matrix products in the model's type.
+        source: origin of the two numbers.
     """
 
     bytes_per_s: float
@@ -46,21 +46,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a step of a model reads and multiplies with.
+    """Cost of a step of a model.
 
     Attributes:
-        shape: of its weights, and of what attention reads.
+        shape: sizes of the weights and of the attention reads.
     """
 
     shape: Shape
 
     def work(self, lens: Iterable[tuple[int, int]], num_steps: int, num_rows: float = math.inf) -> Work:
-        """The least work of requests.
+        """Return the minimum work of requests.
 
         Args:
             lens: (prompt tokens, generated tokens) of each.
-            num_steps: in which the weights are read.
-            num_rows: of a step: of experts those are read that so many rows choose.
+            num_steps: number of steps, each of which reads the weights.
+            num_rows: rows per step; only the experts that these rows choose are read.
         """
         shape, flops, kv_tokens = self.shape, 0.0, 0.0
         for prompt_len, output_len in lens:
@@ -73,20 +73,20 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes to read and operations to do."""
+    """Bytes to read and operations to compute."""
 
     num_bytes: float
     flops: float
 
     def seconds(self, limits: Limits) -> float:
-        """The least time for it."""
+        """Return the minimum time for the work."""
         return max(self.num_bytes / limits.bytes_per_s, self.flops / limits.flops_per_s)
 
 
 def offline_shares(
     model: ServedModel, limits: Limits, lens: Sequence[tuple[int, int]], max_num_seqs: int, elapsed_s: float
 ) -> dict[str, float]:
-    """What a run of `lens` that took `elapsed_s` reached, when steps have at most `max_num_seqs` rows."""
+    """Return the shares that a run of `lens` in `elapsed_s` reached, with at most `max_num_seqs` rows per step."""
     output_lens = [output_len for _, output_len in lens]
     num_steps = max(*output_lens, -(-sum(output_lens) // max_num_seqs))
     work = model.work(lens, num_steps, sum(output_lens) / num_steps)
@@ -101,10 +101,10 @@ def offline_shares(
 def serving_shares(
     model: ServedModel, limits: Limits, traces: Sequence[Trace], duration_s: float
 ) -> dict[str, float | None]:
-    """What a served run reached: MFU over all of it, MBU of the mean decode step.
+    """Return the shares of a served run: MFU over all of it, MBU of the mean decode step.
 
-    The mean step takes the mean time per output token and has as many rows as streams were open on average; where no
-    request had a second token there is none, and its numbers are None.
+    The mean step takes the mean time per output token; its rows are the mean number of open streams. If no request had
+    a second token there is no such step, and its numbers are None.
     """
     good = [trace for trace in traces if not trace.error]
     work = model.work(((trace.prompt_len, trace.output_len) for trace in good), 0)
@@ -131,7 +131,7 @@ def serving_shares(
 
 
 def _covered_s(traces: Sequence[Trace]) -> float:
-    """Seconds in which at least one of the requests was decoding."""
+    """Return the seconds in which at least one of the requests was decoding."""
     covered, until_s = 0.0, float("-inf")
     for first_s, end_s in sorted((trace.first_s, trace.end_s) for trace in traces):
         covered += max(0.0, end_s - (first_s if first_s > until_s else until_s))
@@ -140,14 +140,14 @@ def _covered_s(traces: Sequence[Trace]) -> float:
 
 
 def of_accelerator(name: str, num_devices: int) -> Limits:
-    """The limits that the table of accelerators has."""
+    """Return the limits of an accelerator in the table."""
     device = HARDWARE[name]
     count = f"{num_devices} x " if num_devices > 1 else ""
     return Limits(num_devices * device.hbm_bytes_per_s, num_devices * device.flops, f"data sheet of {count}{name}")
 
 
 def probe() -> Limits:
-    """Measures this machine with numpy: a matrix times a vector, and a product of matrices, in float32."""
+    """Measure this machine with numpy: a matrix times a vector, and a product of matrices, in float32."""
     matrix = np.ones((_PROBE_BYTES // 4 // 8192, 8192), np.float32)
     vector = np.ones(8192, np.float32)
     square = np.ones((_PROBE_WIDTH, _PROBE_WIDTH), np.float32)
@@ -157,7 +157,7 @@ def probe() -> Limits:
 
 
 def _best_s(run: Callable[[], object]) -> float:
-    """Seconds of the quickest of a few runs, after one that is not timed."""
+    """Return the seconds of the fastest of a few runs, after one that is not timed."""
     run()
     times = []
     for _ in range(_NUM_PROBES):
@@ -168,5 +168,5 @@ def _best_s(run: Callable[[], object]) -> float:
 
 
 def as_record(limits: Limits | None, reason: str) -> dict[str, Any]:
-    """What a result says of the limits; with a reason where there are none."""
+    """Return the record of the limits in a result; with a reason if there are none."""
     return {"source": reason} if limits is None else asdict(limits)

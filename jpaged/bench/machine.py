@@ -1,4 +1,4 @@
-"""The machine and the versions that a number was measured with."""
+"""Machine and versions that a number was measured with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIBRARIES = ("numpy", "jax", "jaxlib", "grpcio", "httpx2")
 
 
 def machine() -> dict[str, object]:
-    """What the numbers depend on besides the code; `usable_cpus` are those that this process may run on."""
+    """Return what the numbers depend on except the code; `usable_cpus` are those that this process may run on."""
     return {
         "processor": _processor(),
         "num_cpus": os.cpu_count(),

@@ -1,11 +1,11 @@
-"""Traces -> numbers, under the names that vLLM's benchmarks give them.
+"""Metrics from traces, under the names of vLLM's benchmarks.
 
     TTFT    time to first token, from sending
-    TPOT    time per output token after the first: (E2EL - TTFT) / (output tokens - 1), one value a request
-    ITL     inter-token latency: the gap between two messages of a stream, one value a gap
+    TPOT    time per output token after the first: (E2EL - TTFT) / (output tokens - 1), one value per request
+    ITL     inter-token latency: the gap between two messages of a stream, one value per gap
     E2EL    end-to-end latency, from sending to the last token
 
-Failed requests count in `failed` alone. A request meets a goodput objective when every one of its named times does.
+Failed requests count only in `failed`. A request meets a goodput objective if all of the named times do.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """`ttft:200 tpot:50` -> milliseconds by name.
+    """Parse `ttft:200 tpot:50` into milliseconds by name.
 
     Raises:
-        InvalidArgument: a word is no NAME:MILLISECONDS, or its name none of `OBJECTIVES`.
+        InvalidArgument: a word is not NAME:MILLISECONDS, or its name is not one of `OBJECTIVES`.
     """
     found = {}
     for word in words:
@@ -48,10 +48,10 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """`ttft,tpot` -> names, each one of `LATENCIES`.
+    """Parse `ttft,tpot` into names, each one of `LATENCIES`.
 
     Raises:
-        InvalidArgument: one is not.
+        InvalidArgument: a name is unknown.
     """
     names = tuple(text.split(","))
     for name in names:
@@ -61,10 +61,10 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """`50,99` -> numbers from 0 to 100.
+    """Parse `50,99` into numbers from 0 to 100.
 
     Raises:
-        InvalidArgument: one is none.
+        InvalidArgument: a word is not such a number.
     """
     values = [as_number(word) for word in text.split(",")]
     for word, value in zip(text.split(","), values, strict=True):
@@ -74,7 +74,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def as_number(word: str) -> float | None:
-    """The finite number that a word is; None when it is none."""
+    """Return the finite number that a word represents, or None."""
     try:
         value = float(word)
     except ValueError:
@@ -83,7 +83,7 @@ def as_number(word: str) -> float | None:
 
 
 def times_ms(traces: Sequence[Trace]) -> dict[str, np.ndarray]:
-    """All times of the requests that did not fail, in milliseconds, by the names of `LATENCIES`."""
+    """Return all times of the successful requests, in milliseconds, by the names of `LATENCIES`."""
     good = [trace for trace in traces if not trace.error]
     tpots = [trace.tpot_s for trace in good]
     seconds = {
@@ -98,12 +98,12 @@ def times_ms(traces: Sequence[Trace]) -> dict[str, np.ndarray]:
 
 
 def percentile_key(percentile: float) -> str:
-    """The word for a percentile in a key: 99.0 -> p99, 99.9 -> p99.9."""
+    """Return the part of a key that names a percentile: 99.0 -> p99, 99.9 -> p99.9."""
     return f"p{int(percentile)}" if float(percentile).is_integer() else f"p{percentile}"
 
 
 def latency_keys(name: str, values_ms: np.ndarray, percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles of one kind of times; all 0 where there are none."""
+    """Return mean, median, standard deviation and percentiles of one kind of times; all 0 if there are none."""
     values = values_ms if values_ms.size else np.zeros(1)
     found = {
         f"mean_{name}_ms": float(np.mean(values)),
@@ -123,12 +123,12 @@ def summarize(
     percentiles: Sequence[float] = (99.0,),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The numbers of a run.
+    """Return the metrics of a run.
 
     Args:
         traces: all requests, in the order of the data set.
-        duration_s: from the first request's turn to the last answer.
-        metrics: which latencies are told.
+        duration_s: from the first send time to the last response.
+        metrics: latencies to include.
         percentiles: from 0 to 100.
         goodput: objectives in milliseconds, by the names of `OBJECTIVES`.
     """
@@ -156,7 +156,7 @@ def summarize(
 
 
 def details(traces: Sequence[Trace]) -> dict[str, Any]:
-    """What is kept of every request under `--save-detailed`; times in seconds."""
+    """Return the data per request for `--save-detailed`; times in seconds."""
     return {
         "input_lens": [trace.prompt_len for trace in traces],
         "output_lens": [trace.output_len for trace in traces],
@@ -171,19 +171,19 @@ def details(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def _meets(trace: Trace, goodput: Mapping[str, float]) -> bool:
-    """A request of one token has no TPOT, and meets any objective for it."""
+    """Return True if a request meets the objectives; one with a single token meets any TPOT objective."""
     times = {"ttft": trace.ttft_s, "tpot": trace.tpot_s or 0.0, "e2el": trace.e2el_s}
     return all(1e3 * times[name] <= limit_ms for name, limit_ms in goodput.items())
 
 
 def _peaks(good: Sequence[Trace]) -> tuple[float, int]:
-    """The most messages with tokens in one second of the run, and the most requests at one time."""
+    """Return the peak number of messages with tokens in one second of the run, and of concurrent requests."""
     if not good:
         return 0.0, 0
     start_s = min(trace.start_s for trace in good)
     arrivals = np.concatenate([trace.first_s + np.cumsum([0.0, *trace.itls_s]) for trace in good]) - start_s
     tokens = np.bincount(arrivals.astype(np.int64))
-    # Who ends at a time leaves before who starts at it.
+    # At equal times, ends count before starts.
     events = sorted([(trace.start_s, 1) for trace in good] + [(trace.end_s, -1) for trace in good])
     running = np.cumsum([change for _, change in events])
     return float(tokens.max()), int(running.max())

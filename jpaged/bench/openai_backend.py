@@ -1,4 +1,4 @@
-"""Any server with OpenAI's HTTP API: completions, or chat completions, streamed as server-sent events."""
+"""Backend for servers with OpenAI's HTTP API: completions, or chat completions, as server-sent events."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jpaged.errors import InvalidArgument, Unavailable
 Api = Literal["openai", "openai-chat"]
 ENDPOINTS: Mapping[Api, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _MAX_SHOWN = 300
-"""Characters of a server's refusal that are told."""
+"""Maximum number of characters of a server's error that are shown."""
 
 
 class OpenAIBackend:
-    """A server behind OpenAI's API.
+    """Server with OpenAI's API.
 
     Args:
-        url: of the endpoint, whole.
-        api: which of the two it is.
+        url: full URL of the endpoint.
+        api: completions or chat completions.
         model: sent with every request.
-        ignore_eos: asks for all tokens, in vLLM's field, which llama.cpp and SGLang take too.
+        ignore_eos: requests all tokens, by vLLM's field, which llama.cpp and SGLang accept too.
         extra: further fields of every request.
-        headers: of every request.
-        proxy: URL of an HTTP proxy; None is none, whatever the environment has.
+        headers: headers of every request.
+        proxy: URL of an HTTP proxy; None for none, regardless of the environment.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OpenAIBackend:
         return {**self._fields, "messages": messages, "max_tokens": sample.output_len}
 
     async def _read(self, response: httpx2.Response, trace: Trace) -> None:
-        """Reads the events. Where the server does not count its tokens, each message is taken for one."""
+        """Read the events. If the server does not count its tokens, each message counts as one."""
         num_messages, num_tokens = 0, None
         async for line in response.aiter_lines():
             data = line.removeprefix("data:").strip()
@@ -99,7 +99,7 @@ class OpenAIBackend:
             trace.count(None, num_messages)
 
     def _text_of(self, choice: Any) -> str | None:
-        """The text that a message brings; None when it brings no token: a role, or the reason of the end alone."""
+        """Return the text of a message; None if it has no token: only a role, or only the finish reason."""
         if not self._is_chat:
             text = choice.get("text")
         else:
@@ -107,7 +107,7 @@ class OpenAIBackend:
             text = delta.get("content") or delta.get("reasoning_content")
         if text:
             return str(text)
-        # A token may have no text of its own (half a character): it counts, unless it is the end's own message.
+        # A token may have no text (half a character): it counts, unless it is in the final message.
         return "" if text == "" and choice.get("finish_reason") is None and not self._is_chat else None
 
     async def close(self) -> None:
@@ -128,10 +128,10 @@ def _event_of(data: str) -> dict[str, Any]:
 
 
 async def first_model(base_url: str, headers: Mapping[str, str], proxy: str | None = None) -> str:
-    """The first model that the server lists.
+    """Return the first model that the server lists.
 
     Raises:
-        Unavailable: it does not answer with one.
+        Unavailable: the response has none.
     """
     try:
         async with httpx2.AsyncClient(timeout=30.0, headers=dict(headers), trust_env=False, proxy=proxy) as client:

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: latencies and throughput against the request rate."""
+"""Plots of a sweep: latencies and throughput against the request rate."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def require_drawable(path: Path) -> None:
-    """Refuses a picture that could not be written, before anything is measured.
+    """Check that a plot can be written, before anything is measured.
 
     Raises:
-        InvalidArgument: matplotlib is missing, or the path is no picture's.
+        InvalidArgument: matplotlib is missing, or the path is not that of a picture.
     """
     try:
         importlib.import_module("matplotlib")
@@ -39,12 +39,12 @@ def require_drawable(path: Path) -> None:
 
 
 def draw(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> None:
-    """Writes one panel for each latency, and one of output tokens a second.
+    """Write one panel for each latency, and one for output tokens per second.
 
     Args:
-        series: the runs of each curve, by its name in the legend.
+        series: runs of each curve, by its name in the legend.
         path: .png (160 dpi), .svg or .pdf.
-        title: above all panels.
+        title: title above all panels.
     """
     from matplotlib.figure import Figure
 
@@ -80,7 +80,7 @@ def draw(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: s
 
 
 def _keys(curve: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, str]]:
-    """The median and the greatest percentiles of a latency that every run has: keys, and the words for them."""
+    """Return the median and the highest percentiles of a latency that all runs have: keys and labels."""
     matches = [match for key in curve[0] if (match := _PERCENTILE.fullmatch(key)) and match[2] == name]
     above = sorted((float(match[1]), match[0]) for match in matches if float(match[1]) > _MEDIAN)
     found = [(f"median_{name}_ms", "median"), *((key, f"p{percentile:g}") for percentile, key in above)]
@@ -88,7 +88,7 @@ def _keys(curve: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, str]
 
 
 def _places(runs: Sequence[Mapping[str, Any]]) -> dict[float | str, float]:
-    """Where on the axis each rate is drawn: at itself; inf to the right of all others, or at the rate it reached."""
+    """Return the x position of each rate: the rate; for inf, right of all others, or the rate it reached."""
     rates = sorted({float(run["request_rate"]) for run in runs if run["request_rate"] != "inf"})
     places: dict[float | str, float] = {rate: rate for rate in rates}
     if any(run["request_rate"] == "inf" for run in runs):

@@ -1,4 +1,4 @@
-"""What a benchmark writes: vLLM's keys, and the machine, versions and workload that they were measured with."""
+"""Result files: vLLM's keys, and the machine, versions and workload."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PREFIXES = {
 
 
 def parse_metadata(words: Sequence[str]) -> dict[str, str]:
-    """`version=1 tp=2` -> a dictionary.
+    """Parse `version=1 tp=2` into a dictionary.
 
     Raises:
         InvalidArgument: a word has no `=`.
@@ -40,13 +40,13 @@ def parse_metadata(words: Sequence[str]) -> dict[str, str]:
 
 
 def header(benchmark: str, seed: int) -> dict[str, Any]:
-    """What every result begins with."""
+    """Return the first fields of every result."""
     date = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     return {"benchmark": benchmark, "date": date, "seed": seed, "machine": machine()}
 
 
 def workload(options: DatasetOptions) -> dict[str, Any]:
-    """The fields of a data set that shape its requests: two runs with the same ones sent the same."""
+    """Return the options that determine a data set's requests: equal ones mean equal requests."""
     prefix = _PREFIXES[options.dataset_name]
     others = tuple(other for other in _PREFIXES.values() if other != prefix)
     fields = {name: value for name, value in asdict(options).items() if not name.startswith(others)}
@@ -54,12 +54,12 @@ def workload(options: DatasetOptions) -> dict[str, Any]:
 
 
 def rate_word(rate: float) -> float | str:
-    """A rate as JSON has it."""
+    """Return a rate as JSON stores it."""
     return "inf" if math.isinf(rate) else rate
 
 
 def speed_word(arrivals: Arrivals) -> str:
-    """How requests arrive, as a part of a file's name."""
+    """Return the arrival process as a part of a file name."""
     if (ramp := arrivals.ramp) is None:
         return f"{arrivals.rate}qps"
     return f"ramp-up-{ramp.strategy}-{ramp.start_rps:g}qps-{ramp.end_rps:g}qps"
@@ -68,7 +68,7 @@ def speed_word(arrivals: Arrivals) -> str:
 def result_path(
     folder: Path | None, filename: str | None, *, label: str, speed: str, max_concurrency: int | None, model: str
 ) -> Path:
-    """Where `--save-result` writes: `filename`, else a name of label, speed, concurrency, model and time, as vLLM's."""
+    """Return the path for `--save-result`: `filename`, or label, speed, concurrency, model and time, as in vLLM."""
     if filename is None:
         concurrency = "" if max_concurrency is None else f"-concurrency{max_concurrency}"
         name = re.sub(r"[^\w.-]", "_", Path(model).name or "model")
@@ -77,6 +77,6 @@ def result_path(
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Writes a result as JSON; the folder is made."""
+    """Write a result as JSON; the folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json_text.dumps(dict(result), indent=2) + "\n")

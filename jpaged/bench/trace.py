@@ -1,4 +1,4 @@
-"""What the client saw of one request: when each part came, and how many tokens."""
+"""Times and token counts of one request, as seen by the client."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Trace:
-    """One request as its client timed it, on the clock of `time.perf_counter`.
+    """One request as timed by its client, on the clock of `time.perf_counter`.
 
     Attributes:
-        prompt_len: tokens; what the data set says until the server tells.
-        output_len: generated tokens, as the server counts them.
-        queue_s: how long the request waited for `--max-concurrency`, before it was sent.
-        itls_s: the gaps between one message with tokens and the next.
-        error: why it failed; empty when it did not.
+        prompt_len: prompt tokens; from the data set until the server reports them.
+        output_len: generated tokens, as counted by the server.
+        queue_s: time that the request waited for `--max-concurrency` before it was sent.
+        itls_s: gaps between consecutive messages with tokens.
+        error: reason of the failure; empty on success.
     """
 
     prompt_len: int
@@ -30,25 +30,25 @@ class Trace:
 
     @property
     def ttft_s(self) -> float:
-        """From sending to the first token."""
+        """Return the time from sending to the first token."""
         return self.first_s - self.start_s
 
     @property
     def e2el_s(self) -> float:
-        """From sending to the last token."""
+        """Return the time from sending to the last token."""
         return self.end_s - self.start_s
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean time of a token after the first; None without a second one."""
+        """Return the mean time per token after the first; None without a second one."""
         return (self.e2el_s - self.ttft_s) / (self.output_len - 1) if self.output_len > 1 else None
 
     def send(self) -> None:
-        """Notes that the request is being sent."""
+        """Record that the request is being sent."""
         self.start_s = self.first_s = self.end_s = time.perf_counter()
 
     def receive(self, text: str) -> None:
-        """Notes a message with tokens."""
+        """Record a message with tokens."""
         now_s = time.perf_counter()
         if self.first_s == self.start_s:
             self.first_s = now_s
@@ -58,14 +58,14 @@ class Trace:
         self.text += text
 
     def count(self, prompt_len: int | None, output_len: int | None) -> None:
-        """Takes the server's counts; None leaves what is known."""
+        """Set the server's counts; None keeps the current value."""
         self.prompt_len = self.prompt_len if prompt_len is None else prompt_len
         self.output_len = self.output_len if output_len is None else output_len
 
     def delay(self, queue_s: float) -> None:
-        """Notes how long the request waited before it was sent."""
+        """Record the time that the request waited before it was sent."""
         self.queue_s = queue_s
 
     def fail(self, error: str) -> None:
-        """Notes why the request failed."""
+        """Record the reason of the failure."""
         self.error = error

@@ -1,4 +1,4 @@
-"""A model's tokens as a benchmark needs them: which ids a random prompt may have, and how many tokens a text is."""
+"""Vocabulary of a model for benchmarks: ids for random prompts, and token counts of texts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 class Vocabulary(Protocol):
-    """What data sets ask."""
+    """Vocabulary interface for data sets."""
 
     size: int
     special_ids: frozenset[int]
 
     def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text, without special ones."""
+        """Return the tokens of a text, without special ones."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
 
 
 class TokenizerVocabulary:
-    """A tokenizer of the `tokenizers` library.
+    """Vocabulary of a `tokenizers` tokenizer.
 
     Args:
-        vocab_size: rows of the embedding: a tokenizer may have ids that the model has not.
+        vocab_size: rows of the embedding: a tokenizer may have ids that the model lacks.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
@@ -47,7 +47,7 @@ class TokenizerVocabulary:
 
 
 class FolderVocabulary(TokenizerVocabulary):
-    """The `tokenizer.json` of a folder in Hugging Face layout."""
+    """Vocabulary of the `tokenizer.json` in a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -59,7 +59,7 @@ class FolderVocabulary(TokenizerVocabulary):
 
 
 class ServerVocabulary:
-    """The tokens of a server of ours, asked for over gRPC."""
+    """Vocabulary of a jpaged server, over gRPC."""
 
     def __init__(self, client: Client) -> None:
         info = client.model_info()
@@ -75,7 +75,7 @@ class ServerVocabulary:
 
 
 class NumberedVocabulary:
-    """Ids from 0 to a size alone, for a server whose tokenizer is not here: it can make random prompts of ids."""
+    """Ids below a size, for a server whose tokenizer is not here; supports only random prompts of ids."""
 
     special_ids: frozenset[int] = frozenset()
 
@@ -90,7 +90,7 @@ class NumberedVocabulary:
 
 
 def _vocab_size(folder: Path) -> int | None:
-    """The rows of the embedding: a tokenizer may have ids that the model has not."""
+    """Return the rows of the embedding: a tokenizer may have ids that the model lacks."""
     path = folder / "config.json"
     if not path.is_file():
         return None

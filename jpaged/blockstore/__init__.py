@@ -1,7 +1,7 @@
-"""Blocks on local disk, found again by their keys after whatever end: files and bytes, no engine and no arrays.
+"""Persistent block store on local disk, by block key: files and bytes, without engine or arrays.
 
-folder.py    the folder: whose it is, how much is in it, what is old there
+folder.py    folder: lock, size limit, removal of old files
 segment.py   one file of slots, and the table of their headers
-slots.py     which slot has which key
-store.py     key -> block, written and read by any thread
+slots.py     index from key to slot
+store.py     thread-safe store from key to block
 """

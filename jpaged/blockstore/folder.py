@@ -1,11 +1,11 @@
-"""The folder that blocks are kept in: one server's at a time, and never larger than it may be.
+"""Folder of the block store: locked by one server at a time, and limited in size.
 
-    <dir>/LOCK                      held while a server has the folder; the kernel lets go of it with the process
+    <dir>/LOCK                      locked while a server uses the folder; the kernel releases it with the process
     <dir>/<identity, 64 hex>/       blocks of one model, dtype, layout and kernels
         000000.blocks ...           files of slots
 
-Files of other identities stay until the room is needed; then the one that was used longest ago goes first. What has
-another name is nobody's business here: it is neither counted nor touched.
+Files of other identities stay until their room is needed; then the least recently used identity is removed first. Files
+with other names are neither counted nor touched.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ _IDENTITY = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"\d{6}\.blocks")
 _GIB = 1 << 30
 _LOCK_WAIT_S, _LOCK_PAUSE_S = 10.0, 0.05
-"""A server that was killed has its lock until the kernel has cleared its memory away."""
+"""Timeout and polling interval for the lock: a killed server keeps it until the kernel has freed its memory."""
 
 
 class StoreFolder:
-    """A folder that is this process's alone until `close`.
+    """Folder that this process has locked until `close`.
 
     Args:
-        path: made where it is not there.
-        max_bytes: of all files of blocks in it.
-        lock_wait_s: how long another process may still have it.
+        path: folder, which is created if missing.
+        max_bytes: maximum size of all block files in it.
+        lock_wait_s: timeout for a lock of another process.
 
     Raises:
-        InvalidArgument: it cannot be made or written, another process has it, or the disk has too little room.
+        InvalidArgument: it cannot be created or written, another process has locked it, or the disk has too little
+            room.
     """
 
     def __init__(self, path: Path, max_bytes: int, *, lock_wait_s: float = _LOCK_WAIT_S) -> None:
@@ -58,10 +59,10 @@ class StoreFolder:
             raise
 
     def of_identity(self, identity: bytes) -> Path:
-        """The folder of an identity, which is there.
+        """Return the folder of an identity, which is created if missing.
 
         Raises:
-            InvalidArgument: it cannot be made.
+            InvalidArgument: it cannot be created.
         """
         path = self.path / identity.hex()
         try:
@@ -75,7 +76,7 @@ class StoreFolder:
         return path
 
     def make_room(self, num_bytes: int, mine: Path) -> bool:
-        """Whether so many bytes more are within the limit; files of other identities go as far as need be."""
+        """Remove files of other identities as needed; return True if num_bytes more are within the limit."""
         total, others = 0, list[tuple[float, Path, int]]()
         for path, size in self._files():
             total += size
@@ -87,11 +88,11 @@ class StoreFolder:
             if discard(path, "its room is needed, and its model is not served"):
                 total -= size
                 with contextlib.suppress(OSError):
-                    os.utime(path.parent, (used_s, used_s))  # to lose a file is not to be used
+                    os.utime(path.parent, (used_s, used_s))  # losing a file is not a use
         return total + num_bytes <= self.max_bytes
 
     def close(self) -> None:
-        """Leaves the folder to others."""
+        """Release the lock."""
         os.close(self._lock)
 
     def _take_lock(self, wait_s: float) -> None:
@@ -122,7 +123,7 @@ class StoreFolder:
             )
 
     def _files(self) -> Iterator[tuple[Path, int]]:
-        """Every file of blocks, of whatever identity, and the room that it takes."""
+        """Yield every block file of all identities, and its size."""
         for folder in _entries(self.path, _IDENTITY):
             for path in _entries(folder, _FILE):
                 try:
@@ -132,17 +133,17 @@ class StoreFolder:
 
 
 def block_files(folder: Path) -> list[Path]:
-    """The files of blocks in the folder of an identity, in order of their numbers."""
+    """Return the block files in the folder of an identity, by number."""
     return sorted(_entries(folder, _FILE))
 
 
 def file_name(number: int) -> str:
-    """What a file is called."""
+    """Return the name of a block file."""
     return f"{number:06d}.blocks"
 
 
 def discard(path: Path, reason: str) -> bool:
-    """Removes a file of blocks, and says why; False where it cannot be removed."""
+    """Remove a block file and log the reason; return False if it cannot be removed."""
     try:
         path.unlink()
     except OSError as error:

@@ -1,16 +1,15 @@
-"""One file of slots of one size, with a table of their headers, which is mapped into memory.
+"""File of slots of one size, with a table of their headers.
 
     0       magic, identity, bytes of a block, number of slots, CRC
-    4096    128 bytes a slot: when it was used last | length of the key, key, hash, CRC
+    4096    128 bytes a slot: time of last use | length of the key, key, hash, CRC
     ...     the slots, from a multiple of 4096 on
 
-A slot's header is cleared before its contents are written, and is written behind them, so that whoever is killed
-between leaves an empty slot. The hash is of identity, key and contents, and is checked with every read: what a lost
-page, an early header or another file's bytes leave behind is no block.
+A slot's header is cleared before its contents are written, and written after them, so a crash in between leaves an
+empty slot. The hash covers identity, key and contents, and is verified on every read. It detects lost pages, early
+headers and bytes of other files.
 
-The space is asked for when a file is made, so that no page is ever without room on the disk. Headers and contents are
-read and written with `pread` and `pwrite`, not through a mapping: a disk that fails, or a file that others make
-shorter, is an error and no signal.
+The space is allocated when a file is created, so writing a page never runs out of disk. Headers and contents are
+accessed with `pread` and `pwrite` instead of a mapping: a failing disk or a truncated file is an error, not a signal.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ _FILE = struct.Struct("<16s32sQQ")
 _CRC = struct.Struct("<I")
 _USED = struct.Struct("<Q")
 _MAX_USED = (1 << 62) - 1
-"""The number has no CRC, for it is written with every use: whatever a damaged one says, there are higher ones."""
+"""The use counter has no CRC, because it is written on every use; a damaged one is clamped to this."""
 _NAMED = struct.Struct("<B64s32s")
 _HEADER_BYTES, _PAGE_BYTES = 128, 4096
 MAX_KEY_BYTES = 64
 
 
 class Damaged(Exception):
-    """A file is none of these, or of other blocks; says how."""
+    """The file is no block file, or has other blocks; the message states why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is in a slot.
+    """Content of a slot.
 
     Attributes:
-        digest: the hash of identity, key and contents, 32 bytes.
-        used: a number that rises with every use.
+        digest: hash of identity, key and contents, 32 bytes.
+        used: counter value of the last use.
     """
 
     key: bytes
@@ -56,10 +55,10 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What all files of one folder are like.
+    """Format of all files of one folder.
 
     Attributes:
-        identity: 32 bytes: what the bytes of its blocks depend on.
+        identity: 32 bytes: hash of all that the bytes of a block depend on.
     """
 
     identity: bytes
@@ -68,31 +67,31 @@ class Form:
 
     @property
     def slots_begin(self) -> int:
-        """Where in a file the first slot is."""
+        """Return the file offset of the first slot."""
         return _PAGE_BYTES + _whole_pages(self.num_slots * _HEADER_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """The size of a file."""
+        """Return the size of a file."""
         return self.slots_begin + self.num_slots * self.bytes_per_block
 
     def digest(self, key: bytes, contents: memoryview) -> bytes:
-        """The hash of a block; it is made without the interpreter's lock."""
+        """Return the hash of a block; releases the GIL."""
         found = hashlib.sha256(self.identity + bytes([len(key)]) + key)
         found.update(contents)
         return found.digest()
 
     def file_header(self) -> bytes:
-        """What a file begins with."""
+        """Return the first bytes of a file."""
         packed = _FILE.pack(_MAGIC, self.identity, self.bytes_per_block, self.num_slots)
         return packed + _CRC.pack(zlib.crc32(packed))
 
     @classmethod
     def of_file(cls, header: bytes) -> Form:
-        """The form that a file's header tells.
+        """Parse the form from a file header.
 
         Raises:
-            Damaged: it tells none.
+            Damaged: the header is invalid.
         """
         packed, crc = header[: _FILE.size], header[_FILE.size : _FILE.size + _CRC.size]
         if len(header) < _FILE.size + _CRC.size or _CRC.unpack(crc)[0] != zlib.crc32(packed):
@@ -104,9 +103,9 @@ class Form:
 
 
 class Segment:
-    """An open file. Slots are numbered from 0; who reads and writes which, and when, is the store's to say.
+    """Open file of slots, numbered from 0. The store decides which slots are read and written.
 
-    Every verb may raise OSError: the disk failed, or somebody made the file shorter.
+    Every method may raise OSError: the disk failed, or the file was truncated.
     """
 
     def __init__(self, path: Path, form: Form, descriptor: int) -> None:
@@ -116,10 +115,10 @@ class Segment:
 
     @classmethod
     def create(cls, path: Path, form: Form) -> Self:
-        """Makes a file whose slots are empty and have their room on the disk.
+        """Create a file with empty slots, and allocate its disk space.
 
         Raises:
-            OSError: there is no room, or the file is there; nothing is left of it.
+            OSError: there is no room, or the file exists; no partial file is left.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -134,11 +133,11 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path, identity: bytes, bytes_per_block: int) -> Self:
-        """Opens a file that another life has left.
+        """Open a file of an earlier process.
 
         Raises:
-            Damaged: it is not whole, or has other blocks.
-            OSError: it cannot be opened, or there is no room for what is missing of it.
+            Damaged: it is incomplete, or has other blocks.
+            OSError: it cannot be opened, or there is no room for its missing parts.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -155,7 +154,7 @@ class Segment:
             raise
 
     def headers(self) -> Iterator[tuple[int, Header | None]]:
-        """Every slot, and what is in it; None where nothing is."""
+        """Yield every slot and its header; None if the slot is empty."""
         table = bytearray(self.form.slots_begin)
         self._fill(memoryview(table), 0)
         for slot in range(self.form.num_slots):
@@ -163,30 +162,30 @@ class Segment:
             yield slot, _header_of(bytes(table[begin : begin + _HEADER_BYTES]))
 
     def publish(self, slot: int, header: Header) -> None:
-        """Says what is in a slot, whose contents are written."""
+        """Write the header of a slot whose contents are written."""
         named = _NAMED.pack(len(header.key), header.key, header.digest)
         packed = _USED.pack(header.used) + named + _CRC.pack(zlib.crc32(named))
         self._write_header(slot, packed.ljust(_HEADER_BYTES, b"\0"))
 
     def touch(self, slot: int, used: int) -> None:
-        """Notes when a slot was used."""
+        """Write the use counter of a slot."""
         self._write_header(slot, _USED.pack(used))
 
     def clear(self, slot: int) -> None:
-        """Says that nothing is in a slot."""
+        """Clear the header of a slot."""
         self._write_header(slot, bytes(_HEADER_BYTES))
 
     def clear_all(self) -> None:
-        """Says that nothing is in any slot."""
+        """Clear the headers of all slots."""
         self._check_size()
         self._put(memoryview(bytes(self.form.slots_begin - _PAGE_BYTES)), _PAGE_BYTES)
 
     def write(self, slot: int, contents: memoryview) -> None:
-        """Writes the contents of a slot, without the interpreter's lock."""
+        """Write the contents of a slot; releases the GIL."""
         self._put(contents, self._slot_begin(slot))
 
     def read(self, slot: int, into: memoryview) -> None:
-        """Reads the contents of a slot, without the interpreter's lock."""
+        """Read the contents of a slot; releases the GIL."""
         self._fill(into, self._slot_begin(slot))
 
     def _put(self, contents: memoryview, begin: int) -> None:
@@ -203,7 +202,7 @@ class Segment:
             done += num_bytes
 
     def close(self) -> None:
-        """Closes the file, which stays."""
+        """Close the file, which stays on disk."""
         os.close(self._descriptor)
 
     def _slot_begin(self, slot: int) -> int:
@@ -214,7 +213,7 @@ class Segment:
         self._put(memoryview(packed), _header_begin(slot))
 
     def _check_size(self) -> None:
-        """Raise OSError if the file is removed, or lost its table: to write there would make it longer again."""
+        """Raise OSError if the file was removed, or lost its table: a write would extend it again."""
         found = os.fstat(self._descriptor)
         if not found.st_nlink:
             raise OSError(f"{self.path} was removed")

@@ -1,10 +1,10 @@
-"""Which slot has which key: each slot is known, coming, free, or loose, which is nobody's until the last has read it.
+"""Index from key to slot. Each slot is known, coming, free, or loose: forgotten, but still read or written.
 
-    known    least recently used ...... newest      a read moves a key to the end; who needs a slot takes from the first
-    coming   keys that are being written            what is forgotten meanwhile is loose, and not entered
-    free     slots in which nothing is, and that nobody reads
+    known    least recently used ...... newest      a read moves a key to the end; eviction starts at the front
+    coming   keys that are being written            a key forgotten in the meantime is loose, and not entered
+    free     empty slots without readers
 
-Who calls holds the store's lock.
+The caller must have locked the store.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jpaged.errors import InternalError
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A place in a file.
+    """Slot of a file.
 
     Attributes:
-        digest: the hash of what is in it.
+        digest: hash of the contents.
     """
 
     segment: Segment
@@ -36,8 +36,8 @@ class Slots:
     """All slots of a store.
 
     Attributes:
-        known: what is found, in order of use. Any thread may look; written here alone.
-        free: what can be claimed.
+        known: key -> slot, in order of use. Any thread may read; written only here.
+        free: slots that can be claimed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Slots:
         self._num_slots = self._num_loose = 0
 
     def add(self, slot: Slot, key: bytes | None = None) -> None:
-        """A slot more: free, or with a key, which becomes the newest."""
+        """Add a slot: free, or with a key, which becomes the newest."""
         self._num_slots += 1
         if key is None:
             self.free.append(slot)
@@ -55,21 +55,21 @@ class Slots:
             self.known[key] = slot
 
     def claim(self, key: bytes) -> Slot | None:
-        """A free slot for a key that is to come; None where there is none, or the key is known or coming."""
+        """Claim a free slot for a key to be written; None if there is none, or the key is known or coming."""
         if not self.free or self.is_taken(key):
             return None
         slot = self._coming[key] = self.free.pop()
         return slot
 
     def is_taken(self, key: bytes) -> bool:
-        """The key is known or coming."""
+        """Return True if the key is known or coming."""
         return key in self.known or key in self._coming
 
     def came(self, key: bytes, slot: Slot, digest: bytes | None) -> bool:
-        """What was claimed is written; whether it is known from now on, which it is not where it was forgotten.
+        """Finish a claim after its slot was written; return True if the key is known from now on.
 
         Args:
-            digest: the hash of what is in it; None where nobody wants it any more.
+            digest: hash of the contents; None if the write was cancelled.
         """
         if slot.is_loose:
             self._let_go(slot)
@@ -83,7 +83,7 @@ class Slots:
         return True
 
     def remove(self, key: bytes) -> Slot | None:
-        """Forgets a key; the slot that it had when it was known."""
+        """Forget a key; return its slot if it was known."""
         slot = self.known.pop(key, None)
         if slot is not None:
             self._loosen(slot)
@@ -94,31 +94,35 @@ class Slots:
         return slot
 
     def remove_all(self) -> int:
-        """Forgets every key; the number of those that were known."""
+        """Forget every key; return the number of known ones."""
         num_known = len(self.known)
         for key in [*self.known, *self._coming]:
             self.remove(key)
         return num_known
 
     def begin_read(self, key: bytes) -> Slot | None:
-        """The slot of a known key, which nobody else gets until `end_read`."""
+        """Return the slot of a known key, or None, and protect it from reuse until `end_read`."""
         slot = self.known.get(key)
         if slot is not None:
             slot.num_readers += 1
         return slot
 
     def end_read(self, slot: Slot) -> None:
-        """One reader less."""
+        """Remove one reader."""
         slot.num_readers -= 1
         if slot.is_loose and not slot.num_readers:
             self._let_go(slot)
 
     def victims(self) -> Iterator[bytes]:
-        """Known keys in the order in which they may go: here the one used longest ago first."""
+        """Return the known keys in eviction order: least recently used first, without those being read."""
         return (key for key, slot in self.known.items() if not slot.num_readers)
 
     def check(self) -> None:
-        """Raises InternalError when slots are lost; counts alone, at once."""
+        """Check the number of slots in O(1).
+
+        Raises:
+            InternalError: slots are lost.
+        """
         found = len(self.known), len(self._coming), len(self.free), self._num_loose
         if sum(found) != self._num_slots:
             raise InternalError(f"{found} slots known, coming, free and loose are not {self._num_slots}")

@@ -1,6 +1,6 @@
-"""Key -> block on disk: written and read by any thread, bounded, and there again in the next life.
+"""Thread-safe persistent store from key to block on disk, limited in size.
 
-A disk that fails turns the store off: it finds nothing any more, and says so once.
+A disk error turns the store off: it is logged once, and no block is found any more.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from jpaged.errors import InvalidArgument
 logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES, _MIN_SEGMENTS, _MAX_SEGMENTS = 256 << 20, 8, 256
-"""Files are made and removed whole: there are several however low the limit is, and not too many to hold open."""
+"""File size limits: files are created and removed whole, so each limit has several, but not too many to keep open."""
 _LEAST_BYTES = 1 << 15
-"""A smaller one would be header for the most part."""
+"""Minimum file size; a smaller file would consist mostly of its header."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """What a store did since it was opened; bytes are of contents, seconds are of all threads together.
+    """Counters of a store since it was opened; bytes are of contents, seconds are summed over threads.
 
     Attributes:
-        num_dropped: blocks that were not what their hash says, and are gone.
-        num_evicted: blocks that others took the place of.
-        num_failures: errors of the disk.
+        num_dropped: blocks dropped because their hash did not match.
+        num_evicted: blocks evicted for others.
+        num_failures: disk errors.
     """
 
     num_blocks: int = 0
@@ -50,7 +50,7 @@ class StoreCounts:
 
 @dataclass(slots=True)
 class _Segments:
-    """The files of an identity: those that were left, and others while there is room."""
+    """Files of an identity: existing ones, and new ones while there is room."""
 
     folder: StoreFolder
     path: Path
@@ -59,7 +59,7 @@ class _Segments:
     is_full: bool = False
 
     def open_all(self) -> None:
-        """Opens what was left; what is damaged, or beyond the limit, goes."""
+        """Open existing files; remove those that are damaged or beyond the limit."""
         total = 0
         for path in block_files(self.path):
             try:
@@ -78,7 +78,7 @@ class _Segments:
             self.opened.append(segment)
 
     def grow(self) -> Segment | None:
-        """One file more; None where the limit or the disk allows none.
+        """Create one more file; return None if the limit or the disk has no room.
 
         Raises:
             OSError: the disk failed.
@@ -100,12 +100,12 @@ class _Segments:
 
 
 class BlockStore:
-    """The blocks of one identity. Any thread may call, and several may at once.
+    """Blocks of one identity. Any thread may call, concurrently.
 
     Args:
-        path: the folder; it is locked until every user has closed the store.
-        identity: 32 bytes: what the bytes of a block depend on; blocks of another are not found.
-        max_bytes: of all files in the folder, those of other identities included.
+        path: folder, which is locked until every user has closed the store.
+        identity: 32 bytes that identify all that a block depends on; blocks of others are not found.
+        max_bytes: maximum size of all files in the folder, those of other identities included.
 
     Raises:
         InvalidArgument: the folder cannot be used, or not one block fits; names `kv_disk_dir` or `kv_disk_space`.
@@ -135,29 +135,29 @@ class BlockStore:
             logger.info("blocks on disk: %d found in %s in %.3f s", num_found, self._segments.path, seconds)
 
     def __contains__(self, key: bytes) -> bool:
-        """What the next moment holds, nobody knows; it takes no lock."""
+        """Return True if the key is known at this moment; takes no lock."""
         return self._is_on and key in self._slots.known
 
     @property
     def is_on(self) -> bool:
-        """The disk has not failed."""
+        """Return False after a disk error."""
         return self._is_on
 
     @property
     def counts(self) -> StoreCounts:
-        """A snapshot."""
+        """Return a snapshot of the counters."""
         with self._lock:
             return replace(self._counts, num_blocks=len(self._slots.known) * self._is_on)
 
     def write(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Keeps a block, in place of the one used longest ago where there is no room.
+        """Store a block; evict the least recently used one if there is no room.
 
         Args:
-            contents: `[bytes_per_block]`; nobody writes to it meanwhile.
-            is_wanted: asked at the last moment, behind which `forget` finds it.
+            contents: `[bytes_per_block]`; must not change during the call.
+            is_wanted: called last; False cancels the write. `forget` finds the block afterwards.
 
         Returns:
-            whether it is kept from now on; not where it is already, was forgotten meanwhile, or the disk failed.
+            whether it was stored; False if it already was, was forgotten in the meantime, or the disk failed.
         """
         begin_s = time.monotonic()
         try:
@@ -173,10 +173,10 @@ class BlockStore:
             return False
 
     def read(self, key: bytes, into: memoryview) -> bool:
-        """Reads a block and holds it to its hash; what does not pass is dropped.
+        """Read a block and verify its hash; an invalid block is dropped. Return True if it is valid.
 
         Args:
-            into: `[bytes_per_block]`; what is in it where the answer is False does not matter.
+            into: `[bytes_per_block]`; its contents are undefined if the result is False.
         """
         begin_s = time.monotonic()
         with self._lock:
@@ -195,9 +195,9 @@ class BlockStore:
                 self._slots.end_read(slot)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Notes that these were used just now, as far as they are known: they were found elsewhere."""
+        """Record that the known ones of these keys were used elsewhere just now."""
         for key in keys:
-            with self._lock:  # of each: nobody waits for a long prompt's
+            with self._lock:  # locked per key, so that a long prompt does not block other threads
                 slot = self._slots.known.get(key)
                 if slot is None or not self._is_on:
                     continue
@@ -209,12 +209,12 @@ class BlockStore:
                     self._turn_off(error)
 
     def forget(self, key: bytes) -> None:
-        """Sees to it that a key is not found, and what is being written under it is not entered."""
+        """Forget a key, and prevent a pending write of it from being entered."""
         with self._lock:
             self._remove(key)
 
     def reset(self) -> int:
-        """Forgets every key; the number of those that were found."""
+        """Forget every key; return the number of known ones."""
         with self._lock:
             if not self._is_on:
                 return 0
@@ -231,21 +231,21 @@ class BlockStore:
             return num_known
 
     def when_gone(self, tell: Callable[[bytes], None]) -> None:
-        """Calls `tell` with each key that ceases to be found, on any thread; a store that goes off says so by `is_on`.
+        """Register a callback for each key that is removed, on any thread; a disk error only changes `is_on`.
 
-        It is told with the store's lock held, and may ask for nothing but `in`.
+        The callback runs with the store's lock taken, and may only use `in`.
         """
         with self._lock:
             self._gone.append(tell)
 
     def share(self) -> BlockStore:
-        """This store for one user more, who closes it too."""
+        """Return this store for one more user, who must close it too."""
         with self._lock:
             self._num_users += 1
         return self
 
     def close(self) -> None:
-        """Ends one user's use; with the last one's the folder is free. Nothing may be under way."""
+        """End one user's use; the last one closes the files and the folder. No call may be pending."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:
@@ -256,7 +256,11 @@ class BlockStore:
             self._folder.close()
 
     def check(self) -> None:
-        """Raises InternalError when slots are lost; counts alone, at once."""
+        """Check the number of slots in O(1).
+
+        Raises:
+            InternalError: slots are lost.
+        """
         with self._lock:
             if self._is_on:
                 self._slots.check()
@@ -264,7 +268,7 @@ class BlockStore:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _slot_for(self, key: bytes) -> Slot | None:
-        """A slot to write a key's contents into; None where it is known, or every slot is in use."""
+        """Return a slot to write a key's contents into; None if the key is known, or every slot is in use."""
         while True:
             with self._lock:
                 if not self._is_on or self._slots.is_taken(key):
@@ -275,7 +279,7 @@ class BlockStore:
                 return None
 
     def _grow(self) -> bool:
-        """Makes one file more, unless somebody else just has; False where there can be none."""
+        """Create one more file, unless another thread just did; return False if there is no room."""
         with self._growing:
             if self._slots.free:
                 return True
@@ -288,7 +292,7 @@ class BlockStore:
             return True
 
     def _evict(self) -> bool:
-        """Frees the slot of the key that may go first; False where each is being read."""
+        """Free the slot of the first key in eviction order; return False if all are being read."""
         with self._lock:
             if self._slots.free:
                 return True
@@ -300,7 +304,7 @@ class BlockStore:
             return True
 
     def _enter(self, key: bytes, slot: Slot, digest: bytes, is_wanted: bool, seconds: float) -> bool:
-        """Makes a written block known, unless it was forgotten meanwhile."""
+        """Make a written block known, unless it was forgotten in the meantime."""
         if not self._is_on or not self._slots.came(key, slot, digest if is_wanted else None):
             return False
         self._clock += 1
@@ -315,7 +319,7 @@ class BlockStore:
         return True
 
     def _was_read(self, key: bytes, slot: Slot, is_sound: bool, seconds: float) -> bool:
-        """Counts a read; what is sound becomes the newest, what is not is gone."""
+        """Count a read; a valid block becomes the newest, an invalid one is dropped."""
         with self._lock:
             is_still = self._is_on and self._slots.known.get(key) is slot
             if is_still and is_sound:
@@ -334,7 +338,7 @@ class BlockStore:
             return is_sound
 
     def _remove(self, key: bytes) -> None:
-        """Makes a key unknown, if it is known or coming, here and for the next life."""
+        """Forget a known or coming key, in memory and on disk."""
         slot = self._slots.remove(key)
         for tell in self._gone if slot is not None else ():
             tell(key)
@@ -353,9 +357,9 @@ class BlockStore:
 
 
 def _find_all(segments: Iterable[Segment], slots: Slots) -> int:
-    """Reads the tables of all files: what is in which slot; the highest number of a use.
+    """Read the tables of all files into the index; return the highest use counter.
 
-    Of two slots with one key the newer stays.
+    If two slots have one key, the newer one stays.
     """
     found: list[tuple[Header, Slot]] = []
     for segment in segments:
@@ -373,7 +377,7 @@ def _find_all(segments: Iterable[Segment], slots: Slots) -> int:
 
 
 def _form(identity: bytes, bytes_per_block: int, max_bytes: int) -> Form:
-    """Files of a size that the limit has several of; one slot each where blocks are large."""
+    """Return the file format: several files within the limit; one slot each if blocks are large."""
     wanted = min(max(_SEGMENT_BYTES, max_bytes // _MAX_SEGMENTS), max_bytes // _MIN_SEGMENTS)
     wanted = max(wanted, min(_LEAST_BYTES, max_bytes))
     form = Form(identity, bytes_per_block, 1)

@@ -1,11 +1,11 @@
-"""jpaged as a model of EleutherAI's lm-evaluation-harness: `lm_eval --model jpaged`.
+"""Model class for EleutherAI's lm-evaluation-harness: `lm_eval --model jpaged`.
 
-harness.py     the class that the harness knows; the only file that imports it
-__main__.py    the harness's own command, with the model registered
-options.py     what --model_args says
-runner.py      pairs of tokens -> log-probabilities, contexts -> texts: the harness's meaning, without the harness
+harness.py     model class of the harness; the only file that imports it
+__main__.py    the harness's command line, with the model registered
+options.py     options in --model_args
+runner.py      pairs of tokens -> log-probabilities, contexts -> texts: the harness's semantics, without the harness
 pairs.py       pairs of tokens, grouped so that a context is computed once
-generation.py  what a task asks of generated text -> SamplingParams, and where texts are cut
-texts.py       text <-> tokens as the harness means it
-backends.py    what the runner asks of an engine: one in this process, or a server
+generation.py  generation_kwargs of a task -> SamplingParams, and truncation of texts
+texts.py       text <-> tokens with the harness's semantics
+backends.py    engines for the runner: one in this process, or a server
 """

@@ -1,6 +1,6 @@
-"""The harness's own command with `--model jpaged`: `python -m jpaged.evaluation --model jpaged --tasks ...`.
+"""Command line of the harness with `--model jpaged`: `python -m jpaged.evaluation --model jpaged --tasks ...`.
 
-For releases of the harness up to 0.4.13; later ones find the model by themselves, and `lm_eval` is the command.
+For releases of the harness up to 0.4.13; later ones discover the model, and `lm_eval` is the command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _INSTALL = "the harness is missing: pip install 'jpaged[eval]'"
 
 
 def main() -> int:
-    """Registers the model and runs the harness's command line; returns the exit code."""
+    """Register the model and run the harness's command line; return the exit code."""
     try:
         harness = importlib.import_module("lm_eval.__main__")
         importlib.import_module("jpaged.evaluation.harness")

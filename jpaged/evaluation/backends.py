@@ -1,7 +1,7 @@
-"""What the runner asks of an engine: one in this process, or a server.
+"""Engines for the runner: one in this process, or a server.
 
-Both take everything at once and keep the engine full; how much is in flight is bounded by the engine's queue, or by the
-places that the server says it has.
+Both accept all requests at once and keep the engine full. The number in flight is limited by the engine's queue, or by
+the server's reported capacity.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _Answer = TypeVar("_Answer")
 
 
 class Backend(Protocol):
-    """Runs tokens.
+    """Engine interface for the runner.
 
     Attributes:
-        max_model_len: tokens of a sequence at most, those that it generates included.
+        max_model_len: maximum number of tokens of a sequence, generated ones included.
     """
 
     max_model_len: int
@@ -41,19 +41,19 @@ class Backend(Protocol):
     def complete(
         self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar
     ) -> list[RequestOutput]:
-        """Generate behind each prompt, in order."""
+        """Generate a continuation of each prompt, in order."""
 
     def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
-        """How likely each continuation of each group is, in order."""
+        """Return the likelihood of each continuation of each group, in order."""
 
     def close(self) -> None: ...
 
 
 class OfflineBackend:
-    """An engine in this process.
+    """Engine in this process.
 
     Args:
-        adapter: the name of one that it has loaded; "" is the model as it is.
+        adapter: name of a loaded adapter; "" for the base model.
     """
 
     def __init__(self, llm: LLM, adapter: str = "") -> None:
@@ -79,23 +79,23 @@ class OfflineBackend:
         return [[(one.logprob, one.is_greedy) for one in each] for each in scores]
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the cached prefixes of what was asked before."""
+        """Clear the prefix cache."""
         self._llm.reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Close the engine and free the device memory."""
         self._llm.close()
 
 
 class RemoteBackend:
-    """A server.
+    """Server.
 
     Args:
-        max_concurrency: calls in flight at most, whatever places it says it has.
-        timeout_s: for each call; None is none.
+        max_concurrency: maximum number of calls in flight, regardless of the server's reported capacity.
+        timeout_s: timeout of each call; None for none.
 
     Raises:
-        JpagedError: it is not there, or does not say which model it has.
+        JpagedError: the server is unreachable, or does not report its model.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class RemoteBackend:
         self.max_model_len = self.model.max_model_len
 
     def require_tokenizer(self, encode: Callable[[str], Sequence[int]]) -> None:
-        """Refuses a tokenizer that takes texts apart otherwise than the server's own.
+        """Check that a tokenizer encodes texts as the server does.
 
         Raises:
-            InvalidArgument: it does; what was scored would be other texts.
+            InvalidArgument: it does not, so that other texts would be scored.
         """
         with Client(self._target, timeout_s=self._timeout_s, api_key=self._api_key) as client:
             theirs = client.tokenize(_PROBE, add_special_tokens=False)
@@ -145,7 +145,7 @@ class RemoteBackend:
         return _run(self._each(one, groups, use_tqdm))
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """Do nothing: there are no connections between calls."""
 
     async def _each(
         self,
@@ -153,7 +153,7 @@ class RemoteBackend:
         asks: Sequence[_Ask],
         use_tqdm: bool | MakeBar,
     ) -> list[_Answer]:
-        """Do the work of each, so many at a time; the first error ends all."""
+        """Call `work` for each ask, with limited concurrency; raise the first error, which cancels the others."""
         answers: dict[int, _Answer] = {}
         places = iter(range(len(asks)))
         bar = ProgressBar(use_tqdm, len(asks))
@@ -181,7 +181,7 @@ class RemoteBackend:
 
 
 async def _patiently(call: Callable[[], Awaitable[_Answer]]) -> _Answer:
-    """Call again for as long as the server's queue is full of what others ask."""
+    """Repeat a call while the server's queue is full."""
     while True:
         try:
             return await call()
@@ -190,7 +190,7 @@ async def _patiently(call: Callable[[], Awaitable[_Answer]]) -> _Answer:
 
 
 def _run(work: Coroutine[Any, Any, _Answer]) -> _Answer:
-    """Run a coroutine to its end, also where a loop runs already, as in a notebook."""
+    """Run a coroutine to its end, even if an event loop is running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

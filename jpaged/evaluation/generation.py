@@ -1,7 +1,7 @@
-"""What a task asks of generated text -> `SamplingParams`, and where texts are cut.
+"""Conversion of a task's generation_kwargs to `SamplingParams`, and truncation of texts.
 
-The keys are those of transformers' `generate` that tasks use, and fields of `SamplingParams` under their own names.
-https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/task_guide.md has what tasks may say.
+The keys are those of transformers' `generate` that tasks use, and the fields of `SamplingParams`.
+https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/task_guide.md describes the options of tasks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jpaged.types import SamplingParams
 from jpaged.types.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""The first that is given counts."""
+"""The first one present is used."""
 _STOP_NAMES = ("until", "stop")
 _OTHER_NAMES = {"num_beams": "beam_width", "min_new_tokens": "min_tokens"}
 _SET_HERE = frozenset(
@@ -37,7 +37,7 @@ _TAKEN = frozenset(one.name for one in dataclasses.fields(SamplingParams)) - _SE
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How one text is generated, and the texts that end it: what the engine may not take of them is cut afterwards."""
+    """Sampling parameters of one text, and the texts that end it, which may exceed what the engine supports."""
 
     sampling: SamplingParams
     until: tuple[str, ...]
@@ -46,15 +46,15 @@ class Generation:
 def generation_of(
     asked: Mapping[str, Any], *, max_tokens: int, eos_token_id: int | None, is_thinking: bool = False
 ) -> Generation:
-    """Read the generation_kwargs of a task.
+    """Parse the generation_kwargs of a task.
 
-    Without `do_sample` a temperature above 0 samples; `do_sample: false` is greedy whatever the temperature; a sampled
-    text whose temperature is left out has 1.
+    Without `do_sample` a temperature above 0 samples. `do_sample: false` is greedy regardless of the temperature. The
+    default temperature of a sampled text is 1.
 
     Args:
-        max_tokens: where the task does not say.
-        eos_token_id: the tokenizer's, which ends a text as the model's own do.
-        is_thinking: the texts of `until` end the answer, and not the thinking before it.
+        max_tokens: default if the task has none.
+        eos_token_id: the tokenizer's, which ends a text as the model's ending tokens do.
+        is_thinking: the texts of `until` end the answer, not the thinking before it.
 
     Raises:
         InvalidArgument: a key is unknown, or a value out of range.
@@ -66,7 +66,7 @@ def generation_of(
     fields: dict[str, Any] = {
         "max_tokens": int(limits[0]) if limits else max_tokens,
         "temperature": _temperature(given.pop("do_sample", None), given.pop("temperature", None)),
-        "skip_special_tokens": False,  # a special token may be what ends a text
+        "skip_special_tokens": False,  # a special token may end the text
     }
     fields["stop"] = [text for text in stops if len(text) <= MAX_STOP_STRING_CHARS][:MAX_STOP_STRINGS]
     fields["detokenize"] = bool(fields["stop"])
@@ -85,7 +85,7 @@ def generation_of(
 
 
 def seeded(sampling: SamplingParams, seed: int, place: int) -> SamplingParams:
-    """Give a sampled text its seed: a function of the run's, or of the task's, and of its place in the run."""
+    """Set the seed of a sampled text, from the seed of the task or the run and the text's index in the run."""
     if sampling.is_greedy or sampling.beam_width:
         return sampling
     digest = hashlib.sha256(f"{seed if sampling.seed is None else sampling.seed}/{place}".encode()).digest()
@@ -93,7 +93,7 @@ def seeded(sampling: SamplingParams, seed: int, place: int) -> SamplingParams:
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """Cut a text where the first of these begins, one after the other."""
+    """Cut a text at the first occurrence of each of these, one after the other."""
     for end in until:
         text = text.partition(end)[0]
     return text

@@ -1,8 +1,8 @@
-"""The class that the harness knows: `lm_eval --model jpaged --model_args target=localhost:50051 --tasks ...`.
+"""Model class of the harness: `lm_eval --model jpaged --model_args target=localhost:50051 --tasks ...`.
 
-The harness encodes contexts and continuations, makes the windows of long texts and keeps its cache of answers; this
-hands tokens on. It finds the class by this package's entry point in the group `lm_eval.models`, which is read by what
-has https://github.com/EleutherAI/lm-evaluation-harness/pull/4013, or when this module is imported.
+The harness encodes contexts and continuations, splits long texts into windows and caches answers; this class passes
+tokens to the runner. The harness finds it by the entry point of this package in the group `lm_eval.models` (releases
+with https://github.com/EleutherAI/lm-evaluation-harness/pull/4013), or when this module is imported.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from jpaged.version import __version__
 
 NAME = "jpaged"
 _NUM_KEPT_AT_ONCE = 1024
-"""Requests whose answers the harness keeps together, with --use_cache: what an interrupted run does not lose."""
+"""Number of requests per call with --use_cache: an interrupted run loses at most these answers."""
 
 _T = TypeVar("_T")
 
 
 @register_model(NAME)
 class JpagedLM(TemplateLM):
-    """A model of the harness.
+    """Model of the harness.
 
     Args:
-        arguments: of --model_args, see `EvaluationOptions`, and what the harness adds: `batch_size` and
-            `max_batch_size` have no effect, as the engine batches by itself.
+        arguments: --model_args, see `EvaluationOptions`, and the harness's arguments: `batch_size` and `max_batch_size`
+            have no effect, because the engine does continuous batching.
 
     Raises:
         InvalidArgument: an option is unknown or out of range, or the tokenizer is not the server's.
@@ -58,28 +58,28 @@ class JpagedLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Return the token that ends a text."""
         token_id = self._texts.eos_token_id
         return self._texts.prefix_token_id if token_id is None else token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What texts without a context are behind."""
+        """Return the token before texts without a context."""
         return self._texts.prefix_token_id
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most."""
+        """Return the maximum number of tokens that the model reads."""
         return self._runner.max_length
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens to generate where a task does not say."""
+        """Return the default number of tokens to generate."""
         return self._options.max_gen_toks
 
     @property
     def tokenizer_name(self) -> str:
-        """Under which the harness keeps the requests that it has made."""
+        """Return the name under which the harness caches its requests."""
         return self._texts.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: object) -> list[int]:
@@ -92,7 +92,7 @@ class JpagedLM(TemplateLM):
         return self._texts.of_chat(chat_history, variables, add_generation_prompt=add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness keeps with its results."""
+        """Return the fields that the harness stores with its results."""
         where = {"target": self._options.target} if self._options.target else {}
         return {"jpaged_version": __version__, "model_name": self._model_name, "max_length": self.max_length, **where}
 
@@ -135,11 +135,11 @@ class JpagedLM(TemplateLM):
         return found
 
     def close(self) -> None:
-        """Gives the device's memory back; the model is spent."""
+        """Close the engine; the model cannot be used any more."""
         self._backend.close()
 
     def _windows(self, text: str) -> list[Pair]:
-        """The windows of a text: each token is predicted once, behind as many before it as fit."""
+        """Return the windows of a text: each token is predicted once, after the longest context that fits."""
         windows: Iterable[Pair] = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
@@ -149,13 +149,13 @@ class JpagedLM(TemplateLM):
         return [make_disjoint_window(window) for window in windows]
 
     def _at_once(self, requests: Sequence[_T]) -> Iterator[Sequence[_T]]:
-        """All of them, or so many as are kept together where the harness keeps answers."""
+        """Return the requests in one part, or in parts of limited size if the harness caches answers."""
         width = len(requests) if self.cache_hook.dbdict is None else _NUM_KEPT_AT_ONCE
         return (requests[first : first + width] for first in range(0, len(requests), max(width, 1)))
 
 
 def _open(options: EvaluationOptions) -> tuple[OfflineBackend | RemoteBackend, str]:
-    """The engine or the server, and the name of its model."""
+    """Open the engine or the server; return it and the name of the model."""
     if options.target:
         remote = RemoteBackend(
             options.target,

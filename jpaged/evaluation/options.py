@@ -1,4 +1,4 @@
-"""What --model_args says: which model or server, how texts are taken apart, and the engine's own options."""
+"""Options in --model_args: model or server, tokenization, and engine options."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from jpaged.errors import InvalidArgument
 
 _OTHER_NAMES = {"pretrained": "model", "timeout": "timeout_s"}
 _WITHOUT_EFFECT = ("batch_size", "max_batch_size", "device", "trust_remote_code")
-"""The harness's own: the engine batches by itself, jax chooses devices, and code from a model's folder is never run."""
+"""Ignored options of the harness: the engine batches by itself, jax chooses devices, and remote code never runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOptions:
-    """The options of a model of the harness. Values out of range raise `InvalidArgument`.
+    """Options of the harness model. Values out of range raise `InvalidArgument`.
 
     Attributes:
-        model: what `jpaged.LLM` takes: a folder, a hub id, `demo`; `pretrained` is another name for it.
-        target: a server that runs, HOST:PORT; exactly one of the two is given.
-        tokenizer: a folder or hub id of it, where that is not the model.
-        adapter: the name of an adapter (LoRA); of a server one that it has loaded.
-        max_length: tokens that the model reads at most: longer contexts lose their beginning. None is what it has.
-        max_gen_toks: tokens to generate where a task does not say.
+        model: argument of `jpaged.LLM`: a folder, a hub id, `demo`; `pretrained` is an alias.
+        target: running server, HOST:PORT; exactly one of model and target is required.
+        tokenizer: folder or hub id of the tokenizer, if it is not the model's.
+        adapter: name of a LoRA adapter; for a server, one that it has loaded.
+        max_length: maximum number of tokens that the model reads: longer contexts are cut at the beginning. None for
+            the model's maximum.
+        max_gen_toks: default number of tokens to generate.
         add_bos_token: None leaves special tokens at the start of texts to the tokenizer.
-        prefix_token_id: what texts without a context are behind; None is the tokenizer's bos, or eos without one.
-        enable_thinking: a variable of chat templates; None leaves it out.
-        think_end_token: what ends a model's thinking, a text or a token id; answers begin behind it.
+        prefix_token_id: token before texts without a context; None is the tokenizer's bos, or eos without one.
+        enable_thinking: variable of chat templates; None omits it.
+        think_end_token: end of a model's thinking, a text or a token id; answers begin after it.
         chat_template_args: other variables of chat templates.
-        seed: of sampled texts: those of a run are a function of it and of their place in the run.
-        max_concurrency: calls to a server in flight at most.
-        timeout_s: for each call to a server; None is none.
+        seed: seed of sampled texts, which depend on it and on their index in the run.
+        max_concurrency: maximum number of calls to a server in flight.
+        timeout_s: timeout of each call to a server; None for none.
         engine: all others, with `model`: options of `jpaged.LLM`.
     """
 
@@ -74,7 +75,7 @@ class EvaluationOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> EvaluationOptions:
-        """Read what the harness hands to the class of a model.
+        """Parse the arguments that the harness passes to a model class.
 
         Raises:
             InvalidArgument: an option is given twice, or its value is out of range.

@@ -1,8 +1,8 @@
 """Pairs of tokens, grouped so that a context is computed once.
 
-What the harness asks of each choice of a question is a pair: the tokens of its context, and those of the choice. Pairs
-of one context become one call. Choices of one token, letters most often, become less: the engine tells of all of them
-where it samples behind the context.
+For each choice of a question the harness requests a pair: the tokens of the context, and those of the choice. Pairs
+with the same context become one call. Choices of one token, mostly letters, are cheaper: one sample after the context
+returns the log-probabilities of all of them.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from jpaged.errors import InvalidArgument
 
 TokenIds = tuple[int, ...]
 Pair = tuple[Sequence[int], Sequence[int]]
-"""The tokens of a context, and of what comes behind it."""
+"""Tokens of a context, and of its continuation."""
 Likelihood = tuple[float, bool]
-"""The log-probability of a continuation (natural), and whether each of its tokens is the likeliest in its place."""
+"""Log-probability of a continuation (natural), and True if each of its tokens is the likeliest one."""
 
 MAX_TOLD_TOKENS = 32
-"""Tokens that a sample tells of."""
+"""Maximum number of token log-probabilities per sample."""
 MAX_CONTINUATIONS = 1024
-"""Continuations of one call."""
+"""Maximum number of continuations per call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Continuations of one context: each of one token, or each of several. None is there twice."""
+    """Distinct continuations of one context: each of one token, or each of several."""
 
     context: TokenIds
     continuations: tuple[TokenIds, ...]
 
     @property
     def is_of_tokens(self) -> bool:
-        """Each continuation is one token."""
+        """Return True if each continuation is one token."""
         return len(self.continuations[0]) == 1
 
 
 def fitted(pair: Pair, max_length: int) -> tuple[TokenIds, TokenIds]:
-    """Take from the beginning of a context what does not fit.
+    """Cut the beginning of a context that does not fit.
 
     Args:
         max_length: tokens that the model reads; the last token of the continuation is not read.
@@ -55,9 +55,9 @@ def fitted(pair: Pair, max_length: int) -> tuple[TokenIds, TokenIds]:
 
 
 def grouped(pairs: Iterable[tuple[TokenIds, TokenIds]]) -> list[Group]:
-    """Group pairs by their contexts, which come in order: those that begin alike are beside each other.
+    """Group pairs by context; sorted, so that contexts with a common beginning are adjacent.
 
-    Pairs without a continuation are left out.
+    Pairs without a continuation are omitted.
     """
     by_context: dict[tuple[TokenIds, bool], dict[TokenIds, None]] = {}
     for context, continuation in pairs:
@@ -71,7 +71,7 @@ def grouped(pairs: Iterable[tuple[TokenIds, TokenIds]]) -> list[Group]:
 
 
 def by_pair(groups: Sequence[Group], likelihoods: Sequence[Sequence[Likelihood]]) -> dict[Pair, Likelihood]:
-    """The likelihood of each pair of the groups."""
+    """Return the likelihood of each pair of the groups."""
     return {
         (group.context, continuation): likelihood
         for group, each in zip(groups, likelihoods, strict=True)

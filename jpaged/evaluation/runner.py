@@ -1,7 +1,7 @@
-"""Pairs of tokens -> log-probabilities, contexts -> texts: what the harness means by its requests, without the harness.
+"""Runner of the harness's requests, independent of the harness: log-probabilities of pairs, and generated texts.
 
-pairs     -> fitted to the model's length -> grouped by context -> one call a group -> a likelihood a pair
-contexts  -> fitted, with the task's sampling                   -> one call each    -> a text, cut where it ends
+pairs     -> fitted to the model's length -> grouped by context -> one call per group -> a likelihood per pair
+contexts  -> fitted, with the task's sampling                   -> one call each      -> a text, cut at its end
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from jpaged.progress_bar import MakeBar
 from jpaged.types import RequestOutput, SamplingParams
 
 _UNREAD_TOKENS = 2
-"""A score needs a place behind the text for a token that is dropped, and its last token is not read."""
+"""A score needs one slot after the text, for a token that is dropped, and the last token of the text is not read."""
 
 
 class Runner:
-    """Runs what the harness asks on a backend.
+    """Runner of the harness's requests on a backend.
 
     Attributes:
-        max_length: tokens that the model reads at most when it scores.
+        max_length: maximum number of tokens that the model reads for a score.
 
     Raises:
-        InvalidArgument: the model has no room for the `max_length` that is asked for.
+        InvalidArgument: the model has no room for the requested `max_length`.
     """
 
     def __init__(self, backend: Backend, texts: Texts, options: EvaluationOptions) -> None:
@@ -46,9 +46,9 @@ class Runner:
         self._think_end = self._texts.id_of(end) if isinstance(end, str) and self._texts.id_of(end) is not None else end
 
     def loglikelihoods(self, pairs: Sequence[Pair], *, use_tqdm: bool | MakeBar = False) -> list[Likelihood]:
-        """How likely the second half of each pair is behind the first; that of no tokens is certain.
+        """Return the likelihood of the second half of each pair after the first; an empty one is certain.
 
-        Contexts that do not fit lose their beginning. What is there twice is computed once.
+        Contexts that do not fit are cut at the beginning. Duplicates are computed once.
 
         Raises:
             InvalidArgument: a continuation alone is longer than `max_length`, or a context is empty.
@@ -65,11 +65,11 @@ class Runner:
         return [found[fit] if fit[1] else (0.0, True) for fit in fits]
 
     def generate(self, asks: Sequence[tuple[str, Mapping[str, Any]]], *, use_tqdm: bool | MakeBar = False) -> list[str]:
-        """A text behind each context, as its generation_kwargs say.
+        """Generate a text after each context, by its generation_kwargs.
 
         Raises:
-            InvalidArgument: a key is unknown, a value out of range, or nothing is left for the context beside the
-                tokens to generate.
+            InvalidArgument: a key is unknown, a value out of range, or the tokens to generate leave no room for the
+            context.
         """
         generations = [self._generation(asked) for _, asked in asks]
         prompts = [self._prompt(context, one) for (context, _), one in zip(asks, generations, strict=True)]
@@ -111,7 +111,7 @@ class Runner:
         return tuple(self._texts.encode(context)[-num_left:]) or (self._texts.prefix_token_id,)
 
     def _answer(self, output: RequestOutput, until: Sequence[str]) -> str:
-        """The text of what was generated, from the end of its thinking to where it is cut."""
+        """Return the generated text, from the end of the thinking to the first end text."""
         token_ids, end = list(output.outputs[0].token_ids), self._think_end
         if isinstance(end, int) and end in token_ids:
             token_ids = token_ids[len(token_ids) - token_ids[::-1].index(end) :]
@@ -122,7 +122,7 @@ class Runner:
 
 
 def _told(output: RequestOutput) -> list[Likelihood]:
-    """What was told of the tokens that were asked of, behind a prompt."""
+    """Return the likelihoods of the requested tokens after a prompt."""
     (sequence,) = output.outputs
     if not sequence.logprobs:
         raise InternalError(f"request {output.request_id!r} was told nothing of the tokens that it asked of")

@@ -1,6 +1,6 @@
-"""Text <-> tokens as the harness means it, by the tokenizer that its own `hf` model would have.
+"""Tokenization with the harness's semantics, by the tokenizer that its `hf` model would use.
 
-https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md says what a model has to hold to.
+https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md lists the requirements on a model.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from jinja2 import TemplateError
 from jpaged.errors import InvalidArgument
 
 _NUM_KEPT = 64
-"""Texts whose tokens are kept: the choices of a question come one after the other, with one context."""
+"""Texts whose tokens are cached: the choices of a question arrive in sequence, with one context."""
 
 _log = logging.getLogger(__name__)
 
 
 class Texts:
-    """A tokenizer of transformers, and which special tokens texts begin with.
+    """Tokenizer of transformers, with rules for special tokens at the start of texts.
 
     Args:
         inner: transformers' tokenizer.
-        add_bos_token: whether texts get special tokens; None leaves it to the tokenizer.
-        prefix_token_id: what texts without a context are behind; None is the tokenizer's bos, or eos without one.
+        add_bos_token: True if texts get special tokens; None leaves it to the tokenizer.
+        prefix_token_id: token before texts without a context; None is the tokenizer's bos, or eos without one.
     """
 
     def __init__(self, inner: Any, *, add_bos_token: bool | None = None, prefix_token_id: int | None = None) -> None:
@@ -38,12 +38,12 @@ class Texts:
 
     @classmethod
     def load(cls, folder: Path, *, add_bos_token: bool | None = None, prefix_token_id: int | None = None) -> Texts:
-        """Read the tokenizer of a folder in Hugging Face layout. Code from there is never run.
+        """Load the tokenizer of a folder in Hugging Face layout, without running code from there.
 
         Raises:
             InvalidArgument: there is none, or it is broken.
         """
-        from transformers import AutoTokenizer  # which takes a second to import
+        from transformers import AutoTokenizer  # takes a second to import
 
         if not folder.is_dir():
             raise InvalidArgument("tokenizer", f"{folder.name} is a file: give a folder or hub id as tokenizer=...")
@@ -57,13 +57,13 @@ class Texts:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text; None where the tokenizer names none."""
+        """Return the token that ends a text; None if the tokenizer has none."""
         token_id: int | None = self.inner.eos_token_id
         return token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What texts without a context are behind.
+        """Return the token before texts without a context.
 
         Raises:
             InvalidArgument: the tokenizer has no such token.
@@ -75,34 +75,34 @@ class Texts:
 
     @property
     def name(self) -> str:
-        """Its name, as the harness keeps what it has cached under it."""
+        """Return the name under which the harness caches."""
         return str(self.inner.name_or_path).replace("/", "__")
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """The tokens of a text.
+        """Return the tokens of a text.
 
         Args:
-            add_special_tokens: None is as for all texts, but for those that begin with the prefix token already.
+            add_special_tokens: None applies the default, except to texts that already begin with the prefix token.
         """
         return list(self._encoded(text, add_special_tokens))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         return str(self.inner.decode(list(token_ids), skip_special_tokens=True))
 
     def id_of(self, token: str) -> int | None:
-        """The id of a text that is one token added to the vocabulary; None where it is none."""
+        """Return the id of a text that is one added token of the vocabulary, or None."""
         token_id: int | None = self.inner.get_added_vocab().get(token)
         return token_id
 
     def of_chat(
         self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], *, add_generation_prompt: bool = True
     ) -> str:
-        """Lay out a conversation through the chat template; a template that refuses a system message gets none.
+        """Render a conversation with the chat template; if the template rejects a system message, drop it.
 
         Args:
-            variables: of the template.
-            add_generation_prompt: False leaves the last message open, to be gone on with.
+            variables: variables of the template.
+            add_generation_prompt: False leaves the last message open, to be continued.
         """
         render = functools.partial(
             self.inner.apply_chat_template,

@@ -1,7 +1,7 @@
-"""Which server holds which prefixes: told by servers, gathered by routers, in the format of vLLM's KV events.
+"""KV cache events: which server caches which prefixes, in the format of vLLM's KV events.
 
-encoding.py    changes of a step <-> a message
-publisher.py   a server's sockets, on a thread
-subscriber.py  a router's sockets: in order, with what it missed asked for again
-directory.py   who holds how much of a prompt: no I/O
+encoding.py    events of a step <-> a message
+publisher.py   sockets of a server, on a thread
+subscriber.py  sockets of a router: in order, with replay of missed messages
+directory.py   index of servers by cached prefix: no I/O
 """

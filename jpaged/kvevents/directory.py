@@ -1,18 +1,18 @@
-"""Who holds how much of a prompt, as servers tell it. No I/O; one thread writes and asks.
+"""Index of how much of a prompt each server caches, from KV cache events. No I/O; used by one thread.
 
-    events of a server      hash of theirs ──> key of ours      by the chain of tokens that they tell
-    a prompt                its chain of keys ──> of each server the blocks that it has from the front
+    events of a server      server's block hash ──> our key      by the chain of tokens in the events
+    a prompt                its chain of keys ──> of each server the leading blocks that it caches
 
-A key of ours is a digest of the tokens of a block, of the key before it, and of salt, tenant and adapter's name in
-front: what a router has without a tokenizer of its own, if requests bring token ids. So servers whose own keys differ
-(other adapters' numbers, other hash functions, vLLM) are in one directory. What a server holds in several tiers counts
-until it is gone from all of them. Of models with several KV groups the first counts, which has no window where any has
-none; where all have, the blocks count that whoever goes on behind a prompt sees, for no other is needed: those of the
-window, and where first tokens are kept besides, theirs.
+Our key is a digest of the tokens of a block, of the previous key, and initially of salt, tenant and adapter name. A
+router can compute it without a tokenizer if requests contain token ids. So servers with different block hashes (other
+adapter numbers, other hash functions, vLLM) share one index. A block stored in several tiers counts until it is removed
+from all of them. For models with several KV groups only the first is indexed, which has no window if any group has
+none. If all have windows, only the blocks visible after a prompt must be cached: those of the window, and attention
+sinks.
 
-What is told of blocks that nobody knows the tokens of is passed over: a directory may say too little, which costs a
-hit, and where messages were lost too much, which costs one as well. Of a prompt so many blocks are looked for and no
-more, however long it is and however small the blocks are that servers tell of: who asks does not wait for long.
+Events without known tokens are ignored. The index may therefore report too little, or too much after lost messages;
+both cost only a cache hit. The number of blocks looked up per prompt is limited, whatever its length and the servers'
+block sizes, which bounds the time of a lookup.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Tokens = Sequence[int] | NDArray[np.integer]
 _KEY_BYTES = 16
 _TOKEN_BYTES = 8
 _FIRST_PART = 8
-"""Blocks of a prompt that are looked for at first; then twice as many each time."""
+"""Blocks of a prompt that are looked up first; the number doubles each time."""
 _MAX_KEYS = 4096
-"""Keys that are made for one question, some milliseconds; servers of several block sizes share them."""
+"""Maximum number of keys computed per lookup, some milliseconds; divided among the servers' block sizes."""
 NOBODY = Owner()
 """No salt, no tenant and no adapter."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """What one server holds.
+    """Blocks that one server caches.
 
     Attributes:
-        window: tokens that a query sees; None is all.
-        num_sink_tokens: those at the beginning that it sees besides.
-        keys: our key of each hash of theirs.
-        hashes: theirs of each key of ours.
-        tiers: where each hash is.
+        window: tokens that a query attends to; None for all.
+        num_sink_tokens: leading tokens that it attends to in addition.
+        keys: our key of each of the server's hashes.
+        hashes: the server's hash of each of our keys.
+        tiers: tiers that store each hash.
     """
 
     block_size: int | None = None
@@ -60,10 +60,10 @@ class _Held:
 
 
 class Directory:
-    """Which servers hold the beginning of a prompt.
+    """Index of the servers that cache the beginning of a prompt.
 
     Args:
-        max_blocks: of one server; what it tells beyond is passed over.
+        max_blocks: maximum number of blocks per server; events beyond it are ignored.
     """
 
     def __init__(self, max_blocks: int = 4_000_000) -> None:
@@ -72,16 +72,16 @@ class Directory:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Those that told something, and were not forgotten."""
+        """Return the servers that published events and were not forgotten."""
         return tuple(self._servers)
 
     def num_blocks(self, server: str) -> int:
-        """Blocks that a server is known to hold, in whatever tier."""
+        """Return the number of blocks that a server caches, in any tier."""
         held = self._servers.get(server)
         return 0 if held is None else len(held.tiers)
 
     def take(self, server: str, events: Iterable[Event]) -> None:
-        """Takes what a server tells, in order."""
+        """Apply the events of a server, in order."""
         held = self._servers.setdefault(server, _Held())
         for event in events:
             if isinstance(event, Cleared):
@@ -94,18 +94,18 @@ class Directory:
                 self._store(held, event)
 
     def forget(self, server: str) -> None:
-        """A server is gone, or what it told was lost: nothing is known of it."""
+        """Remove a server that is gone, or whose events were lost."""
         self._servers.pop(server, None)
 
     def num_tokens_held(
         self, token_ids: Tokens, owner: Owner = NOBODY, servers: Iterable[str] | None = None
     ) -> Mapping[str, int]:
-        """Tokens from the front of a prompt that each server holds; those that hold none are left out.
+        """Return the number of leading tokens of a prompt that each server caches, without servers that cache none.
 
-        Behind the first `_MAX_KEYS` blocks nothing is looked for; where servers have blocks of k sizes, a k-th of that.
+        At most `_MAX_KEYS` blocks are looked up; if servers have k block sizes, a k-th of that each.
 
         Args:
-            servers: who is asked about; None is all.
+            servers: servers to look up; None for all.
         """
         asked = [
             (server, held, held.block_size)
@@ -124,7 +124,7 @@ class Directory:
         return found
 
     def _store(self, held: _Held, event: StoredBlocks) -> None:
-        if not event.token_ids:  # a tier beneath, which tells hashes alone
+        if not event.token_ids:  # a lower tier, which publishes only hashes
             for one in event.hashes:
                 if one in held.keys:
                     held.tiers[one].add(event.tier)
@@ -157,14 +157,14 @@ class Directory:
 
 
 def _forget_key(held: _Held, one: int) -> None:
-    """A hash of theirs has no key of ours any more, or gets another: the tokens that it had are not held by it."""
+    """Remove the key of a server's hash, whose tokens have changed or are gone."""
     key = held.keys.pop(one, None)
     if key is not None and held.hashes.get(key) == one:
         del held.hashes[key]
 
 
 def root_of(owner: Owner) -> Key:
-    """The key in front of a prompt."""
+    """Return the parent key of a prompt's first block."""
     found = hashlib.blake2b(digest_size=_KEY_BYTES)
     for name in owner:
         encoded = name.encode()
@@ -173,7 +173,7 @@ def root_of(owner: Owner) -> Key:
 
 
 def key_of(parent: Key, token_ids: Tokens) -> Key:
-    """The key of a block behind `parent`."""
+    """Return the key of a block that follows `parent`."""
     return _key_of_bytes(parent, np.asarray(token_ids, np.int64).tobytes())
 
 
@@ -182,7 +182,7 @@ def _key_of_bytes(parent: Key, tokens: bytes) -> Key:
 
 
 class _Chain:
-    """The keys of a prompt's blocks, made as far as somebody asks and there are to be; tokens are of 8 bytes."""
+    """Keys of a prompt's blocks, computed on demand up to a limit; `tokens` has 8 bytes per token."""
 
     def __init__(self, block_size: int, tokens: bytes, owner: Owner, max_blocks: int) -> None:
         self._block_bytes = block_size * _TOKEN_BYTES
@@ -192,7 +192,7 @@ class _Chain:
         self._last = root_of(owner)
 
     def part(self, begin: int, end: int) -> list[Key]:
-        """The keys of some blocks."""
+        """Return the keys of the blocks `begin` to `end`."""
         for place in range(len(self._keys), end):
             tokens = self._tokens[place * self._block_bytes : (place + 1) * self._block_bytes]
             self._last = _key_of_bytes(self._last, tokens)
@@ -201,30 +201,30 @@ class _Chain:
 
 
 def _num_held(held: _Held, chain: _Chain) -> int:
-    """The most blocks of a prompt behind which a server can go on."""
+    """Return the largest number of leading blocks of a prompt that a server can reuse."""
     if held.window is None:
         return _num_in_front(held.hashes, chain, chain.num_blocks)
     block_size = held.block_size or 1
     num_sinks, num_seen = -(-held.num_sink_tokens // block_size), -(-(held.window - 1) // block_size)
     num_in_front = _num_in_front(held.hashes, chain, min(num_sinks, chain.num_blocks))
-    if num_in_front < num_sinks:  # whoever goes on behind a block that is missing there would need it
+    if num_in_front < num_sinks:  # a request that reuses blocks after the missing one would need it
         return num_in_front
     return _num_seen_held(held.hashes, chain, max(1, num_seen))
 
 
 def _num_in_front(hashes: Mapping[Key, int], chain: _Chain, most: int) -> int:
-    """Blocks from the front without a gap, of the first so many."""
+    """Return the number of leading cached blocks without a gap, up to `most`."""
     num_blocks, width, holds = 0, _FIRST_PART, hashes.__contains__
     while num_blocks < most:
         part = chain.part(num_blocks, min(num_blocks + width, most))
-        if not all(map(holds, part)):  # a loop of ours takes five times as long, for each of many servers
+        if not all(map(holds, part)):  # a Python loop takes five times as long, for each of many servers
             return num_blocks + [*map(holds, part)].index(False)
         num_blocks, width = num_blocks + len(part), 2 * width
     return num_blocks
 
 
 def _num_seen_held(hashes: Mapping[Key, int], chain: _Chain, num_seen: int) -> int:
-    """The most blocks of which the last so many are held, or all where they are fewer."""
+    """Return the largest number of blocks of which the last num_seen, or all if fewer, are cached."""
     runs = bytes(map(hashes.__contains__, chain.part(0, chain.num_blocks))).split(b"\0")
     end = chain.num_blocks
     for run in reversed(runs):

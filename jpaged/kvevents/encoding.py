@@ -1,4 +1,4 @@
-"""Changes of a step as one message, and back: MessagePack, as vLLM (distributed/kv_events.py) has it since June 2026.
+"""KV cache events as MessagePack messages, in the format of vLLM (distributed/kv_events.py) since June 2026.
 
     [time, [event, ...], data_parallel_rank]
 
@@ -9,13 +9,13 @@
     {"type": "BlockRemoved", "block_hashes": [...], "medium": ..., "group_idx": g}
     {"type": "AllBlocksCleared"}
 
-A hash is the first 64 bits of a block's key. Blocks that follow each other are one event, with the tokens of all. Where
-a tier beneath the device takes a block its key alone is known, and token_ids is empty, as in vLLM's offloading: who
-reads along knows the hash. `extra_keys` has, of each block, what its hash depends on besides tokens: the adapter's
-name, and of the first block the salt and the tenant. `kv_cache_spec_sink_tokens` is of ours alone, and there only where
-the first M tokens are seen besides a window: readers of vLLM's pass it over, as they do names that they do not know.
-Older readers of vLLM take events as arrays of the same order, which is the other encoding and has no place for it;
-unknown names are passed over when reading, so that later versions are understood.
+A hash is the first 64 bits of a block's key. Consecutive blocks are one event with the tokens of all. If a tier below
+the device stores a block, only its key is known and token_ids is empty, as in vLLM's offloading: subscribers know the
+hash. `extra_keys` has, for each block, what the hash depends on in addition to tokens: the adapter name, and for the
+first block the salt and the tenant. `kv_cache_spec_sink_tokens` is an extension, present only if the first M tokens are
+visible in addition to a window. vLLM's readers ignore it, like other unknown names. Older vLLM readers expect events as
+arrays in the same order, which is the other encoding and cannot contain the extension. Unknown names are ignored when
+reading, so that later versions are understood.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 MAX_MESSAGE_BYTES = 256 << 20
-"""A longer message is of no server: a block has at most 1024 tokens, and a pool some hundred thousand blocks."""
+"""Maximum size of a message: a block has at most 1024 tokens, and a pool some hundred thousand blocks."""
 
 _MAX_TOKEN = (1 << 32) - 1
 
 
 def hash_of(key: bytes) -> int:
-    """What a block is called in messages: 64 bits of its key."""
+    """Return the hash of a block in messages: 64 bits of the key."""
     return int.from_bytes(key[:8], "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Writes the messages of one replica.
+    """Encoder of the messages of one replica.
 
     Attributes:
         block_size: B.
-        windows: of each KV group; None sees everything.
-        num_sink_tokens: at the beginning, which those that have a window see besides.
-        encoding: "map" is what vLLM writes today, "array" what it wrote before.
+        windows: window of each KV group; None for full attention.
+        num_sink_tokens: leading tokens that groups with a window attend to in addition.
+        encoding: "map" is vLLM's current format, "array" the previous one.
     """
 
     block_size: int
@@ -80,17 +80,17 @@ class Encoder:
     num_sink_tokens: int = 0
 
     def encode(self, changes: Sequence[Change], time_s: float) -> bytes:
-        """The message of a step.
+        """Return the message of a step.
 
         Args:
-            time_s: since the epoch.
+            time_s: seconds since the epoch.
         """
         events = [self._written(event) for event in self._events(changes)]
         message: bytes = msgpack.packb([time_s, events, self.rank])
         return message
 
     def cleared(self, time_s: float) -> bytes:
-        """The message that nothing is held any more."""
+        """Return the message that all blocks were removed."""
         message: bytes = msgpack.packb([time_s, [self._written({"type": "AllBlocksCleared"})], self.rank])
         return message
 
@@ -136,13 +136,13 @@ class Encoder:
         if self.encoding == "map":
             return event
         values = [event.get(name) for name in _FIELDS[event["type"]]]
-        while values and values[-1] is None:  # as msgspec leaves out defaults at the end
+        while values and values[-1] is None:  # like msgspec, which omits trailing defaults
             values.pop()
         return [event["type"], *values]
 
 
 def _goes_on(last: Change, change: Change) -> bool:
-    """A change goes into the event of the one before it."""
+    """Return True if a change joins the event of the one before it."""
     if type(last) is not type(change) or last.tier != change.tier or last.kv_group != change.kv_group:
         return False
     if isinstance(last, Removed) or isinstance(change, Removed):
@@ -153,7 +153,7 @@ def _goes_on(last: Change, change: Change) -> bool:
 
 
 def _extra_keys(stored: Stored) -> list[Any] | None:
-    """What the hash of a block depends on besides its tokens and what is in front of it."""
+    """Return what the hash of a block depends on, except its tokens and its parent."""
     owner = stored.owner
     if owner is None:
         return None
@@ -168,15 +168,15 @@ def _extra_keys(stored: Stored) -> list[Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """Blocks that follow each other, in a tier from now on.
+    """Consecutive blocks that a tier now stores.
 
     Attributes:
-        hashes: of each.
-        parent: of the first; None in front of a prompt.
-        token_ids: of all, block_size of each; empty where they are not told.
-        owner: of the first where that begins a prompt; else its adapter alone is known.
-        window: tokens that its KV group sees, which needs no blocks before them; None sees all.
-        num_sink_tokens: those at the beginning that it sees besides.
+        hashes: hash of each block.
+        parent: hash before the first block; None at the start of a prompt.
+        token_ids: tokens of all blocks, block_size of each; empty if not published.
+        owner: owner of the first block if it starts a prompt; else only the adapter is known.
+        window: tokens that the KV group attends to, which does not need blocks before them; None for all.
+        num_sink_tokens: leading tokens that it attends to in addition.
     """
 
     tier: Tier
@@ -192,7 +192,7 @@ class StoredBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RemovedBlocks:
-    """Blocks that are in a tier no longer; the tier is None where all are meant."""
+    """Blocks that a tier no longer stores; the tier is None for all tiers."""
 
     tier: Tier | None
     hashes: tuple[int, ...]
@@ -201,19 +201,19 @@ class RemovedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing is held any more."""
+    """Removal of all blocks."""
 
 
 Event = StoredBlocks | RemovedBlocks | Cleared
 
 
 def decode(message: bytes) -> tuple[list[Event], int]:
-    """The events of a message, in either encoding, and the replica that they are of.
+    """Return the events of a message in either encoding, and the data-parallel rank of the sender.
 
-    Events of other kinds, of tiers that are not known and with fields that are not known are passed over.
+    Unknown kinds of events, tiers and fields are ignored.
 
     Raises:
-        InvalidArgument: the message is none of these.
+        InvalidArgument: the message is not a batch of KV cache events, or too long.
     """
     if len(message) > MAX_MESSAGE_BYTES:
         raise InvalidArgument("message", f"{len(message)} bytes; the limit is {MAX_MESSAGE_BYTES}")
@@ -229,7 +229,7 @@ def decode(message: bytes) -> tuple[list[Event], int]:
 
 
 def _named(event: Any) -> dict[str, Any]:
-    """The fields of an event by name, whichever its encoding."""
+    """Return the fields of an event by name, for either encoding."""
     if isinstance(event, dict):
         return event
     kind, *values = event
@@ -261,7 +261,7 @@ def _read(event: dict[str, Any]) -> Event | None:
 
 
 def _owner(event: dict[str, Any]) -> Owner:
-    """What the first block's extra keys say: its adapter's name, then its salt, then its tenant."""
+    """Return the owner from the first block's extra keys: adapter name, then salt, then tenant."""
     adapter = str(event.get("lora_name") or "")
     keys = list((event.get("extra_keys") or [None])[0] or ())
     if adapter and keys and keys[0] == adapter:
@@ -276,7 +276,7 @@ def _is_token(found: Any) -> bool:
 
 
 def _number(found: Any) -> int:
-    """A hash, which some write as bytes, and some as a number with a sign."""
+    """Return a hash as an unsigned number; some publishers send bytes or signed numbers."""
     if isinstance(found, bytes):
         return int.from_bytes(found[:8], "big")
     if type(found) is not int:

@@ -1,15 +1,15 @@
-"""A server's KV events: messages in order to whoever subscribes, and again to who has missed some.
+"""Publisher of a server's KV cache events: messages in order, with replay of missed ones.
 
-    engine's thread ── changes of a step ──> queue ── this thread ──> PUB      (topic, sequence number, message)
-                                                          └──────────> ROUTER   from a number on: (number, message) ...
-                                                                                and at the end (-1, nothing)
+    engine thread ── changes of a step ──> queue ── this thread ──> PUB      (topic, sequence number, message)
+                                                        └──────────> ROUTER   from a number on: (number, message) ...
+                                                                              and at the end (-1, empty)
 
-The frames are those of vLLM: sequence numbers of 8 bytes, big-endian, from 0. What the queue has no room for is
-dropped with its number, so that who subscribes sees a gap that nobody can fill, and counted.
+The frames are those of vLLM: sequence numbers of 8 bytes, big-endian, from 0. Events that do not fit into the queue are
+dropped with their number and counted, so subscribers see a gap that no replay can fill.
 
-Who asks and does not read is sent little, and the rest as it reads; some are answered at once, and who takes nothing
-for a while is left. What is told goes to each subscriber as far as its queue has room, which holds no more messages
-than are kept: what it misses it can ask for.
+Replays are sent in parts as the subscriber reads them. Some replays run at once; one whose subscriber reads nothing for
+a while is dropped. Events are sent to each subscriber as its queue allows. The queue holds no more messages than are
+kept for replay, so a subscriber can request what it missed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from jpaged.pool import Change
 
 _LOG = logging.getLogger(__name__)
 _MAX_KEPT_BYTES = 256 << 20
-"""Messages that are kept have so many bytes together, or it is one."""
+"""Maximum total size of messages kept for replay, unless there is only one."""
 _MAX_ANSWERS = 64
-"""So many questions are answered at once; others wait for them."""
+"""Maximum number of concurrent replays; further requests wait."""
 _ANSWER_MESSAGES = 64
-"""So many messages of an answer wait to be read; further ones are sent when there are fewer."""
+"""Maximum number of replayed messages that wait to be read."""
 _MAX_QUESTION_BYTES = 1024
 _AGAIN_MS, _STALLED_S = 5, 10.0
-"""Who has no room for more of an answer is tried again so soon, and left when it has had none for so long."""
+"""Retry interval of a replay whose subscriber has no room, and time without progress after which it is dropped."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 1000
 _JOIN_S = 5.0
@@ -50,11 +50,11 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True)
 class _Answer:
-    """What somebody has asked for and was not sent yet.
+    """Replay that is in progress.
 
     Attributes:
-        numbers: of messages that were kept when it was asked; some may be kept no longer.
-        sent_at_s: when it has taken the last.
+        numbers: messages that were kept when it was requested; some may have been dropped since.
+        sent_at_s: time of the last progress.
     """
 
     who: bytes
@@ -63,13 +63,13 @@ class _Answer:
 
 
 class Publisher:
-    """Tells of one replica. Implements `jpaged.engine.kv.changes.ChangeSink`.
+    """Publisher of one replica. Implements `jpaged.engine.kv.changes.ChangeSink`.
 
     Attributes:
-        endpoint, replay_endpoint: where it is bound, with the ports that were taken.
+        endpoint, replay_endpoint: bound addresses, with the actual ports.
 
     Args:
-        encoder: of the replica; its rank is added to the ports.
+        encoder: encoder of the replica, whose rank is added to the ports.
 
     Raises:
         InvalidArgument: an address cannot be bound.
@@ -91,7 +91,7 @@ class Publisher:
         self._publish.set_hwm(options.kv_events_buffer)
         self._replay = self._context.socket(zmq.ROUTER)
         self._replay.set_hwm(_ANSWER_MESSAGES)
-        self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says what there is no room for, which it would drop
+        self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise if a message would be dropped
         self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_QUESTION_BYTES)
         name = _WAKE.format(next(_numbers))
         self._woken = self._context.socket(zmq.PULL)
@@ -110,7 +110,7 @@ class Publisher:
         self._thread.start()
 
     def publish(self, changes: Sequence[Change]) -> bool:
-        """Takes the changes of a step; False where too many steps wait already. The engine's thread calls it alone."""
+        """Queue the changes of a step; return False if the queue is full. Only the engine thread calls it."""
         number, self._next = self._next, self._next + 1
         if self._is_closed or len(self._waiting) >= self._max_waiting:
             return False
@@ -119,7 +119,7 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Tells what waits, and then gives the addresses back. Idempotent; called when the engine has ended."""
+        """Publish what is queued, then release the addresses. Idempotent; called after the engine has ended."""
         if not self._is_closed:
             self._is_closed = True
             self._wake_up()
@@ -132,7 +132,7 @@ class Publisher:
         try:
             self._wake.send(b"", zmq.NOBLOCK)
         except zmq.Again:
-            """It has been told so often that it has yet to hear of the first time."""
+            """The thread has many wake-ups pending already."""
 
     def _bind(self, socket: zmq.Socket[bytes], field: str, endpoint: str | None) -> str | None:
         if endpoint is None:
@@ -153,7 +153,8 @@ class Publisher:
             while True:
                 poller.register(self._replay, zmq.POLLIN if len(self._answers) < _MAX_ANSWERS else 0)
                 ready = dict(poller.poll(wait_ms))
-                is_closed = self._is_closed  # before what it was closed behind is told
+                # read before publishing, so that events queued before `close` are published
+                is_closed = self._is_closed
                 if self._woken in ready:
                     while self._woken.poll(0):
                         self._woken.recv()
@@ -163,7 +164,7 @@ class Publisher:
                 if self._replay in ready:
                     self._begin_answer(self._replay.recv_multipart())
                 wait_ms = self._go_on()
-        except Exception:  # the top of the thread: the server goes on without its events
+        except Exception:  # top level of the thread: the server continues without events
             _LOG.exception("KV events are told no longer")
         finally:
             self._publish.close(linger=_LINGER_MS)
@@ -185,7 +186,7 @@ class Publisher:
             self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
     def _begin_answer(self, frames: list[bytes]) -> None:
-        """Somebody asks for what is kept from a number on."""
+        """Start a replay of the kept messages from a number on."""
         if len(frames) != 3 or len(frames[2]) != 8:
             _LOG.warning("a request for KV events that were missed has frames of %s bytes", [*map(len, frames)])
             return
@@ -194,9 +195,9 @@ class Publisher:
         self._answers.append(_Answer(frames[0], numbers, time.monotonic()))
 
     def _go_on(self) -> int | None:
-        """Sends more of each answer; returns after how many milliseconds to go on, and None where there is nothing to.
+        """Continue each replay; return the milliseconds until the next call, or None if there is no replay.
 
-        Who has asked twice is answered once after the other.
+        Several replays of one subscriber run in sequence.
         """
         going_on, left, now_s, has_sent = set[bytes](), [], time.monotonic(), False
         for answer in self._answers:
@@ -214,7 +215,7 @@ class Publisher:
         return None if not left else 0 if has_sent else _AGAIN_MS
 
     def _send_more(self, answer: _Answer, now_s: float) -> bool:
-        """Sends as much of an answer as there is room for; returns whether that was all, or nobody is there now."""
+        """Send as much of a replay as fits; return True if it is complete or the subscriber is gone."""
         try:
             for _ in range(_ANSWER_MESSAGES):
                 while answer.numbers and answer.numbers[0] not in self._kept:
@@ -237,7 +238,7 @@ class Publisher:
 
 
 def with_rank(endpoint: str, rank: int) -> str:
-    """The address of a replica: each has the next port, or a path of its own."""
+    """Return the address of a replica: each has the next port, or a separate path."""
     if not rank:
         return endpoint
     if endpoint.startswith("ipc://"):
@@ -247,5 +248,5 @@ def with_rank(endpoint: str, rank: int) -> str:
 
 
 def is_ipv6(endpoint: str) -> bool:
-    """Whether an address is one of IPv6, which ZeroMQ takes only where it is told so."""
+    """Return True for an IPv6 address, for which ZeroMQ needs an option."""
     return endpoint.startswith("tcp://[")

@@ -1,8 +1,8 @@
-"""A server's KV events as they come: in order, what was missed asked for again, a server that began anew told apart.
+"""Subscriber of a server's KV cache events: in order, with replay of missed messages and detection of restarts.
 
-0 1 2 . . 5     a gap: 3 and 4 are asked for; what the server does not have any more makes all it told worthless
-0 1 2 0         it has begun anew, and holds nothing of what it told before; so may one whose connection was lost
-connected       all that it has kept is asked for, so that a server that says nothing now is known, too
+0 1 2 . . 5     a gap: 3 and 4 are requested; if the server has dropped them, all its earlier events are discarded
+0 1 2 0         it has restarted, and all its earlier events are discarded; so they are after a lost connection
+connected       all kept messages are requested, so that an idle server is known too
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ _LOG = logging.getLogger(__name__)
 _REPLAY_TIMEOUT_MS = 2000
 _JOIN_S = 5.0
 _SETTLE_MS = 1000
-"""A server that is silent for so long after it was connected is asked again: it may have told something meanwhile."""
+"""A server that is idle for this long after the connection is asked once more, for events sent in between."""
 _HIGH_WATER_MARK = 100_000
 _MAX_KEPT = 1_000_000
-"""No server keeps more messages; one that sends more is not read for ever."""
+"""Maximum number of messages read per replay: no server keeps more."""
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
-"""A server whose machine has gone without a word is asked so often, and is lost when it says nothing for so long."""
+"""Heartbeat interval, and the silence after which a connection is lost, for machines that fail without closing it."""
 _numbers = itertools.count()
 
 Take = Callable[[Sequence[Event]], None]
 
 
 class Subscriber:
-    """Reads the events of one server on a thread.
+    """Reader of one server's events, on a thread.
 
     Args:
-        take: given the events of each message, in order, on that thread; `Cleared` where what was told before counts no
-            longer.
-        replay_endpoint: who answers what was missed; None is nobody.
-        context: that sockets are made in, which several subscribers may share; None makes one.
+        take: called on that thread with the events of each message, in order; `Cleared` discards all earlier ones.
+        replay_endpoint: address for replays; None for none.
+        context: ZeroMQ context, which several subscribers may share; None creates one.
 
     Attributes:
-        is_heard: the server is connected, and what it had kept has been taken.
+        is_heard: the server is connected, and its kept messages were read.
 
     Raises:
-        InvalidArgument: an address is none.
+        InvalidArgument: an address is invalid.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Subscriber:
         self._thread.start()
 
     def close(self) -> None:
-        """Reads no further. Idempotent."""
+        """Stop reading. Idempotent."""
         if not self._stop.closed:
             self._stop.send(b"")
             self._thread.join(_JOIN_S)
@@ -119,7 +118,7 @@ class Subscriber:
                 elif self._events in ready:
                     self._settle_ms = None
                     self._read(self._events.recv_multipart())
-        except Exception:  # the top of the thread: whoever asks goes on with what is known
+        except Exception:  # top level of the thread: the index keeps what is known
             _LOG.exception("KV events are read no longer")
         finally:
             self.is_heard = False
@@ -131,7 +130,7 @@ class Subscriber:
             socket.close(linger=0)
 
     def _lose(self) -> None:
-        """The connection is gone, and what is known is worth nothing, what had come over it and waits included."""
+        """Handle a lost connection: discard all events, those still queued included."""
         self.is_heard, self._settle_ms = False, None
         while self._events.poll(0):
             self._read(self._events.recv_multipart())
@@ -139,7 +138,7 @@ class Subscriber:
         self._take((Cleared(),))
 
     def _begin(self) -> None:
-        """The server is connected: what it has told so far is asked for, as far as it has kept it."""
+        """Handle a new connection: request all messages that the server has kept."""
         if self._order.next:
             self._order.lost()
             self._take((Cleared(),))
@@ -148,7 +147,7 @@ class Subscriber:
         self.is_heard = True
 
     def _hear_kept(self) -> None:
-        """Takes all that a server has kept and that was not taken."""
+        """Read all kept messages that were not read before."""
         for number, message in self._ask(self._order.next):
             if self._order.missing_from(number) is not None:
                 self._take((Cleared(),))
@@ -169,7 +168,7 @@ class Subscriber:
         self._give(number, frames[2])
 
     def _catch_up(self, first: int, end: int) -> None:
-        """Takes the messages from `first` up to `end`, of which the server may have some."""
+        """Request the messages from `first` up to `end`, some of which the server may have dropped."""
         for number, message in self._ask(first):
             if number >= end:
                 break
@@ -180,7 +179,7 @@ class Subscriber:
             self._take((Cleared(),))
 
     def _asking(self) -> zmq.Socket[bytes]:
-        """A new socket for each question: an answer that is too late comes to none that somebody reads."""
+        """Return a new socket for a replay: a late reply to an earlier request then reaches no reader."""
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.set_hwm(_HIGH_WATER_MARK)
@@ -193,7 +192,7 @@ class Subscriber:
         return socket
 
     def _ask(self, first: int) -> Iterator[tuple[int, bytes]]:
-        """What the server has kept from a number on; nothing more where it does not go on in time, or backwards."""
+        """Yield the server's kept messages from a number on; stop on a timeout, or if the numbers decrease."""
         if self._replay_endpoint is None:
             return
         with self._asking() as socket:
@@ -221,42 +220,42 @@ class Subscriber:
 
 
 class Order:
-    """The numbers of messages: which come next. No I/O."""
+    """Tracker of message numbers. No I/O."""
 
     def __init__(self) -> None:
         self._last = self._replayed_to = -1
 
     @property
     def next(self) -> int:
-        """The number that comes next."""
+        """Return the next expected number."""
         return self._last + 1
 
     def lost(self) -> None:
-        """Whatever comes next may be of a server that has started again: it is as before the first."""
+        """Reset the state, because the next message may come from a restarted server."""
         self._last = self._replayed_to = -1
 
     def was_replayed(self) -> None:
-        """All that was taken has been asked for: it may come a second time, from when it was told."""
+        """Record the end of a replay: its messages may arrive a second time as published ones."""
         self._replayed_to = self._last
 
     def is_repeated(self, number: int) -> bool:
-        """Whether this is one of those that were asked for; from the first on that is not, none is."""
+        """Return True for a message that was already replayed; the first other message ends the check."""
         if number <= self._replayed_to:
             return True
         self._replayed_to = -1
         return False
 
     def begins_anew(self, number: int) -> bool:
-        """The server has started again: its numbers do not go on. Then it is as before the first."""
+        """Return True and reset the state if the number shows that the server has restarted."""
         if number > self._last:
             return False
         self.lost()
         return True
 
     def missing_from(self, number: int) -> int | None:
-        """The first number before this one that did not come; None where none is missing."""
+        """Return the first missing number before this one, or None."""
         return self.next if number > self.next else None
 
     def taken(self, number: int) -> None:
-        """The message of a number was taken; those before it will not be any more."""
+        """Record that a message was read; earlier ones are not expected any more."""
         self._last = number

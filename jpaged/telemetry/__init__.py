@@ -1,8 +1,8 @@
-"""What an operator sees of a server, whatever face a request came by.
+"""Observability of a server, for all its APIs.
 
-metrics.py  a loaded model's numbers in Prometheus' format
-scrapes.py  the HTTP server that scrapes come to
+metrics.py  metrics of a loaded model in Prometheus format
+scrapes.py  HTTP server for scrapes
 traces.py   spans of requests, by OpenTelemetry
-observers.py who watches the requests of a server
+observers.py observers of a server's requests
 logs.py     the log, and a line for each request
 """

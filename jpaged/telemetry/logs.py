@@ -1,4 +1,4 @@
-"""The log: lines of text or JSON, and a line for each request that has ended, without its prompt and its text."""
+"""Log of text or JSON lines, with a line for each finished request, without prompt and output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _REQUESTS = logging.getLogger("jpaged.requests")
 _FIELDS, _NOTE = "jpaged_fields", "jpaged_note"
 _MAX_BURST, _TRACE_COST = 50, 10
 _MAX_TEMPLATES = 1000
-"""Templates whose lines are counted: those of libraries may have values in them."""
+"""Maximum number of templates with a budget: those of libraries may contain values."""
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object a line: time, level, logger, message; an error's trace; and the fields of a request's line."""
+    """JSON object per line: time, level, logger, message, traceback of an error, and fields of a request's line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -36,7 +36,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line of text, in which control characters are escaped: messages quote clients and other servers."""
+    """Line of text with escaped control characters, because messages quote clients and other servers."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT_FORMAT)
@@ -51,11 +51,11 @@ class TextFormatter(logging.Formatter):
 
 
 class RepeatLimit(logging.Filter):
-    """Limits lines that repeat, such as those that a client or a broken peer causes with each call.
+    """Rate limit of repeated lines, such as those that a client or a broken peer causes with each call.
 
-    Lines of one logger with one template share a budget of `_MAX_BURST`, refilled by one a second. A line costs one,
-    and a line with a trace ten. The last line before a pause notes it, and the first one afterwards has the number of
-    lines that were dropped. Lines of requests are not limited.
+    Lines of one logger with one template share a budget of `_MAX_BURST`, refilled by one per second. A line costs one,
+    and a line with a traceback ten. The last line before a pause notes the pause. The first one after it has the number
+    of dropped lines. Lines of requests are not limited.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class RepeatLimit(logging.Filter):
         key = record.name, str(record.msg)
         with self._lock:
             budget = self._budgets.pop(key, None) or _Budget(record.created)
-            self._budgets[key] = budget  # the last of the dict: the first is the one unused for longest
+            self._budgets[key] = budget  # most recently used last
             if len(self._budgets) > _MAX_TEMPLATES:
                 del self._budgets[next(iter(self._budgets))]
             note = budget.take(_TRACE_COST if record.exc_info else 1, record.created)
@@ -101,23 +101,23 @@ def _note_of(record: logging.LogRecord) -> str:
 
 
 def set_up_logs(log_format: str, *, has_requests: bool) -> None:
-    """Have what is logged go to standard error, in `text` or `json`; of requests, too, where that is asked for."""
+    """Log to standard error in `text` or `json` format, with a line per request if `has_requests`."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(RepeatLimit())
-    # force: a library that was imported before may have set its own format
+    # force: a library that was imported before may have set another format
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     _REQUESTS.setLevel(logging.INFO if has_requests else logging.WARNING)
 
 
 class RequestLog:
-    """Writes a line for each request that has ended."""
+    """Observer that logs a line for each finished request."""
 
     def begin(self, record: RequestRecord) -> None:
-        """Wait for its end."""
+        """Do nothing until the request ends."""
 
     def end(self, record: RequestRecord) -> None:
-        """Write its line; whether it is shown is the logger's to say."""
+        """Log the request's line, if the logger's level allows it."""
         if _REQUESTS.isEnabledFor(logging.INFO):
             fields = fields_of(record)
             text = " ".join(f"{name}={_in_a_line(value)}" for name, value in fields.items())
@@ -125,13 +125,13 @@ class RequestLog:
 
 
 def _in_a_line(value: Any) -> Any:
-    """Return a value as it is, but in quotes where it could be taken for more than one, or for another line."""
+    """Return a value, in quotes if it could be taken for several values or another line."""
     is_plain = not isinstance(value, str) or (value.isprintable() and not set(value) & {" ", '"'})
     return value if is_plain else json_text.dumps(value)
 
 
 def fields_of(record: RequestRecord) -> dict[str, Any]:
-    """Return what is told of a request; what is not known is left out."""
+    """Return the known fields of a request's log line."""
     usage, times = record.usage, record.times
     found: dict[str, Any] = {
         "request_id": record.request_id,

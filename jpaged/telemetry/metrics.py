@@ -1,4 +1,4 @@
-"""A loaded model's numbers in Prometheus' format, taken when somebody asks; `jpaged.load` declares them.
+"""Metrics of a loaded model in Prometheus format, read at scrape time; `jpaged.load` declares them.
 
 Nothing here runs on the engine's path: a scrape reads one snapshot.
 """
@@ -30,7 +30,7 @@ from jpaged.telemetry.scrapes import ScrapeServer
 
 
 class EngineCollector(Collector):
-    """Makes a scrape of one snapshot; every metric carries the model's name."""
+    """Collector that builds a scrape from one snapshot; every metric has the label `model_name`."""
 
     def __init__(self, serving: LoadedModel) -> None:
         self._serving = serving
@@ -110,7 +110,7 @@ class EngineCollector(Collector):
         return histogram
 
     def _adapters(self, load: EngineLoad, max_loras: int) -> Metric:
-        """Who runs and waits with which adapter, as gateways look for it: in labels, and when, in the value.
+        """Return the adapters of running and waiting requests as labels, with the time as value, as gateways expect.
 
         The names: https://gateway-api-inference-extension.sigs.k8s.io, proposal 003, the model server's protocol.
         """
@@ -121,7 +121,7 @@ class EngineCollector(Collector):
         return info
 
     def _cache_config(self) -> Metric:
-        """The labels are vLLM's, which gateways look for."""
+        """Return the cache configuration under vLLM's labels, which gateways expect."""
         cache, geometry = self._serving.config.cache, self._serving.engine.geometry
         info = InfoMetricFamily("vllm:cache_config", "Sizes of the KV cache.", labels=("model_name",))
         sizes = {
@@ -136,10 +136,10 @@ class EngineCollector(Collector):
 
 
 def serve_metrics(serving: LoadedModel, *, host: str, port: int) -> ScrapeServer:
-    """Answers scrapes of a model on a port of their own, in threads, until the server is stopped; 0 is a free port.
+    """Serve scrapes of a model on a separate port, in threads, until the server is stopped; 0 is a free port.
 
     Raises:
-        InvalidArgument: the port cannot be had.
+        InvalidArgument: the port is unavailable.
     """
     registry = CollectorRegistry()
     registry.register(EngineCollector(serving))

@@ -1,4 +1,4 @@
-"""Who watches the requests of a server, by its options. Nobody does unless it is asked for."""
+"""Observers of a server's requests, by its options; there are none by default."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from jpaged.telemetry.logs import RequestLog
 
 
 class Observers:
-    """The log of requests, and traces.
+    """Request log and traces.
 
     Attributes:
-        all: for the service to tell.
+        all: observers that the service notifies.
 
     Raises:
-        InvalidArgument: the collector's address cannot be one.
+        InvalidArgument: the collector's address is invalid.
     """
 
     def __init__(self, options: TelemetryOptions) -> None:
         self.all: tuple[RequestObserver, ...] = (RequestLog(),) if options.enable_log_requests else ()
         self._traces = None
         if options.otlp_traces_endpoint is not None:
-            from jpaged.telemetry.traces import Traces, exporter_to  # half a second that few need
+            from jpaged.telemetry.traces import Traces, exporter_to  # half a second that few servers need
 
             self._traces = Traces(exporter_to(options.otlp_traces_endpoint))
             self.all += (self._traces,)
 
     def stop(self) -> None:
-        """Send what is left; blocks for a while."""
+        """Send pending spans; may block for a while."""
         if self._traces is not None:
             self._traces.stop()

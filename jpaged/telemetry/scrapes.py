@@ -1,7 +1,7 @@
-"""The HTTP server that scrapes come to: a thread for each connection, and few connections.
+"""HTTP server for scrapes: a thread for each connection, and few connections.
 
-Prometheus asks one question on a connection and closes it. Whoever keeps one open says nothing for TIMEOUT_S and is cut
-off, or is the oldest of MAX_CONNECTIONS when the next one comes: so a scrape is answered whoever else is connected.
+Prometheus sends one request per connection and closes it. An idle connection is closed after TIMEOUT_S, or if it is the
+oldest of MAX_CONNECTIONS when the next one arrives. So a scrape is answered whatever other peers do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 MAX_CONNECTIONS = 16
 TIMEOUT_S = 10.0
 _PAUSE_S = 0.1
-"""The pause when no file is left for the next connection: it stays pending, so select would return at once."""
+"""Pause if no file descriptor is left for the next connection: it stays pending, so select would return at once."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -31,10 +31,10 @@ class _Handler(WSGIRequestHandler):
 
 
 class ScrapeServer(ThreadingMixIn, WSGIServer):
-    """Answers on a port by a WSGI application until `stop`; 0 is a free port.
+    """HTTP server that runs a WSGI application on a port until `stop`; 0 is a free port.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port is unavailable.
     """
 
     daemon_threads = True
@@ -51,13 +51,13 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops answering, and waits for the thread."""
+        """Stop the server, and wait for the thread."""
         self.shutdown()
         self.server_close()
         self._thread.join()
 
     def get_request(self) -> tuple[Any, Any]:
-        """Takes the next connection; called when there is one."""
+        """Accept the next connection; called when there is one."""
         try:
             return super().get_request()
         except OSError:
@@ -66,7 +66,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers on a thread of its own, once there is a place."""
+        """Handle a connection on a new thread, once there is a slot."""
         if not self._places.acquire(blocking=False):
             self._cut_off_oldest()
             self._places.acquire()
@@ -75,7 +75,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection, and with it its thread."""
+        """Close a connection, which ends its thread."""
         with self._lock:
             had_place = request in self._open
             self._open.pop(request, None)
@@ -84,7 +84,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that says nothing, nonsense, or is gone, is no fault of the server's."""
+        """Log at debug level: a peer that is silent, sends garbage, or is gone, is not a server error."""
         _LOG.debug("no answer to %s", client_address, exc_info=True)
 
     def _cut_off_oldest(self) -> None:
@@ -93,5 +93,5 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
             if oldest is not None:
                 try:
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end
-                except OSError:  # the peer was quicker
+                except OSError:  # the peer was faster
                     return

@@ -1,13 +1,13 @@
-"""A span for each request, and one each for its queue, prefill, decode and preemptions, by OpenTelemetry.
+"""OpenTelemetry spans: one for each request, and one each for its queue, prefill, decode and preemptions.
 
-    chat demo                  ├──────────────────────────────────────────┤     the caller's trace goes on here
+    chat demo                  ├──────────────────────────────────────────┤     child of the caller's span
         queue                  ├───┤
         prefill                    ├────┤
         decode                          ├─────────────────────────────────┤
         preempted                             ├─────┤
 
 Names and attributes are those of the GenAI conventions (https://opentelemetry.io/docs/specs/semconv/gen-ai/); prompts
-and texts are never told. The span's context goes back to the caller with the answer, as `traceparent`.
+and outputs are never included. The response returns the span's context to the caller as `traceparent`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _SCOPE = "jpaged"
 _PROVIDER = "jpaged"
 _FLUSH_TIMEOUT_S = 2.0
 _MAX_INT = 2**63 - 1
-"""The largest integer of OTLP, which has signed ones of 64 bits."""
+"""Largest integer of OTLP, which has signed ones of 64 bits."""
 Attribute = str | int | float | bool | Sequence[str]
 
 
 class Traces:
-    """Makes the spans of the requests of a service, which tells it of them.
+    """Observer that creates the spans of a service's requests.
 
     Args:
-        processor: takes spans that have ended; `exporter_to` makes one.
+        processor: receives finished spans; `exporter_to` creates one.
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
-        resource = Resource.create({SERVICE_VERSION: __version__})  # with what OTEL_* of the environment says
+        resource = Resource.create({SERVICE_VERSION: __version__})  # includes OTEL_* variables of the environment
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: _SCOPE}))
         self._processor = processor
@@ -61,7 +61,7 @@ class Traces:
         self._open: dict[RequestRecord, Span] = {}
 
     def begin(self, record: RequestRecord) -> None:
-        """Begin the span of a request, below its caller's."""
+        """Start the span of a request, as a child of the caller's span."""
         parent = self._propagator.extract(record.caller.trace, Context())
         span = self._tracer.start_span(record.operation, parent, SpanKind.SERVER, start_time=_ns(record.began_s))
         self._open[record] = span
@@ -70,7 +70,7 @@ class Traces:
         record.answers_with(headers)
 
     def end(self, record: RequestRecord) -> None:
-        """End it, and tell of its parts."""
+        """End the span of a request, and create those of the request's parts."""
         span = self._open.pop(record)
         if span.is_recording():
             span.update_name(f"{record.operation} {record.model}".rstrip())
@@ -81,14 +81,14 @@ class Traces:
         span.end(_ns(record.ended_s))
 
     def stop(self) -> None:
-        """Send what is left, for at most two seconds in all, then drop it."""
+        """Send pending spans for at most two seconds, then drop them."""
         # The SDK's flush ignores its timeout, and its shutdown waits for 30 s: neither may delay the end of the server.
         flush = threading.Thread(target=self._provider.shutdown, name="jpaged-flush-traces", daemon=True)
         flush.start()
         flush.join(_FLUSH_TIMEOUT_S)
         if flush.is_alive() and isinstance(self._processor, BatchSpanProcessor):
             _LOG.warning("the collector of traces did not answer in %g s: the last spans are lost", _FLUSH_TIMEOUT_S)
-            self._processor.span_exporter.shutdown()  # ends its retries, and the call that is open
+            self._processor.span_exporter.shutdown()  # ends its retries, and the pending call
 
     def _tell_parts(self, span: Span, record: RequestRecord) -> None:
         if record.times is None:
@@ -100,24 +100,24 @@ class Traces:
 
 
 def exporter_to(endpoint: str) -> SpanProcessor:
-    """Return what sends spans to a collector, in batches and on a thread of its own.
+    """Create a processor that sends spans to a collector, in batches and on a separate thread.
 
     Raises:
-        InvalidArgument: no host is named.
+        InvalidArgument: the endpoint has no host.
     """
     named = endpoint if "://" in endpoint else f"http://{endpoint}"
     parts = urlsplit(named)
     try:
         has_host = parts.hostname and parts.scheme in ("http", "https") and (parts.port or True)
-    except ValueError:  # a port that is no number, or out of its limits
+    except ValueError:  # the port is not a number, or out of range
         has_host = None
     if not has_host:
         raise InvalidArgument("otlp_traces_endpoint", f"{endpoint!r} is no host:port, and no URL of http or https")
     is_direct = is_loopback(parts.hostname or "")
-    options: Any = (("grpc.enable_http_proxy", 0),) if is_direct else None  # typed for strings alone
+    options: Any = (("grpc.enable_http_proxy", 0),) if is_direct else None  # typed for strings only
     try:
         exporter = OTLPSpanExporter(endpoint=named, insecure=parts.scheme == "http", channel_options=options)
-    except ValueError as error:  # OTEL_* of the environment
+    except ValueError as error:  # from OTEL_* variables of the environment
         raise InvalidArgument("otlp_traces_endpoint", f"{endpoint}: the exporter cannot be made: {error}") from None
     return BatchSpanProcessor(exporter)
 
@@ -148,7 +148,7 @@ def _attributes_of(record: RequestRecord) -> Mapping[str, Attribute]:
 
 
 def _encodable(value: Attribute) -> Attribute:
-    """Return the value as UTF-8 can write it: one string that it cannot would lose the whole batch of spans."""
+    """Return the value in valid UTF-8: one invalid string would lose the whole batch of spans."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     return [one.encode(errors="replace").decode() for one in value] if isinstance(value, Sequence) else value

@@ -1,18 +1,18 @@
-"""KV memory as the engine sees it: blocks by number; their contents are the device's.
+"""KV memory of the engine: block ids and their bookkeeping; the contents are on the device.
 
-interface.py     what the scheduler asks of any memory
-paged.py         paged memory: blocks on demand, shared, copied when written
-needs.py         how many blocks groups need
-blocks.py        which blocks are free, who holds the others, what has to be moved
-eviction/        which free block is given up first: a policy is a file
-prefixes.py      which blocks hold which prefix, here and in host memory
-tiers/           where prefixes go that the device's pool gives up
-prefix_cache.py  key -> block, and the longest prefix that can be used
-changes.py       what blocks begin and cease to hold, for directories
-outgrowing.py   sequences that outgrow their keys, and begin again
-aside.py         blocks that nobody may have
-windows.py       takes back what no later query of a sequence sees
-swapping.py      groups in host memory
-pinned.py        prefixes that stay, by name
-contiguous.py    the baselines that reserve a run of blocks
+interface.py     protocol that the scheduler requires of any KV memory
+paged.py         paged memory: blocks on demand, shared, copied on write
+needs.py         number of blocks that groups need
+blocks.py        free blocks, reference counts, block tables, and pending copies
+eviction/        eviction order of free blocks: one policy per file
+prefixes.py      prefix cache over the device pool and host memory
+tiers/           offload of cached prefixes: host memory, disk, other servers
+prefix_cache.py  index from block hash to block, and the longest usable prefix
+changes.py       KV cache events: blocks stored and removed
+outgrowing.py    LongRoPE: sequences whose keys are recomputed past a length
+aside.py         run-time limit of the pool: blocks withheld from requests
+windows.py       frees blocks outside the sliding windows of a sequence
+swapping.py      preemption by swapping groups to host memory
+pinned.py        named prefixes that are never evicted
+contiguous.py    baselines that reserve a contiguous run of blocks
 """

@@ -1,8 +1,8 @@
-"""Blocks that nobody may have: a pool that is made smaller while it is in use, and larger again.
+"""Run-time limit of the pool: blocks are withheld to shrink it and released to grow it again.
 
     N = 12, limit 8    [ 7 8 9 . ][ . . . . ][ x x x x ]     free + cached + referenced + aside = N
 
-Blocks are set aside as they come free, the last of the pool first; those that are cached lose what they hold.
+Blocks are withheld as they become free, highest ids first. A withheld block loses its cached prefix.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from jpaged.engine.kv.blocks import BlockPool, BlockTable
 
 
 class Aside:
-    """Sets blocks aside.
+    """Limiter of the usable pool, which withholds free blocks.
 
     Attributes:
-        limit: blocks that requests may have, once all others have come free.
-        table: the blocks that are set aside.
-        num_blocks: how many these are.
+        limit: blocks that requests may use once enough blocks have become free.
+        table: the withheld blocks.
+        num_blocks: number of withheld blocks.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -26,7 +26,7 @@ class Aside:
         self.num_blocks = 0
 
     def leave(self, limit: int) -> None:
-        """Leaves so many blocks to requests: gives back what is too much, and sets aside what is free of the rest."""
+        """Set the limit: release withheld blocks above it, or withhold the free blocks that are missing."""
         self.limit = limit
         num_aside = self._pool.num_blocks - limit
         if num_aside < self.num_blocks:

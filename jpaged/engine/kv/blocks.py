@@ -1,18 +1,18 @@
-"""Physical blocks: which are free, and how many tables hold each of the others.
+"""Physical blocks: free list, reference counts and block tables.
 
     free list   oldest ...... newest        allocate takes from the left, release appends on the right, a table's last
-                                            block first: the list is in order of last use, or a policy's (`eviction/`)
-    ref counts  block -> number of block tables that hold it; 0 exactly for the blocks of the free list
-    content     a block of the free list may still hold a cached prefix; it is told to the cache when it is reissued
+                                            block first: ordered by last use, or by a policy (`eviction/`)
+    ref counts  block -> number of block tables that contain it; 0 exactly for the blocks of the free list
+    content     a block of the free list may still hold a cached prefix; the cache is notified when it is reissued
 
     fork          a [ 7 8 9 ]   b [ 7 8 9 ]       every block of the parent is shared
-    copy on write a [ 7 8 9 ]   b [ 7 8 4 ]       b wrote: one copy 9 -> 4, and block 9 is a's alone
+    copy on write a [ 7 8 9 ]   b [ 7 8 4 ]       b wrote: one copy 9 -> 4, and block 9 belongs to a alone
 
-    keys        root ── a b c d ── e f g h    a full block is keyed by SHA-256 over its parent's key and its tokens
-    KV groups   0 [ 7 8 9 ]   1 [ . . 6 ]     a table for each; of a window's the places that nobody sees any more are
-                                              given up, and hold the null block; what is lossy keeps the first
+    keys        root ── a b c d ── e f g h    the hash of a full block is SHA-256 over its parent's hash and its tokens
+    KV groups   0 [ 7 8 9 ]   1 [ . . 6 ]     one table per KV group; entries outside a sliding window are dropped and
+                                              hold the null block; a group with attention sinks keeps its first blocks
 
-Knows nothing of requests or devices. Block 0 is the null block: it is never allocated and never counted.
+This module does not depend on requests or devices. Block 0 is the null block: it is never allocated and never counted.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Key = bytes
 
 
 def root_key(salt: str, tenant: str = "", adapter_digest: bytes = b"") -> Key:
-    """The parent of a sequence's first block; no two triples of salt, tenant and adapter have the same.
+    """Return the parent hash of a sequence's first block, unique for each triple of salt, tenant and adapter.
 
-    It means the same in every process: keys are what blocks are known by on disk and between servers.
+    The hash is the same in every process, because disks and other servers identify blocks by it.
 
     Args:
-        adapter_digest: `Adapter.digest`, 32 bytes; empty is none.
+        adapter_digest: `Adapter.digest`, 32 bytes; empty for no adapter.
     """
     if adapter_digest:
         return hashlib.sha256(b"jpaged/prefix/3\0" + adapter_digest + root_key(salt, tenant)).digest()
@@ -51,28 +51,28 @@ def root_key(salt: str, tenant: str = "", adapter_digest: bytes = b"") -> Key:
 
 
 def block_key(parent: Key, token_ids: Sequence[int]) -> Key:
-    """The key of a full block that comes after `parent`."""
+    """Return the hash of a full block that follows `parent`."""
     return hashlib.sha256(parent + np.asarray(token_ids, np.int32).tobytes()).digest()
 
 
 def key_in_group(key: Key, kv_group: int) -> Key:
-    """What the cache knows a block of a KV group by: the groups keep other layers of the same tokens."""
+    """Return the cache key of a block of a KV group: groups store different layers of the same tokens."""
     return key + bytes([kv_group]) if kv_group else key
 
 
 class BlockTable:
-    """The blocks of one sequence in one KV group, in order.
+    """Block table of one sequence in one KV group.
 
-    Unused places hold the null block, so a row of it is ready for the device.
+    Unused entries hold the null block, so a row of it is ready for the device.
 
     Attributes:
-        ids_m: [M] int32, read by the batch; written here alone.
-        num_blocks: places that are used, those that were given up included.
-        num_dropped: places at the beginning that were given up, but for num_sinks; 0 where none was.
-        num_sinks: places in front of those that were given up, which keep their blocks.
+        ids_m: [M] int32, read by the batch and written only by this class.
+        num_blocks: entries in use, dropped ones included.
+        num_dropped: leading entries that were dropped, except the num_sinks first ones; 0 if none was.
+        num_sinks: entries before the dropped ones that keep their blocks (attention sinks).
 
     Args:
-        ids_m: whose array it is, of null blocks; None is one of its own.
+        ids_m: array of null blocks to write to; None allocates one.
     """
 
     __slots__ = ("_ids", "ids_m", "num_blocks", "num_dropped", "num_sinks")
@@ -81,7 +81,7 @@ class BlockTable:
         self.ids_m: NDArray[np.int32] = np.full(max_blocks, NULL_BLOCK, np.int32) if ids_m is None else ids_m
         self.num_blocks = 0
         self.num_dropped = self.num_sinks = 0
-        self._ids: list[int] = []  # the same once more: an element of a list is read five times as fast
+        self._ids: list[int] = []  # the same ids as a list: reading an element is five times as fast
 
     def extend(self, block_ids: list[int]) -> None:
         self._ids += block_ids
@@ -89,7 +89,7 @@ class BlockTable:
         self.num_blocks = len(self._ids)
 
     def fill(self, block_ids: list[int], num_dropped: int, num_sinks: int = 0) -> None:
-        """Takes blocks into an empty table, num_sinks of them in front of the places that it gives up."""
+        """Add blocks to an empty table: num_sinks of them before the dropped entries, the others after."""
         num_sinks = min(num_sinks, num_dropped)
         num_empty = num_dropped - num_sinks
         self.extend([*block_ids[:num_sinks], *[NULL_BLOCK] * num_empty, *block_ids[num_sinks:]])
@@ -103,15 +103,15 @@ class BlockTable:
         return self._ids[index]
 
     def block_ids(self) -> list[int]:
-        """The blocks that it holds."""
+        """Return the blocks of the table, without dropped entries."""
         return self._ids[: self.num_sinks] + self._ids[self.num_dropped :]
 
     def holds(self, index: int) -> bool:
-        """Whether a place that is used was not given up."""
+        """Return True if an entry in use was not dropped."""
         return index >= self.num_dropped or index < self.num_sinks
 
     def drop(self, num_blocks: int, num_sinks: int = 0) -> list[int]:
-        """Gives up the first num_blocks places but for num_sinks, always as many, and returns what they held."""
+        """Drop the first num_blocks entries except num_sinks, and return their blocks; num_sinks must not change."""
         first = max(self.num_dropped, num_sinks)
         block_ids = self._ids[first:num_blocks]
         if block_ids:
@@ -121,7 +121,7 @@ class BlockTable:
         return block_ids
 
     def truncate(self, num_blocks: int = 0) -> list[int]:
-        """Keeps the first num_blocks places and returns what the others held, for the pool to release."""
+        """Keep the first num_blocks entries and return the blocks of the others, for the pool to release."""
         block_ids = self._ids[num_blocks : self.num_sinks] + self._ids[max(num_blocks, self.num_dropped) :]
         del self._ids[num_blocks:]
         self.ids_m[num_blocks : self.num_blocks] = NULL_BLOCK
@@ -133,15 +133,15 @@ class BlockTable:
 
 
 class KVHandle:
-    """What the memory keeps of one sequence; nobody else writes it.
+    """KV bookkeeping of one sequence, written only by the KV memory.
 
     Attributes:
         ids_gm: [G, M] int32, the rows of the tables.
-        tables: the sequence's blocks on the device, a table for each KV group, all with as many places in use.
-        host_tables: its blocks in host memory while it is swapped out.
-        root: the parent of its first block; None when it takes no part in the prefix cache.
-        num_registered_blocks: how many of its blocks were offered to the prefix cache.
-        owner: what the root is made of.
+        tables: device block tables, one for each KV group, all with the same number of entries in use.
+        host_tables: block tables in host memory while the sequence is swapped out.
+        root: parent hash of the first block; None if the sequence does not use the prefix cache.
+        num_registered_blocks: number of leading blocks that were offered to the prefix cache.
+        owner: salt, tenant and adapter that the root is computed from.
     """
 
     __slots__ = ("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "root", "tables")
@@ -156,21 +156,21 @@ class KVHandle:
         self._keys: list[Key] = []
 
     def twin(self) -> KVHandle:
-        """An empty handle for a sequence with the same tokens."""
+        """Return an empty handle for a sequence with the same tokens."""
         num_kv_groups, max_blocks = self.ids_gm.shape
         return KVHandle(max_blocks, self.root, num_kv_groups, self.owner)
 
     @property
     def num_blocks(self) -> int:
-        """Places of its tables on the device that are in use."""
+        """Return the number of entries in use in each device block table."""
         return self.tables[0].num_blocks
 
     def block_ids(self) -> list[int]:
-        """The blocks that it holds on the device, one KV group after the other."""
+        """Return the device blocks of the sequence, KV group by KV group."""
         return [block_id for table in self.tables for block_id in table.block_ids()]
 
     def keys(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[Key]:
-        """The chain of the first num_blocks full blocks of token_ids, each computed once."""
+        """Return the block hashes of at least the first num_blocks full blocks of token_ids; each is computed once."""
         keys = self._keys
         while len(keys) < num_blocks and self.root is not None:
             i = len(keys)
@@ -178,37 +178,37 @@ class KVHandle:
         return keys
 
     def parent(self, index: int) -> Key:
-        """The key that the block at `index` comes after; the keys before it are known."""
+        """Return the parent hash of the block at `index`; the hashes before it must have been computed."""
         return self._keys[index - 1] if index else self.root or b""
 
     def registered(self, num_blocks: int) -> None:
-        """Notes that the first num_blocks were offered to the prefix cache, and none after them."""
+        """Set the number of leading blocks that were offered to the prefix cache."""
         self.num_registered_blocks = num_blocks
 
     def share(self, parent: KVHandle, num_full: int) -> None:
-        """Takes over what is known of the parent's first full blocks, which this one's sequence holds too.
+        """Copy the block hashes of the parent's first full blocks, which this sequence shares.
 
-        Of the others the parent may know keys as well, of tokens that are its own: it was preempted, and ran before.
+        Hashes after these are not copied. A preempted parent may have more, of tokens that are not shared.
         """
         self._keys = parent._keys[:num_full]
         self.num_registered_blocks = min(parent.num_registered_blocks, num_full)
 
     def rewind(self, num_blocks: int) -> None:
-        """Forgets the keys of all blocks but the first num_blocks."""
+        """Drop the block hashes after the first num_blocks."""
         del self._keys[num_blocks:]
         self.num_registered_blocks = min(self.num_registered_blocks, num_blocks)
 
     def leave_cache(self) -> None:
-        """Takes no part in the prefix cache any more."""
+        """Exclude the sequence from the prefix cache."""
         self.root = None
 
 
 class BlockPool:
-    """Hands blocks out and takes them back. The only writer of reference counts and of the free list.
+    """Allocator of blocks; the only writer of reference counts and of the free list.
 
     Args:
-        free: a free list that has all blocks; None is a plain one.
-        on_reissue: called with a block of the free list just before it is given to somebody else.
+        free: a free list that contains all blocks; None creates an LRU list.
+        on_reissue: called with a free block just before it is allocated again.
         on_release: called with the blocks that a release has freed.
     """
 
@@ -237,7 +237,7 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill or begin to fill."""
+        """Return the number of blocks that num_tokens fill, the last one possibly in part."""
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, num_blocks: int) -> bool:
@@ -250,10 +250,10 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes the blocks that go first, which were free the longest; each then has one reference.
+        """Allocate the first blocks of the free list, with one reference each.
 
         Raises:
-            InternalError: there are too few; the caller asks `can_allocate` first.
+            InternalError: too few blocks are free; the caller must check `can_allocate` first.
         """
         if num_blocks > len(self._free):
             raise InternalError(f"{num_blocks} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
@@ -266,7 +266,7 @@ class BlockPool:
         return block_ids
 
     def allocate_last(self, num_blocks: int) -> list[int]:
-        """Takes up to so many free blocks, those with the highest numbers, as `allocate` takes the oldest."""
+        """Allocate up to num_blocks free blocks, highest ids first."""
         block_ids = sorted(self._free)[::-1][:num_blocks]
         for block_id in block_ids:
             del self._free[block_id]
@@ -275,7 +275,7 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_id: int) -> bool:
-        """Adds a reference to a block with its content; True when it was free (and still cached) until now."""
+        """Add a reference to a block and keep its content. Return True if it was free (and still cached) until now."""
         was_free = self._ref_counts[block_id] == 0
         if was_free:
             del self._free[block_id]
@@ -283,7 +283,7 @@ class BlockPool:
         return was_free
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
-        """Makes the empty child table hold every block of the parent."""
+        """Add a reference to every block of the parent to the empty child table."""
         if child.num_blocks:
             raise InternalError(f"a table of {child.num_blocks} blocks is to become a fork")
         block_ids = parent.block_ids()
@@ -292,7 +292,7 @@ class BlockPool:
         child.fill(block_ids, parent.num_dropped, parent.num_sinks)
 
     def copy_on_write(self, table: BlockTable, index: int) -> tuple[int, int] | None:
-        """Makes the block at `index` the table's alone; the (source, destination) to copy, None when it was already."""
+        """Make the block at `index` exclusive to the table; return the (source, destination) to copy, if any."""
         source = table.block_id(index)
         if self._ref_counts[source] == 1:
             return None
@@ -302,7 +302,7 @@ class BlockPool:
         return source, destination
 
     def num_copies(self, writers: Iterable[tuple[BlockTable, int]]) -> int:
-        """Copies that are made when each table's next token, so many in, is written: the last holder keeps a block."""
+        """Return the copies needed to write the next token of each (table, num_tokens); the last holder copies none."""
         shared: dict[int, int] = {}
         for table, num_tokens in writers:
             index = num_tokens // self.block_size
@@ -312,17 +312,17 @@ class BlockPool:
         return sum(min(count, self._ref_counts[block_id] - 1) for block_id, count in shared.items())
 
     def num_owned(self, table: BlockTable) -> int:
-        """Blocks that a table alone holds."""
+        """Return the number of blocks that only this table references."""
         counts = self._ref_counts
         return sum(counts[block_id] == 1 for block_id in table.block_ids())
 
     def release(self, *tables: BlockTable, num_kept: int = 0) -> None:
-        """Drops one reference to each block of a sequence's tables behind num_kept places, and takes it out.
+        """Remove the blocks after the first num_kept entries of a sequence's tables, and drop one reference to each.
 
-        The last blocks go first, whatever the table: those of one place are of use together.
+        Blocks are freed last entry first, across tables: blocks of one entry are useful only together.
 
         Raises:
-            InternalError: a block is free already.
+            InternalError: a block is already free.
         """
         if len(tables) == 1:
             self._let_go(reversed(tables[0].truncate(num_kept)))
@@ -331,7 +331,7 @@ class BlockPool:
         self._let_go(block_id for place in zip_longest(*rows) for block_id in place if block_id is not None)
 
     def drop(self, table: BlockTable, num_blocks: int, num_sinks: int = 0) -> None:
-        """Gives up the first num_blocks places of a table but for num_sinks, which drops its references to them."""
+        """Drop the first num_blocks entries of a table except num_sinks, and the references to their blocks."""
         self._let_go(table.drop(num_blocks, num_sinks))
 
     def _let_go(self, block_ids: Iterable[int]) -> None:
@@ -347,10 +347,10 @@ class BlockPool:
         self._on_release(freed)
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """The invariant: free + referenced = N, counts match the tables, no table names a free block.
+        """Check that free + referenced = N, that counts match the tables, and that no table contains a free block.
 
         Raises:
-            InternalError: it does not hold; the message says where.
+            InternalError: the check failed; the message names the block.
         """
         counts = [0] * (self.num_blocks + 1)
         for table in tables:
@@ -370,7 +370,7 @@ class BlockPool:
 
 @dataclass(slots=True)
 class _Batch:
-    """Moves that run as one. Host blocks are entered into `reads` and `writes` as negative numbers."""
+    """Moves that run as one transfer. `reads` and `writes` store host blocks as negative numbers."""
 
     moves: BlockMoves
     reads: set[int] = field(default_factory=set)
@@ -388,7 +388,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class MemoryCounts:
-    """What memory did since the start, in tokens and blocks."""
+    """Counters of the KV memory since the start, in tokens and blocks."""
 
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
@@ -414,11 +414,10 @@ class MemoryCounts:
 
 @dataclass(slots=True)
 class MemoryOps:
-    """What the device has to move before a step, in as few transfers as the order allows.
+    """Block copies that the device must run before a step, in as few transfers as their order allows.
 
-    Each decision is made on the state that the ones before it leave behind: a block that is read by one move may be
-    given away and written by the next. A move joins an earlier one of its kind unless it would overtake one that it
-    depends on.
+    Each decision assumes the state after the earlier ones: a block that one move reads may be reallocated and written
+    by the next. A move joins an earlier batch of the same kind unless it would overtake a move that it depends on.
 
         decided    out 7>h1   copy 3>7   out 8>h2   copy 4>8   copy 5>3
         batches    out 7>h1 8>h2         copy 3>7 4>8          copy 5>3      the last writes what the first copy reads
@@ -427,16 +426,16 @@ class MemoryOps:
     counts: MemoryCounts = field(default_factory=MemoryCounts)
     _moves: list[tuple[Move, int, int]] = field(default_factory=list)
     passing: set[tuple[Move, int, int]] = field(default_factory=set)
-    """Those of them whose block is on its way through host memory."""
+    """Moves of blocks that only pass through host memory."""
     num_taken: int = 0
-    """How often `take` was called: what was added when it was less is on its way."""
+    """Number of calls of `take`: a move that was added when the number was lower has been dispatched."""
 
     def add(self, move: Move, source: int, destination: int, *, passes: bool = False) -> None:
-        """Adds a move behind those that there are.
+        """Append a move.
 
         Args:
-            passes: the block is on its way through host memory, to a disk or another server or from there: that is
-                counted where it goes to or comes from.
+            passes: the block passes through host memory to or from a disk or another server, whose own counters count
+            it.
         """
         self._moves.append((move, source, destination))
         if passes:
@@ -445,14 +444,14 @@ class MemoryOps:
             self.counts.moved(move)
 
     def take(self) -> MemoryOps:
-        """The moves so far, which are not among these any more."""
+        """Remove and return the pending moves."""
         taken = MemoryOps(self.counts, self._moves, self.passing)
         self._moves, self.passing = [], set()
         self.num_taken += 1
         return taken
 
     def batches(self) -> Iterator[BlockMoves]:
-        """The moves in batches to be run in order; none of them writes what it reads, or writes twice."""
+        """Yield the moves in batches to run in order; no batch writes a block that it reads, or writes one twice."""
         batches: list[_Batch] = []
         for move, source, destination in self._moves:
             read = -source if move is Move.SWAP_IN else source

@@ -1,9 +1,9 @@
-"""What blocks begin and cease to hold of cached prefixes, for those who keep a directory of who holds what.
+"""KV cache events: changes of which cached prefixes the blocks hold.
 
-    a block fills, or its prefix comes to host memory     Stored
-    it is reissued, or forgotten                          Removed
+    a block fills, or its prefix is copied to host memory     Stored
+    it is reissued, or forgotten                              Removed
 
-Kept from one taking to the next, which is a step's end; nothing is noted while nobody wants it.
+Events are collected until they are published at the end of a step. Without a sink nothing is recorded.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from jpaged.pool import Change, Removed, Stored, Tier
 
 
 class ChangeSink(Protocol):
-    """Who wants to know. Called on the engine's thread: what takes long is for another."""
+    """Receiver of KV cache events. The engine thread calls it, so slow work belongs on another thread."""
 
     def publish(self, changes: list[Change]) -> bool:
-        """Takes the changes of a step, in order; False where they were dropped."""
+        """Accept the events of a step, in order; return False if they were dropped."""
         ...
 
     def close(self) -> None:
-        """The engine has ended; what was taken before is still told."""
+        """Stop after the engine has ended; events that were accepted before are still published."""
         ...
 
 
 class Changes:
-    """Notes changes where somebody wants them, and tells them after each step.
+    """Recorder of KV cache events, which are published after each step.
 
     Attributes:
-        is_on: somebody does; who calls a verb looks first, so that a request enters nothing here while nobody does.
-        num_told, num_dropped: changes so far that the sink has taken, and that it had no room for.
+        is_on: True if there is a sink; callers check it before they record, so that no sink costs nothing.
+        num_told, num_dropped: events so far that the sink accepted, and that it dropped.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Changes:
         self._sink: ChangeSink | None = None
 
     def tell_to(self, sink: ChangeSink) -> None:
-        """Notes everything from now on, for this sink; before the engine starts."""
+        """Record all events from now on for this sink; call it before the engine starts."""
         self._sink, self.is_on = sink, True
 
     def tell(self) -> None:
-        """Tells what was noted since the last time."""
+        """Publish the events since the last call."""
         if not self._changes or self._sink is None:
             return
         changes, self._changes = self._changes, []
@@ -55,24 +55,24 @@ class Changes:
             self.num_dropped += len(changes)
 
     def close(self) -> None:
-        """Tells what is left, for the engine has ended."""
+        """Publish the remaining events and close the sink, after the engine has ended."""
         if self._sink is not None:
             self.tell()
             self._sink.close()
 
     def stored(self, tier: Tier, key: Key) -> None:
-        """Notes that a tier beneath the device holds what a key, with its KV group, names."""
+        """Record that a tier below the device stores the block of a key, which includes the KV group."""
         self._changes.append(Stored(tier, *parted(key)))
 
     def filled(self, stored: Stored) -> None:
-        """Notes that a block of the device holds what was computed."""
+        """Record that a device block holds computed tokens."""
         self._changes.append(stored)
 
     def removed(self, tier: Tier, key: Key) -> None:
-        """Notes that a tier holds what a key, with its KV group, names no longer."""
+        """Record that a tier no longer stores the block of a key, which includes the KV group."""
         self._changes.append(Removed(tier, *parted(key)))
 
 
 def parted(key: Key) -> tuple[Key, int]:
-    """A chain's own key and its KV group, of what a cache knows a block by: see `key_in_group`."""
+    """Return the block hash and the KV group of a cache key; the inverse of `key_in_group`."""
     return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)

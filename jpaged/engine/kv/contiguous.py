@@ -1,14 +1,14 @@
-"""The baselines: contiguous KV memory, reserved for a sequence's whole life when it is admitted.
+"""Baselines: contiguous KV memory, reserved for a sequence's whole life when it is admitted.
 
-    reserve-max      prompt and max_model_len                 as FasterTransformer and Orca reserve
+    reserve-max      prompt and max_model_len                 as in FasterTransformer and Orca
     reserve-pow2     prompt and the next power of two of max_tokens
     reserve-oracle   prompt and max_tokens exactly: the true length, for requests that ignore end of sequence
 
 Regions come from a buddy allocator, as in the Orca variants of "Efficient Memory Management for Large Language Model
-Serving with PagedAttention" (Kwon et al., 2023), section 6.1. Nothing is shared, preempted or cached: a sequence of a
-group gets a region of its own, and a copy of the prompt. A beam search reserves a region for every beam; beams that die
-leave theirs to those that fork. A region is a run of consecutive blocks, so the device program is the one that serves
-paged memory; of several KV groups each has an equal part of it, and keeps what its windows no longer see.
+Serving with PagedAttention" (Kwon et al., 2023), section 6.1. Nothing is shared, preempted or cached: each sequence of
+a group gets a region and a copy of the prompt. A beam search reserves a region for every beam; forks reuse the regions
+of finished beams. A region is a run of consecutive blocks, so the device program is the same as for paged memory. Each
+KV group has an equal part of the region, and keeps blocks outside its sliding window.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ RESERVE_POLICIES = tuple(policy for policy in get_args(KVPolicy) if policy != "p
 
 
 class BuddyAllocator:
-    """Regions of 2^k consecutive blocks, split and merged in halves. Blocks are numbered from 1."""
+    """Allocator of regions of 2^k consecutive blocks, split and merged in halves. Block ids start at 1."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free: dict[int, set[int]] = {}
         start = 0
-        while start < num_blocks:  # the pool need not be a power of two: it is a row of them, the largest first
+        while start < num_blocks:  # the pool need not be a power of two: it is a row of such arenas, the largest first
             order = (num_blocks - start).bit_length() - 1
             self._free.setdefault(order, set()).add(start)
             start += 1 << order
         self._arenas = {start: order for order, starts in self._free.items() for start in starts}
 
     def allocate(self, num_blocks: int) -> int:
-        """First block of a region that holds so many.
+        """Allocate a region of at least num_blocks blocks and return its first block.
 
         Raises:
-            InternalError: there is no such hole; the caller asks `num_holes` first.
+            InternalError: no free region is large enough; the caller must check `num_holes` first.
         """
         order = _order(num_blocks)
         fitting = [k for k, starts in self._free.items() if k >= order and starts]
@@ -65,12 +65,12 @@ class BuddyAllocator:
         return start + 1
 
     def num_holes(self, num_blocks: int) -> int:
-        """How many regions of so many blocks there is room for."""
+        """Return how many regions of num_blocks blocks fit."""
         order = _order(num_blocks)
         return sum(len(starts) << (k - order) for k, starts in self._free.items() if k >= order)
 
     def release(self, first_block: int, num_blocks: int) -> None:
-        """Gives a region back and merges it with its free neighbours."""
+        """Release a region and merge it with its free neighbors."""
         start, order = first_block - 1, _order(num_blocks)
         arena = max(begin for begin in self._arenas if begin <= start)
         while order < self._arenas[arena]:
@@ -92,12 +92,12 @@ def _order(num_blocks: int) -> int:
 
 
 Region = tuple[int, int]
-"""(first block, blocks asked for)."""
+"""(first block, number of blocks requested)."""
 
 
 @dataclass(slots=True)
 class _Family:
-    """The beams of a group: regions that none of them holds at the moment, and how many beams there are."""
+    """Beams of a group: their spare regions, which no beam uses now, and the number of beams."""
 
     spares: list[Region]
     num_beams: int
@@ -130,7 +130,7 @@ class ReservedMemory:
         self.counts = self._ops.counts
 
     def num_region_blocks(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Blocks that a sequence reserves, for all KV groups."""
+        """Return the number of blocks that a sequence reserves, for all KV groups."""
         if self._policy == "reserve-max":
             num_tokens = self._max_model_len
         elif self._policy == "reserve-pow2":
@@ -159,7 +159,7 @@ class ReservedMemory:
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """A sequence that was forked in an earlier step moves into its own region."""
+        """Add blocks up to the next num_tokens; a sequence forked in an earlier step moves to its region."""
         end = sequence.num_computed_tokens + num_tokens
         begin, num_blocks = self._regions[sequence]
         is_visitor, needed = sequence in self._visitors, -(-end // self._block_size)
@@ -182,7 +182,7 @@ class ReservedMemory:
             family = self._families[child] = self._families[parent]
             self._regions[child] = family.spares.pop()
             family.num_beams += 1
-        # Copies run before a step, and the step that is being put together may still write what is to be copied.
+        # Copies run before a step, and the step that is being scheduled may still write what is to be copied.
         for table, of_child in zip(parent.kv.tables, child.kv.tables, strict=True):
             of_child.extend(table.block_ids())
         self._visitors.add(child)
@@ -217,7 +217,7 @@ class ReservedMemory:
         return self._num_kv_groups * num_tokens
 
     def can_ever_fit(self, group: Group) -> bool:
-        """The group's regions fit into an empty pool."""
+        """Return True if the group's regions fit into an empty pool."""
         return BuddyAllocator(self.num_blocks).num_holes(self._num_group_blocks(group)) >= group.num_rows
 
     def use(self) -> MemoryUse:
@@ -253,7 +253,7 @@ class ReservedMemory:
             raise InternalError(f"{len(taken)} reserved + {self._buddies.num_free} free are not {self.num_blocks}")
 
     def _num_group_blocks(self, group: Group) -> int:
-        """Blocks that each sequence of a group reserves."""
+        """Return the number of blocks that each sequence of a group reserves."""
         return self.num_region_blocks(len(group.request.prompt_token_ids), group.request.sampling.max_tokens)
 
     def _reserved(self) -> Iterator[Region]:

@@ -1,4 +1,4 @@
-"""What the scheduler asks of KV memory, whatever the policy behind it. Owned by the scheduler."""
+"""Protocol of the KV memory that the scheduler owns, for every KV policy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
 
 Shares = list[tuple[Sequence, int]]
-"""Sequences of one group, each with the tokens that it computes in this step."""
+"""Sequences of one group, each with the number of tokens that it computes in this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """A count of blocks: free + cached + referenced + aside is num_blocks.
+    """Block counts: free + cached + referenced + aside is num_blocks.
 
-    Cached ones are free and still hold a prefix; nobody may have those that are aside.
+    Cached blocks are free and still hold a prefix. Blocks that are aside are withheld from requests.
     """
 
     num_blocks: int
@@ -37,13 +37,13 @@ class MemoryUse:
 
 
 class KVMemory(Protocol):
-    """Blocks for sequences: who gets them, who shares them, where they are.
+    """Block manager for sequences: allocation, sharing and placement.
 
     Attributes:
-        host: prefixes in host memory; None where there is none.
-        held: cached blocks that somebody outside reads; None where nothing is cached.
-        nearing: what brings prefixes in host memory to the device over several steps; None without either.
-        disk: prefixes on disk; None where there are none.
+        host: prefixes in host memory; None if there are none.
+        held: cached blocks pinned for external readers; None without a prefix cache.
+        nearing: prefetcher from host memory to the device; None without host memory or a prefix cache.
+        disk: prefixes on disk; None if there are none.
     """
 
     num_blocks: int
@@ -55,88 +55,92 @@ class KVMemory(Protocol):
 
     @property
     def limit(self) -> int:
-        """Blocks that requests and pins may have: all, but for those that are set aside."""
+        """Return the number of blocks that requests and pins may use: all except the withheld ones."""
         ...
 
     @property
     def prefixes(self) -> Prefixes | None:
-        """What is found again of earlier requests; None in memory that finds nothing."""
+        """Return the prefix cache; None if this memory has none."""
         ...
 
     @property
     def swapping(self) -> Swapping | None:
-        """The way to host memory and back; None where there is none."""
+        """Return the swapper to and from host memory; None if there is none."""
         ...
 
     @property
     def windows(self) -> Windows | None:
-        """What takes back blocks that nobody sees any more; None where every token is seen, or every block kept."""
+        """Return what frees blocks outside sliding windows; None without windows, or if every block is kept."""
         ...
 
     @property
     def aside(self) -> Aside | None:
-        """What makes the pool smaller; None where that cannot be."""
+        """Return the limiter of the pool; None if the pool cannot shrink."""
         ...
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
-        """Whether a waiting group's whole prompt (and what it sampled before) finds blocks, with so many left free."""
+        """Return True if blocks for all tokens of a waiting group are free, with num_spare_blocks left over."""
         ...
 
     def admit(self, group: Group) -> int:
-        """Gives a waiting group what is already known of its prompt; the number of tokens that need not run."""
+        """Assign the cached prefix to a waiting group; return the number of tokens that need not be computed."""
         ...
 
     def num_outstanding_blocks(self, group: Group) -> int:
-        """Blocks that a running group will still take for tokens that it has already."""
+        """Return the number of blocks that a running group still needs for the tokens it already has."""
         ...
 
     def can_grow(self, shares: Shares) -> bool:
-        """Whether so many more tokens of a group's sequences can be written, on copies where blocks are shared."""
+        """Return True if blocks for the shares are available, copies of shared blocks included."""
         ...
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Makes the slots of the next num_tokens the sequence's own: copies a shared block, adds new ones."""
+        """Make the slots of the next num_tokens exclusive to the sequence: copy a shared block, allocate new ones."""
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Gives the child everything that the parent has computed, shared."""
+        """Share everything that the parent has computed with the child."""
         ...
 
     def rewind(self, sequence: Sequence) -> None:
-        """Takes back what a sequence holds of tokens after its computed ones, which it has just been rewound to."""
+        """Release the blocks after the computed tokens of a sequence that was just rewound."""
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """Takes back everything a sequence holds, on the device and in host memory."""
+        """Release all blocks of a sequence, on the device and in host memory."""
         ...
 
     def num_reserved_slots(self) -> int:
-        """Token slots that are kept for sequences, whether or not they hold a token."""
+        """Return the number of token slots reserved for sequences, filled or not."""
         ...
 
     def num_stored_tokens(self, sequences: Iterable[Sequence], own_lens_s: I32) -> int:
-        """Tokens in those slots, one that several sequences share counted once.
+        """Return the number of tokens in the reserved slots; tokens shared by several sequences count once.
 
         Args:
-            sequences: all that hold blocks, but for those whose last block is theirs alone:
-            own_lens_s: the computed tokens of each of these.
+            sequences: sequences with blocks, without those whose last block is exclusive.
+            own_lens_s: number of computed tokens of each sequence whose last block is exclusive.
         """
         ...
 
     def can_ever_fit(self, group: Group) -> bool:
-        """The group could run to its end, were it alone."""
+        """Return True if the group could run to its end if it ran alone."""
         ...
 
     def use(self) -> MemoryUse: ...
 
     def marks(self) -> MemoryMarks:
-        """What is known of blocks besides the tables of sequences: a copy, for who watches."""
+        """Return a copy of the state of blocks beyond the block tables, for the dashboard."""
         ...
 
     def take_ops(self) -> MemoryOps:
-        """The moves decided since the last call, for the device to make before the step."""
+        """Remove and return the pending moves, which the device must run before the step."""
         ...
 
     def check(self, groups: Iterable[Group]) -> None:
-        """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
+        """Check the bookkeeping of blocks.
+
+        Raises:
+            InternalError: a block is lost, shared by mistake, or free and in use.
+        """
         ...

@@ -1,7 +1,7 @@
-"""How many blocks groups need: to be admitted, to come back, and for the tokens that they have already.
+"""Number of blocks that groups need: to be admitted, to be swapped in, and for their current tokens.
 
-What it says is never too little for a window, whose blocks come back as it moves on: at most as many as it holds at
-once are promised.
+A sliding window frees blocks as it moves, so its count is limited to the blocks that it holds at once. The count is
+never too low.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jpaged.engine.sequence import Group
 from jpaged.engine.sequence import Sequence as TokenSequence
 
 Tables = tuple[BlockTable, ...]
-"""The block tables of one sequence, one for each KV group."""
+"""Block tables of one sequence, one for each KV group."""
 
 
 class Needs:
-    """Counts, and changes nothing.
+    """Counter of needed blocks, without side effects.
 
     Args:
-        pool: the blocks of the device.
-        reaches: of each KV group.
+        pool: device blocks.
+        reaches: attention window of each KV group.
     """
 
     def __init__(self, pool: BlockPool, reaches: Sequence[Reach]) -> None:
@@ -31,7 +31,7 @@ class Needs:
         self._reaches = reaches
 
     def to_admit(self, group: Group, match: PrefixMatch | None) -> int:
-        """Blocks that a waiting group takes from the free list, given what is known of its prompt."""
+        """Return the number of blocks that a waiting group takes from the free list, given its prefix match."""
         leader, lens = group.live[0], [sequence.num_tokens for sequence in group.live]
         needed = 0
         for kv_group, reach in enumerate(self._reaches):
@@ -45,11 +45,11 @@ class Needs:
         return needed
 
     def to_go_on(self, group: Group, tables: Sequence[Tables], pool: BlockPool) -> int:
-        """Blocks that a group still takes for the tokens that it has.
+        """Return the number of blocks that a group still needs for the tokens it has.
 
         Args:
-            tables: of each live sequence, on the device or in host memory: what it has.
-            pool: whose blocks are in them.
+            tables: block tables of each live sequence, on the device or in host memory.
+            pool: pool that these blocks belong to.
         """
         live = group.live
         if not group.is_forked:

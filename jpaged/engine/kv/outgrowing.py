@@ -1,10 +1,11 @@
-"""Sequences that outgrow their keys: some models turn every key otherwise once a sequence is longer than a length.
+"""LongRoPE: models that rotate keys differently once a sequence exceeds a length.
 
-    up to the length   [ k k k k k k ]          keys of the short kind
-    one token more     [ K K K K K K K ]        all are computed again, of the long kind, once
-    from there on      [ K K K K K K K K ]      as ever
+    up to the length   [ k k k k k k ]          keys with the short factors
+    one token more     [ K K K K K K K ]        all are recomputed with the long factors, once
+    from there on      [ K K K K K K K K ]      as usual
 
-Phi-3's LongRoPE is so. The sequences of a group share its prompt, so they wait for each other and begin again together.
+Phi-3 is such a model. The sequences of a group share its prompt, so they wait for each other and are recomputed
+together.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _NEVER = 1 << 30
 
 
 class Outgrowing:
-    """Knows the length, and has groups begin again.
+    """Recomputation of groups whose sequences pass the LongRoPE length.
 
     Args:
-        length: tokens up to which keys are of the short kind.
+        length: number of tokens up to which keys use the short factors.
     """
 
     def __init__(self, memory: KVMemory, length: int) -> None:
@@ -29,13 +30,13 @@ class Outgrowing:
         self._length = length
 
     def num_left(self, sequence: Sequence) -> int:
-        """Tokens of a sequence that may be computed before it has to begin again."""
+        """Return the number of tokens that a sequence may compute before it must be recomputed."""
         if sequence.rope_len > self._length:
             return _NEVER
         return max(0, self._length - sequence.num_computed_tokens)
 
     def begin_again(self, running: Iterable[Group]) -> int:
-        """Takes back the blocks of groups that have to; the number of tokens that are to be computed again."""
+        """Rewind the groups that are due for recomputation; return the number of tokens to compute again."""
         num_tokens = 0
         for group in running:
             if self._is_due(group):
@@ -43,7 +44,7 @@ class Outgrowing:
         return num_tokens
 
     def _is_due(self, group: Group) -> bool:
-        """Whether all that go on have computed what their keys serve for, and the tokens of all are known."""
+        """Return True if all unfinished sequences have computed up to the length and their tokens are known."""
         most, live = group.request.sampling.max_tokens, group.live
         if not group.is_forked or any(sequence.num_in_flight_tokens > 1 for sequence in live):
             return False

@@ -1,9 +1,9 @@
-"""Paged KV memory: blocks on demand, shared by reference, copied when written.
+"""Paged KV memory: blocks on demand, shared by reference, copied on write.
 
     device pool   blocks of live sequences, of pinned prefixes, and cached prefixes in the free list
-    host pool     blocks of swapped groups, and cached prefixes that the device pool had to give up
+    host pool     blocks of swapped groups, and cached prefixes evicted from the device pool
 
-Composes the two pools with `Prefixes` and `Swapping`; the moves that their decisions need are gathered for the step.
+Composes the two pools with `Prefixes` and `Swapping`, and collects the moves that their decisions require for the step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from jpaged.pool import MemoryMarks
 
 
 class PagedMemory:
-    """Implements `jpaged.engine.kv.interface.KVMemory`.
+    """Implementation of `jpaged.engine.kv.interface.KVMemory`.
 
     Args:
-        caches_prefixes: there are `prefixes`, up to max_cached_tokens.
-        host_blocks: the bytes of host memory; None where the device alone has to do with them.
-        eviction: which prefixes are given up first; None is the least recently used.
-        make_disk: makes a third tier beneath host memory; None where there is none.
+        caches_prefixes: enable the prefix cache (`prefixes`), for positions below max_cached_tokens.
+        host_blocks: contents of host memory; None if only the device accesses them.
+        eviction: eviction policy of prefixes; None for least recently used.
+        make_disk: creates a disk tier below host memory; None without one.
     """
 
     prefixes: Prefixes | None
@@ -106,7 +106,7 @@ class PagedMemory:
             self.swapping = Swapping(self._pool, self._host.pool, self._ops, self._needs, self.prefixes)
 
     def _from_below_s(self, key: Key) -> float | None:
-        """Seconds to have a block again that host memory or disk keeps."""
+        """Return the seconds to load a block from host memory or disk; None if neither stores it."""
         if self._eviction is not None and key in self._host:
             return self._eviction.costs.fetch_s
         return self._from_disk_s(key)
@@ -131,7 +131,8 @@ class PagedMemory:
         return self._needs.to_go_on(group, [sequence.kv.tables for sequence in group.live], self._pool)
 
     def can_grow(self, shares: Shares) -> bool:
-        # A bound first, which holds unless the pool is nearly full: a copy and a begun block for each, and full ones.
+        # Try an upper bound first, which suffices unless the pool is nearly full: a copy, a partial block and the full
+        # blocks for each.
         num_kv_groups, bound = len(self._reaches), 2 * len(shares)
         for _, num_tokens in shares:
             bound += num_tokens // self.block_size
@@ -168,7 +169,7 @@ class PagedMemory:
     def rewind(self, sequence: Sequence) -> None:
         kv = sequence.kv
         if self.windows is not None and not self.windows.can_go_back(sequence):
-            sequence.resume_at(0)  # what its windows show again was given away: it runs from the beginning
+            sequence.resume_at(0)  # blocks that the windows need again were freed: recompute from the beginning
         num_full, num_tail_tokens = divmod(sequence.num_computed_tokens, self.block_size)
         if self.prefixes is not None and num_tail_tokens and num_full < kv.num_registered_blocks:
             for table in kv.tables:
@@ -189,7 +190,10 @@ class PagedMemory:
         return (self._pool.num_used - self.aside.num_blocks) * self.block_size
 
     def num_stored_tokens(self, sequences: Iterable[Sequence], own_lens_s: I32) -> int:
-        """Every block in use is full but the last of a table; one that several tables share is as full as most say."""
+        """Return the number of stored tokens: every block in use is full except the last of a table.
+
+        A block that several tables share counts as full as the fullest of them.
+        """
         empty: dict[int, int] = {}
         for sequence in sequences:
             num_tail_tokens = sequence.num_computed_tokens % self.block_size
@@ -201,7 +205,7 @@ class PagedMemory:
         return self.num_reserved_slots() - sum(empty.values()) - num_empty_of_own
 
     def can_ever_fit(self, group: Group) -> bool:
-        """The group could run alone, with every pinned prefix in its place, within the limit of the pool."""
+        """Return True if the group could run alone within the limit of the pool, with all pinned prefixes kept."""
         needed = group.num_blocks_alone(self._geometry)
         num_pinned = 0 if self.prefixes is None else len(self.prefixes.pinned_blocks)
         return needed <= self.limit - num_pinned
@@ -247,7 +251,7 @@ class PagedMemory:
 def make_memory(
     executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None, disk: Disk | None
 ) -> KVMemory:
-    """The memory that options ask for, of an executor's blocks."""
+    """Create the KV memory that the options select, for an executor's blocks."""
     geometry, rates, blocks = executor.geometry, executor.rates, executor.host_blocks
     if options.kv_policy != "paged":
         return ReservedMemory(geometry, options.kv_policy)

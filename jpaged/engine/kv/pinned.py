@@ -1,11 +1,10 @@
-"""Prefixes that stay in the pool by name, whatever the load: computed by an ordinary request, kept when it ends.
+"""Named prefixes that stay in the pool: computed by an ordinary request, and pinned when it finishes.
 
-    pin_prefix("system", ids)    a request of one token runs; its full blocks are pinned when it ends
-    unpin_prefix("system")       they are cached like any others again
+    pin_prefix("system", ids)    a request of one token runs; its full blocks are pinned when it finishes
+    unpin_prefix("system")       they become ordinary cached blocks again
 
-Names are given and taken by callers' threads, blocks by the engine's: a name is taken, and its blocks are counted,
-before its prefix is computed. All pins together, each with all of its blocks, stay within a limit: the rest is for
-requests.
+Callers' threads manage names; the engine thread manages blocks. A name is claimed and its blocks are counted before the
+prefix is computed. All blocks of all pins together stay within a limit, so that requests keep the rest.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, JpagedError
 from jpaged.types import FinishReason, LoadedAdapter, OutputEvent, Request, SamplingParams
 
 Pin = tuple[str, str]
-"""A tenant, and what it calls a prefix."""
+"""Tenant and name of a prefix."""
 
 
 def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
-    """Blocks that pinned prefixes may hold: what is asked, or a quarter of the pool if a request can do with the rest.
+    """Return the limit of pinned blocks: the option, or a quarter of the pool that still fits the longest request.
 
     Raises:
-        InvalidArgument: what is asked leaves too few for a request of max_model_len.
+        InvalidArgument: the option leaves too few blocks for a request of max_model_len.
     """
     most = max(0, geometry.num_blocks - geometry.num_blocks_of_longest)
     if max_pinned_blocks is None:
@@ -45,15 +44,15 @@ def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
 
 
 class PinnedPrefixes:
-    """Has prefixes computed by requests of its own, and keeps what they leave. Any thread may pin and unpin.
+    """Pinned prefixes, each computed by an internal request. Any thread may pin and unpin.
 
     Args:
-        prefixes: where they are; None where nothing can be pinned.
-        limit: blocks that requests and pins may have; asked on that thread.
-        max_blocks: what `pin_limit` says.
-        submit: takes a request; its events come on the engine's thread.
-        ask: has something done on that thread.
-        groups: what is in flight, by request id; read on that thread.
+        prefixes: prefix cache; None if pinning is unsupported.
+        limit: returns the number of blocks that requests and pins may use; called on the engine thread.
+        max_blocks: result of `pin_limit`.
+        submit: submits a request, whose events arrive on the engine thread.
+        ask: posts a callable to the engine thread.
+        groups: groups in flight by request id; read on the engine thread.
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class PinnedPrefixes:
         self._pinned: set[Pin] = set()
 
     def pin(self, pin: Pin, token_ids: tuple[int, ...], salt: str, adapter: LoadedAdapter | None = None) -> Future[int]:
-        """Begins to compute a prefix; see `Engine.pin_prefix`."""
+        """Start to compute a prefix; see `Engine.pin_prefix`."""
         future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # once asked for it cannot be cancelled, so its result can always be set
+        future.set_running_or_notify_cancel()  # a running future cannot be cancelled, so its result can always be set
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, cache_salt=salt)
         try:
             self._claim(pin, self._check(token_ids))
@@ -94,7 +93,7 @@ class PinnedPrefixes:
         return future
 
     def unpin(self, pin: Pin) -> bool:
-        """Gives up a name, and has the engine's thread release the blocks; False when nothing is pinned under it."""
+        """Release a name and post the release of the blocks to the engine thread; return False if it is not pinned."""
         with self._lock:
             is_pinned = pin in self._pinned
             if is_pinned:
@@ -105,7 +104,7 @@ class PinnedPrefixes:
         return is_pinned
 
     def _claim(self, pin: Pin, num_blocks: int) -> None:
-        """Takes the name, and counts its blocks."""
+        """Claim the name and count its blocks."""
         with self._lock:
             if pin in self._num_blocks:
                 raise AlreadyExists(f"prefix {pin[1]!r} is pinned; unpin it, or choose another name")
@@ -124,7 +123,7 @@ class PinnedPrefixes:
         future.set_exception(error)
 
     def _compute(self, pin: Pin, request: Request, future: Future[int]) -> None:
-        """Runs a request for a prefix under an id that is new."""
+        """Submit a request for a prefix under a new request id."""
         request = dataclasses.replace(request, request_id=f"pin_prefix/{pin[1]}/{next(self._numbers)}")
         try:
             self._submit(request, lambda event: self._take(pin, event, future))
@@ -132,7 +131,7 @@ class PinnedPrefixes:
             self._give_up(pin, error, future)
 
     def _take(self, pin: Pin, event: OutputEvent, future: Future[int]) -> None:
-        """Takes the events of a request for a prefix; its blocks are pinned at the last, before it gives them back."""
+        """Handle an event of a request for a prefix. The last one pins its blocks before the request releases them."""
         if not event.is_last:
             return
         error = event.error
@@ -151,10 +150,10 @@ class PinnedPrefixes:
         self._give_up(pin, error, future)
 
     def _keep(self, pin: Pin, group: Group) -> int:
-        """Pins what a request has computed; the number of tokens that are pinned.
+        """Pin the blocks that a request has computed; return the number of pinned tokens.
 
         Raises:
-            InvalidArgument: too few blocks would be left for some other request in flight when it runs alone.
+            InvalidArgument: too few blocks would be left for another request in flight to run alone.
         """
         assert self._prefixes is not None
         num_tokens = self._prefixes.pin(pin, group.live[0])
@@ -174,7 +173,7 @@ class PinnedPrefixes:
         return num_tokens
 
     def _check(self, token_ids: tuple[int, ...]) -> int:
-        """Holds a prefix to what can be pinned at all; the blocks of it that who comes behind it sees."""
+        """Validate a prefix; return the number of blocks that later tokens attend to, over all KV groups."""
         if self._prefixes is None:
             raise Unsupported("a prefix cannot be pinned: the prefix cache is off (enable_prefix_caching, kv_policy)")
         geometry, count = self._geometry, len(token_ids)

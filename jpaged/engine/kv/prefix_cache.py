@@ -1,16 +1,16 @@
-"""Key -> block: what is known of prefixes, and the longest that can be used.
+"""Index from block hash to block, and lookup of the longest usable prefix.
 
     cached     [ a b c d ] [ e f g h ]
-    prompt     [ a b c d ] [ e f x y ]       one full block is shared; of the second, "e f" is used by copying the
+    prompt     [ a b c d ] [ e f x y ]       one full block is shared; "e f" of the second is reused by copying the
                  match       2 tokens        block and overwriting its tail
 
-Each KV group has a block for a key. A hit needs all blocks of groups that see everything, but of a window only those
-that the next token sees, its sinks among them: the longest prefix is taken that has them.
+Each KV group has a block per hash. A hit requires all blocks of groups with full attention. Groups with a sliding
+window require only the blocks visible to the next token, attention sinks included. The longest such prefix is used.
 
-    everything    [0][1][2][3][4][5] .       six blocks are known
-    a window       .  . [2][3] . [5] .       of two full blocks: four are a hit, for 4 and 5 are not both known
+    full       [0][1][2][3][4][5] .       six blocks are cached
+    window      .  . [2][3] . [5] .       window of two full blocks: four are a hit, for 4 and 5 are not both cached
 
-Who holds a block is the pool's to know.
+The pool tracks references to blocks.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from jpaged.engine.sequence import Sequence as TokenSequence
 from jpaged.pool import Stored
 
 _MAX_SIBLINGS = 32
-"""Blocks with one parent that are compared for a partial match, the newest first: the root may have thousands."""
+"""Maximum number of sibling blocks compared for a partial match, newest first: the root may have thousands."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is known of a prompt.
+    """Cached blocks that match a prompt.
 
     Attributes:
-        num_blocks: full blocks of it that need not run.
-        block_ids: of each KV group the last of them, as many as can be seen from behind; to be shared as they are.
-        partial_block_ids: a block of each KV group whose first num_partial_tokens continue the match; to be copied, not
-            shared. None where nothing does.
+        num_blocks: number of leading full blocks that need not be computed.
+        block_ids: of each KV group, the matched blocks visible to the next token, to be shared.
+        partial_block_ids: one block per KV group whose first num_partial_tokens continue the match, to be copied rather
+            than shared. None if there is none.
     """
 
     num_blocks: int
@@ -49,16 +49,16 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Key -> block, and what is needed to forget a block and to find partial matches.
+    """Index from cache key to block, with the data to remove blocks and to find partial matches.
 
     Attributes:
-        marks: [N + 1] 1 where a block is known: the same once more, for who wants all of them at once.
+        marks: [N + 1] 1 if the block is cached; a copy of the index for readers of all blocks at once.
 
     Args:
-        reaches: of each KV group.
-        num_blocks: of the pool.
-        ranked: its free list, which is told what blocks hold; None is one that has not to know.
-        changes: where what becomes known and is forgotten is noted; None is nowhere.
+        reaches: attention window of each KV group.
+        num_blocks: number of blocks of the pool.
+        ranked: free list of the pool, which is notified of contents; None if it ignores them.
+        changes: recorder of KV cache events; None for none.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PrefixCache:
         self._block_size = reaches[0].block_size
         self._blocks: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
-        # Of the first KV group alone: the others have blocks of the same tokens.
+        # Only for the first KV group: the others have blocks of the same tokens.
         self._parents: dict[int, Key] = {}
         self._tokens: dict[int, tuple[int, ...]] = {}
         self._children: dict[Key, dict[int, None]] = {}
@@ -84,21 +84,21 @@ class PrefixCache:
         return block_id in self._keys
 
     def find(self, key: Key) -> int | None:
-        """The block that holds what the key names; None where it is not known."""
+        """Return the block with this key, or None."""
         return self._blocks.get(key)
 
     def key_of(self, block_id: int) -> Key | None:
-        """What a block is known by; None where it is not."""
+        """Return the key of a block, or None if it is not cached."""
         return self._keys.get(block_id)
 
     def block_ids(self) -> Iterable[int]:
         return self._keys.keys()
 
     def match(self, root: Key, keys: Sequence[Key], token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest known prefix, always short of the last token: that one must run to sample the next.
+        """Return the longest cached prefix, always without the last token, which must run to sample the next.
 
         Args:
-            keys: the chain of all full blocks of token_ids.
+            keys: block hashes of all full blocks of token_ids.
         """
         before_last = keys[: (len(token_ids) - 1) // self._block_size]
         num_blocks = num_usable(before_last, self._reaches, self._blocks.__contains__)
@@ -112,9 +112,9 @@ class PrefixCache:
         return PrefixMatch(num_blocks, block_ids, *self._partial(parent, rest))
 
     def insert(self, block_id: int, parent: Key, key: Key, token_ids: Sequence[int]) -> bool:
-        """Makes a full, written block of the first KV group known; whether it was entered.
+        """Insert a full, written block of the first KV group; return True if it was inserted.
 
-        The first block of a key stays; a duplicate is not entered.
+        The first block with a key stays; a duplicate is not inserted.
         """
         is_new = self._enter(block_id, key)
         if is_new:
@@ -126,10 +126,10 @@ class PrefixCache:
     def insert_of(
         self, sequence: TokenSequence, index: int, block_id: int, key: Key, group: int = 0, *, times_seen: int = 1
     ) -> None:
-        """Makes the full block at an index of a sequence known, in one of the KV groups.
+        """Insert the full block at an index of a sequence, for one of the KV groups.
 
         Args:
-            times_seen: requests that computed or found it, this one among them.
+            times_seen: requests that computed or hit it, this one included.
         """
         parent = sequence.kv.parent(index)
         if group:
@@ -140,7 +140,7 @@ class PrefixCache:
             tokens = tuple(self._tokens_at(sequence, index))
             self._changes.filled(Stored("device", key, group, parent if index else None, tokens, sequence.kv.owner))
         if is_new and self._ranked is not None:
-            # Of a window nobody needs what is in front of it, but for first tokens.
+            # In a sliding window no block needs those before it, except attention sinks.
             place = self._reaches[group].above(index)
             above = None if place is None else key_in_group(sequence.kv.parent(place + 1), group)
             entry = Entry(key_in_group(key, group), above, index, sequence.kv.root or b"", times_seen)
@@ -150,14 +150,14 @@ class PrefixCache:
         return sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
 
     def forget(self, block_id: int) -> Key | None:
-        """Drops what is known of a block, which nobody may find any more; its key, if it had one."""
+        """Remove a block from the index and the free list's ranking; return its key, if any."""
         key = self.evict(block_id)
         if key is not None and self._ranked is not None:
             self._ranked.forget(block_id)
         return key
 
     def evict(self, block_id: int) -> Key | None:
-        """The same of a block that is given to somebody else, which the free list is told by who asks."""
+        """Remove a block that is reissued from the index only; the caller notifies the free list."""
         key = self._keys.pop(block_id, None)
         if key is None:
             return None
@@ -183,7 +183,7 @@ class PrefixCache:
         return True
 
     def _partial(self, parent: Key, rest: Sequence[int]) -> tuple[list[int] | None, int]:
-        """The blocks behind `parent` that have most of the next tokens, and how many."""
+        """Return the cached children of `parent` that share the most next tokens, and the number of these tokens."""
         best_ids, best_len = None, 0
         siblings = self._children.get(parent, {})
         for block_id in islice(reversed(siblings), _MAX_SIBLINGS):
@@ -193,7 +193,7 @@ class PrefixCache:
         return best_ids, best_len
 
     def _in_all_groups(self, block_id: int) -> list[int] | None:
-        """A block of the first KV group, and those of the others with the same tokens; None if one is not known."""
+        """Return a first-group block and those of the other groups with the same tokens; None if one is missing."""
         block_ids, key = [block_id], self._keys[block_id]
         for group in range(1, len(self._reaches)):
             other = self._blocks.get(key_in_group(key, group))
@@ -204,7 +204,7 @@ class PrefixCache:
 
 
 def num_usable(keys: Sequence[Key], reaches: Sequence[Reach], is_known: Callable[[Key], bool]) -> int:
-    """Blocks of the longest prefix of a chain of which everything is known that who comes behind it sees."""
+    """Return the length of the longest prefix whose blocks visible to the next token are all known."""
     num_blocks, windows = len(keys), []
     for kv_group, reach in enumerate(reaches):
         if reach.num_seen is not None:
@@ -213,7 +213,7 @@ def num_usable(keys: Sequence[Key], reaches: Sequence[Reach], is_known: Callable
             if not is_known(key_in_group(keys[place], kv_group)):
                 num_blocks = place
                 break
-    # A gap that is seen from the end of a prefix is seen from every end behind it: the prefix ends there.
+    # A gap that is visible from the end of a prefix is visible from every later end too: the prefix ends there.
     for place in range(num_blocks - 1, -1, -1):
         seen = [kv_group for kv_group, reach in windows if reach.first_block(num_blocks) <= place]
         if not seen:
@@ -224,7 +224,7 @@ def num_usable(keys: Sequence[Key], reaches: Sequence[Reach], is_known: Callable
 
 
 def keys_seen(keys: Sequence[Key], num_blocks: int, reaches: Sequence[Reach]) -> list[Key]:
-    """What the blocks are known by that are seen from behind so many, one KV group after the other."""
+    """Return the keys of the blocks visible after num_blocks blocks, KV group by KV group."""
     return [
         key_in_group(keys[place], kv_group)
         for kv_group, reach in enumerate(reaches)

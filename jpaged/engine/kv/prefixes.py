@@ -1,14 +1,14 @@
-"""Finds the blocks that already hold a prefix, by a SHA-256 chain over full blocks.
+"""Prefix cache: finds the blocks that already hold a prefix, by a SHA-256 chain over full blocks.
 
     key(0) = H(root(tenant, salt, adapter), tokens of block 0)      key(i) = H(key(i - 1), tokens of block i)
 
-A key names a block's content together with everything before it, so a match of the last key is a match of all. Blocks
-keep their key when they are released; the pool's free list, in order of last use, is the cache's LRU, and a key dies
-when its block is reissued. Two tenants, and two salts of one, have different roots and never share.
+A block hash covers the block's tokens and everything before it, so a match of the last hash is a match of all. Blocks
+keep their hash when they are released. The pool's free list, ordered by last use, is the cache's LRU list; a hash is
+removed when its block is reissued. Two tenants, or two salts of one tenant, have different roots and never share.
 
     device pool   cached prefixes in the free list, and pinned ones
-    host pool     cached prefixes that the device pool had to give up (second tier)
-    below         what a third tier keeps of either, if there is one
+    host pool     cached prefixes evicted from the device pool (second tier)
+    below         copies of both in a third tier, if there is one
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from jpaged.errors import InternalError
 
 
 class Below(Protocol):
-    """A tier beneath host memory, as it is told what becomes of prefixes."""
+    """Tier below host memory, which is notified of changes to cached prefixes."""
 
     def note(self, key: Key) -> None:
-        """Keeps what is known under a key, now and while it is: it was just computed, or leaves the device."""
+        """Queue the block of a key to be stored: it was just computed, or is leaving the device."""
         ...
 
     def used(self, keys: Sequence[Key]) -> None:
-        """Notes that these are of use, though nobody has to ask for them below."""
+        """Record that these keys were hit, even though none was loaded from this tier."""
         ...
 
     def forget(self, key: Key) -> None:
-        """Sees to it that a key is not found below, nor brought back from there."""
+        """Remove a key, so that it is neither found in this tier nor loaded from it."""
         ...
 
     def reset(self) -> int:
-        """Forgets everything; the number of blocks."""
+        """Remove all keys; return the number of blocks."""
         ...
 
 
 class Prefixes:
-    """Prefixes in paged memory: found for who is admitted, registered as blocks fill, evicted, pinned.
+    """Prefix cache of paged memory: lookup, registration, eviction and pinning.
 
     Attributes:
-        pool: the blocks of the device; a free one may still hold a prefix.
-        num_cached: how many of the free ones do.
-        marks: [N + 1] 1 where a block does, free or not; written by the cache alone.
-        changes: what blocks of this tier and those beneath it begin and cease to hold.
-        cache: which blocks those are.
-        reaches: of each KV group.
+        pool: device blocks; a free one may still hold a prefix.
+        num_cached: number of free blocks that hold a prefix.
+        marks: [N + 1] 1 if the block holds a prefix, free or not; written only by the cache.
+        changes: recorder of KV cache events of this tier and those below it.
+        cache: index of the blocks that hold prefixes.
+        reaches: attention window of each KV group.
 
     Args:
-        num_blocks: of the device.
-        reaches: of each KV group.
-        host: where evicted ones go.
-        below: a third tier; None where there is none.
-        max_tokens: positions from here on are never cached, nor is anything of a longer prompt: with position
-            embeddings that depend on the prompt's length, equal tokens have unequal keys there. None is no limit.
-        ranked: in which order they are evicted; None is as they were used, the least recently first.
-        changes: where that is noted; None is a place of its own.
+        num_blocks: number of device blocks.
+        reaches: attention window of each KV group.
+        host: tier that stores evicted blocks.
+        below: third tier; None without one.
+        max_tokens: positions from here on are never cached, and neither is any longer prompt: with position
+            embeddings that depend on the prompt's length, equal tokens have unequal keys there. None for no limit.
+        ranked: free list in eviction order; None for least recently used.
+        changes: recorder of KV cache events; None creates one.
     """
 
     def __init__(
@@ -102,21 +102,21 @@ class Prefixes:
         self.marks = self._cache.marks
         self._pinned: dict[Hashable, BlockTable] = {}
 
-    # --- who is admitted --------------------------------------------------------------------------------------------
+    # --- admission ------------------------------------------------------------------------------------------------
 
     def match(self, group: Group) -> PrefixMatch:
-        """Finds the cached blocks of the tokens that a group's leader has to run."""
+        """Return the cached blocks of the tokens that a group's leader has to compute."""
         leader = group.live[0]
         if leader.kv.root is None:
             return PrefixMatch(0, ([],) * len(self.reaches))
         limit = _num_leading_tokens(group)
-        # One more than can be cached: the last token of what is matched always runs.
+        # One more than can be cached: the last token of the match always runs.
         limit = min(limit, self.max_tokens + 1 if leader.rope_len <= self.max_tokens else 0)
         keys = _keys(self._block_size, leader, limit // self._block_size)
         return self._cache.match(leader.kv.root, keys, leader.token_ids[:limit])
 
     def admit(self, group: Group) -> int:
-        """Gives a group's leader every block that is known of its prompt; the tokens that need not run."""
+        """Assign all cached blocks of a group's prompt to its leader; return the number of tokens that need not run."""
         leader = group.runnable[0]
         match = self.match(group)
         num_blocks = match.num_blocks
@@ -133,7 +133,7 @@ class Prefixes:
         return num_tokens
 
     def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:
-        """A running group is about to compute the next block of this waiting group's prompt: it is worth waiting."""
+        """Return True if a running group is about to compute the next block of this waiting group's prompt."""
         leader = group.runnable[0]
         position = self.match(group).num_blocks
         last = min(leader.num_prompt_tokens, _num_leading_tokens(group)) - 1
@@ -148,13 +148,13 @@ class Prefixes:
         return False
 
     def findable(self, group: Group) -> list[Key]:
-        """The chain of the blocks that may be found of a group's prompt, which ends short of the last token to run."""
+        """Return the block hashes that a group's prompt may hit, which end before the last token to run."""
         leader = group.live[0]
         end = min(_num_cacheable(self, leader), (_num_leading_tokens(group) - 1) // self._block_size)
         return _keys(self._block_size, leader, end)[: max(0, end)]
 
     def renew(self, keys: Iterable[Key]) -> None:
-        """Makes those of these that are cached and free the last to be evicted."""
+        """Move the free cached blocks among these keys to the end of the eviction order."""
         free = [b for key in keys if (b := self._cache.find(key)) is not None and self.pool.is_free(b)]
         for block_id in free:
             self.num_cached -= self.pool.acquire(block_id)
@@ -162,16 +162,16 @@ class Prefixes:
         table.extend(free)
         self.pool.release(table)
 
-    # --- what is known ----------------------------------------------------------------------------------------------
+    # --- registration -------------------------------------------------------------------------------------------------
 
     def register_full_blocks(self, sequence: TokenSequence) -> None:
-        """Makes known the blocks that a sequence has filled since the last time."""
+        """Insert the blocks that a sequence has filled since the last call into the cache."""
         kv = sequence.kv
         first = kv.num_registered_blocks
         if sequence.num_computed_tokens < (first + 1) * self._block_size:
             return
         num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        # A sequence that was swapped out has learnt tokens since, of a dispatch of several steps, and has no blocks.
+        # A sequence that was swapped out may have received tokens of a multi-step dispatch since, and has no blocks.
         num_full = min(num_known // self._block_size, _num_cacheable(self, sequence), kv.num_blocks)
         if first >= num_full:
             return
@@ -185,9 +185,9 @@ class Prefixes:
         kv.registered(num_full)
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Sees to it that nobody finds a sequence's prefix, what it was given included, nor what it fills from here on.
+        """Remove a sequence's prefix from all tiers, and exclude the sequence from the cache.
 
-        Pinned blocks, whoever pinned them, stay.
+        Blocks that it shares with others are removed too, except pinned ones.
         """
         pinned = self.pinned_blocks
         keys = _keys(self._block_size, sequence, len(sequence.token_ids) // self._block_size)
@@ -202,13 +202,13 @@ class Prefixes:
         sequence.kv.leave_cache()
 
     def forget_block(self, block_id: int) -> None:
-        """Sees to it that nobody finds a block that somebody holds, and is about to write again."""
+        """Remove a block that its sequence is about to overwrite from the cache."""
         self._cache.forget(block_id)
 
     def reset(self) -> int:
-        """Forgets every prefix that nobody holds, in host memory too; the number of blocks that held one.
+        """Remove all unreferenced prefixes, in lower tiers too; return the number of their blocks.
 
-        Blocks that sequences or pins hold stay known.
+        Blocks that sequences or pins reference stay cached.
         """
         free = [block_id for block_id in self._cache.block_ids() if self.pool.is_free(block_id)]
         for block_id in free:
@@ -217,24 +217,23 @@ class Prefixes:
         return len(free) + self._host.reset() + (0 if self._below is None else self._below.reset())
 
     def has_prefix(self, key: Key) -> bool:
-        """A block with this key is here, on the device or in host memory. Any thread may ask.
+        """Return True if a block with this key is on the device or in host memory. Any thread may ask.
 
-        It is two look-ups in dicts that the engine's thread writes, each of which is whole under the interpreter's
-        lock; an answer that is out of date costs a hit, never a token. A chain's own key is that of the first KV group,
-        see `key_in_group`.
+        The two dict look-ups are atomic under the GIL while the engine thread writes. A stale answer costs a hit, never
+        correctness. A plain block hash is the key of the first KV group, see `key_in_group`.
         """
         return self._cache.find(key) is not None or key in self._host
 
     def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
-        """Full blocks of a prompt that may be cached. Any thread may ask."""
+        """Return the number of full blocks of a prompt that may be cached. Any thread may ask."""
         return 0 if num_prompt_tokens > self.max_tokens else num_prompt_tokens // self._block_size
 
-    # --- what is pinned ---------------------------------------------------------------------------------------------
+    # --- pinning ------------------------------------------------------------------------------------------------------
 
     def pin(self, name: Hashable, sequence: TokenSequence) -> int:
-        """Keeps the full blocks of a computed prompt under a name until `unpin`; the number of tokens kept.
+        """Pin the full blocks of a computed prompt under a name until `unpin`; return the number of pinned tokens.
 
-        Where another block holds the same tokens it is that one which is found by its key, and pinned.
+        If another block holds the same tokens, that cached block is pinned instead.
         """
         sequence.kv.registered(0)
         self.register_full_blocks(sequence)
@@ -254,14 +253,18 @@ class Prefixes:
 
     @property
     def pinned_blocks(self) -> set[int]:
-        """The blocks that are pinned, under whatever names."""
+        """Return the ids of all pinned blocks."""
         return {block_id for table in self._pinned.values() for block_id in table.block_ids()}
 
     def pinned_tables(self) -> Iterable[BlockTable]:
         return self._pinned.values()
 
     def check(self) -> None:
-        """Raises InternalError when the cached blocks are miscounted."""
+        """Check the counts of cached blocks.
+
+        Raises:
+            InternalError: the counts differ.
+        """
         num_cached = sum(self.pool.is_free(block_id) for block_id in self._cache.block_ids())
         if num_cached != self.num_cached:
             raise InternalError(f"{num_cached} free blocks are cached, {self.num_cached} were counted")
@@ -274,9 +277,9 @@ class Prefixes:
         self.num_cached += sum(block_id in self._cache for block_id in block_ids)
 
     def _evict(self, block_id: int) -> None:
-        """Gives up what a free block holds, which is about to be reissued: it moves to host memory.
+        """Copy the content of a free block to host memory before the block is reissued, and remove it from the cache.
 
-        That is told before it is gone from here: who reads along forgets a block that is nowhere.
+        The copy is published before the removal, so that event subscribers do not drop the block in between.
         """
         key = self._cache.key_of(block_id)
         if key is not None:
@@ -287,7 +290,7 @@ class Prefixes:
             self._cache.evict(block_id)
 
     def _take(self, leader: TokenSequence, num_blocks: int) -> None:
-        """Gives an empty sequence the known blocks that are seen behind so many; brings back those in host memory."""
+        """Assign the blocks visible after num_blocks blocks to an empty sequence; load those in host memory."""
         keys, kv = _keys(self._block_size, leader, num_blocks), leader.kv
         wanted = keys_seen(keys, num_blocks, self.reaches)
         found = {key: block_id for key in wanted if (block_id := self._cache.find(key)) is not None}
@@ -312,14 +315,14 @@ class Prefixes:
 
 
 def _num_cacheable(prefixes: Prefixes, sequence: TokenSequence) -> int:
-    """Blocks of a sequence that may be cached."""
+    """Return the number of blocks of a sequence that may be cached."""
     if sequence.kv.root is None or sequence.rope_len > prefixes.max_tokens:
         return 0
     return min(prefixes.max_tokens, len(sequence.token_ids)) // prefixes.pool.block_size
 
 
 def _num_in_both(prefixes: Prefixes, keys: list[Key], num_matched: int) -> int:
-    """Blocks of the longest prefix in both tiers for which the pool has room, given what is on the device."""
+    """Return the length of the longest prefix in both tiers that the pool has room for."""
     end, pool = len(keys), prefixes.pool
     while (num_blocks := num_usable(keys[:end], prefixes.reaches, prefixes.has_prefix)) > num_matched:
         wanted = [prefixes.cache.find(key) for key in keys_seen(keys, num_blocks, prefixes.reaches)]
@@ -330,18 +333,18 @@ def _num_in_both(prefixes: Prefixes, keys: list[Key], num_matched: int) -> int:
 
 
 class Held:
-    """Cached blocks that are kept as they are while somebody outside reads them: no sequence and no pin has them."""
+    """Cached blocks pinned for external readers, independent of sequences and pinned prefixes."""
 
     def __init__(self, prefixes: Prefixes) -> None:
         self._prefixes = prefixes
         self._tables: dict[BlockTable, None] = {}
 
     def find(self, key: Key) -> int | None:
-        """The block of the device that holds what a key names; None where there is none."""
+        """Return the device block with this key, or None."""
         return self._prefixes._cache.find(key)
 
     def hold(self, keys: Iterable[Key]) -> BlockTable:
-        """Keeps the blocks that hold what these keys name, each in the place of its key.
+        """Pin the blocks of these keys; the table has them in the order of the keys.
 
         Raises:
             InternalError: one of them is not on the device.
@@ -359,10 +362,10 @@ class Held:
         return table
 
     def let_go(self, table: BlockTable) -> None:
-        """Gives up what is held; what it caches stays known until it is reissued.
+        """Unpin a table; its blocks stay cached until they are reissued.
 
         Raises:
-            InternalError: nobody holds it.
+            InternalError: the table is not pinned.
         """
         if table not in self._tables:
             raise InternalError(f"blocks {table.block_ids()[:8]} are let go of, and nobody holds them")
@@ -371,18 +374,18 @@ class Held:
 
     @property
     def num_blocks(self) -> int:
-        """How many are held, one that is held twice counted twice."""
+        """Return the number of pinned blocks; a block pinned twice counts twice."""
         return sum(table.num_blocks for table in self._tables)
 
     def tables(self) -> Iterable[BlockTable]:
-        """What is held."""
+        """Return the pinned tables."""
         return self._tables.keys()
 
 
 def _num_leading_tokens(group: Group) -> int:
-    """Tokens that the leader runs alone: the prompt before a fork, everything it has where there is none.
+    """Return the number of tokens that only the leader runs: the prompt before a fork, all of them otherwise.
 
-    Up to the first that is told of: the last of these always runs.
+    If prompt logprobs are pending it ends at the first such position: the last of these tokens always runs.
     """
     leader = group.live[0]
     num_tokens = len(leader.token_ids) if group.is_forked else leader.num_prompt_tokens
@@ -394,7 +397,7 @@ def _keys(block_size: int, sequence: TokenSequence, num_blocks: int) -> list[Key
 
 
 def _copy_partial(kv: KVHandle, block_ids: list[int], pool: BlockPool, ops: MemoryOps) -> None:
-    """Gives a sequence copies of blocks, one of each KV group; a block that was free may become its own copy."""
+    """Assign copies of blocks, one per KV group, to a sequence; a block that was free may become its own copy."""
     copies = pool.allocate(len(block_ids))
     others = [copy for copy in copies if copy not in block_ids]
     for block_id, table in zip(block_ids, kv.tables, strict=True):

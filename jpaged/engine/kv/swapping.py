@@ -1,7 +1,7 @@
-"""Groups in host memory: their blocks go there when the pool is short, and come back.
+"""Swapping of groups: their blocks move to host memory if the pool is short, and return later.
 
 swap out   tables  [ 7 8 9 ] [ 7 8 4 ]   homes  7>h1 8>h2 9>h3 4>h4      a shared block has one home
-swap in    the same the other way, into whatever blocks are free by then
+swap in    the reverse, into any free device blocks
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jpaged.engine.sequence import Group
 
 
 class Swapping:
-    """Moves whole groups between the pool of the device and that of the host.
+    """Mover of whole groups between the device pool and the host pool.
 
     Args:
-        needs: counts what groups still take.
-        prefixes: told of full blocks before they leave; None where nothing is cached.
+        needs: counts the blocks that groups still need.
+        prefixes: registers full blocks before they are moved; None without a prefix cache.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Swapping:
         self._prefixes = prefixes
 
     def can_swap_out(self, group: Group) -> bool:
-        """Host memory has room for all blocks of a running group."""
+        """Return True if host memory has room for all blocks of a running group."""
         blocks = {block_id for sequence in group.live for block_id in sequence.kv.block_ids()}
         return self._host_pool.can_allocate(len(blocks))
 
     def swap_out(self, group: Group) -> None:
-        """Moves a group's blocks to host memory; those on the device are free."""
+        """Move a group's blocks to host memory and free the device blocks."""
         homes: dict[int, int] = {}
         for sequence in group.live:
             if self._prefixes is not None:
@@ -48,7 +48,7 @@ class Swapping:
             self._pool.release(*sequence.kv.tables)
 
     def can_swap_in(self, group: Group, num_spare_blocks: int) -> bool:
-        """A swapped group finds blocks for all that it has and the tokens it waits for, and so many are left free."""
+        """Return True if the device can hold a swapped group and its next tokens, with num_spare_blocks left."""
         live = group.live
         tables = [table for sequence in live for table in sequence.kv.host_tables]
         needed = len({block_id for table in tables for block_id in table.block_ids()})
@@ -58,7 +58,7 @@ class Swapping:
         return self._pool.can_allocate(needed + num_spare_blocks)
 
     def swap_in(self, group: Group) -> None:
-        """Moves a group's blocks back; those in host memory are free."""
+        """Move a group's blocks back to the device and free the host blocks."""
         homes: dict[int, int] = {}
         for sequence in group.live:
             _move(sequence.kv.host_tables, sequence.kv.tables, self._pool, homes)
@@ -70,7 +70,11 @@ class Swapping:
 
 
 def _move(sources: Tables, targets: Tables, pool: BlockPool, homes: dict[int, int]) -> None:
-    """Fills a sequence's tables with new homes for the blocks of others; shared blocks keep one home."""
+    """Allocate blocks for the contents of a sequence's source tables, and add them to its target tables.
+
+    Args:
+        homes: source block -> target block; shared blocks have one target.
+    """
     for source, target in zip(sources, targets, strict=True):
         for block_id in source.block_ids():
             if block_id in homes:

@@ -1,8 +1,8 @@
-"""Takes back the blocks of a sequence that no later query sees, as the windows of its KV groups move on.
+"""Sliding windows: frees the blocks of a sequence that no later query attends to.
 
-a window   [ . ][ . ][ 7 ][ 4 ][ 9 ]      its places stay, and hold the null block; who shares the blocks keeps them
-after      [ . ][ . ][ . ][ 4 ][ 9 ]      or finds them again by their keys, until they are reissued
-lossy      [ 2 ][ . ][ . ][ 4 ][ 9 ]      the first tokens are seen from everywhere, and stay
+a window   [ . ][ . ][ 7 ][ 4 ][ 9 ]      its entries stay and hold the null block; sequences that share the blocks keep
+after      [ . ][ . ][ . ][ 4 ][ 9 ]      them, and their keys stay cached until they are reissued
+sinks      [ 2 ][ . ][ . ][ 4 ][ 9 ]      attention sinks, the first tokens, are always visible, and stay
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jpaged.engine.sequence import Sequence as TokenSequence
 
 
 class Windows:
-    """Drops what is out of reach.
+    """Release of out-of-window blocks.
 
     Args:
-        pool: the blocks of the device.
-        reaches: of each KV group, at least one of which has a window.
+        pool: device blocks.
+        reaches: attention window of each KV group, at least one of which is a sliding window.
     """
 
     def __init__(self, pool: BlockPool, reaches: Sequence[Reach]) -> None:
@@ -27,7 +27,7 @@ class Windows:
         self._reaches = reaches
 
     def move_on(self, sequence: TokenSequence) -> None:
-        """Takes back what nobody sees who comes behind a running sequence's computed tokens."""
+        """Free the blocks of a running sequence that tokens after its computed ones cannot attend to."""
         kv = sequence.kv
         for reach, table in zip(self._reaches, kv.tables, strict=True):
             first = reach.first_block(sequence.num_computed_tokens // reach.block_size)
@@ -35,7 +35,7 @@ class Windows:
                 self._pool.drop(table, first, reach.num_sinks)
 
     def can_go_back(self, sequence: TokenSequence) -> bool:
-        """Whether everything is there that who comes behind a sequence's computed tokens sees."""
+        """Return True if all blocks that the token after the computed ones attends to are still there."""
         return all(
             table.num_dropped <= reach.first_block(sequence.num_computed_tokens // reach.block_size)
             for reach, table in zip(self._reaches, sequence.kv.tables, strict=True)

@@ -1,12 +1,11 @@
-"""Beam search: which beams live on, and which finished sequences are kept. Plain lists; blocks are forked elsewhere.
+"""Beam search on plain lists: selects running beams and finished sequences. Blocks are forked elsewhere.
 
     candidates    every beam x its likeliest tokens, ranked by cumulative log-probability
     running       the best beam_width of those that do not end
-    finished      of the best beam_width candidates those that end, by score = log-probability / length ** penalty
+    finished      those of the best beam_width candidates that end, by score = log-probability / length ** penalty
 
-The rules are those of Hugging Face `generate(num_beams=...)`, so that the results are: max(2, 1 + number of ending
-tokens) * beam_width candidates are looked at, and a sequence that reaches max_tokens ends like one with an ending
-token.
+The rules and therefore the results are those of Hugging Face `generate(num_beams=...)`. They rank max(2, 1 + number of
+ending tokens) * beam_width candidates. A sequence that reaches max_tokens ends like one with an ending token.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Candidate:
 
 
 def num_candidates(width: int, num_ending_ids: int) -> int:
-    """How many candidates a search of this width ranks."""
+    """Return how many candidates a search of this width ranks."""
     return max(2, 1 + num_ending_ids) * width
 
 
 @dataclass(slots=True)
 class Beam:
-    """What a beam has generated: one that runs, or a finished sequence."""
+    """Generated tokens of a running beam or a finished sequence."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
@@ -49,10 +48,10 @@ class Beam:
 
 
 class BeamSearch:
-    """The search of one request. Begins with one empty beam.
+    """Beam search of one request. It starts with one empty beam.
 
     Attributes:
-        num_candidates: to rank at each step; as many of the likeliest tokens are needed of each beam.
+        num_candidates: number of candidates ranked per step, and of top tokens required of each beam.
     """
 
     def __init__(self, sampling: SamplingParams, ending_ids: frozenset[int]) -> None:
@@ -66,9 +65,9 @@ class BeamSearch:
         self._can_improve = True
 
     def advance(self, tops: list[list[PositionLogprobs]]) -> list[Candidate]:
-        """Takes the likeliest tokens of every beam, best first; returns the candidates that became the new beams.
+        """Advance by the likeliest tokens of every beam, best first; return the candidates that became the new beams.
 
-        When the search is done nothing runs on, and `best` has the results.
+        When the search is done no beam runs on, and `best` returns the results.
         """
         length = len(self.beams[0].token_ids) + 1
         is_last = length >= self._sampling.max_tokens
@@ -83,11 +82,11 @@ class BeamSearch:
         return chosen
 
     def best(self, count: int) -> list[Beam]:
-        """The finished sequences with the highest scores, the best first."""
+        """Return up to `count` finished sequences with the highest scores, the best first."""
         return self._finished[:count]
 
     def score(self, beam: Beam) -> float:
-        """What finished sequences are ranked by."""
+        """Return the score that ranks finished sequences."""
         return _score(beam.cumulative_logprob, len(beam.token_ids), self._sampling.length_penalty)
 
     @property
@@ -115,7 +114,7 @@ class BeamSearch:
         del self._finished[self._width :]
 
     def _may_improve(self, length: int) -> bool:
-        """The best running beam could still beat the worst finished one."""
+        """Return True if the best running beam could still beat the worst finished one."""
         if len(self._finished) < self._width:
             return True
         if not self.beams:
@@ -128,7 +127,7 @@ class BeamSearch:
 
 
 def _score(cumulative_logprob: float, length: int, length_penalty: float) -> float:
-    """The score that ranks a sequence; at its limit where no float holds the power of the length."""
+    """Return the score that ranks a sequence; its limit if the power of the length overflows."""
     try:
         return cumulative_logprob / float(length) ** length_penalty
     except OverflowError:

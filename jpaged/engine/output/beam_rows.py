@@ -1,4 +1,4 @@
-"""A beam search's step on real sequences: what the device reported goes in, beams fork and die.
+"""Beam search step on sequences: consumes device results, and forks and drops beams.
 
 beams     b0 b1 b2          children   b0+x  b0+y  b2+z
 tables    b0 is kept by its first child, forked for its second; b1 is released
@@ -16,11 +16,11 @@ from jpaged.types import PositionLogprobs
 def advance_beams(
     group: Group, rows: dict[Sequence, int], outputs: StepOutputs, search: BeamSearch, scheduler: Scheduler
 ) -> None:
-    """Ranks what every beam's row reported, and replaces the group's sequences by the beams that live on.
+    """Rank the results of every beam's row, and replace the group's sequences by the surviving beams.
 
     Args:
-        rows: the row of each live sequence, all of which sampled a token in the step.
-        outputs: with top log-probabilities.
+        rows: row of each live sequence; all of them sampled a token in the step.
+        outputs: results with top log-probabilities.
     """
     beams = group.live
     num_top = search.num_candidates
@@ -37,7 +37,7 @@ def advance_beams(
 
 def _children(beams: list[Sequence], chosen: list[Candidate], scheduler: Scheduler) -> list[Sequence]:
     survivors = {candidate.parent for candidate in chosen}
-    for i, parent in enumerate(beams):  # first, so that what they held is there for the forks
+    for i, parent in enumerate(beams):  # first, so that the forks can use their blocks
         if i not in survivors:
             scheduler.drop_beam(parent)
     heirs: set[int] = set()

@@ -1,7 +1,7 @@
-"""What a step sampled -> the events that callers see. Exactly one event of a request is its last, and `close` sends it.
+"""Output events of sampled tokens. Exactly one event of a request is its last, and `close` sends it.
 
 n sequences          each streams as it is sampled; the request ends with the last of them
-                     where nobody reads along: nothing is sent until all have ended, and then each in one event
+                     non-streaming: nothing is sent until all have ended, and then each in one event
 best_of above n      nothing is sent until all have ended; then the n likeliest, the best as index 0
 beam_width           likewise: the n best finished beams
 """
@@ -38,7 +38,7 @@ from jpaged.types import (
 
 
 class StopStrings:
-    """Holds text back while it may be the beginning of a stop string, so that none of one is sent unless asked for."""
+    """Buffer of text that may be the beginning of a stop string, so that no part of one is sent unless requested."""
 
     def __init__(self, stops: tuple[str, ...], *, sends_stop: bool = False) -> None:
         self._stops, self._sends_stop = stops, sends_stop
@@ -46,15 +46,15 @@ class StopStrings:
 
     @property
     def held(self) -> str:
-        """Text that is held back."""
+        """Return the withheld text."""
         return self._held
 
     def go_on(self, held: str) -> None:
-        """Takes the place of one that holds a text back."""
+        """Restore the withheld text of a sequence that started elsewhere."""
         self._held = held
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that can be sent, the stop string that was completed or None)."""
+        """Return (text to send, the completed stop string or None)."""
         if not self._stops:
             return text, None
         self._held += text
@@ -69,12 +69,12 @@ class StopStrings:
         return sent, None
 
     def flush(self) -> str:
-        """The held text: the sequence ended otherwise, so it was no stop string after all."""
+        """Return and clear the withheld text, after the sequence ended without a stop string."""
         sent, self._held = self._held, ""
         return sent
 
     def _num_held_back(self) -> int:
-        """Length of the longest end of the text that some stop string begins with."""
+        """Return the length of the longest suffix of the text that is a prefix of a stop string."""
         longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             end = self._held[-length:]
@@ -84,12 +84,12 @@ class StopStrings:
 
 
 _MAX_TOKENS_PER_EVENT = 512
-"""Tokens of an event at the end. With 20 top log-probabilities each they are 120 kB: 13 ms of the sending loop."""
+"""Maximum tokens of an event at the end. With 20 top log-probabilities each these are 120 kB: 13 ms of event loop."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """What there is to show of a sequence: one token's worth, or a part of what was held back."""
+    """Part of a sequence to send: one token, or a part of the withheld output."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -100,10 +100,10 @@ class _Piece:
 
 @dataclass(slots=True)
 class Held:
-    """What is held back of a sequence, in columns: an entry a token, where there is text and log-probabilities.
+    """Withheld output of a sequence, in columns: one entry per token for texts and log-probabilities.
 
-    Its text is that of its tokens joined; the last entry has what a sequence shows when it ends, too. The tokens are
-    the sequence's own, which are read at the end.
+    The text is that of the tokens joined; the last entry includes the text flushed at the end. The token ids are read
+    from the sequence at the end.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -111,13 +111,13 @@ class Held:
     finish: SequenceFinish | None = None
 
     def add(self, text: str, logprobs: tuple[PositionLogprobs, ...], finish: SequenceFinish | None) -> None:
-        """The next token has come."""
+        """Append the next token."""
         self.texts.append(text)
         self.logprobs += logprobs
         self.finish = finish
 
     def parts(self, token_ids: SequenceOf[int], cumulative_logprob: float | None) -> list[_Piece]:
-        """All of it in parts of a bounded size, one at least, in time that grows with its length and not its square."""
+        """Split the output into parts of bounded size, at least one, in linear time."""
         size = _MAX_TOKENS_PER_EVENT
         pieces = []
         for start in range(0, max(1, len(token_ids)), size):
@@ -130,7 +130,7 @@ class Held:
 
 
 class OutputState:
-    """Stop rules and text of one sequence: what it shows of itself, token by token.
+    """Stop rules and text of one sequence, token by token.
 
     tokens    t0 t1 t2 | t3 t4          t3 t4 do not end on a whole character yet
                        ^ read
@@ -138,10 +138,10 @@ class OutputState:
                                ^ sent
 
     Attributes:
-        has_text: there is a tokenizer, and somebody wants text.
-        needs_logprobs: of its sampling parameters, as `num_top` is their `logprobs`.
-        asks_more: of them, too.
-        held: what is held back of it; None where it is sent as it comes.
+        has_text: there is a tokenizer, and the request wants text.
+        needs_logprobs: from the sampling parameters, as are `num_top` (`logprobs`) and `asks_more`.
+        asks_more: the request needs aux outputs for sampled tokens.
+        held: withheld output; None if it is streamed.
     """
 
     def __init__(
@@ -169,29 +169,29 @@ class OutputState:
         self._num_tokens = 0
 
     def hold(self) -> None:
-        """Nothing of it is sent before the end."""
+        """Withhold all output until the end."""
         self.held = Held()
 
     def go_on(self, continued: Continued) -> None:
-        """Takes the place of one that took the tokens that a sequence has generated elsewhere."""
+        """Restore the state of a sequence after the tokens that it generated elsewhere."""
         self._num_tokens = len(continued.generated.token_ids)
         self._detokenizer.go_on(continued.text)
         self._stop_strings.go_on(continued.text.held)
 
     @property
     def text(self) -> TextState:
-        """Where its text is behind the tokens that it has."""
+        """Return the state of the text after the tokens so far."""
         return self._detokenizer.state(self._stop_strings.held)
 
     def passed(self) -> tuple[str, SequenceFinish | None]:
-        """Takes a token that ends nothing, where there is no text: as `push` does."""
+        """Record a token that cannot end the sequence, without text; returns what `push` would."""
         self._num_tokens += 1
         return "", None
 
     def push(self, token_id: int) -> tuple[str, SequenceFinish | None]:
-        """Takes the next token: (text that can be sent, how the sequence ended or None while it goes on).
+        """Append a token; return (text to send, how the sequence ended or None).
 
-        After the end nothing may be pushed.
+        After the end no token may be pushed.
         """
         self._num_tokens += 1
         is_stop_token = token_id in self._ending_ids
@@ -214,33 +214,33 @@ class OutputState:
         return sent, None
 
     def end(self, finish: SequenceFinish) -> None:
-        """Ends what is held back between two tokens."""
+        """End the withheld output between two tokens."""
         if self.held is not None:
             self.held.texts[-1:] = ["".join(self.held.texts[-1:]) + self.flush()]
             self.held.finish = finish
 
     def flush(self) -> str:
-        """Text that was held back, for a sequence that ends between two tokens."""
+        """Return the withheld text of a sequence that ends between two tokens."""
         sent, matched = self._stop_strings.push(self._detokenizer.flush())
         return sent if matched is not None else sent + self._stop_strings.flush()
 
 
 class _EndingIds:
-    """The tokens that end some sequence in flight, for a look at all rows of a step at once."""
+    """Union of the tokens that end sequences in flight, to test all rows of a step at once."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self.any: I32 = np.zeros(0, np.int32)
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """A request has come that these end."""
+        """Add the ending tokens of a new request."""
         num_before = len(self._counts)
         self._counts.update(token_ids)
         if len(self._counts) != num_before:
             self._gather()
 
     def discard(self, token_ids: Iterable[int]) -> None:
-        """A request is gone that these ended."""
+        """Remove the ending tokens of a finished request."""
         self._counts.subtract(token_ids)
         if gone := [token_id for token_id in token_ids if not self._counts[token_id]]:
             for token_id in gone:
@@ -252,10 +252,10 @@ class _EndingIds:
 
 
 class OutputProcessor:
-    """Owns the text side of every request in flight. Calls sinks; never touches blocks or the scheduler.
+    """Text output of all requests in flight. It calls sinks, and never touches blocks or the scheduler.
 
     Attributes:
-        told: what is shown of prompts, and of samples besides tokens.
+        told: aux outputs of prompts and samples.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
@@ -268,7 +268,7 @@ class OutputProcessor:
         self.told = Told()
 
     def open(self, group: Group) -> None:
-        """Begins a request: no event is sent."""
+        """Start a request; no event is sent."""
         sampling = group.request.sampling
         ending_ids = sampling.ending_ids(self._eos_token_ids)
         if sampling.beam_width:
@@ -284,7 +284,7 @@ class OutputProcessor:
                 self._states[group.sequences[continued.generated.index]].go_on(continued)
 
     def close(self, group: Group) -> None:
-        """Forgets a request, which has been counted, and sends its last event if it has one."""
+        """Remove a request after it was counted, and send its last event if there is one."""
         if any(sequence in self._states for sequence in group.sequences):
             self._ending_ids.discard(group.request.sampling.ending_ids(self._eos_token_ids))
         for sequence in group.sequences:
@@ -295,20 +295,20 @@ class OutputProcessor:
             group.sink(event)
 
     def search(self, group: Group) -> BeamSearch:
-        """The beam search of a request that asked for one."""
+        """Return the beam search of a request."""
         return self._searches[group]
 
     def publish(self, sampled: Sampled, outputs: StepOutputs) -> Iterator[tuple[Group, Sequence]]:
-        """Appends the tokens of a step and shows what they add, row by row; yields the sequences that end with theirs.
+        """Append the tokens of a step and send events row by row; yield the sequences that ended.
 
-        Whoever iterates ends a sequence before asking for the next one.
+        The caller must end each yielded sequence before it continues the iteration.
         """
         if not sampled.rows:
             return
         token_ids = outputs.token_ids_rn[sampled.rows, 0]
         may_end = np.isin(token_ids, self._ending_ids.any) | sampled.are_last
         tokens, sums = token_ids.tolist(), outputs.logprobs_rn
-        # A step that tells of no log-probabilities has no row that needs them.
+        # A step without log-probabilities has no row that needs them.
         logprobs = [0.0] * len(tokens) if sums is None else sums[sampled.rows, 0].tolist()
         collected_one_each(sampled.sequences, tokens, logprobs)
         columns = zip(sampled.rows, sampled.groups, sampled.sequences, tokens, may_end.tolist(), strict=True)
@@ -325,7 +325,7 @@ class OutputProcessor:
             if state.held is not None:
                 state.held.add(text, positions, finish)
             elif finish is None:
-                # By place and without a piece: what most tokens come to is made in a microsecond.
+                # Positional arguments and no _Piece: the common case takes a microsecond.
                 group.sink(
                     OutputEvent(
                         group.request.request_id,
@@ -345,7 +345,7 @@ class OutputProcessor:
                 yield group, sequence
 
     def jump(self, group: Group, sequence: Sequence, token_ids: list[int]) -> bool:
-        """Appends tokens that were not sampled, up to one that ends the sequence, as one event; True where one does."""
+        """Append tokens forced by the grammar as one event, up to an ending one; return True if there was one."""
         state, texts, finish, num_taken = self._states[sequence], list[str](), None, 0
         for token_id in token_ids:
             text, finish = state.push(token_id)
@@ -363,7 +363,7 @@ class OutputProcessor:
         return finish is not None
 
     def finish(self, group: Group) -> None:
-        """Shows what was held back of a request whose sequences have all ended."""
+        """Send the withheld output of a request whose sequences have all ended."""
         sampling = group.request.sampling
         if group in self._searches:
             self._show_parts(group, [self._tell(group, beam) for beam in self._searches[group].best(sampling.n)])
@@ -374,7 +374,7 @@ class OutputProcessor:
         self._show_parts(group, [self._parts(sequence) for sequence in told])
 
     def end(self, group: Group, reason: FinishReason) -> None:
-        """Shows how a request ends between two tokens: an event for each sequence still going."""
+        """Send the end of a request between two tokens: one event for each live sequence."""
         finish, sampling = SequenceFinish(reason), group.request.sampling
         if group in self._searches or sampling.num_samples > sampling.n:
             self._show(group, 0, _Piece(finish=finish), is_last=True)
@@ -391,7 +391,7 @@ class OutputProcessor:
             self._show(group, sequence.index, piece, is_last=i + 1 == len(live))
 
     def fail(self, group: Group, error: Exception) -> None:
-        """Makes an error the last event of a request."""
+        """Send an error as the last event of a request."""
         self._show(group, 0, _Piece(), is_last=True, error=error)
 
     def _new_state(self, group: Group) -> OutputState:
@@ -399,7 +399,7 @@ class OutputProcessor:
         return OutputState(self._texts, request.prompt_token_ids, request.sampling, self._eos_token_ids)
 
     def _tell(self, group: Group, beam: Beam) -> list[_Piece]:
-        """A finished beam, as if its tokens had come one by one."""
+        """Return the parts of a finished beam, built token by token."""
         state, num_top, held = self._new_state(group), group.request.sampling.logprobs, Held()
         for token_id in beam.token_ids:
             text, held.finish = state.push(token_id)
@@ -409,7 +409,7 @@ class OutputProcessor:
         return held.parts(beam.token_ids, beam.cumulative_logprob)
 
     def _parts(self, sequence: Sequence) -> list[_Piece]:
-        """A sequence that was held back; none of one that was sent as it came, or that has ended elsewhere."""
+        """Return the parts of a withheld sequence; none if it was streamed, or has ended elsewhere."""
         state = self._states.get(sequence)
         if state is None or state.held is None:
             return []
@@ -419,13 +419,13 @@ class OutputProcessor:
         return sequence.cumulative_logprob if self._states[sequence].needs_logprobs else None
 
     def _show_parts(self, group: Group, told: list[list[_Piece]]) -> None:
-        """Shows sequences that were held back, in the order of their indices; a request's last event is among them."""
+        """Send the parts of withheld sequences in index order, ending with the request's last event."""
         parts = [(index, part) for index, pieces in enumerate(told) for part in pieces]
         for number, (index, part) in enumerate(parts, start=1):
             self._show(group, index, part, is_last=number == len(parts))
 
     def _show_told(self, group: Group) -> None:
-        """Shows what was told of a prompt, in events of a bounded size."""
+        """Send the prompt log-probabilities or embedding, in events of bounded size."""
         told, request_id = self.told.ready.pop(group), group.request.request_id
         for begin in range(0, max(1, len(told.logprobs)), _MAX_TOKENS_PER_EVENT):
             part = tuple(told.logprobs[begin : begin + _MAX_TOKENS_PER_EVENT])

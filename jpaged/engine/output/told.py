@@ -1,4 +1,4 @@
-"""What was told of prompts and samples besides tokens, until it is shown."""
+"""Aux outputs of prompts and samples, until they are sent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class _OfPrompt:
-    """What there is of a prompt so far: log-probabilities, or the sum of hidden states."""
+    """Accumulated log-probabilities of a prompt, or the sum of hidden states."""
 
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     sum_e: NDArray[np.float64] | None = None
     num_summed: int = 0
 
     def add(self, asked: Asked, outputs: ToldOutputs, row: int) -> None:
-        """The next position of it."""
+        """Add the next position."""
         if outputs.hidden_re is not None:
             hidden_e = outputs.hidden_re[row].astype(np.float64)
             self.sum_e = hidden_e if self.sum_e is None else self.sum_e + hidden_e
@@ -37,7 +37,7 @@ class _OfPrompt:
 
     @property
     def embedding(self) -> tuple[float, ...]:
-        """The mean of the hidden states, in float32."""
+        """Return the mean of the hidden states, in float32."""
         if self.sum_e is None:
             return ()
         mean: list[float] = (self.sum_e / self.num_summed).astype(np.float32).tolist()
@@ -45,10 +45,10 @@ class _OfPrompt:
 
 
 class Told:
-    """Keeps what was told of requests in flight.
+    """Collector of aux outputs of requests in flight.
 
     Attributes:
-        ready: groups whose prompt has been told of whole, and which have not been shown.
+        ready: groups whose prompt outputs are complete, and not yet sent.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Told:
         self._samples: dict[int, tuple[ToldOutputs, int]] = {}
 
     def take(self, told: Iterable[tuple[StepTell, ToldOutputs]]) -> None:
-        """Everything that was told of a step."""
+        """Add all aux outputs of a step."""
         self._samples.clear()
         for tell, outputs in told:
             for row, asked in enumerate(tell.asked):
@@ -70,12 +70,12 @@ class Told:
                         self.ready[asked.group] = self._prompts.pop(asked.group)
 
     def forget(self, group: Group) -> None:
-        """A request has ended."""
+        """Remove a request that has ended."""
         self._prompts.pop(group, None)
         self.ready.pop(group, None)
 
     def position(self, row: int, outputs: StepOutputs, sampling: SamplingParams) -> PositionLogprobs:
-        """What a row sampled, of a request that asks more of it than a sample tells."""
+        """Return the log-probabilities of a row's sample, for a request that needs aux outputs."""
         of_row, place = self._samples[row]
         token_id = outputs.token(row)
         if not sampling.logprob_token_ids:

@@ -1,17 +1,17 @@
-"""Tokens that are proposed ahead of the model, and how many of them.
+"""Speculative decoding: draft tokens, and how many of them to propose.
 
-drafting.py     what is proposed for a step, and what came of it
-drafts.py       the rows of a step that run what is proposed
+drafting.py     asks the proposer for draft tokens, and reports the accepted ones to it
+drafts.py       rows of a step that run draft tokens
 rounds/         rounds of a draft model on the device
-proposer.py     what the scheduler asks of whoever proposes on the host
-methods.py      the proposer that the options name
+proposer.py     protocol of a proposer on the host
+methods.py      creates the proposer that the options name
 ngram.py        prompt lookup: what followed the same n-gram earlier in the sequence
-suffix.py       suffix decoding: what came next here and in earlier outputs
-suffix_tree.py  a tree of suffixes with counts
-shared_texts.py earlier outputs of those who share, within bounds
-adaptation.py   how many tokens to propose for each row of a step, and whether any
-acceptance.py   how likely proposals are accepted
-costs.py        what a step with proposals takes
-verification.py which proposals a step accepts
-stats.py        counts under vLLM's names
+suffix.py       suffix decoding: what followed in this sequence and in earlier outputs
+suffix_tree.py  suffix tree with counts
+shared_texts.py earlier outputs of requests that share them, within limits
+adaptation.py   number of draft tokens for each row of a step, if any
+acceptance.py   acceptance rates of draft tokens
+costs.py        time of a step with draft tokens
+verification.py which draft tokens a step accepts
+stats.py        counters under vLLM's names
 """

@@ -1,15 +1,15 @@
-"""How likely proposals are accepted: of a method by position, and of a sequence beside it.
+"""Acceptance rates of draft tokens: of a method by position, and of each sequence relative to it.
 
     position            0      1      2          trials of position i are drafts that had a token there and whose
     trials          100.0   62.0   41.0          tokens before it were accepted
-    accepted         62.0   41.0   30.0          older ones weigh less
-    probability       .62    .66    .73          given that those before it were
+    accepted         62.0   41.0   30.0          older ones have less weight
+    probability       .62    .66    .73          given that the tokens before were accepted
 
-    a sequence's        .81    .83    .87        its drafts fail half as often as those of the method would have
+    one sequence        .81    .83    .87        its drafts fail half as often as the method predicts
 
-A sequence begins as the method does, and goes its own way as it is seen: its failures are counted, and those that were
-to be expected of its trials, and each position's failures are scaled by the one to the other. What is not seen any more
-fades, so that a sequence that is not asked comes back to what others do.
+A sequence starts with the rates of the method and diverges with data. Its failures and the failures expected from its
+trials are counted; their ratio scales the failure probability of each position. Old data fades, so a sequence without
+drafts returns to the rates of the method.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ F64 = NDArray[np.float64]
 
 _FIRST_GUESS = 0.6
 _ENOUGH_TRIALS = 4.0
-"""A guess stands for what is missing to so many trials, and half of one at least."""
+"""Number of trials below which the prior fills the rest; its weight is at least half a trial."""
 _SAME_FAILURES = 2.0
-"""Failures that a sequence has in common with the method, whatever was seen of it."""
+"""Prior failures, seen and expected, of each sequence."""
 _KEPT = 0.97
-"""What is left of the method's trials after a step in which there were some: half of it after 23 such steps."""
+"""Decay of the method's trials per step with drafts: half of the weight is left after 23 such steps."""
 _KEPT_OF_SEQUENCE = 0.95
-"""What is left of a sequence's failures after a draft of it."""
+"""Decay of a sequence's failures per draft of that sequence."""
 _FADING = 0.995
-"""What is left of a sequence's failures after any step."""
+"""Decay of a sequence's failures per step."""
 _LEAST_PLACES = 8
 
 
 class Acceptance:
-    """Counts trials and failures, and tells probabilities.
+    """Estimator of acceptance probabilities from trials and failures.
 
     Args:
-        num_positions: proposals of a row at most (k).
+        num_positions: maximum number of draft tokens per row (k).
     """
 
     def __init__(self, num_positions: int) -> None:
@@ -57,21 +57,21 @@ class Acceptance:
         return len(self._places)
 
     def of_method(self) -> list[float]:
-        """[k] that a proposal is accepted if those before it are, over all sequences.
+        """Return [k] the probability that a draft token is accepted if those before it are, over all sequences.
 
-        A position that was seldom seen is like the one before it.
+        A position with few trials takes over the probability of the one before it.
         """
         return list(self._probabilities)
 
     def probabilities(self, sequence_keys: Sequence[int]) -> F64:
-        """[R, k] the same for each of the sequences."""
+        """Return [R, k] the same probability for each of the sequences."""
         places = self._places_of(sequence_keys)
         scale_r = (self._failed_s[places] + _SAME_FAILURES) / (self._expected_s[places] + _SAME_FAILURES)
         failing_k = 1.0 - np.array(self._probabilities)
         return np.maximum(0.0, 1.0 - scale_r[:, None] * failing_k)
 
     def observe(self, sequence_keys: Sequence[int], num_proposals: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Counts what became of the proposals of a step, a row each; rows without proposals say nothing."""
+        """Count the results of a step, one row each; rows without draft tokens are ignored."""
         self._failed_s *= _FADING
         self._expected_s *= _FADING
         if not any(num_proposals):
@@ -88,7 +88,7 @@ class Acceptance:
         self._estimate()
 
     def doubt(self) -> None:
-        """Lets what was seen weigh no more than a guess, so that what is seen next decides."""
+        """Reduce the weight of the data to that of a prior, so that the next results dominate."""
         scales = [_ENOUGH_TRIALS / max(trials, _ENOUGH_TRIALS) for trials in self._trials]
         self._trials = [trials * scale for trials, scale in zip(self._trials, scales, strict=True)]
         self._accepted = [accepted * scale for accepted, scale in zip(self._accepted, scales, strict=True)]
@@ -96,13 +96,13 @@ class Acceptance:
         self._estimate()
 
     def forget(self, sequence_key: int) -> None:
-        """The sequence has ended; one that was never seen is none."""
+        """Drop a sequence that has ended; no-op if it is unknown."""
         place = self._places.pop(sequence_key, None)
         if place is not None:
             self._free.append(place)
 
     def _count(self, counts: list[float], reached_r: NDArray[np.int64]) -> None:
-        """Adds the rows that reached beyond each position, to what is left of those before."""
+        """Decay the counts, and add the rows that reached beyond each position."""
         left = len(reached_r)
         for position, ended in enumerate(np.bincount(reached_r, minlength=len(counts) + 1)[:-1].tolist()):
             left -= ended
@@ -116,7 +116,7 @@ class Acceptance:
             self._probabilities[position] = probability
 
     def _places_of(self, sequence_keys: Sequence[int]) -> NDArray[np.int64]:
-        """Where the arrays have each; those that are seen for the first time get a place."""
+        """Return the array index of each sequence; new sequences are assigned one."""
         known = self._places
         return np.array([known[key] if key in known else self._begin(key) for key in sequence_keys], np.int64)
 

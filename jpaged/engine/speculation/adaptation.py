@@ -1,24 +1,23 @@
-"""How many tokens to propose for each row of a step: as many as make tokens come fastest, and none where none do.
+"""Number of draft tokens for each row of a step: the number that maximizes tokens per second, possibly none.
 
-    limit(rows) ──> proposers are asked ──> choose(rows, what they have) ──> the step ──> observe(what came of it)
+    limit(rows) ──> proposers run ──> choose(rows, available drafts) ──> the step ──> observe(results)
 
-Of a row with acceptance probabilities a0, a1, ... the proposal at position i adds a0 * ... * ai tokens to a step, less
-the further it is behind. So the best n proposals of a step are the n largest of those numbers over all rows, and what n
-is best is found by trying each: (rows + the sum of the n) / seconds of a step of that many tokens. Padding is used up,
-for it costs nothing; where rows fill the device every token costs, and n is 0.
+In a row with acceptance probabilities a0, a1, ... the draft token at position i adds a0 * ... * ai tokens to a step,
+less with each position. So the best n draft tokens of a step are the n largest of these numbers over all rows. The best
+n maximizes (rows + the sum of the n) / seconds of a step of that many tokens. Padding is filled, because it is free; if
+the rows saturate the device every token costs time, and n is 0.
 
-    ON ──── the gain was below 1 - MARGIN for a while ───> OFF: nobody is asked
+    ON ──── the gain was below 1 - MARGIN for a while ───> OFF: no proposals
      ^                                                      │  for a number of steps, doubled each time
      └─ 1 + COMEBACK is expected ── PROBING: two tokens <───┘
                                        └──── no ──────────> OFF
 
-The gain is what steps made of their time, beside what plain steps would have: measured where proposals were run, and
-where they were not, what asking cost. Between the two marks nothing changes, and who comes back is trusted with a short
-time off again only after a long while, so that the state does not flap. A load under which not even perfect proposals
-would pay says nothing about them, and changes no state.
+The gain is the token rate relative to plain steps: measured if draft tokens ran, else the cost of asking. Between the
+two thresholds the state does not change. After a return to ON the off time stays long for TRUSTED_STEPS, so that the
+state does not flap. A load under which even perfect drafts would not pay is no evidence, and changes no state.
 
-Given what it is told it decides always the same: it has no clock, and counts steps. Which tokens come is not its
-affair.
+Decisions are deterministic: they depend on the inputs and on step counts, not on a clock. They never change which
+tokens are sampled.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ from jpaged.engine.speculation.acceptance import Acceptance
 from jpaged.engine.speculation.costs import StepCosts
 
 MARGIN = 0.02
-"""Below 1 less this the mean gain turns proposals off."""
+"""Drafts are turned off if the mean gain falls below 1 less this."""
 COMEBACK = 0.05
-"""Above 1 and this the expected gain turns them on again."""
+"""Drafts are turned on again if the expected gain exceeds 1 plus this."""
 PROBE_TOKENS = 2
 PROBE_STEPS = 8
-"""Steps with proposals by which a probe has to convince; it lasts four times as many at most."""
+"""Steps with drafts after which a probe is judged; a probe lasts at most four times this."""
 LEAST_OFF_STEPS = 32
 MOST_OFF_STEPS = 4096
 TRUSTED_STEPS = 1024
-"""Steps on, after which the next time off is a short one again."""
+"""Steps in state ON after which the next off time is short again."""
 _NEW = 1 / 16
-"""Weight of a step in the mean gain: what was before counts half after 11 steps."""
+"""Weight of a step in the mean gain: older data has half the weight after 11 steps."""
 _NEW_SHARE = 1 / 32
 _MOST_SHARE = 4.0
-"""What a step may have taken of what was expected and still count: beyond it somebody else had the processor."""
+"""Cap on measured / expected time of a step: beyond it other processes used the processor."""
 _SHORTEST_S = 1e-9
 _START_GAIN, _MOST_GAIN = 1.1, 1.5
-"""The mean gain at first, and its bound: a long good time does not hold up the end of it."""
+"""Initial mean gain, and its maximum, so that a long good phase does not delay turning off."""
 
 
 class State(enum.Enum):
-    """Whether proposals are asked for."""
+    """State of the adaptation."""
 
     ON = "on"
     OFF = "off"
@@ -63,12 +62,12 @@ class State(enum.Enum):
 
 
 class Adaptation:
-    """Decides how many tokens are proposed. Called by the engine thread alone.
+    """Controller of the number of draft tokens. Called only by the engine thread.
 
     Args:
-        num_speculative_tokens: proposals of a row at most (k).
-        costs: what steps take.
-        disable_by_batch_size: rows above which nothing is proposed; None leaves it to time.
+        num_speculative_tokens: maximum number of draft tokens per row (k).
+        costs: step times.
+        disable_by_batch_size: number of rows above which there are no drafts; None decides by time only.
     """
 
     def __init__(self, num_speculative_tokens: int, costs: StepCosts, disable_by_batch_size: int | None = None) -> None:
@@ -84,19 +83,19 @@ class Adaptation:
         self._num_probed = 0
         self._probed_gain = 0.0
         self._num_steps_on = 0
-        self._plain_share = self._proposing_share = 1.0  # took / expected
+        self._plain_share = self._proposing_share = 1.0  # measured / expected
 
     @property
     def mean_gain(self) -> float:
-        """Tokens in the time of recent steps, of those that plain steps would have made in it."""
+        """Return the mean token rate of recent steps relative to plain steps."""
         return self._mean_gain
 
     def limit(self, num_rows: int, num_other_tokens: int = 0) -> int:
-        """How many tokens a proposer is to be asked for, for each row of the next step; 0 asks nobody.
+        """Return the number of draft tokens to request for each row of the next step; 0 skips the proposer.
 
         Args:
-            num_rows: rows that decode.
-            num_other_tokens: tokens of prompts in the step.
+            num_rows: decode rows.
+            num_other_tokens: prefill tokens in the step.
         """
         if not num_rows or (self._most_rows is not None and num_rows > self._most_rows):
             return 0
@@ -108,7 +107,7 @@ class Adaptation:
                 self._off_steps = LEAST_OFF_STEPS
             return self._most
         if self.state is State.OFF and 2 * num_rows <= self._off_rows:
-            self._num_steps_left, self._off_steps = 0, LEAST_OFF_STEPS  # what did not pay under that load may pay now
+            self._num_steps_left, self._off_steps = 0, LEAST_OFF_STEPS  # a different load: try again
         if self._num_steps_left > 0:
             self._num_steps_left -= 1
             return 0 if self.state is State.OFF else min(PROBE_TOKENS, self._most)
@@ -124,12 +123,12 @@ class Adaptation:
     def choose(
         self, sequence_keys: Sequence[int], num_available: Sequence[int], num_other_tokens: int = 0
     ) -> list[int]:
-        """How many of its proposals each row is run with.
+        """Return how many draft tokens of each row to run.
 
         Args:
-            sequence_keys: rows that decode.
-            num_available: what the proposer has for each, or could make where making is what costs.
-            num_other_tokens: as `limit` was told.
+            sequence_keys: decode rows.
+            num_available: draft tokens of each row, or how many could be generated if generating costs time.
+            num_other_tokens: same value as for `limit`.
         """
         num_rows = len(sequence_keys)
         available_r = np.minimum(np.asarray(num_available, np.int64), self._most)
@@ -143,7 +142,7 @@ class Adaptation:
         if self.state is State.PROBING:
             return self._probe(available_r, num_other_tokens, gain)
         if not chosen.any():
-            self._gained(1 - 2 * MARGIN, num_rows)  # there was something, and it is not worth a run
+            self._gained(1 - 2 * MARGIN, num_rows)  # there were drafts, but none is worth running
         return chosen.tolist()
 
     def observe(
@@ -154,14 +153,14 @@ class Adaptation:
         seconds: float,
         num_other_tokens: int = 0,
     ) -> None:
-        """Notes what came of a step.
+        """Record the results of a step.
 
         Args:
-            sequence_keys: its rows that decode.
-            num_proposals: of each row, as they were run.
-            num_accepted: of each row.
-            seconds: what the step took, proposing included; 0 where no clock runs, and then it took what was expected.
-            num_other_tokens: tokens of prompts in it.
+            sequence_keys: decode rows of the step.
+            num_proposals: number of draft tokens run in each row.
+            num_accepted: number of accepted ones of each row.
+            seconds: duration of the step, proposing included; 0 if not measured, which assumes the expected time.
+            num_other_tokens: prefill tokens in the step.
         """
         num_rows, num_run = len(sequence_keys), sum(num_proposals)
         if not num_rows:
@@ -179,28 +178,28 @@ class Adaptation:
             self._gained(num_tokens / num_rows * self._plain_s(num_rows, num_other_tokens) / took_s, num_rows)
 
     def took_plain(self, num_rows: int, num_other_tokens: int, seconds: float) -> None:
-        """Notes what a step without proposals took; 0 is not known."""
+        """Record the duration of a step without drafts; 0 is unknown."""
         expected_s = self._costs.plain_s(num_rows, num_other_tokens)
         self._plain_share = _mixed(self._plain_share, seconds / expected_s if expected_s > 0 else 0.0)
 
     def forget(self, sequence_key: int) -> None:
-        """The sequence has ended."""
+        """Drop a sequence that has ended."""
         self.acceptance.forget(sequence_key)
 
     def _gained(self, gain: float, num_rows: int) -> None:
-        if self.state is not State.ON:  # it was turned off since the step was begun
+        if self.state is not State.ON:  # it was turned off after the step was dispatched
             return
         self._mean_gain = min(_MOST_GAIN, self._mean_gain + _NEW * (gain - self._mean_gain))
         if self._mean_gain < 1 - MARGIN:
             self._turn_off(num_rows)
 
     def _turn_off(self, num_rows: int) -> None:
-        """No proposals for a while, which is twice as long the next time."""
+        """Turn drafts off for a while, which doubles the next off time."""
         self.state, self._num_steps_left, self._num_steps_on = State.OFF, self._off_steps, 0
         self._off_steps, self._off_rows = min(2 * self._off_steps, MOST_OFF_STEPS), num_rows
 
     def _probe(self, available_r: NDArray[np.int64], num_other_tokens: int, gain: float) -> list[int]:
-        """The proposals of a step of a probe; when there were enough, what later ones promised decides."""
+        """Return the draft lengths of a probe's step; after enough steps, the later ones' expected gain decides."""
         num_rows = len(available_r)
         if self._num_probed == PROBE_STEPS:
             if self._probed_gain / (PROBE_STEPS // 2) < 1 + COMEBACK:
@@ -218,12 +217,12 @@ class Adaptation:
     def _best(
         self, gains_rk: NDArray[np.float64], available_r: NDArray[np.int64], num_other_tokens: int
     ) -> tuple[NDArray[np.int64], float]:
-        """The proposals of each row with which tokens come fastest, and how much faster than in a plain step."""
+        """Return the draft length of each row that maximizes the token rate, and that rate relative to a plain step."""
         num_rows, width = gains_rk.shape
         plain_rate = num_rows / self._plain_s(num_rows, num_other_tokens)
         most = int(available_r.max())
         best_rate, best_r = 0.0, np.zeros(num_rows, np.int64)
-        # Where each position costs by itself, as a draft model's runs do, fewer of them may be better.
+        # If each position costs time by itself, as with a draft model, fewer of them may be better.
         for depth in range(1, most + 1) if self._costs.round_s else (most,):
             counted = np.where(np.arange(width) < np.minimum(available_r, depth)[:, None], gains_rk, -1.0).ravel()
             order = np.argsort(-counted, kind="stable")
@@ -242,10 +241,10 @@ class Adaptation:
         return best_r, best_rate / plain_rate
 
     def _seconds_n(self, num_rows: int, num_other_tokens: int, num_tokens: int, depth: int) -> NDArray[np.float64]:
-        """[n + 1] what a step takes with none, one, ... proposals."""
+        """Return [n + 1] the time of a step with 0, 1, ... draft tokens."""
         costs, base = self._costs, num_rows + num_other_tokens
         first, last = bisect_left(costs.sizes, base), bisect_left(costs.sizes, base + num_tokens)
-        sizes = costs.sizes[first : last + 1] or (base,)  # the counts up to each take as long
+        sizes = costs.sizes[first : last + 1] or (base,)  # all counts up to each size take the same time
         ends = [min(size - base, num_tokens) for size in sizes[:-1]] + [num_tokens]
         lens = [end - before for before, end in zip([-1, *ends], ends, strict=False)]
         seconds_n = np.repeat([costs.step_s(size, num_rows) for size in sizes], lens)
@@ -257,10 +256,10 @@ class Adaptation:
         return seconds_n
 
     def _gain_at_best(self, num_rows: int, num_other_tokens: int) -> float:
-        """How much faster tokens would come if all were accepted: in full steps, and with the longest drafts.
+        """Return the relative token rate if all drafts were accepted: in full steps, and with the longest drafts.
 
-        By what the device was timed at alone: what steps were seen to take may have been somebody else's doing, and is
-        only seen again where something is proposed.
+        Uses only the times measured at startup. Step times may include other processes' load, and are measured again
+        only if drafts run.
         """
         costs, base = self._costs, num_rows + num_other_tokens
         most = num_rows * self._most
@@ -277,7 +276,7 @@ class Adaptation:
         return self._costs.plain_s(num_rows, num_other_tokens) * self._plain_share
 
     def _proposing_s(self, num_rows: int, num_other_tokens: int, num_run: int, depth: int) -> float:
-        """What a step with so many proposals was timed at, the longest of `depth`."""
+        """Return the time of a step with num_run draft tokens, at most `depth` per row, by startup timings."""
         costs = self._costs
         size = costs.size(num_rows + num_other_tokens + num_run)
         proposing_s = costs.row_s * num_rows + costs.token_s * num_run + costs.round_s * depth
@@ -285,5 +284,5 @@ class Adaptation:
 
 
 def _mixed(share: float, new: float) -> float:
-    """A share after one more was seen; 0 is none."""
+    """Return the running average after one more measurement; 0 is no measurement."""
     return share + _NEW_SHARE * (min(new, _MOST_SHARE) - share) if new > 0 else share

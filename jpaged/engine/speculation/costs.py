@@ -1,4 +1,4 @@
-"""What a step with proposals takes, by what the device was timed at and what steps have taken since."""
+"""Time of a step with draft tokens, from device timings at startup."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 from jpaged.engine.executor import BucketTable, DeviceRates
 
 StepSeconds = Callable[[int, int], float]
-"""(tokens, padded; rows that decode) -> seconds of the device."""
+"""(tokens, padded; decode rows) -> seconds on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What is paid for a step, and for proposing in it.
+    """Time of a step and of proposing for it.
 
     Attributes:
-        step_s: of the device.
-        sizes: tokens that a step is padded to, ascending; the last is the most that it holds.
-        host_s: what the host adds to a step.
-        row_s: asking a proposer for one row, whether it has something or not.
-        token_s: a token that is proposed.
-        round_s: the k-th tokens of all rows together, as where a draft model runs once for each k.
+        step_s: time on the device.
+        sizes: padded step sizes in tokens, ascending; the last is the maximum.
+        host_s: host overhead of a step.
+        row_s: asking a proposer for one row, with or without a result.
+        token_s: each draft token.
+        round_s: the k-th tokens of all rows together, for a draft model that runs once for each k.
     """
 
     step_s: StepSeconds
@@ -45,7 +45,7 @@ class StepCosts:
         token_s: float = 0.0,
         round_s: float = 0.0,
     ) -> StepCosts:
-        """The costs of a device that was timed when it started."""
+        """Return the costs from device timings at startup."""
         sizes, seconds = zip(*rates.forward_s, strict=True)
 
         def step_s(num_tokens: int, num_rows: int) -> float:
@@ -55,10 +55,10 @@ class StepCosts:
         return cls(step_s, buckets.tokens, host_s, row_s, token_s, round_s)
 
     def size(self, num_tokens: int) -> int:
-        """What so many tokens are padded to; more than a step holds stay as they are."""
+        """Return the padded size of num_tokens; a number above the largest size is returned unchanged."""
         place = bisect_left(self.sizes, num_tokens)
         return self.sizes[place] if place < len(self.sizes) else num_tokens
 
     def plain_s(self, num_rows: int, num_other_tokens: int) -> float:
-        """A step in which nobody was asked for proposals."""
+        """Return the time of a step without proposals."""
         return self.step_s(self.size(num_rows + num_other_tokens), num_rows) + self.host_s

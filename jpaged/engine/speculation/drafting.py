@@ -1,4 +1,4 @@
-"""What is proposed for the rows of a step: asks the proposer as adaptation says, and tells both what came of it."""
+"""Draft tokens of the rows of a step: mediates between the proposer and the adaptation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jpaged.engine.speculation.methods import make_proposer
 from jpaged.engine.speculation.proposer import Proposer
 
 _ROW_S = 1e-5
-"""Asking for a row, by benchmarks/results/speculation.json: 7 to 12 us where there is nothing, 35 where there is."""
+"""Proposer time per row, by benchmarks/results/speculation.json: 7 to 12 us without a result, 35 with one."""
 _HOST_S = 2e-4
-"""What the host does for a step, which nothing runs beside where the next one waits for its results."""
+"""Host time per step that cannot overlap if the next step waits for results."""
 
 
 class Drafting:
-    """Decides what is proposed. Called by the engine thread alone.
+    """Controller of the host proposer. Called only by the engine thread.
 
-    The proposer is told of a sequence when it is asked for it, and when that ends.
+    The proposer receives a sequence before its first draft, and when the sequence ends.
     """
 
     def __init__(self, proposer: Proposer, adaptation: Adaptation, num_speculative_tokens: int) -> None:
@@ -34,18 +34,18 @@ class Drafting:
         self._keys: dict[Sequence, int] = {}
         self._num_told: dict[Sequence, int] = {}
         self._num_begun = 0
-        self._num_quiet = 0  # steps for which nobody was asked, up to now
+        self._num_quiet = 0  # consecutive steps without proposals, up to now
 
     @classmethod
     def of(cls, options: SpeculativeOptions, rates: DeviceRates, geometry: Geometry) -> Drafting:
-        """The drafting that the options ask for."""
+        """Create the drafting that the options select."""
         costs = StepCosts.of(rates, geometry.buckets, host_s=_HOST_S, row_s=_ROW_S)
         most = options.num_speculative_tokens
         adaptation = Adaptation(most, costs, options.disable_by_batch_size)
         return cls(make_proposer(options), adaptation, most)
 
     def limit(self, queues: Queues) -> int:
-        """How many tokens are to be proposed for each row of the next step; with 0 nothing need be waited for."""
+        """Return the number of draft tokens for each row of the next step; with 0 it need not wait for results."""
         rows = [group for group in queues.running if group.is_forked]
         num_rows = sum(len(group.sequences) for group in rows)
         num_prefilling = sum(max(0, group.sequences[0].num_uncomputed_tokens - 1) for group in queues.running)
@@ -54,9 +54,9 @@ class Drafting:
         return limit
 
     def propose(self, groups: Collection[Group], limit: int) -> Proposals | None:
-        """What is proposed for sequences of groups that run; None where nothing is.
+        """Return draft tokens for sequences of running groups, or None.
 
-        No token of theirs is in flight.
+        No token of these groups may be in flight.
         """
         found = {}
         for group in groups:
@@ -72,10 +72,10 @@ class Drafting:
         return Proposals(found, self._choose)
 
     def observe(self, schedule: Schedule, num_accepted: list[int], seconds: float) -> None:
-        """Notes what came of a dispatch, and what it took.
+        """Record the results of a dispatch, and its duration.
 
         Args:
-            num_accepted: of each of its drafts.
+            num_accepted: number of accepted tokens of each draft.
         """
         decodes = schedule.decodes
         if not schedule.drafts:
@@ -94,7 +94,7 @@ class Drafting:
         )
 
     def forget(self, group: Group) -> None:
-        """A request has ended: what its sequences have is let go, or kept for others that share."""
+        """Drop a request that has ended; the proposer may keep its output for requests that share it."""
         for sequence in group.sequences:
             if not group.request.sampling.beam_width:
                 self._proposer.forget(self._tell(sequence))
@@ -103,7 +103,7 @@ class Drafting:
             self._num_told.pop(sequence, None)
 
     def _tell(self, sequence: Sequence) -> int:
-        """Tells the proposer what it does not know yet of a sequence, by its key."""
+        """Pass the new tokens of a sequence to the proposer; return the sequence's key."""
         key, num_prompt = self._key(sequence), sequence.num_prompt_tokens
         num_told = self._num_told.get(sequence)
         if num_told is None:

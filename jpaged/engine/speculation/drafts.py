@@ -1,15 +1,15 @@
-"""Tokens that are proposed behind a row's own, and run in the same step: each is a row more, of one token.
+"""Draft tokens run in the same step as a row's last token: each is one more row, of one token.
 
-    row      token in          at    samples what comes at
+    row      token in          at    samples the token at
     r        t7, its last       7     8
-    r + 1    a, proposed        8     9        with the keys of its sequence, and of what is before it in this step
-    r + 2    b, proposed        9    10
+    r + 1    a, draft           8     9        with the sequence's keys, and those of the tokens before it in this step
+    r + 2    b, draft           9    10
 
-What such a row samples is the sequence's if everything before it was drawn as it was proposed; see
-`verification.py`. So a step with drafts computes nothing that decoding step by step does not, row by row.
-Its results are waited for: where the next one begins is not known before.
+The token sampled by a draft row is the sequence's if all drafts before it equal the sampled tokens; see
+`verification.py`. So a step with drafts computes the same rows as decoding step by step. The next step waits for its
+results, because its start positions depend on them.
 
-Blocks are taken for what is proposed, and given back where that was not drawn. Nobody leaves for a draft.
+Blocks are allocated for draft tokens, and released for rejected ones. No group is preempted for a draft.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from jpaged.engine.speculation.verification import verify
 from jpaged.structured import GrammarState
 
 Choose = Callable[[list[Sequence], list[int], int], list[int]]
-"""(rows that decode, tokens that are proposed for each, tokens of prompts beside them) -> how many of them to run."""
+"""(decode rows, draft tokens available for each, prefill tokens in the step) -> number of draft tokens to run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """What is proposed for the next step.
+    """Draft tokens for the next step.
 
     Attributes:
-        token_ids: of sequences that decode, behind their last tokens, all of which the host knows.
-        choose: how many of them are run.
+        token_ids: drafts of decoding sequences, all of whose tokens the host knows.
+        choose: selects how many of them run.
     """
 
     token_ids: Mapping[Sequence, list[int]]
@@ -48,14 +48,14 @@ class Proposals:
 
 
 def takes_drafts(group: Group) -> bool:
-    """Whether a request's sequences may have drafts: not where more than the tokens themselves changes with each."""
+    """Return True if a request may use drafts: not with beam search, penalties, or outputs beyond sampled tokens."""
     sampling = group.request.sampling
     return not (sampling.beam_width or sampling.needs_counts or sampling.asks_more_of_samples)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Enters what is proposed into steps, for one scheduler, and gives back what was taken in vain."""
+    """Adds drafts to the steps of one scheduler, and releases the blocks of rejected ones."""
 
     memory: KVMemory
     rows: DecodingRows
@@ -63,7 +63,7 @@ class DraftRows:
     policy: SchedulingPolicy
 
     def add(self, schedule: Schedule, proposals: Proposals) -> None:
-        """Enters what is proposed for rows that decode, as far as there are rows, tokens and blocks for it."""
+        """Add drafts of decode rows to a step, as far as rows, tokens and blocks allow."""
         decoding = decoding_rows(schedule)
         found = [_cut(one, proposals.token_ids.get(one.sequence, []), self.rows) for one in decoding]
         sequences, nums = [one.sequence for one in decoding], [len(token_ids) for token_ids, _ in found]
@@ -80,7 +80,7 @@ class DraftRows:
                 room -= count
 
     def ran(self, group: Group, sequence: Sequence, num_accepted: int) -> None:
-        """So many tokens of a sequence's draft were drawn; it gives back what it took for the others."""
+        """Apply the result of a sequence's draft, and release the blocks of rejected tokens."""
         self.policy.served(group, 0, num_accepted)
         if sequence.is_live:
             self.memory.rewind(sequence)
@@ -90,10 +90,10 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The rows of a step with drafts whose samples count, one after another of each sequence.
+    """Rows of a step with drafts whose samples are accepted, in order for each sequence.
 
     Attributes:
-        num_accepted: of each draft.
+        num_accepted: number of accepted tokens of each draft.
     """
 
     schedule: Schedule
@@ -102,7 +102,7 @@ class Accepted:
 
     @classmethod
     def of(cls, schedule: Schedule, outputs: StepOutputs) -> Accepted:
-        """What became of the drafts of a step."""
+        """Verify the drafts of a step."""
         drafts, device_rows = schedule.drafts, schedule.device_rows
         width = max((len(draft.token_ids) for draft in drafts), default=0)
         proposals_rk = np.zeros((len(drafts), width), np.int32)
@@ -117,16 +117,16 @@ class Accepted:
 
     @property
     def depth(self) -> int:
-        """The most that were accepted of a draft."""
+        """Return the maximum number of accepted tokens of a draft."""
         return max(self.num_accepted, default=0)
 
     def beyond(self, depth: int) -> set[Sequence]:
-        """Sequences of whose drafts more than so many were accepted."""
+        """Return the sequences with more than `depth` accepted draft tokens."""
         pairs = zip(self.schedule.drafts, self.num_accepted, strict=True)
         return {draft.sequence for draft, count in pairs if count > depth}
 
     def at(self, depth: int) -> dict[int, ScheduledRow]:
-        """The rows behind the depth-th accepted tokens, by their place on the device, of sequences that go on."""
+        """Return the rows of the depth-th accepted draft tokens of live sequences, by device row."""
         places = [
             draft.rows[depth - 1]
             for draft, count in zip(self.schedule.drafts, self.num_accepted, strict=True)
@@ -136,7 +136,7 @@ class Accepted:
 
 
 class Decoding(NamedTuple):
-    """A row that decodes, and its place among those that were entered."""
+    """Decode row, and its place among the scheduled rows."""
 
     place: int
     group: Group
@@ -145,7 +145,7 @@ class Decoding(NamedTuple):
 
 
 def decoding_rows(schedule: Schedule) -> list[Decoding]:
-    """The rows of a step that decode, as they were entered."""
+    """Return the decode rows of a step in the order of scheduling."""
     decodes = schedule.decodes
     columns = decodes.groups, decodes.sequences, decodes.starts_s.tolist()
     found = [Decoding(place, *columns) for place, columns in enumerate(zip(*columns, strict=True))]
@@ -161,7 +161,7 @@ def decoding_rows(schedule: Schedule) -> list[Decoding]:
 
 
 def _cut(row: Decoding, token_ids: list[int], rows: DecodingRows) -> tuple[list[int], list[GrammarState | None]]:
-    """As many of the proposals as the sequence and its grammar may have, and the grammar behind each of them."""
+    """Return the draft tokens that the sequence and its grammar allow, and the grammar state after each of them."""
     sequence = row.sequence
     num_left = row.group.request.sampling.max_tokens - sequence.num_output_tokens
     if rows.outgrowing is not None:

@@ -1,4 +1,4 @@
-"""The proposer that the options name."""
+"""Creation of the proposer that the options name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jpaged.errors import InternalError
 
 
 def make_proposer(options: SpeculativeOptions) -> Proposer:
-    """The proposer of a method that runs on the host.
+    """Create the proposer of a method that runs on the host.
 
     Raises:
         InternalError: the method runs on the device.

@@ -1,16 +1,16 @@
-"""Prompt lookup: what followed the same n-gram earlier in the same sequence.
+"""Prompt lookup: proposes what followed the same n-gram earlier in the same sequence.
 
-    ... the red fox said ... then the red fox       3-gram "the red fox" was there before: "said ..." is proposed
+    ... the red fox sees ... then the red fox       3-gram "the red fox" occurred before: "sees ..." is proposed
             └─────────┘               └───────┘
 
-The longest n-gram of `prompt_lookup_min` to `prompt_lookup_max` tokens that occurs earlier wins, and of several places
-the earliest, as with vLLM's `ngram`
-(https://github.com/vllm-project/vllm/blob/main/vllm/v1/spec_decode/ngram_proposer.py): behind the earliest most is
-known. In a text that repeats itself, "a b a b a b", the latest place has two tokens behind it, the earliest four.
+The longest n-gram of `prompt_lookup_min` to `prompt_lookup_max` tokens that occurs earlier is used, as in vLLM's
+`ngram` (https://github.com/vllm-project/vllm/blob/main/vllm/v1/spec_decode/ngram_proposer.py). Its earliest place is
+used, because most tokens follow that. In a text that repeats itself, "a b a b a b", two tokens follow the latest place,
+and four the earliest.
 
-vLLM searches the whole sequence in every step. Here each n-gram is put into a table once, by its hash, with the place
-where it ended first; a place is compared before it is believed. The tables are of two generations, each of half the
-window: when the newer one is full, the older one is dropped, and so a sequence's memory is bounded.
+vLLM searches the whole sequence in every step. Here each n-gram is inserted into a hash table once, with the place of
+its first end; a hit is verified against the tokens. There are two generations of tables, each of half the window. When
+the newer one is full, the older one is dropped, which bounds the memory of a sequence.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from jpaged.config import SpeculativeOptions
 from jpaged.engine.speculation.proposer import MAX_INDEXED_TOKENS
 
 _WINDOW = 1 << 14
-"""The last places that are known of each length of n-gram; an entry takes some 120 bytes."""
+"""Maximum number of recent places indexed per n-gram length; an entry takes about 120 bytes."""
 _Table = dict[int, int]
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """One sequence: its tokens, and where n-grams of each length ended first.
+    """Tokens of one sequence, and where n-grams of each length first ended.
 
     Attributes:
         older: a table for each length, of the places before `since`.
-        newer: a table for each length, of the places behind it.
-        num_indexed: tokens up to which n-grams are in the tables.
+        newer: a table for each length, of the places after it.
+        num_indexed: number of tokens whose n-grams are indexed.
     """
 
     token_ids: list[int]
@@ -45,12 +45,12 @@ class _Lookup:
 
 @dataclass(slots=True)
 class NgramProposer:
-    """Proposes what followed the longest n-gram that was there before.
+    """Proposer of what followed the longest n-gram that occurred before.
 
     Args:
         least: tokens of the shortest n-gram.
-        most: tokens of the longest.
-        window: places that are remembered of each length at most, the last ones; between that and half of it.
+        most: tokens of the longest n-gram.
+        window: maximum number of recent places indexed per length; at least half of it is kept.
     """
 
     least: int
@@ -64,11 +64,11 @@ class NgramProposer:
 
     @property
     def num_entries(self) -> int:
-        """Places in all tables."""
+        """Return the number of entries in all tables."""
         return sum(len(table) for lookup in self._sequences.values() for table in (*lookup.older, *lookup.newer))
 
     def begin(self, sequence_key: int, token_ids: Sequence[int], sharing: bytes | None) -> None:
-        """Notes the prompt; a sequence looks in itself alone, whoever shares."""
+        """Record the prompt; `sharing` is ignored, because a sequence is searched only for itself."""
         self._sequences[sequence_key] = _Lookup(list(token_ids), self._tables(), self._tables())
 
     def extend(self, sequence_key: int, new_token_ids: Sequence[int]) -> None:
@@ -94,7 +94,7 @@ class NgramProposer:
         return [{} for _ in range(self.most - self.least + 1)]
 
     def _index(self, lookup: _Lookup) -> None:
-        """Puts n-grams that are new into the tables, of so many tokens that it takes no longer than it may."""
+        """Index new n-grams, up to the limit of tokens per call."""
         token_ids = lookup.token_ids
         begin = lookup.num_indexed
         lookup.num_indexed = stop = min(len(token_ids), begin + max(1, MAX_INDEXED_TOKENS // len(lookup.newer)))

@@ -1,11 +1,11 @@
-"""What earlier requests made, for those that may profit from it, and no more of it than there is room for.
+"""Outputs of earlier requests, for requests that share them, within limits.
 
-    sharing A  [ text 0 ][ text 3 ][ text 4 ]        a tree for each of them: nobody sees, or is sped up by, what
-    sharing B  [ text 1 ]                            others made
-               └ used longest ago
+    sharing A  [ text 0 ][ text 3 ][ text 4 ]        a tree for each sharing key: no request reads, or is sped up by,
+    sharing B  [ text 1 ]                            texts of another key
+               └ least recently used
 
-Where room is short, whoever holds most gives up the text that was used longest ago, whole. So one who holds less than
-an equal part loses nothing to others, and cannot tell by the speed of its requests what they do.
+If room is short, the key with the largest share drops its least recently used text. So a key with less than an equal
+share loses nothing to others, and cannot observe their activity by the speed of the key's requests.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from jpaged.engine.speculation.suffix_tree import DraftRule, SuffixTree
 
 _MAX_TOKENS = 1 << 19
-"""Tokens of all texts; one takes some 130 bytes."""
+"""Maximum number of tokens of all texts; one takes about 130 bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class _Holding:
-    """The texts that share.
+    """Texts of one sharing key.
 
     Attributes:
-        num_tokens_of: of each text, the one used longest ago first.
-        num_tokens: of all.
+        num_tokens_of: tokens of each text, the least recently used first.
+        num_tokens: tokens of all texts.
     """
 
     tree: SuffixTree
@@ -35,12 +35,12 @@ class _Holding:
 
 
 class SharedTexts:
-    """Keeps texts under keys that tell who shares, within bounds over all of them.
+    """Store of texts by sharing key, with limits over all keys.
 
     Args:
-        rule: of the drafts from them.
-        max_texts: texts at most; 0 keeps none.
-        max_tokens: tokens of all texts at most.
+        rule: rule for drafts from them.
+        max_texts: maximum number of texts; 0 stores none.
+        max_tokens: maximum number of tokens of all texts.
     """
 
     def __init__(self, rule: DraftRule, max_texts: int, max_tokens: int = _MAX_TOKENS) -> None:
@@ -48,7 +48,7 @@ class SharedTexts:
         self._max_texts = max_texts
         self._max_tokens = max_tokens
         self._holdings: dict[bytes, _Holding] = {}
-        self._by_share: list[tuple[float, bytes]] = []  # a heap, the greatest share first; of old shares too
+        self._by_share: list[tuple[float, bytes]] = []  # max-heap by share; stale entries remain
         self._unsettled: deque[tuple[SuffixTree, int, int, int]] = deque()  # tree, text, tokens indexed, tokens
         self._last_number = 0
         self._num_texts = 0
@@ -64,7 +64,7 @@ class SharedTexts:
 
     @property
     def num_unsettled(self) -> int:
-        """Texts, some of them given up, that are not ready to the end."""
+        """Return the number of texts, removed ones included, that are not fully indexed."""
         return len(self._unsettled)
 
     @property
@@ -72,14 +72,14 @@ class SharedTexts:
         return sum(holding.tree.num_leaves for holding in self._holdings.values())
 
     def tree(self, sharing: bytes) -> SuffixTree | None:
-        """The tree of those who share; None where there is no text yet, or no more."""
+        """Return the tree of a sharing key, or None if it has no text."""
         holding = self._holdings.get(sharing)
         return None if holding is None else holding.tree
 
     def add(self, sharing: bytes, token_ids: list[int]) -> None:
-        """Keeps a text, the end of it where it is longer than all may be, and makes room for it.
+        """Store a text, truncated at the front to the limit, and drop others to make room.
 
-        Nothing is proposed from it before it is settled.
+        It is proposed from only after `settle` has indexed it.
         """
         token_ids = token_ids[-self._max_tokens :]
         if not self._max_texts or len(token_ids) < 2:
@@ -97,11 +97,11 @@ class SharedTexts:
         self._rank(sharing, holding)
         while self._num_texts > self._max_texts or self._num_tokens > self._max_tokens:
             self._give_up()
-        if len(self._unsettled) > 2 * self._num_texts + 64:  # most were given up before
+        if len(self._unsettled) > 2 * self._num_texts + 64:  # most were removed before
             self._unsettled = deque(one for one in self._unsettled if one[0].has(one[1]))
 
     def settle(self, num_tokens: int) -> None:
-        """Gets so many more tokens ready of the texts that came, the first of them first."""
+        """Index up to num_tokens tokens of new texts, in order of arrival."""
         while self._unsettled and num_tokens > 0:
             tree, number, begin, length = self._unsettled.popleft()
             if not tree.has(number):
@@ -113,23 +113,23 @@ class SharedTexts:
                 self._unsettled.appendleft((tree, number, end, length))
 
     def used(self, sharing: bytes, number: int) -> None:
-        """A draft came from that text."""
+        """Record that a draft came from a text."""
         holding = self._holdings.get(sharing)
         if holding is not None and number in holding.num_tokens_of:
             holding.num_tokens_of.move_to_end(number)
 
     def _share(self, holding: _Holding) -> float:
-        """The part that it takes of what is scarcer for it, places or tokens."""
+        """Return the share of a holding: the larger one of texts and of tokens."""
         return max(len(holding.num_tokens_of) / self._max_texts, holding.num_tokens / self._max_tokens)
 
     def _rank(self, sharing: bytes, holding: _Holding) -> None:
         heapq.heappush(self._by_share, (-self._share(holding), sharing))
-        if len(self._by_share) > 64 + 2 * len(self._holdings):  # most of it is old
+        if len(self._by_share) > 64 + 2 * len(self._holdings):  # most entries are stale
             self._by_share = [(-self._share(one), key) for key, one in self._holdings.items()]
             heapq.heapify(self._by_share)
 
     def _give_up(self) -> None:
-        """Drops one text of whoever holds most."""
+        """Drop one text of the holding with the largest share."""
         while True:
             share, sharing = heapq.heappop(self._by_share)
             holding = self._holdings.get(sharing)

@@ -1,4 +1,4 @@
-"""Counts of proposals and of what became of them."""
+"""Counters of drafts and their acceptance."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from jpaged.load import SpeculationLoad
 
 
 class SpeculationStats:
-    """Counts; one thread does, and any thread may take a snapshot.
+    """Counters written by one thread; any thread may take a snapshot.
 
     Args:
-        num_speculative_tokens: proposals of a row at most, and so the positions that are told apart.
+        num_speculative_tokens: maximum number of draft tokens per row, and of positions counted separately.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_drafts = 0
         self._num_draft_tokens = 0
-        self._ends = [0] * (num_speculative_tokens + 1)  # drafts by how many of their tokens were accepted
+        self._ends = [0] * (num_speculative_tokens + 1)  # drafts by number of accepted tokens
         self._load = SpeculationLoad(num_accepted_tokens_per_pos=(0,) * num_speculative_tokens)
 
     def count(self, num_proposals: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Counts the rows of a step and makes them visible; rows without proposals are no drafts."""
+        """Count the rows of a step and update the snapshot; rows without draft tokens are ignored."""
         for proposed, accepted in zip(num_proposals, num_accepted, strict=True):
             if proposed:
                 self._num_drafts += 1

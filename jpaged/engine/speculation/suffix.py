@@ -1,14 +1,14 @@
-"""Suffix decoding: what came next wherever the last tokens were there before, here or in earlier outputs.
+"""Suffix decoding: proposes what followed earlier occurrences of the last tokens, here or in earlier outputs.
 
     own tree      the sequence's prompt and output
-    shared tree   the outputs of earlier requests of those who share
+    shared tree   the outputs of earlier requests with the same sharing key
 
-Both are asked, and the better draft wins, the sequence's own of two as good. How many tokens a draft has follows from
-how long the match is and how sure the counts are, so that none are proposed where little is known. The fields are
-vLLM's (https://docs.vllm.ai/en/latest/features/speculative_decoding/suffix/).
+Both trees are searched and the draft with the better score is used, the sequence's own if equal. The length of a draft
+depends on the length of the match and the confidence of the counts, so little data yields short or no drafts. The
+options are vLLM's (https://docs.vllm.ai/en/latest/features/speculative_decoding/suffix/).
 
-An earlier output is kept with the end of its prompt, so that the same prompt finds it at the first token. It counts for
-a sequence from its next token on.
+An earlier output is stored with the end of the prompt, so that the same prompt matches it at the first token. A
+sequence can use it from its next token on.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from jpaged.engine.speculation.shared_texts import SharedTexts
 from jpaged.engine.speculation.suffix_tree import DraftRule, Match, SuffixTree
 
 _MAX_OWN_TOKENS = 1 << 15
-"""Tokens of a sequence that are in its own tree, the last ones; one takes some 130 bytes."""
+"""Maximum number of recent tokens in a sequence's own tree; one takes about 130 bytes."""
 _NUM_SETTLED = 16
-"""Tokens of earlier outputs that one `propose` gets ready, where `forget` left some: the end of a long one."""
+"""Tokens of earlier outputs that one `propose` indexes if `forget` left some: the end of a long one."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """One sequence and its places in both trees.
+    """One sequence and its matches in both trees.
 
     Attributes:
-        num_prompt_tokens: tokens of its prompt.
-        sharing: whose texts it may read; None is nobody's.
+        num_prompt_tokens: tokens of the prompt.
+        sharing: key of the texts it may use; None for none.
         num_read: tokens that are in its own tree.
-        seed: the last of them.
-        num_matched: tokens that its match in its own tree is behind; 0 where there is none.
-        num_matched_shared: the same of the shared tree.
+        seed: last of these tokens as a seed.
+        num_matched: number of tokens at the last match in its own tree; 0 before the first.
+        num_matched_shared: the same for the shared tree.
     """
 
     token_ids: list[int]
@@ -53,12 +53,12 @@ class _Reader:
 
 
 class SuffixProposer:
-    """Proposes the likeliest continuation by what the own and earlier texts have.
+    """Proposer of the likeliest continuation in own and earlier texts.
 
     Args:
-        rule: of the drafts.
-        texts: what earlier requests made.
-        max_own_tokens: tokens of a sequence that its own tree has at most.
+        rule: rule for drafts.
+        texts: outputs of earlier requests.
+        max_own_tokens: maximum number of tokens in a sequence's own tree.
     """
 
     def __init__(self, rule: DraftRule, texts: SharedTexts, max_own_tokens: int = _MAX_OWN_TOKENS) -> None:
@@ -113,7 +113,7 @@ class SuffixProposer:
         return best.token_ids
 
     def forget(self, sequence_key: int) -> None:
-        """Keeps the output for those who share, where there is one."""
+        """Store the output, if any, for sequences that share it."""
         reader = self._readers.pop(sequence_key)
         if reader.sharing is not None and len(reader.token_ids) > reader.num_prompt_tokens:
             begin = max(0, reader.num_prompt_tokens - self._rule.max_depth)
@@ -121,7 +121,7 @@ class SuffixProposer:
             self.texts.settle(MAX_INDEXED_TOKENS)
 
     def _read(self, reader: _Reader) -> bool:
-        """Puts what is new into the own tree; False where one step does not reach the end."""
+        """Index new tokens in the own tree; return False if the limit per step leaves some."""
         token_ids, begin = reader.token_ids, reader.num_read
         end = min(len(token_ids), begin + MAX_INDEXED_TOKENS)
         if end > begin:

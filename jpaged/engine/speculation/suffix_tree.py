@@ -1,17 +1,17 @@
-"""A tree of suffixes with counts: how often a string was there, and what came next.
+"""Suffix tree with counts: how often a string occurred, and what followed.
 
-    texts   0  a b c a b d          leaves of "a b": the places behind it, 0:2 and 0:5
-            1  x a b c              and 1:3; behind "x a b" is 1:3 alone
+    texts   0  a b c a b d          leaves of "a b": the places after it, 0:2 and 0:5
+            1  x a b c              and 1:3; after "x a b" only 1:3
 
-A node of a suffix tree is a string, its count the number of leaves below it, and its children what follows at those
-leaves. This one keeps the leaves alone, in a table by the last tokens of a string (`SEED_LEN`): a node is the list of
-its leaves, a child is made when somebody descends, and there are no edges to split, join or relabel when a text comes
-or goes. A token costs one entry, whatever the depth. Who reads along a text keeps its match: the leaves whose last
-tokens are his, each with how many, from which those of the next token follow.
+A node of a suffix tree is a string, its count the number of leaves below it, and its children what follows at these
+leaves. This implementation stores only the leaves, in a table by the last tokens of a string (`SEED_LEN`). A node is a
+list of leaves and a child is computed on descent. So adding or removing a text splits, joins or relabels no edges. A
+token costs one entry at any depth. A reader of a text keeps its match: the leaves whose last tokens equal the reader's,
+with the length of each match. The match after the next token follows from it.
 
-Proposing is that of SuffixDecoding (https://arxiv.org/abs/2411.04975, section 3; the weighing of matches as in
-https://github.com/snowflakedb/ArcticInference): for each length of a match the likeliest path down from its node, whose
-score is the sum of the estimated probabilities of its tokens. The best score wins, the longer of two matches as good.
+Drafts are those of SuffixDecoding (https://arxiv.org/abs/2411.04975, section 3; matches are weighted as in
+https://github.com/snowflakedb/ArcticInference). Each length of a match yields the likeliest path down from its node.
+Its score is the sum of the estimated token probabilities. The best score is used; ties go to the longer match.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SEED_LEN = 2
-"""Tokens of the shortest match, by which leaves are found."""
+"""Tokens of the shortest match, by which leaves are indexed."""
 MAX_LEAVES = 16
-"""Leaves of a seed at most, the last ones: what is likely is estimated from them. Of 8 too much looks likely: with
-phrases in any order 61 % of the proposals are accepted, of 16 81 %, and of 32 the same."""
+"""Maximum number of leaves per seed, the most recent ones, from which probabilities are estimated. With 8, too much
+looks likely: with phrases in random order 61 % of the draft tokens are accepted, with 16 leaves 81 %, and with 32 the
+same.
+"""
 _TOKEN_BITS = 24
 _SEED_MASK = (1 << _TOKEN_BITS * SEED_LEN) - 1
-_LEAST_SEED = 1 << _TOKEN_BITS * (SEED_LEN - 1)  # below it there are fewer tokens
+_LEAST_SEED = 1 << _TOKEN_BITS * (SEED_LEN - 1)  # smaller seeds have fewer tokens
 _OFFSET_BITS = 32
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 
 Leaf = int
-"""A place in a text: its number and the offset of the token there, in one integer, so that a leaf + 1 is the next."""
+"""Place in a text: text number and token offset in one integer, so that leaf + 1 is the next place."""
 Match = dict[Leaf, int]
-"""Leaves behind the last tokens of who reads along, and how many tokens before each are the same."""
+"""Leaves after the reader's last tokens, and how many tokens before each are equal."""
 NO_MATCH: Match = {}
 
 
 class Draft(NamedTuple):
-    """Tokens that may come next.
+    """Likely next tokens.
 
     Attributes:
-        score: how many of them are expected to come, by what was counted.
-        text_number: where they come from, the last of several texts.
+        score: expected number of accepted tokens, from the counts.
+        text_number: the text they come from, the most recent of several.
     """
 
     token_ids: list[int]
@@ -57,12 +59,12 @@ NO_DRAFT = Draft([], 0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class DraftRule:
-    """How long a draft may be, and how likely it has to be.
+    """Limits on the length and the probability of a draft.
 
     Attributes:
-        max_depth: tokens of a match and its draft together.
-        max_factor: tokens of a draft for each token of its match.
-        min_prob: of a draft's last token, given the match: counted paths, of the paths that begin with it.
+        max_depth: maximum number of tokens of a match and its draft together.
+        max_factor: maximum number of draft tokens per token of the match.
+        min_prob: minimum probability of a draft's last token given the match, by path counts.
     """
 
     max_depth: int
@@ -70,23 +72,23 @@ class DraftRule:
     min_prob: float
 
     def num_tokens(self, match_len: int) -> int:
-        """Tokens of a draft behind a match of so many."""
+        """Return the maximum number of draft tokens after a match of match_len tokens."""
         return min(int(match_len * self.max_factor + 1e-6), self.max_depth - match_len)
 
     @property
     def best_len(self) -> int:
-        """The length of a match that allows the longest draft; longer and shorter ones allow less the further off."""
+        """Return the match length that allows the longest draft; the limit falls with the distance from it."""
         return max(range(1, self.max_depth), key=self.num_tokens)
 
 
 class SuffixTree:
     """Texts and the leaves of their suffixes.
 
-    A text that grows is alone in its tree, as number 0.
+    A growing text is the only one in its tree, as number 0.
 
     Args:
-        rule: of the drafts.
-        max_tokens: tokens of a growing text whose leaves are kept, the last ones.
+        rule: rule for drafts.
+        max_tokens: number of recent tokens of a growing text whose leaves are kept.
     """
 
     def __init__(self, rule: DraftRule, max_tokens: int = _OFFSET_MASK) -> None:
@@ -96,43 +98,43 @@ class SuffixTree:
         self._max_tokens = max_tokens
         self._texts: dict[int, list[int]] = {}
         self._leaves: dict[int, Leaf | list[Leaf]] = {}  # most seeds have one leaf, and need no list
-        self._growing_end = 0  # the leaf at which nothing is known yet
+        self._growing_end = 0  # leaf at the end of the growing text, which nothing follows yet
 
     @property
     def num_leaves(self) -> int:
         return sum(1 if isinstance(found, int) else len(found) for found in self._leaves.values())
 
     def put(self, number: int, token_ids: list[int]) -> None:
-        """Takes in a text, whose leaves come with `index`; a number from 1 is never given again.
+        """Add a text, whose leaves are added by `index`; numbers start at 1 and must not be reused.
 
-        The list is not written any more.
+        The list must not be modified afterwards.
         """
         self._texts[number] = token_ids
 
     def index(self, number: int, begin: int, end: int) -> None:
-        """Adds the leaves behind the tokens `begin` to `end` of a text."""
+        """Add the leaves after the tokens `begin` to `end` of a text."""
         token_ids = self._texts[number]
         seed = _seed_of(token_ids[max(0, begin - SEED_LEN) : begin])
         self._add(seed, token_ids[begin : min(end, len(token_ids) - 1)], (number << _OFFSET_BITS) + begin)
 
     def has(self, number: int) -> bool:
-        """Whether it has a text of that number, and it was not removed."""
+        """Return True if the tree has a text of this number."""
         return number in self._texts
 
     def remove(self, number: int) -> None:
-        """Lets go of a text and of the leaves that it has."""
+        """Remove a text and its leaves."""
         self._discard(0, self._texts.pop(number)[:-1], number << _OFFSET_BITS)
 
     def grow(self, seed: int, token_ids: list[int], begin: int, end: int) -> int:
-        """Takes in more of the growing text, the tokens `begin` to `end`.
+        """Append the tokens `begin` to `end` to the growing text.
 
         Args:
-            seed: what the last call returned; 0 at first.
-            token_ids: the text, of which the tree keeps hold.
-            begin: tokens that were taken in before.
+            seed: result of the last call; 0 at first.
+            token_ids: the text; the tree keeps a reference.
+            begin: number of tokens that were appended before.
 
         Returns:
-            The last tokens up to `end`.
+            the seed at `end`.
         """
         self._texts[0] = token_ids
         self._growing_end = end
@@ -145,7 +147,7 @@ class SuffixTree:
         return seed
 
     def advance(self, match: Match, seed: int, token_ids: list[int], num_new: int) -> Match:
-        """The match of who has read so many tokens more of his own text, which now ends with `seed`."""
+        """Return the match after num_new more tokens of the reader's text, which now ends with `seed`."""
         found = self._leaves.get(seed)
         if found is None or seed < _LEAST_SEED:
             return NO_MATCH
@@ -167,7 +169,7 @@ class SuffixTree:
                 matched[leaf] = SEED_LEN
         if (
             match and not isinstance(found, int) and len(found) == MAX_LEAVES
-        ):  # there may have been more: those that were matched stay
+        ):  # some may have been dropped: leaves that were matched before stay
             self._keep(match, matched, token_ids[-num_new:])
             if len(matched) > 2 * MAX_LEAVES:
                 longest = sorted(matched.items(), key=lambda one: (one[1], one[0]), reverse=True)
@@ -175,7 +177,7 @@ class SuffixTree:
         return matched
 
     def draft(self, match: Match, limit: int) -> Draft:
-        """What may come next behind a match; at most `limit` tokens."""
+        """Return the best draft after a match, of at most `limit` tokens."""
         best = NO_DRAFT
         if not match or limit < 1:
             return best
@@ -195,11 +197,11 @@ class SuffixTree:
         return best
 
     def _most(self, above: int, length: int, limit: int) -> int:
-        """Tokens of the longest draft behind a match that is longer than `above` and no longer than `length`."""
+        """Return the maximum draft length after a match longer than `above` and no longer than `length`."""
         return min(limit, self._num_drafted[min(max(self._best_len, above + 1), length)])
 
     def _path(self, leaves: Sequence[Leaf], most: int) -> Draft:
-        """The likeliest path down from a node; of two tokens that came as often, the one behind the first leaf."""
+        """Return the likeliest path down from a node; equally frequent tokens are resolved by the first leaf."""
         texts = self._texts
         ways = [
             texts[leaf >> _OFFSET_BITS][leaf & _OFFSET_MASK : (leaf & _OFFSET_MASK) + most]
@@ -230,7 +232,7 @@ class SuffixTree:
         return Draft(token_ids, score, leaves[0] >> _OFFSET_BITS)
 
     def _common_len(self, text: list[int], offset: int, token_ids: list[int]) -> int:
-        """Tokens before a place that are the last ones of a text, up to the depth; those of the seed are."""
+        """Return the number of equal tokens before a place and at the end of a text, up to the depth."""
         most = min(self._rule.max_depth, offset, len(token_ids))
         length = SEED_LEN
         while length < most and text[offset - 1 - length] == token_ids[-1 - length]:
@@ -242,7 +244,7 @@ class SuffixTree:
         return self._texts[leaf >> _OFFSET_BITS][offset - num_tokens : offset]
 
     def _keep(self, match: Match, matched: Match, new_token_ids: list[int]) -> None:
-        """Adds the leaves of a match that go on with the new tokens, whether their seed still has them or not."""
+        """Add the leaves of a match that the new tokens continue, even if their seed has dropped them."""
         num_new = len(new_token_ids)
         for leaf, length in match.items():
             end = leaf + num_new
@@ -252,7 +254,7 @@ class SuffixTree:
                 matched[end] = length + num_new
 
     def _add(self, seed: int, token_ids: list[int], begin: Leaf) -> int:
-        """Adds the leaves behind each of the tokens, of which the first is at `begin`; returns the last of them."""
+        """Add the leaves after each of the tokens, the first of which is at `begin`; return the seed of the last."""
         leaves = self._leaves
         for leaf, token_id in enumerate(token_ids, start=begin + 1):
             seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
@@ -268,7 +270,7 @@ class SuffixTree:
         return seed
 
     def _discard(self, seed: int, token_ids: list[int], begin: Leaf) -> None:
-        """Removes the leaves behind each of the tokens, where they were not dropped for later ones."""
+        """Remove the leaves after each of the tokens, unless later ones have replaced them."""
         leaves = self._leaves
         for leaf, token_id in enumerate(token_ids, start=begin + 1):
             seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
@@ -282,7 +284,7 @@ class SuffixTree:
 
 
 def _seed_of(token_ids: list[int]) -> int:
-    """The last tokens as one number; 0 of none."""
+    """Return the last tokens as one number; 0 for none."""
     seed = 0
     for token_id in token_ids:
         seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK

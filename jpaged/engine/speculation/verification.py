@@ -1,12 +1,12 @@
-"""Which proposals a step accepts: those that it would have drawn in any case.
+"""Verification of draft tokens: a step accepts those that equal the sampled tokens.
 
-    proposals        a  b  c  d            a step runs the last token and its proposals, and draws behind each of them
-    drawn         a  b  x  .  .
-                  └ accepted: 2    tokens: a b x         the draw behind the last accepted one is a token as well
+    drafts           a  b  c  d            a step runs the last token and its drafts, and samples after each of them
+    sampled       a  b  x  .  .
+                  └ accepted: 2    tokens: a b x         the sample after the last accepted draft is a token as well
 
-A draw depends on seed, position and the tokens before it. Behind an accepted proposal the tokens before it are those of
-plain decoding, and so is the draw; behind one that was not drawn it means nothing, and is dropped. Nothing is sampled
-again and nothing is weighed: distribution and tokens are those of plain decoding.
+A sample depends on seed, position and the tokens before it. After an accepted draft token these are the same as in
+plain decoding, and so is the sample. The samples after a rejected draft token are dropped. There is no resampling or
+weighting: distribution and tokens are those of plain decoding.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ I32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What the rows of a step go on with.
+    """New tokens of the rows of a step.
 
     Attributes:
-        num_accepted: proposals of each row that were drawn, also behind an ending token.
-        token_ids: of each row the accepted proposals and the draw behind them, up to an ending token, itself included.
+        num_accepted: number of accepted draft tokens of each row, those after an ending token included.
+        token_ids: accepted draft tokens of each row and the next sample, up to and including an ending token.
     """
 
     num_accepted: list[int]
@@ -38,16 +38,16 @@ class Verified:
 def verify(
     proposals_rk: I32, num_proposals_r: I32, drawn_rn: I32, ending_token_ids: Sequence[frozenset[int]]
 ) -> Verified:
-    """Compares the proposals of each row with what was drawn.
+    """Compare the draft tokens of each row with the sampled tokens.
 
     Args:
-        proposals_rk: [R, k] the proposals of each row; what stands behind its own is not read.
-        num_proposals_r: [R] how many it has, 0 to k.
-        drawn_rn: [R, k + 1] the draw behind its last token and behind each of its proposals.
-        ending_token_ids: of each row the ids that end it; empty where none does yet.
+        proposals_rk: [R, k] draft tokens of each row, padded.
+        num_proposals_r: [R] number of draft tokens of each row, 0 to k.
+        drawn_rn: [R, k + 1] samples after the last token of each row and after each draft token.
+        ending_token_ids: token ids that end each row; empty if none does yet.
 
     Raises:
-        InternalError: the shapes do not belong together.
+        InternalError: the shapes do not match.
     """
     num_rows, width = proposals_rk.shape
     if drawn_rn.shape != (num_rows, width + 1) or num_proposals_r.shape != (num_rows,):
@@ -71,7 +71,7 @@ def verify(
 
 
 def _up_to_end(token_ids: list[int], ending: frozenset[int]) -> list[int]:
-    """The tokens up to the first that ends the row, itself included."""
+    """Return the tokens up to and including the first that ends the row."""
     if ending.isdisjoint(token_ids):
         return token_ids
     return token_ids[: next(place for place, token_id in enumerate(token_ids, start=1) if token_id in ending)]

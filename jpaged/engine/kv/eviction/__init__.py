@@ -1,13 +1,13 @@
-"""Which free block is given up first, in each tier of memory: a policy is a file.
+"""Eviction order of free blocks in each memory tier: one policy per file.
 
-policy.py      what a policy is told and asked
-free_list.py   the free list of a tier: what holds nothing goes first, then as a policy says
-policies.py    the name of a policy -> a free list by it
+policy.py      protocol of an eviction policy
+free_list.py   free list of a tier: empty slots first, then in the order of a policy
+policies.py    registry from policy name to free list
 lru.py         least recently used
 lfu.py         least frequently used
-two_queues.py  what was seen once passes through a short queue
-worth.py       what a block's place would save, by what is learnt and measured
-reuse.py       how likely blocks are needed again, by class and age
-lots.py        free blocks that are worth the same
-costs.py       what it costs to have a block again
+two_queues.py  2Q: blocks seen once pass through a short queue
+worth.py       cost-aware: expected seconds saved per slot, learned and measured
+reuse.py       reuse probability of blocks, by class and age
+lots.py        buckets of free blocks with about the same worth
+costs.py       cost of getting a block back
 """

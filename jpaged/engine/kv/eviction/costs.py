@@ -1,9 +1,9 @@
-"""What it costs to have a block again: its tokens run once more, or it is brought back from a tier below.
+"""Cost of getting an evicted block back: recompute its tokens, or load it from the tier below.
 
-    recompute(i) = B * seconds a token of a large step + pair_s * B * (i * B + B / 2)    attention grows with the place
-    fetch        = bytes of a block / the rate at which they come back
+    recompute(i) = B * seconds a token of a large step + pair_s * B * (i * B + B / 2)    attention grows with the index
+    fetch        = bytes of a block / transfer rate
 
-As the device was timed when it started (`DeviceRates`).
+The rates are those measured on the device at startup (`DeviceRates`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jpaged.engine.executor import DeviceRates
 
 @dataclass(frozen=True, slots=True)
 class BlockCosts:
-    """Seconds.
+    """Costs in seconds.
 
     Attributes:
-        first_s: to compute a block that nothing is in front of.
-        further_s: what each block in front adds.
-        fetch_s: to bring it back from the tier below.
+        first_s: compute the first block of a prompt.
+        further_s: added for each block before it.
+        fetch_s: load a block from the tier below.
     """
 
     first_s: float
@@ -37,5 +37,5 @@ class BlockCosts:
         )
 
     def recompute_s(self, index: int) -> float:
-        """Seconds to compute a block with so many in front of it."""
+        """Return the seconds to compute the block at `index` of a prompt."""
         return self.first_s + index * self.further_s

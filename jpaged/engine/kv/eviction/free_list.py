@@ -1,9 +1,9 @@
-"""The free list of a tier of memory: in which order free places are given away.
+"""Free list of a memory tier: the order in which free slots are allocated.
 
-    holds nothing      given away first, the first freed first
-    holds a prefix     as a policy says
+    empty              allocated first, in the order in which they were freed
+    cached prefix      in the order of the eviction policy
 
-`lru.LeastRecentlyUsed` is the plain one, which knows nothing of what places hold.
+`lru.LeastRecentlyUsed` is the plain list, which ignores the contents of slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jpaged.errors import InternalError
 
 
 class FreeList(Protocol):
-    """What `BlockPool` asks, which alone adds and removes."""
+    """Protocol of a free list. Only `BlockPool` adds and removes slots."""
 
     def __len__(self) -> int: ...
 
@@ -26,23 +26,23 @@ class FreeList(Protocol):
     def __iter__(self) -> Iterator[int]: ...
 
     def __setitem__(self, place: int, nothing: None, /) -> None:
-        """Adds a place that somebody held."""
+        """Add a slot that was in use."""
         ...
 
     def __delitem__(self, place: int, /) -> None:
-        """Removes a place, which somebody holds from now on."""
+        """Remove a slot that is in use from now on."""
         ...
 
     def popitem(self, last: Literal[False]) -> tuple[int, None]:
-        """Removes and returns the place that goes first; what it held is gone when somebody says so."""
+        """Remove and return the next slot to allocate; the caller then reports its content as evicted."""
         ...
 
 
 class RankedFreeList:
-    """Implements `FreeList` by a policy, which it tells what places hold.
+    """Free list that implements `FreeList` with an eviction policy, and reports the contents of slots to it.
 
     Args:
-        places: all of the tier, free and holding nothing.
+        places: all slots of the tier, free and empty.
     """
 
     def __init__(self, policy: EvictionPolicy, places: Iterable[int]) -> None:
@@ -85,25 +85,25 @@ class RankedFreeList:
     # --- what places hold -------------------------------------------------------------------------------------------
 
     def enter(self, place: int, entry: Entry) -> None:
-        """A place that is not free holds a prefix from now on."""
+        """Record that a slot in use now holds a cached prefix."""
         self._known.add(place)
         self._policy.enter(place, entry)
 
     def found(self, places: Sequence[int]) -> None:
-        """A request has found these and holds them by now; one KV group after the other."""
+        """Record a hit on these slots, which the request has already acquired; listed KV group by KV group."""
         self._policy.found(places)
 
     def times_seen(self, place: int) -> int:
-        """Requests that computed or found what a place holds."""
+        """Return the number of requests that computed or hit the content of a slot."""
         return self._policy.times_seen(place)
 
     def evicted(self, place: int) -> Entry:
-        """What a place held is gone, which `popitem` has just returned, or that is held for another reason."""
+        """Record that the content of a slot was evicted, after `popitem` returned the slot or it was removed."""
         self._known.remove(place)
         return self._policy.left(place, is_evicted=True)
 
     def forget(self, place: int) -> None:
-        """What a place held may not be found any more; if it is free it is one that holds nothing."""
+        """Record that the content of a slot must not be found any more; a free slot becomes an empty one."""
         if place in self._ranked:
             self._ranked.remove(place)
             self._policy.taken(place)
@@ -112,13 +112,13 @@ class RankedFreeList:
         self._policy.left(place, is_evicted=False)
 
     def check(self, known: set[int], is_free: Callable[[int], bool]) -> None:
-        """Holds it to what a tier knows.
+        """Check the list against the state of the tier.
 
         Args:
-            known: places that hold prefixes.
+            known: slots that hold prefixes.
 
         Raises:
-            InternalError: it was told otherwise, or lists a place twice.
+            InternalError: the states differ, or a slot is listed twice.
         """
         if known != self._known:
             raise InternalError(

@@ -1,8 +1,8 @@
-"""Least frequently used: the block that fewest requests have seen goes first, of these the least recently used.
+"""Least frequently used: evict the block that the fewest requests have seen; ties go to the least recently used.
 
     seen once   [ 9 4 7 ]        seen twice   [ 8 ]        seen 31 times   [ 1 2 ]
 
-What is seen again counts as long as it is kept. Leaves go before what they follow: whoever sees those sees these.
+Counts last as long as a block is cached. Leaves are evicted before their parents, which are hit with every leaf.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from jpaged.engine.kv.eviction.policy import Entry
 
 
 class LeastFrequentlyUsed:
-    """Implements `jpaged.engine.kv.eviction.policy.EvictionPolicy`: O(1), and O(log n) in different counts."""
+    """Implementation of `jpaged.engine.kv.eviction.policy.EvictionPolicy`: O(1), and O(log n) in distinct counts."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._counts: dict[int, int] = {}
-        self._free: dict[int, OrderedDict[int, None]] = {}  # times seen -> places, the oldest first; none is empty
-        self._heap: list[int] = []  # these counts, and some that have no places any more
+        self._free: dict[int, OrderedDict[int, None]] = {}  # times seen -> slots, the oldest first; no queue is empty
+        self._heap: list[int] = []  # these counts, and some whose queue is gone
 
     def enter(self, place: int, entry: Entry) -> None:
         self._entries[place] = entry

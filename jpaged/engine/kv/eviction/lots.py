@@ -1,12 +1,12 @@
-"""Free blocks in lots: those of one class and about one cost that were freed in one span of time, the oldest first.
+"""Buckets of free blocks: blocks of one class and similar cost that were freed in one time span, the oldest first.
 
     span       0          1          2
     class 0    [ 9 4 ]    [ 7 ]      [ 3 5 6 ]
     class 7    [ 1 ]      .          [ 2 8 ]
 
-All of a lot are worth about the same, so that it is lots that are ranked. Spans grow with age: sixteen of one length,
-eight of twice that, eight of four times, and so on. A block that others follow is passed over until they have gone, for
-nobody could use them without it.
+The blocks of a bucket are worth about the same, so the policy ranks buckets. Spans grow with age: sixteen of one
+length, eight of twice that, eight of four times, and so on. A block that has cached children is passed over until they
+are evicted, because the children are unusable without it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ LotKey = tuple[int, int, int]
 """Class, cost level and first span."""
 
 _FINE_SPANS_BITS = 4
-"""Spans of the first length are fewer than two to the power of this."""
+"""There are fewer than two to the power of this spans of the first length."""
 _MOST_MOVED = 4096
-"""So many places are moved at most, some milliseconds, when old lots are put together; the next time goes on."""
+"""Maximum number of slots moved when old buckets are merged (some milliseconds); the next call continues."""
 _MOST_LOTS = 256
-"""So many, and twice as many as hold anything, are kept before the empty ones are dropped."""
+"""Empty buckets are dropped when there are more than this plus twice the number of buckets kept last time."""
 
 
 @dataclass(slots=True, eq=False)
 class Lot:
-    """Free places that are worth the same.
+    """Bucket of free slots that are worth the same.
 
     Attributes:
         kind, cost, span: class, cost level, first span.
-        places: place -> when it was freed; the oldest first.
-        passed: the same of those that were passed over.
-        ripe: (when, place) of those of `passed` that nobody follows any more; some may be elsewhere by now.
+        places: slot -> time at which it was freed; the oldest first.
+        passed: the same for slots that were passed over.
+        ripe: (time, slot) of slots in `passed` whose last child was evicted; some may have left the bucket since.
     """
 
     kind: int
@@ -58,7 +58,7 @@ class Lot:
             del self.passed[place]
 
     def oldest(self) -> int | None:
-        """The oldest place that was not passed over, or that is ripe; None where there is none."""
+        """Return the oldest slot that was not passed over or is ripe, or None."""
         while self.ripe and self.passed.get(self.ripe[0][1]) != self.ripe[0][0]:
             heapq.heappop(self.ripe)
         first = next(iter(self.places.items()), None)
@@ -67,21 +67,24 @@ class Lot:
         return None if first is None else first[0]
 
     def pass_over(self, place: int) -> None:
-        """Leaves a place for later, which others follow."""
+        """Defer a slot whose block has cached children."""
         if place in self.places:
             self.passed[place] = self.places.pop(place)
         else:
             heapq.heappop(self.ripe)
 
     def ripen(self, place: int) -> None:
-        """Nobody follows a place any more; nothing happens where it was not passed over."""
+        """Mark a slot as ripe because its last child was evicted; no-op if it was not passed over."""
         if place in self.passed:
             heapq.heappush(self.ripe, (self.passed[place], place))
 
     def take_in(self, younger: Lot, most: int) -> tuple[list[int], int]:
-        """Moves places of a lot of later spans here, in so many acts at most; returns them, and how many acts are left.
+        """Move slots from a bucket of later spans to this one, in at most `most` operations.
 
-        What is left of that lot is as it was. The oldest go first, then those that are ripe, then the others.
+        The oldest slots move first, then the ripe ones, then the others. The rest of the other bucket is unchanged.
+
+        Returns:
+            the moved slots, and the number of operations left.
         """
         moved: list[int] = []
         while younger.places and most:
@@ -105,10 +108,10 @@ class Lot:
 
 
 class Lots:
-    """Which places are free, by lot.
+    """Free slots by bucket.
 
     Args:
-        span: how many blocks are freed in the shortest span.
+        span: number of blocks freed in the shortest span.
     """
 
     def __init__(self, span: int) -> None:
@@ -121,11 +124,11 @@ class Lots:
         return iter(self._lots.values())
 
     def begin_of(self, lot: Lot) -> int:
-        """When the first span of a lot began."""
+        """Return the time at which the first span of a bucket began."""
         return lot.span * self._span
 
     def lot_of(self, place: int) -> Lot | None:
-        """Where a free place is; None of one that is not free."""
+        """Return the bucket of a free slot, or None if the slot is not free."""
         return self._lot_of.get(place)
 
     def add(self, place: int, kind: int, cost: int, freed_at: int) -> None:
@@ -141,9 +144,9 @@ class Lots:
         self._lot_of.pop(place).remove(place)
 
     def settle(self, now: int) -> None:
-        """Drops empty lots, and puts old ones together: of a class and cost there are about eight for each doubling.
+        """Drop empty buckets and merge old ones; a class and cost keeps about eight buckets per doubling of age.
 
-        Of a lot for which it would take too long at once a part stays on its own until the next time.
+        A bucket that takes too long to merge at once stays separate in part until the next call.
         """
         now_span, old, self._lots = now // self._span, self._lots, {}
         num_left = _MOST_MOVED
@@ -156,11 +159,11 @@ class Lots:
             else:
                 moved, num_left = older.take_in(lot, num_left)
                 self._lot_of.update(dict.fromkeys(moved, older))
-            if lot:  # no other has this key: of its class and cost those that came before it are of earlier spans
+            if lot:  # no other bucket has this key: earlier ones of this class and cost have earlier spans
                 self._lots[lot.kind, lot.cost, lot.span] = lot
 
     def _drop_empty(self, now_span: int) -> None:
-        """Drops lots to which nothing can be added any more, now and then: nobody settles them where nothing goes."""
+        """Drop empty buckets of past spans now and then: `settle` does not run while nothing is evicted."""
         if len(self._lots) > self._most:
             self._lots = {key: lot for key, lot in self._lots.items() if lot or lot.span == now_span}
             self._most = _MOST_LOTS + 2 * len(self._lots)

@@ -1,6 +1,6 @@
-"""Least recently used: the order of the free list itself, which nobody has to be told of.
+"""Least recently used: the order of the free list itself, without bookkeeping.
 
-oldest ...... newest      a table's last block is freed first: of one chain leaves go before what they follow
+oldest ...... newest      a table's last block is freed first: leaves of a chain are evicted before their parents
 """
 
 from __future__ import annotations
@@ -9,4 +9,4 @@ from collections import OrderedDict
 
 
 class LeastRecentlyUsed(OrderedDict[int, None]):
-    """A free list (`free_list.FreeList`) of which the block goes first that was freed first, whatever it holds."""
+    """Free list (`free_list.FreeList`) that allocates the block freed first, whatever it holds."""

@@ -1,11 +1,11 @@
-"""What a policy of eviction is told, and what it is asked. Owned by who asks: a tier of memory, a place a block.
+"""Protocol of an eviction policy. The owner is a memory tier; a slot holds one block.
 
-    enter   a place holds a prefix from now on         freed   nobody holds it: it may be chosen
-    found   a request found what these places hold     taken   somebody holds it again
-    victim  which of the free ones is given up         left    what it held is gone
+    enter   a slot now holds a prefix                  freed   its last reference was dropped: it may be evicted
+    found   a request hit the contents of these slots  taken   it is referenced again
+    victim  chooses the free slot to evict             left    its content is gone
 
-A tier is the device's pool, host memory or a disk; a place is a number of its own. Places that hold nothing are no
-policy's: they are given away first (`free_list.py`).
+A tier is the device pool, host memory or a disk, and numbers its slots. Empty slots are not known to a policy: they are
+allocated first (`free_list.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Key = bytes
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a place holds: a block of a prefix.
+    """Content of a slot: one block of a prefix.
 
     Attributes:
-        key: what the cache knows it by, that of its KV group.
-        parent: the key of the block without which nobody can use it; None where there is none.
-        index: blocks in front of it in its chain.
-        owner: the root of its chain, which names tenant, salt and adapter.
-        times_seen: requests that computed or found it so far, in tiers that it comes from.
+        key: cache key, which includes the KV group.
+        parent: key of the block without which this one is unusable; None if there is none.
+        index: number of blocks before it in the chain.
+        owner: root hash of the chain, from tenant, salt and adapter.
+        times_seen: requests that computed or hit it so far, counts of previous tiers included.
     """
 
     key: Key
@@ -37,45 +37,45 @@ class Entry:
     times_seen: int = 1
 
     def seen(self, times_seen: int) -> Entry:
-        """The same, seen so many times."""
+        """Return the entry with another hit count."""
         return self if times_seen == self.times_seen else dataclasses.replace(self, times_seen=times_seen)
 
 
 class EvictionPolicy(Protocol):
-    """Ranks the free places of one tier that hold prefixes. One thread asks."""
+    """Ranking of the free slots of one tier that hold prefixes. Used by one thread."""
 
     def enter(self, place: int, entry: Entry) -> None:
-        """A place that somebody holds has a prefix from now on; no other place of the tier has the same key."""
+        """Record that a slot in use now holds a prefix; no other slot of the tier has the same key."""
         ...
 
     def found(self, places: Sequence[int]) -> None:
-        """A request found these, free or held, and takes them; one KV group after the other."""
+        """Record a hit on free or referenced slots, which the request acquires; listed KV group by KV group."""
         ...
 
     def times_seen(self, place: int) -> int:
-        """Requests that computed or found what a place holds, as far as is known here."""
+        """Return the number of requests known to have computed or hit the content of a slot."""
         ...
 
     def freed(self, place: int) -> None:
-        """Nobody holds it any more: it may be chosen."""
+        """Record that the last reference to a slot was dropped: it is a candidate."""
         ...
 
     def taken(self, place: int) -> None:
-        """A free one is held from now on, and no choice any more."""
+        """Record that a free slot is referenced again and no candidate any more."""
         ...
 
     def victim(self) -> int:
-        """Chooses the free place that is worth least, and takes it; there is one."""
+        """Choose and take the free slot that is worth least; there must be one."""
         ...
 
     def left(self, place: int, *, is_evicted: bool) -> Entry:
-        """What a place that is not free held is gone: for want of room, or because nobody may find it again.
+        """Record that the content of a slot that is not free is gone, by eviction or because it was invalidated.
 
         Returns:
-            what it held, with the times that it was seen.
+            its entry, with the final hit count.
         """
         ...
 
     def choices(self) -> set[int]:
-        """All that it may choose: `check` holds them to what is free."""
+        """Return all candidates, for `check`."""
         ...

@@ -1,14 +1,13 @@
-"""How likely blocks are needed again, learnt from those that were: by class and by how long nobody has held them.
+"""Reuse probability of blocks, learned by class and by time since their last reference.
 
-    lives      from being freed to being found again, or to the time when the key is no longer remembered
-    p(c, b)    of the blocks of class c that reached age b, the share that was found within it
-    rate(c, a) max over how long they are kept of      found until then / places * time until then
+    lives      from being freed to being hit again, or to the time when the key is no longer remembered
+    p(c, b)    of the blocks of class c that reached age b, the share that was hit within it
+    rate(c, a) max over how long they are kept of      hits until then / slots * time until then
 
-The last is the index by which Gittins ranks what pays out once, and may be given up at any time: blocks that are found
-at any age alike, and those that are found after a while alone, are compared by what a place brings in a unit of time.
-Ages count what was freed meanwhile, so that an idle server forgets nothing. Evicted blocks are remembered by their keys
-for a while (`worth.py`), else only what is kept could prove to be worth it. Beckmann et al., "LHD", NSDI 2018, ranks by
-hits for each place and time as well.
+The rate is the Gittins index of an item that pays out once and may be given up at any time. It ranks blocks by the hits
+that a slot yields per unit of time, whether they are hit at any age or only after a while. Ages count freed blocks, so
+an idle server forgets nothing. Evicted blocks are remembered by their keys for a while (`worth.py`); otherwise only
+cached blocks could prove their worth. Beckmann et al., "LHD", NSDI 2018, also ranks by hits per slot and time.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ F64 = NDArray[np.float64]
 NUM_AGES = 24
 _STEPS_PER_OCTAVE = 2
 _FADE = 0.95
-"""What counts so far is worth less each time that the rates are made anew."""
+"""Factor by which older counts are discounted each time the rates are recomputed."""
 
 
 class Reuse:
-    """Counts the ends of lives, and makes rates of them.
+    """Statistics of the ends of lives, and the reuse rates computed from them.
 
     Attributes:
-        rates: [C][A] blocks found for each place and unit of age that they are kept on, from that age on.
+        rates: [C][A] hits per slot and unit of further age, from each age on.
 
     Args:
-        priors: of each class, the share that is taken to be found at any age, before anything is known.
-        unit: blocks freed, which the first age takes; each two ages last twice as long.
-        prior_blocks: as many of each class count as seen before the first.
+        priors: of each class, the share assumed to be hit at any age before there is data.
+        unit: number of freed blocks in the first age; every second age doubles the length.
+        prior_blocks: weight of the prior of each class, in blocks.
     """
 
     def __init__(self, priors: Sequence[float], unit: float, prior_blocks: float) -> None:
@@ -51,8 +50,8 @@ class Reuse:
         self.learn(np.zeros((num_classes, NUM_AGES)))
 
     def age(self, num_freed: int) -> int:
-        """The age of a block since whose last use so many were freed."""
-        # 2 log2(1 + x) by the exponent of a number: no more than a step away from it
+        """Return the age of a block after num_freed other blocks were freed."""
+        # 2 log2(1 + x) from the exponent of a number: off by at most one step
         scaled = int((1 + num_freed / self._unit) ** _STEPS_PER_OCTAVE)
         return min(scaled.bit_length() - 1, NUM_AGES - 1)
 
@@ -63,10 +62,10 @@ class Reuse:
         self._ended_ca[kind, age] += 1
 
     def learn(self, alive_ca: F64) -> None:
-        """Makes the rates anew.
+        """Recompute the rates.
 
         Args:
-            alive_ca: [C, A] blocks that are free, by class and age: their lives may go on.
+            alive_ca: [C, A] free blocks by class and age, whose lives have not ended.
         """
         ends_ca = self._found_ca + self._ended_ca + alive_ca
         later_ca = np.cumsum(ends_ca[:, ::-1], axis=1)[:, ::-1] - ends_ca

@@ -1,10 +1,10 @@
-"""Two queues: what was seen once passes through a short one, and only what is seen again stays (2Q, S3-FIFO).
+"""Two queues: blocks seen once pass through a short queue, and only blocks seen again stay (2Q, S3-FIFO).
 
-    once      oldest ...... newest     at most a tenth of the places, while there is a choice
+    once      oldest ...... newest     at most a tenth of the slots, if there is a choice
     again     oldest ...... newest     seen twice or more, here or by its key within the last evictions (ghosts)
 
-A flood of prompts that nobody sends again goes through the first and leaves the second alone. Johnson and Shasha, "2Q",
-VLDB 1994; Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
+A flood of prompts that are never repeated passes through the first queue and leaves the second unchanged. Johnson and
+Shasha, "2Q", VLDB 1994; Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _SHARE_OF_ONCE = 0.1
 
 
 class TwoQueues:
-    """Implements `jpaged.engine.kv.eviction.policy.EvictionPolicy`, in O(1).
+    """Implementation of `jpaged.engine.kv.eviction.policy.EvictionPolicy`, in O(1).
 
     Args:
-        num_places: of the tier; as many keys of evicted blocks are remembered.
+        num_places: slots of the tier; the policy remembers the same number of evicted keys.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -40,7 +40,7 @@ class TwoQueues:
     def found(self, places: Sequence[int]) -> None:
         for place in places:
             self._counts[place] += 1
-            if place in self._once:  # its place is among those that were seen again, should nobody take it
+            if place in self._once:  # move it to the second queue, in case the request does not acquire it
                 del self._once[place]
                 self._again[place] = None
 

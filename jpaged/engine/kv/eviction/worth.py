@@ -1,14 +1,14 @@
-"""What a block is worth: the rate at which the places of blocks like it save seconds.
+"""Cost-aware eviction: a block's worth is the rate at which slots of similar blocks save seconds.
 
-    worth = rate(class, age) * seconds to have it again
+    worth = rate(class, age) * seconds to get it back
 
-    class    how often it was seen, whether several conversations begin with it, and how much of what its owner leaves
-             is needed again; what is learnt of each is in `reuse.py`
-    seconds  to compute it, which grows with its place in the prompt; or to bring it back from the tier below, where
-             that keeps it (`costs.py`)
+    class    how often it was seen, whether several conversations share it, and how many blocks of the same owner are
+             needed again; `reuse.py` learns the rate of each class
+    seconds  to compute it, which grows with its index in the prompt; or to load it from the tier below, if that
+             stores it (`costs.py`)
 
-Free blocks lie in lots of those that are worth about the same (`lots.py`). Lots are ranked anew once in a while; until
-then blocks are taken from the one that is worth least, the oldest first, and from the next when it is empty.
+Free blocks are stored in buckets of about the same worth (`lots.py`). Buckets are ranked once in a while. Until the
+next ranking, blocks are evicted from the bucket with the least worth, oldest first, then from the next bucket.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _AGE_UNITS_PER_POOL = 32
 _RANKS_PER_POOL = 64
 _LESSONS_PER_POOL = 2
 _SEEN = (2, 4)
-"""Times seen from which a block is of the next class; seen once is the first."""
+"""Times seen at which a block enters the next class; seen once is the first class."""
 _SHARES = (0.15, 0.5)
-"""Shares of an owner's blocks that were needed again, from which a block is of the next class."""
+"""Shares of an owner's blocks needed again, at which a block enters the next class."""
 _FEW_BLOCKS = 32
-"""Owners of whose blocks fewer ended are of the middle class."""
+"""Owners with fewer ended lives than this are in the middle class."""
 _MAX_OWNERS = 1024
 _FADE = 0.8
 _COST_STEP = 1.5
 _LEAST_COST, _MOST_COST = -16, 7
-"""Cost levels: a step dearer each; what is computed again is of level 0 where nothing is in front of it."""
+"""Bounds of cost levels, each dearer by a factor of _COST_STEP; computing the first block of a prompt is level 0."""
 _FIRST_GUESS = 0.05
-"""The share of blocks seen once that is found at any age, until more is known; of the next class twice that."""
+"""Prior share of blocks seen once that are hit at any age; it doubles with each class of times seen."""
 PRIORS = tuple(_FIRST_GUESS * 2**seen for seen in range(len(_SEEN) + 1) for _ in range(2 * (len(_SHARES) + 1)))
-"""The same of each class; these are numbered by times seen, then by whether a block is shared, then by owner."""
+"""Prior of each class; classes are numbered by times seen, then by whether a block is shared, then by owner."""
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """What is known of a block, kept or evicted.
+    """Statistics of a block, cached or evicted.
 
     Attributes:
-        seen: requests that computed or found it.
-        is_shared: a request went on from it otherwise than the one before.
-        kind: its class when it was freed last.
-        freed_at: when that was, in blocks freed since the start; None before, and once it was found.
+        seen: requests that computed or hit it.
+        is_shared: a request continued from it differently than the one before.
+        kind: its class when it was last freed.
+        freed_at: time of that, in blocks freed since the start; None before, and after a hit.
     """
 
     entry: Entry
@@ -65,14 +65,15 @@ class _Block:
 
 
 class Worth:
-    """Implements `jpaged.engine.kv.eviction.policy.EvictionPolicy`.
+    """Implementation of `jpaged.engine.kv.eviction.policy.EvictionPolicy`.
 
-    A decision is O(1), but that for each 64th of the places all lots are ranked; of evicted blocks as many are
-    remembered as there are places.
+    A decision is O(1), except that all buckets are ranked again after every 64th of the slots. The policy remembers up
+    to num_places evicted blocks.
 
     Args:
-        num_places: of the tier.
-        fetch_s: seconds to bring back a key from the tiers below, or None of one that none has; None without tiers.
+        num_places: slots of the tier.
+        fetch_s: returns the seconds to load a key from the tiers below, or None if none stores it; None without such
+        tiers.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Worth:
         self._places: dict[Key, int] = {}
         self._num_followers: dict[Key, int] = {}  # blocks of the tier whose parent has the key
         self._gone: OrderedDict[Key, _Block] = OrderedDict()
-        self._owners: OrderedDict[Key, list[float]] = OrderedDict()  # [needed again, not]
+        self._owners: OrderedDict[Key, list[float]] = OrderedDict()  # [needed again, not needed]
         self._lots = Lots(max(1, num_places // _SPANS_PER_POOL))
-        self._ranking: list[Lot] = []  # the one that is worth least is the last
+        self._ranking: list[Lot] = []  # the bucket with the least worth is last
         self._num_until_ranked = 0
         self._now = 0
         self._learns_at = num_places
@@ -107,7 +108,7 @@ class Worth:
 
     def found(self, places: Sequence[int]) -> None:
         blocks = [self._blocks[place] for place in places]
-        # What follows the last of a chain is not what the request goes on with.
+        # Children of the chain's last block are not what this request continues with.
         inner = {block.entry.parent for block in blocks}
         is_shared = any(block.entry.key in self._num_followers and block.entry.key not in inner for block in blocks)
         for block in blocks:
@@ -136,7 +137,7 @@ class Worth:
         if place is None:
             self._rank()
             place = self._oldest_of_least()
-        if place is None:  # all are followed by blocks that somebody holds
+        if place is None:  # every candidate has children that are in use
             place = next(iter(next(lot for lot in self._lots if lot).passed))
         self._num_until_ranked -= 1
         self._lots.remove(place)
@@ -204,11 +205,11 @@ class Worth:
         return min(max(level, _LEAST_COST), _MOST_COST)
 
     def _seconds(self, level: int) -> float:
-        """What a block of a cost level costs to have again."""
+        """Return the seconds that a cost level stands for."""
         return self._costs.first_s * _COST_STEP ** (level + 0.5)
 
     def _oldest_of_least(self) -> int | None:
-        """The oldest block that nobody follows, of the lot that is worth least and has one; None where no lot has."""
+        """Return the oldest block without children in the lowest-ranked bucket that has one, or None."""
         while self._ranking:
             lot = self._ranking[-1]
             while (place := lot.oldest()) is not None:
@@ -219,7 +220,7 @@ class Worth:
         return None
 
     def _rank(self) -> None:
-        """Puts lots in order of what their blocks are worth, and learns first where it is time."""
+        """Sort buckets by the worth of their blocks; first recompute the rates if it is time."""
         self._lots.settle(self._now)
         ages = {lot: self._reuse.age(max(0, self._now - self._lots.begin_of(lot))) for lot in self._lots}
         if self._now >= self._learns_at:

@@ -1,16 +1,16 @@
-"""Where cached prefixes are kept that the device's pool has no room for, and how they come and go.
+"""Offload of cached prefixes beyond the device pool, and transfer to other servers.
 
-host.py       in host memory
-nearing.py    from there to the device, for a prompt that waits, in parts
-chain.py      what a prefix is called that travels
-leaving.py    one that is read for another server
-arriving.py   one that comes from there
-travels.py    what may be asked of both, by any thread
-disk.py       on local disk
-spilling.py   on their way to disk
-fetching.py   on their way back, while their groups wait
-bringing.py   what a waiting prompt misses, and how it comes to be cached
-staging.py    host memory that they pass through
-threads.py    who waits for the disk
-told.py       what is told of blocks there
+host.py       host memory tier
+nearing.py    prefetch from host memory to the device, for a waiting prompt
+chain.py      block hashes of a prefix that is transferred
+leaving.py    export of a prefix to another server
+arriving.py   import of a prefix from another server
+travels.py    thread-safe front end of export and import
+disk.py       local disk tier
+spilling.py   background writes to disk
+fetching.py   asynchronous reads from disk while groups wait
+bringing.py   missing blocks of a waiting prompt, and their insertion into the prefix cache
+staging.py    host memory buffers for disk transfers
+threads.py    disk I/O threads
+told.py       KV cache events of the disk tier
 """

@@ -1,12 +1,12 @@
-"""A prefix that arrives from another server: written to host memory, and found by the next request.
+"""Import of a prefix from another server: written to host memory, and hit by the next request.
 
-    reserve(n)              host blocks that nobody else has and nothing is under way to, fewer where there is no room
-    write(block_id, ...)    their bytes, on a thread of whoever brings them
-    enter(places, ids)      what was written, and found to be whole, is known by its keys
-    read(places, ids)       both, of what disk has: before a prefix leaves that memory has in part
+    reserve(n)              host blocks without pending copies, exclusive to the import; fewer if there is no room
+    write(block_id, ...)    their bytes, on the receiver's thread
+    enter(places, ids)      insert complete, verified blocks into the cache
+    read(places, ids)       write and enter blocks from disk, before a prefix that memory has in part is exported
 
-What was entered, and what host memory had before, is held until `close`: no part of a prefix is evicted for another.
-What is on the device is the last to be evicted there, and then goes to host memory.
+Blocks that were entered or already in host memory are pinned until `close`, so no part of a prefix evicts another. The
+prefix's device blocks move to the end of the eviction order, and are evicted to host memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jpaged.errors import Cancelled, InternalError, Unavailable
 
 
 class Arriving:
-    """Host blocks that a prefix is written to. Any thread asks; writers wait for each other.
+    """Host blocks that a prefix is written to. Any thread may call; writes are serialized.
 
     Attributes:
-        num_blocks_at_once: how many to reserve.
+        num_blocks_at_once: number of blocks to reserve per call.
     """
 
     def __init__(self, tiers: Tiers, chain: Chain) -> None:
@@ -40,32 +40,32 @@ class Arriving:
 
     @property
     def bytes_per_block(self) -> int:
-        """What each block has to be."""
+        """Return the required size of each block."""
         return self._tiers.blocks.bytes_per_block
 
     @property
     def num_kv_groups(self) -> int:
-        """How many blocks the same tokens have."""
+        """Return the number of KV groups: blocks per token range."""
         return len(self._tiers.reaches)
 
     def missing(self, num_skipped: int) -> tuple[Place, ...]:
-        """Which blocks behind so many a request behind the whole prefix sees, and are not here."""
+        """Return the missing blocks from index num_skipped on that a request would need after the whole prefix."""
         places = self._tiers.places(self.chain, len(self.chain.keys), num_skipped)
         return tuple(place for place in places if not self.is_known(place))
 
     def on_disk(self, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
-        """Blocks of the longest prefix that is here or on disk, and those behind so many that are on disk alone."""
+        """Return the length of the longest prefix here or on disk, and its disk-only blocks from num_skipped on."""
         return self._tiers.on_disk(self.chain, num_skipped)
 
     def is_known(self, place: Place) -> bool:
-        """It is here already: what comes of it is not needed."""
+        """Return True if the block is already here, so that receiving it is unnecessary."""
         return self._tiers.has(self.chain, place)
 
     def reserve(self, num_blocks: int, *, is_early: bool = False) -> Future[list[int]]:
-        """Takes host blocks, up to so many, as many as can be had; none is no room.
+        """Reserve up to num_blocks host blocks, as available; an empty list means there is no room.
 
         Args:
-            is_early: nothing comes yet: half of host memory is left to others.
+            is_early: no data arrives yet, so half of host memory is left free.
         """
         future: Future[list[int]] = Future()
         future.set_running_or_notify_cancel()
@@ -75,7 +75,7 @@ class Arriving:
                 future.set_exception(Cancelled("the prefix that arrives was given up"))
                 return
             host = self._tiers.host
-            if not self._tables:  # what is here already is not evicted for the rest
+            if not self._tables:  # pin what is here already, so that reserving does not evict it
                 self._tables.append(host.hold(self._kept()))
                 self._tiers.prefixes.renew(self._keys())
             num_left = host.pool.num_blocks // 2 if is_early else 0
@@ -88,10 +88,10 @@ class Arriving:
         return future
 
     def read(self, places: Sequence[Place], block_ids: Sequence[int]) -> int:
-        """Reads blocks from disk, up to one that is not right, and makes them known; how many. On a thread.
+        """Load blocks from disk and insert them, up to the first invalid one; return their number. Blocks the thread.
 
         Raises:
-            Cancelled: it was closed.
+            Cancelled: the import was closed.
             Unavailable: the engine has ended.
         """
         disk = self._tiers.disk
@@ -111,11 +111,11 @@ class Arriving:
         return num_read
 
     def write(self, block_id: int, start: int, contents: bytes | bytearray) -> None:
-        """Writes a part of a block that was reserved, from one of its bytes on.
+        """Write a part of a reserved block at a byte offset.
 
         Raises:
-            Cancelled: it was closed, and the block may be somebody else's.
-            InternalError: it is not reserved, or entered, or that is beyond its end.
+            Cancelled: the import was closed, and the block may have been reallocated.
+            InternalError: the block is not reserved, was already entered, or the write exceeds it.
         """
         with self._lock:
             if self._is_closed:
@@ -125,7 +125,7 @@ class Arriving:
             self._tiers.blocks.view(block_id)[start : start + len(contents)] = contents
 
     def enter(self, places: Sequence[Place], block_ids: Sequence[int]) -> None:
-        """Makes blocks known that were written; from here on nobody writes them. One that came meanwhile stays."""
+        """Insert written blocks into the cache, after which they must not be written. Blocks cached since then stay."""
         with self._lock:
             if self._is_closed:
                 return
@@ -139,14 +139,14 @@ class Arriving:
         self._tiers.ask(lambda: self._enter(named))
 
     def num_known(self) -> Future[int]:
-        """How many blocks of the prefix a request would find, once what was entered is known."""
+        """Return the length of the cached prefix once the entered blocks are inserted."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         self._tiers.ask(lambda: future.set_result(self._tiers.num_known(self.chain)))
         return future
 
     def close(self) -> Future[int]:
-        """Lets go of all blocks; how many of the prefix's a request would find. Any thread may, and again."""
+        """Release all blocks; return the length of the cached prefix. Any thread may call it, repeatedly."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
@@ -162,14 +162,14 @@ class Arriving:
         self._tiers.ask(close)
         return future
 
-    # --- on the engine's thread -------------------------------------------------------------------------------------
+    # --- on the engine thread ---------------------------------------------------------------------------------------
 
     def _kept(self) -> list[Key]:
-        """What host memory has of the prefix."""
+        """Return the keys of the prefix that host memory stores."""
         return [key for key in self._keys() if key in self._tiers.host]
 
     def _keys(self) -> list[Key]:
-        """Those of all blocks, of every KV group."""
+        """Return the keys of all blocks, of every KV group."""
         return [key_in_group(key, group) for key in self.chain.keys for group in range(self.num_kv_groups)]
 
     def _reserve(self, block_ids: list[int], future: Future[list[int]]) -> None:
@@ -179,6 +179,6 @@ class Arriving:
         future.set_result(block_ids)
 
     def _enter(self, named: Sequence[tuple[Entry, int]]) -> None:
-        if self._tables:  # it is not closed: the blocks are this prefix's
+        if self._tables:  # not closed: the blocks still belong to this import
             for entry, block_id in named:
                 self._tiers.host.take_in(entry.key, block_id, entry)

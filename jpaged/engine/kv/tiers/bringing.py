@@ -1,4 +1,4 @@
-"""What a waiting group misses of its prompt, and how that comes to be cached, as if it had been computed by somebody.
+"""Missing prefix blocks of a waiting group, and their insertion into the prefix cache.
 
 prompt   [0][1][2][3][4][5]      0 and 1 are on the device, 2 in host memory, 3 and 4 below: 3 and 4 are missing
 """
@@ -17,7 +17,7 @@ from jpaged.engine.sequence import Group
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """The block at an index of a prompt, in one KV group, and what it is known by."""
+    """Block at an index of a prompt in one KV group, with its cache key."""
 
     index: int
     kv_group: int
@@ -25,18 +25,18 @@ class Place:
 
 
 class Bringing:
-    """Brings blocks into the device's pool for prompts that wait. What it brings is cached and free: nobody's yet."""
+    """Loader of device blocks for waiting prompts. Loaded blocks are cached and free, without a reference."""
 
     def __init__(self, prefixes: Prefixes, ops: MemoryOps) -> None:
         self._prefixes = prefixes
         self._ops = ops
 
     def missing(self, group: Group, is_below: Callable[[Key], bool]) -> list[Place]:
-        """What memory misses of the longest prefix of a prompt that is there or below, in the order of the prompt.
+        """Return the blocks that memory misses of the longest prefix there or below, in prompt order.
 
-        Of a pool that has too little room for all of it the beginning: what is on the device already and free, and what
-        host memory has, is no room. What is on the device becomes the last to be evicted, so that what is brought in
-        does not push it out.
+        If the pool has too little room for the prefix, it is shortened. Blocks on the device or in host memory that the
+        prompt hits also take free blocks. The prefix's device blocks move to the end of the eviction order, so that
+        loading does not evict them.
         """
         prefixes, reaches = self._prefixes, self._prefixes.reaches
         keys = prefixes.findable(group)
@@ -60,12 +60,12 @@ class Bringing:
         return []
 
     def _takes_room(self, key: Key) -> bool:
-        """Who takes the block takes a free one of the pool: its own, or another that it is copied to."""
+        """Return True if a hit on the key takes a free block of the pool: the cached block, or one to copy it to."""
         block_id = self._prefixes.cache.find(key)
         return block_id is None or self._prefixes.pool.is_free(block_id)
 
     def bring_in(self, group: Group, place: Place, home: int) -> bool:
-        """Makes a block known that a reserved block of host memory holds; False where the pool has no room for it."""
+        """Insert a block that a reserved host block holds into the cache; return False if the pool has no room."""
         prefixes, leader = self._prefixes, group.live[0]
         if prefixes.cache.find(place.key) is not None:
             return True

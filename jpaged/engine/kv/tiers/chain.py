@@ -1,4 +1,4 @@
-"""The full blocks of a prompt, and what they are known by: what a prefix is called that travels."""
+"""Full blocks of a prompt and their hashes: the identity of a prefix that is transferred."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jpaged.engine.reach import Reach
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Full blocks from the first on.
+    """Leading full blocks of a prompt.
 
     Attributes:
-        root: the parent of the first.
-        token_ids: of all of them, and no more.
-        keys: of each.
+        root: parent hash of the first block.
+        token_ids: tokens of exactly these blocks.
+        keys: hash of each block.
     """
 
     root: Key
@@ -26,7 +26,7 @@ class Chain:
 
     @classmethod
     def of(cls, root: Key, token_ids: Sequence[int], block_size: int, num_blocks: int | None = None) -> Chain:
-        """The chain of the full blocks of some tokens, or of the first of them; a microsecond or three each."""
+        """Return the chain of the first full blocks of some tokens; takes 1 to 3 microseconds per block."""
         most = len(token_ids) // block_size
         num_blocks = most if num_blocks is None else min(num_blocks, most)
         keys, parent = [], root
@@ -36,11 +36,11 @@ class Chain:
         return cls(root, tuple(token_ids[: num_blocks * block_size]), tuple(keys))
 
     def key(self, place: Place) -> Key:
-        """What a block is known by."""
+        """Return the cache key of a block."""
         return key_in_group(self.keys[place.index], place.kv_group)
 
     def entry(self, place: Place, reaches: Sequence[Reach]) -> Entry:
-        """What eviction knows of a block; of a window nobody needs what is in front of it but first tokens."""
+        """Return the eviction entry of a block; in a sliding window its only parents are attention sinks."""
         needed = reaches[place.kv_group].above(place.index)
         above = None if needed is None else key_in_group(self.keys[needed], place.kv_group)
         return Entry(self.key(place), above, place.index, self.root)
@@ -48,7 +48,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Which block it is: the index-th of a chain, of one KV group."""
+    """Position of a block: index in a chain, and KV group."""
 
     index: int
     kv_group: int

@@ -1,10 +1,10 @@
-"""Cached prefixes on local disk: the third tier, beneath host memory.
+"""Cached prefixes on local disk: the third tier, below host memory.
 
-    prefix cache ── known, evicted ──> Spilling ──> BlockStore     in the background, within a bound of bytes a second
-    waiting group <── cached blocks ── Fetching <── BlockStore     many reads under way; others run meanwhile
+    prefix cache ── known, evicted ──> Spilling ──> BlockStore     in the background, limited in bytes per second
+    waiting group <── cached blocks ── Fetching <── BlockStore     many concurrent reads; other groups keep running
 
-Keys are the prefix cache's, so what tenants, salts and adapters do not share there they do not share here. Replicas of
-one server share one store: each writes what it computes, and finds what the others wrote.
+Keys are those of the prefix cache, so isolation by tenant, salt and adapter holds here too. The replicas of one server
+share one store: each writes what it computes, and can load what the others wrote.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ logger = logging.getLogger(__name__)
 
 _NUM_READERS, _NUM_WRITERS = 8, 1
 _STAGING_BYTES, _STAGING_SHARE = 64 << 20, 4
-"""Host memory that blocks pass through: so much at most, and no more than that part of it."""
+"""Host memory for disk transfers: maximum bytes, and divisor of the number of host blocks."""
 _OUT_BYTES_PER_S, _OUT_BYTES_ALONE_PER_S = 64 << 20, 1 << 30
-"""Bytes a second that are begun to be written beside running groups, and where there are none."""
+"""Bytes per second of writes to start while groups run, and while none runs."""
 _OUT_BYTES, _IN_BYTES = 2 << 20, 4 << 20
-"""The same of one step, and what one brings back: milliseconds of copying."""
+"""Bytes per step that are written and loaded while groups run: milliseconds of copying."""
 _BYTES_ALONE = 64 << 20
 _END_S = 5.0
-"""How long the end waits for a disk that does not answer."""
+"""Timeout at close for a disk that does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCounts:
-    """What a tier did since the start.
+    """Counters of a disk tier since the start.
 
     Attributes:
-        num_tokens: of prompts, that came back.
-        num_fallbacks: groups that computed what did not come, or not in time.
-        store: of the store, which several tiers may share.
+        num_tokens: prompt tokens loaded.
+        num_fallbacks: groups that computed blocks that failed to load or did not load in time.
+        store: counters of the store, which several tiers may share.
     """
 
     store: StoreCounts
@@ -66,23 +66,23 @@ class DiskCounts:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A store for one engine.
+    """Block store of one engine.
 
     Attributes:
-        store: is the engine's until it stops; others may have a share of it.
-        threads: who reads and who writes; None makes them.
+        store: owned by the engine until it stops; other engines may share it.
+        threads: executors for reads and for writes; None creates them.
     """
 
     store: BlockStore
     threads: tuple[Executor, Executor] | None = None
 
     def tier(self, blocks: HostBlocks, geometry: Geometry, rates: DeviceRates) -> Callable[[HostTier], DiskTier]:
-        """Makes the tier of an engine, once it has host memory."""
+        """Return a function that creates the disk tier once the engine has host memory."""
         return lambda host: DiskTier(self, blocks, host, geometry, rates)
 
 
 def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
-    """Blocks of host memory that others pass through.
+    """Return the number of host blocks reserved for disk transfers.
 
     Raises:
         InvalidArgument: there are too few.
@@ -100,9 +100,9 @@ def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
 def open_disks(
     options: CacheOptions, blocks: HostBlocks | None, geometry: Geometry, num_engines: int
 ) -> list[Disk | None]:
-    """What each of so many engines keeps prefixes in that outlive it: one store, which all share; None is nothing.
+    """Open one persistent store for all engines and return each engine's share; None for each if disk is off.
 
-    It reads every weight, to know what its blocks are of.
+    Reads all weights, to compute the identity of the blocks.
 
     Raises:
         InvalidArgument: the folder cannot be used, or there is too little room on disk or in host memory.
@@ -116,7 +116,7 @@ def open_disks(
 
 
 class DiskTier:
-    """The disk as one engine sees it. Its thread alone calls.
+    """Disk tier of one engine. Only the engine thread calls it, unless a method states otherwise.
 
     Implements `jpaged.engine.kv.prefixes.Below`.
 
@@ -124,11 +124,11 @@ class DiskTier:
         is_worth: see `Fetching.is_worth`.
 
     Args:
-        disk: its store is this tier's until `close`.
-        blocks: the bytes of host memory.
+        disk: its store is owned by this tier until `close`.
+        blocks: contents of host memory.
 
     Raises:
-        InvalidArgument: host memory has too few blocks for others to pass through.
+        InvalidArgument: host memory has too few blocks for disk transfers.
     """
 
     def __init__(self, disk: Disk, blocks: HostBlocks, host: HostTier, geometry: Geometry, rates: DeviceRates) -> None:
@@ -173,11 +173,11 @@ class DiskTier:
         self._is_flushing = False
 
     def serve(self, prefixes: Prefixes, ops: MemoryOps) -> None:
-        """Keeps what these know, and brings back what they miss, by moves that the device makes."""
+        """Connect the prefix cache whose blocks this tier stores and loads, with the queue of device moves."""
         self._cache, self._bringing = prefixes.cache, Bringing(prefixes, ops)
         self._told = ToldOfDisk(self._store, prefixes.changes, prefixes.has_prefix)
 
-    # --- what becomes of prefixes -----------------------------------------------------------------------------------
+    # --- changes of prefixes --------------------------------------------------------------------------------------
 
     def note(self, key: Key) -> None:
         if self._store.is_on:
@@ -202,17 +202,17 @@ class DiskTier:
         return self._store.reset()
 
     def block_s(self, key: Key) -> float | None:
-        """Seconds that it takes to have a block again from disk; None where it is not there."""
+        """Return the seconds to load a block from disk; None if it is not there."""
         return self._fetching.block_s(key)
 
-    # --- what leaves for another server -----------------------------------------------------------------------------
+    # --- exports to other servers ---------------------------------------------------------------------------------
 
     def __contains__(self, key: Key) -> bool:
-        """It is on disk, as far as one knows. Any thread may ask."""
+        """Return True if the index of the store has the key. Any thread may ask."""
         return key in self._store
 
     def read(self, key: Key, into: memoryview) -> Future[bool]:
-        """Reads a block on a thread; whether it was there and right. Any thread may ask.
+        """Read a block on a reader thread; the result is True if it was there and valid. Any thread may call.
 
         Raises:
             Unavailable: the tier is closed.
@@ -220,29 +220,29 @@ class DiskTier:
         with self._lock:
             try:
                 reading: Future[bool] = self._readers.submit(self._store.read, key, into)
-            except RuntimeError:  # no further work is taken
+            except RuntimeError:  # the executor is shut down
                 raise Unavailable("the server is shutting down") from None
             self._lent = [one for one in self._lent if not one.done()]
             self._lent.append(reading)
         return reading
 
-    # --- who waits --------------------------------------------------------------------------------------------------
+    # --- waiting groups -------------------------------------------------------------------------------------------
 
     def begin(self, group: Group) -> bool:
-        """Begins to fetch what disk has of a waiting group's prompt; `advance` says when it goes on. False: at once."""
+        """Start to load a waiting group's prompt; return False if it need not wait, else `advance` returns it later."""
         return self._bringing is not None and self._store.is_on and self._fetching.begin(group, self._bringing)
 
     def leave(self, group: Group) -> None:
-        """A group has ended, whether or not it was fetched for."""
+        """Handle the end of a group, whether or not it was waiting for a load."""
         self._fetching.leave(group)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float, *, is_alone: bool) -> list[Group]:
-        """Does a step's part of what is under way, before the step is decided; the groups that go on.
+        """Advance reads and writes before the step is scheduled; return the groups that need not wait any more.
 
         Args:
-            is_alone: nothing runs that would have to wait.
+            is_alone: no group runs that the copies would delay.
         """
         if self._cache is None or self._bringing is None or self._told is None:
             return []
@@ -256,29 +256,33 @@ class DiskTier:
         return self._fetching.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._bringing)
 
     def flush(self) -> bool:
-        """Writes what memory has and disk has not as fast as it can, from now on; whether all of it is there."""
+        """Write all cached blocks that disk lacks as fast as possible from now on; return True if none is left."""
         self._is_flushing = True
         return not self._spilling.is_busy
 
     @property
     def is_busy(self) -> bool:
-        """Something is under way, or waits for it: steps have to come, though nothing runs in them."""
+        """Return True if reads, writes or removals are pending: steps must run even if no group does."""
         is_behind = self._told is not None and self._told.is_busy
         return self._spilling.is_busy or self._fetching.is_busy or is_behind
 
     @property
     def counts(self) -> DiskCounts:
-        """A snapshot."""
+        """Return a snapshot of the counters."""
         return replace(self._counts, store=self._store.counts, is_on=self._store.is_on)
 
     def check(self) -> None:
-        """Raises InternalError where a block is lost between memory and disk, or free while it travels."""
+        """Check the bookkeeping of blocks in transfer.
+
+        Raises:
+            InternalError: a block is lost between memory and disk, or free during its transfer.
+        """
         self._spilling.check()
         self._fetching.check()
         self._store.check()
 
     def close(self) -> None:
-        """Waits for what threads have begun, and leaves the store; what does not answer is left with its files."""
+        """Wait for started calls and close the store; if calls time out, leave the store open to them."""
         with self._lock:
             for threads in (self._readers, self._writers):
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -294,7 +298,7 @@ class DiskTier:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _note_used(self) -> None:
-        """Has noted what was used since the last time, unless that is not over."""
+        """Submit the hits since the last call to the store, unless the previous update is still running."""
         if self._noting is not None and self._noting.done():
             self._noting.result()
             self._noting = None
@@ -303,7 +307,7 @@ class DiskTier:
             self._noting = self._writers.submit(self._store.touch, list(used))
 
     def _allowed_bytes(self, now_s: float, is_alone: bool) -> int:
-        """What may begin to be written in this step."""
+        """Return the number of bytes that may start to be written in this step."""
         is_fast = is_alone or self._is_flushing
         rate, most = (_OUT_BYTES_ALONE_PER_S, _BYTES_ALONE) if is_fast else (_OUT_BYTES_PER_S, _OUT_BYTES)
         most = max(most, self._bytes_per_block)

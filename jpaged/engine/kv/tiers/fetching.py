@@ -1,13 +1,13 @@
-"""Prefixes on their way back from disk, while their groups wait and others run.
+"""Asynchronous loads of prefixes from disk, while their groups wait and others run.
 
-    places    [0][1][2][3][4][5][6][7]      of the prompt, which no memory has and disk does
-    reads      in  in  done .. .. ..        many under way at once, into blocks that pass them through
-    device    [a ][b ]                      cached and free, as if somebody had computed them and gone
+    places    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that disk has
+    reads      in  in  done .. .. ..        many concurrent reads, into staging blocks
+    device    [a ][b ]                      cached and free, as after a request that computed them
 
-What is read and right is brought to the device in order, no more of it in a step than running streams bear. A group
-goes on when all of its places are there, when one of them is not on disk after all, or when waiting has taken as long
-as computing would have: it finds what came by then, and computes the rest. One whose beginning is being fetched for
-another waits for that.
+Valid blocks are copied to the device in order, limited per step so that running groups are not delayed. A group resumes
+when all its blocks are loaded, when a read fails, or when it has waited as long as computing would have taken. It then
+hits the loaded blocks and computes the rest. A group whose first missing block is being loaded for another group waits
+for that group first.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from jpaged.errors import InternalError
 
 _FIRST_BYTES_PER_S = 200e6
 _LATENCY_S = 0.002
-"""What a disk is taken for until it has shown what it does."""
+"""Assumed rate and latency of a disk before there are measurements."""
 _BELIEF = 1.02
-"""So much quicker a disk is taken to be with each group that does not wait for it: a slow one is tried again."""
+"""Factor on the estimated disk rate for each group that does not wait, so that a slow disk is tried again."""
 _LEAST_WAIT_S = 0.05
-"""Shorter waits are within what threads take to be woken."""
+"""Minimum wait: shorter ones are within the wake-up time of threads."""
 _NUM_AT_ONCE = 16
-"""Groups that are attended to in a step; others wait for these."""
+"""Maximum number of groups processed per step; others wait for these."""
 
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """What comes back for one group.
+    """Load for one group.
 
     Attributes:
-        homes, reads: of the first places: the block that each passes through, and whether it was right.
-        num_in: places that are dealt with.
-        is_over: nothing more is brought in; what is under way is waited for alone.
-        began_s: when somebody first looked whether it can begin; None before that.
-        until_s: when the group goes on in any case.
+        homes, reads: of the first places: the staging block of each, and whether its read was valid.
+        num_in: number of places that are finished.
+        is_over: nothing more is inserted; only pending reads are awaited.
+        began_s: time of the first step that processed it; None before that.
+        until_s: deadline at which the group resumes in any case.
     """
 
     group: Group
@@ -62,22 +62,22 @@ class _Fetch:
 
     @property
     def is_done(self) -> bool:
-        """The group need not wait any more."""
+        """Return True if the group need not wait any more."""
         return self.is_over or (self.behind is None and self.num_in == len(self.places))
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is under way."""
+        """Return True if no read is pending."""
         return self.is_done and self.num_in == len(self.reads)
 
 
 class Fetching:
-    """Reads what waiting groups need. The engine's thread alone calls.
+    """Loader of the blocks that waiting groups need. Only the engine thread calls it, except `is_worth`.
 
     Args:
-        threads: as many as reads are to be under way.
-        count: told how many tokens came back, and whether a group went on without all of its own.
-        came: told which keys came back.
+        threads: executor with one thread per concurrent read.
+        count: called with the number of loaded tokens, and whether a group resumed before its load completed.
+        came: called with each key that was loaded.
     """
 
     def __init__(
@@ -101,30 +101,30 @@ class Fetching:
         self._came = came
         self._bytes_per_s = _FIRST_BYTES_PER_S
         self._fetches: dict[Group, _Fetch] = {}
-        self._wanting: dict[Key, dict[_Fetch, None]] = {}  # who waits for a key; none is empty
+        self._wanting: dict[Key, dict[_Fetch, None]] = {}  # fetches that wait for a key; none is empty
         self._leftover: list[_Fetch] = []
 
     @property
     def is_busy(self) -> bool:
-        """Somebody waits, or reads are under way for somebody who does not any more."""
+        """Return True if a group waits, or reads for a group that no longer waits are pending."""
         return bool(self._fetches or self._leftover)
 
     @property
     def under_way(self) -> list[Future[bool]]:
-        """Reads that are not dealt with."""
+        """Return the reads whose results are not processed."""
         return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
 
     def block_s(self, key: Key) -> float | None:
-        """Seconds that reading a block takes, as far as was seen; None where disk has it not."""
+        """Return the seconds to read a block at the measured rate; None if disk does not store it."""
         return self._blocks.bytes_per_block / self._bytes_per_s if key in self._store else None
 
     def is_worth(self, begin: int, end: int, num_blocks: int) -> bool:
-        """So many blocks are read sooner than those from `begin` to `end` are computed. Any thread may ask."""
+        """Return True if reading num_blocks is faster than computing blocks `begin` to `end`. Any thread may ask."""
         read_s = _LATENCY_S + num_blocks * self._blocks.bytes_per_block / self._bytes_per_s
         return self._compute_s(begin, end) > read_s
 
     def begin(self, group: Group, bringing: Bringing) -> bool:
-        """Begins to fetch what disk has of a group's prompt; False where it has nothing that is worth it."""
+        """Start to load a group's prompt; return False if disk has nothing that is faster than computing."""
         places = bringing.missing(group, self._store.__contains__)
         if not places:
             return False
@@ -139,7 +139,7 @@ class Fetching:
         return True
 
     def leave(self, group: Group) -> None:
-        """A group has ended, which need not be fetched for any more."""
+        """Stop loading for a group that has ended."""
         fetch = self._fetches.pop(group, None)
         if fetch is not None:
             self._want_no_more(fetch)
@@ -147,12 +147,12 @@ class Fetching:
             self._leftover.append(fetch)
 
     def forget(self, key: Key | None) -> None:
-        """Sees to it that a key is not brought in by what is under way; None is any key."""
+        """Prevent pending loads from inserting a key; None stands for any key."""
         for fetch in self._fetches.values() if key is None else self._wanting.get(key, ()):
             fetch.is_over = True
 
     def advance(self, now_s: float, max_bytes: int, bringing: Bringing) -> list[Group]:
-        """Brings in what is read, up to so many bytes, and reads on; the groups that go on now."""
+        """Insert loaded blocks, up to max_bytes, and start further reads; return the groups that resume now."""
         going_on = []
         for fetch in self._leftover:
             self._clear(fetch)
@@ -197,7 +197,7 @@ class Fetching:
             self._bytes_per_s = (self._bytes_per_s + seen) / 2
 
     def _bring_in(self, fetch: _Fetch, max_bytes: int, bringing: Bringing) -> int:
-        """Brings in what is read, in order; the bytes that were moved."""
+        """Insert loaded blocks in order; return the number of bytes moved."""
         num_bytes = 0
         while not fetch.is_over and num_bytes < max_bytes and fetch.num_in < len(fetch.reads):
             read = fetch.reads[fetch.num_in]
@@ -224,14 +224,18 @@ class Fetching:
             fetch.reads.append(self._threads.submit(self._store.read, key, self._blocks.view(home)))
 
     def _clear(self, fetch: _Fetch) -> None:
-        """Gives back the blocks of reads that nobody waits for."""
+        """Return the staging blocks of finished reads that no group waits for."""
         while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].done():
             fetch.reads[fetch.num_in].result()
             self._staging.give_back(fetch.homes[fetch.num_in])
             fetch.num_in += 1
 
     def check(self) -> None:
-        """Raises InternalError where a block is free that is read into, or it is not known who waits for one."""
+        """Check the bookkeeping of reads.
+
+        Raises:
+            InternalError: a block that is read into is free, or the waiting fetches of a key are wrong.
+        """
         wanted = {(place.key, fetch) for fetch in self._fetches.values() for place in fetch.places}
         if wanted != {(key, fetch) for key, wanting in self._wanting.items() for fetch in wanting}:
             raise InternalError(f"{len(wanted)} blocks are waited for, and not those of {len(self._wanting)} keys")
@@ -242,7 +246,7 @@ class Fetching:
         yield from self._leftover
 
     def _compute_s(self, begin: int, end: int) -> float:
-        """Seconds to compute the tokens of these blocks of a prompt."""
+        """Return the seconds to compute the tokens of these blocks of a prompt."""
         begin, end = begin * self._block_size, end * self._block_size
         size, seconds = self._rates.forward_s[-1]
         return (end - begin) * seconds / size + self._rates.pair_s * (end**2 - begin**2) / 2

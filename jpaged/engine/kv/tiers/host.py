@@ -1,14 +1,14 @@
-"""Cached prefixes in host memory: the second tier, beneath the pool of the device.
+"""Cached prefixes in host memory: the second tier, below the device pool.
 
-Who reads or writes blocks besides the device (a disk, another server) does so between these verbs:
+Readers and writers other than the device (disk, other servers) access blocks between these calls:
 
-    table = hold(keys)   or   reserve(3)                blocks that nobody else gets
-    when_settled(table, then)                           no move is under way to them or from them: any thread may
+    table = hold(keys)   or   reserve(3)                pins blocks
+    when_settled(table, then)                           no device copy to or from them is pending: any thread may
                                                         read or write their bytes (`HostBlocks.view`)
-    take_in(key, block_id)                              a reserved block holds what a key names: it is found from now on
+    take_in(key, block_id)                              inserts a reserved block into the cache under a key
     let_go(table)
 
-All of them are the engine's thread's.
+Only the engine thread may make these calls.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jpaged.errors import InternalError
 
 
 class HostTier:
-    """Cached prefixes that the device pool had to give up, in the free blocks of host memory.
+    """Cached prefixes evicted from the device pool, in the free blocks of host memory.
 
     Args:
-        blocks: their bytes; None where nobody but the device has to do with them.
-        ranked: in which order they are given up here; None is as they were used, the least recently first.
-        changes: where is noted what comes and goes; None is nowhere.
+        blocks: contents of host memory; None if only the device accesses them.
+        ranked: free list in eviction order; None for least recently used.
+        changes: recorder of KV cache events; None for none.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class HostTier:
         self._ops = ops
         self._blocks: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
-        self.marks = bytearray(num_blocks + 1)  # 1 where a block is kept
+        self.marks = bytearray(num_blocks + 1)  # 1 if a prefix is cached in the block
 
     def __contains__(self, key: Key) -> bool:
         return key in self._blocks
 
     def keep(self, key: Key, block_id: int, entry: Entry | None = None) -> None:
-        """Takes what a device block holds, while there is room; the block is about to be written.
+        """Copy a device block that is about to be overwritten, if there is room.
 
         Args:
-            entry: what is known of it, where blocks are ranked.
+            entry: its eviction entry, if blocks are ranked.
         """
         if key in self._blocks or not self.pool.can_allocate(1):
             return
@@ -76,7 +76,7 @@ class HostTier:
         _hand_back(self.pool, home)
 
     def bring_back(self, keys: Sequence[Key], pool: BlockPool) -> list[int]:
-        """Copies kept blocks into blocks of the device pool, which has as many free ones; the new blocks."""
+        """Copy cached blocks to new device blocks, which are returned; the pool must have enough free ones."""
         sources = [self._blocks[key] for key in keys]
         for source in sources:
             self.pool.acquire(source)  # while they are read: allocating may evict others to host memory
@@ -89,11 +89,11 @@ class HostTier:
         return destinations
 
     def times_seen(self, key: Key) -> int:
-        """Requests that computed or found a block that is kept; 1 where blocks are not ranked."""
+        """Return the number of requests that computed or hit a cached block; 1 if blocks are not ranked."""
         return 1 if self._ranked is None else self._ranked.times_seen(self._blocks[key])
 
     def forget(self, key: Key) -> None:
-        """Drops what is kept under a key, if anything is."""
+        """Remove a key, if it is cached."""
         if key in self._blocks:
             home = self._blocks.pop(key)
             del self._keys[home]
@@ -103,19 +103,19 @@ class HostTier:
             if self._ranked is not None:
                 self._ranked.forget(home)
 
-    # --- who reads and writes besides the device --------------------------------------------------------------------
+    # --- readers and writers other than the device ----------------------------------------------------------------
 
     def reserve(self, num_blocks: int) -> BlockTable:
-        """Takes blocks out of use, as many as there are free; what they held is not found any more."""
+        """Reserve num_blocks blocks, which must be free, and evict their contents."""
         table = _table_of(self.pool.allocate(num_blocks))
         self._held[table] = None
         return table
 
     def hold(self, keys: Iterable[Key]) -> BlockTable:
-        """Keeps blocks as they are: those that are kept under these keys, each in the place of its key.
+        """Pin the cached blocks of these keys; the table has them in the order of the keys.
 
         Raises:
-            InternalError: nothing is kept under one of them.
+            InternalError: one of the keys is not cached.
         """
         keys = list(keys)
         if missing := [key.hex() for key in keys if key not in self._blocks]:
@@ -127,20 +127,20 @@ class HostTier:
         return table
 
     def let_go(self, table: BlockTable) -> None:
-        """Gives back what was reserved or held; what is kept under a key stays until it has to make room."""
+        """Release reserved or pinned blocks; cached ones stay cached until they are evicted."""
         if table not in self._held:
             raise InternalError(f"host blocks {table.block_ids()[:8]} are let go of, and nobody holds them")
         del self._held[table]
         self.pool.release(table)
 
     def take_in(self, key: Key, block_id: int, entry: Entry | None = None) -> bool:
-        """Makes a reserved block known, which holds what a key names; False where another does already.
+        """Insert a reserved block under a key; return False if another block already has the key.
 
         Args:
-            entry: what eviction is to know of it; None where nothing but the key is known.
+            entry: its eviction entry; None if only the key is known.
 
         Raises:
-            InternalError: it is nobody's, or known under another key.
+            InternalError: the block is not reserved, or has another key.
         """
         if self.pool.is_free(block_id) or block_id in self._keys:
             raise InternalError(f"host block {block_id} is taken in, and is not reserved")
@@ -155,31 +155,31 @@ class HostTier:
         return True
 
     def copy_out(self, block_id: int, home: int) -> None:
-        """Copies a block of the device into a reserved one, before the next step's rows."""
+        """Copy a device block to a reserved one, before the next step."""
         self._ops.add(Move.SWAP_OUT, block_id, home, passes=True)
 
     @property
     def num_dispatched(self) -> int:
-        """How often moves were given to the device: those of now are there when it is larger."""
+        """Return how often moves were dispatched to the device: current moves are dispatched once it is larger."""
         return self._ops.num_taken
 
     def is_settled(self, block_ids: Sequence[int], since: int) -> bool:
-        """No move that was decided when `num_dispatched` was `since` is still to read or write held blocks."""
+        """Return True if no move decided when `num_dispatched` was `since` is still to access these blocks."""
         if self._ops.num_taken <= since:
             return False
         return self._bytes is None or self._bytes.have_landed(block_ids)
 
     def when_settled(self, table: BlockTable, then: Callable[[], None]) -> None:
-        """Calls `then` in a step in which nothing is under way to or from held blocks."""
+        """Call `then` in a step in which no copy to or from the blocks is pending."""
         self._errands.append((self._ops.num_taken, table, then))
 
     @property
     def has_errands(self) -> bool:
-        """Somebody waits for `when_settled`: further steps have to come, though nothing runs in them."""
+        """Return True if `when_settled` callbacks are pending: steps must run even if no group does."""
         return bool(self._errands)
 
     def advance(self) -> None:
-        """Calls whom `when_settled` has promised it; once a step, before what that decides."""
+        """Run the `when_settled` callbacks that are due; called once per step, before it is scheduled."""
         for _ in range(len(self._errands)):
             since, table, then = self._errands.popleft()
             if self.is_settled(table.block_ids(), since):
@@ -188,10 +188,13 @@ class HostTier:
                 self._errands.append((since, table, then))
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Raises InternalError when a block is lost, free and in use, or known by a key that is another's.
+        """Check the bookkeeping of host blocks.
 
         Args:
-            tables: of swapped groups.
+            tables: host block tables of swapped groups.
+
+        Raises:
+            InternalError: a block is lost, free and in use, or indexed under a wrong key.
         """
         self.pool.check([*tables, *self._held])
         if self._ranked is not None:
@@ -200,15 +203,15 @@ class HostTier:
         if known != self._blocks or [*self._keys] != [b for b in self._keys if self.marks[b]]:
             raise InternalError(f"{len(known)} host blocks are known by keys, {len(self._blocks)} keys have blocks")
 
-    # --- what is kept -----------------------------------------------------------------------------------------------
+    # --- contents -------------------------------------------------------------------------------------------------
 
     @property
     def is_used(self) -> bool:
-        """Something is kept."""
+        """Return True if any prefix is cached."""
         return bool(self._blocks)
 
     def reset(self) -> int:
-        """Drops everything that is kept; the number of blocks."""
+        """Remove all cached prefixes; return the number of their blocks."""
         num_kept = len(self._blocks)
         for key in self._blocks if self._changes.is_on else ():
             self._changes.removed("host", key)

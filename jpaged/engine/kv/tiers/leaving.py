@@ -1,12 +1,12 @@
-"""A prefix that leaves for another server: found in both tiers, held, and brought to host memory a few blocks a step.
+"""Export of a prefix to another server: found in both tiers, pinned, and staged in host memory a few blocks per step.
 
-    found    [d0][d1][h2][d3] | [d4][h5][d6]      d on the device, h in host memory; all are held from here on
-    staged   [h .. h .. h .. h] settled           what was on the device is swapped out to blocks that were reserved
-    read     bytes, on a thread of whoever reads  a part is let go of when it was read
+    found    [d0][d1][h2][d3] | [d4][h5][d6]      d on the device, h in host memory; all are pinned from here on
+    staged   [h .. h .. h .. h] settled           device blocks are copied to reserved host blocks
+    read     bytes, on the reader's thread        a part is released after it was read
 
-Parts are staged one after the other, one in a step, whether they are read or not: the device's blocks are held for as
-many steps as there are parts, and no reader makes that longer. Requests that want them wait for those steps, and for
-nobody else. What leaves beside others leaves in part where more than half of the pool would be held.
+Parts are staged in sequence, one per step, whether or not they are read. Device blocks are therefore pinned for one
+step per part, and a slow reader does not extend that. Requests that need these blocks wait for no more than these
+steps. An export next to others is truncated if more than half of the pool would be pinned.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jpaged.engine.reach import Reach
 from jpaged.errors import Cancelled, InternalError
 
 MAX_STAGED_BYTES, MAX_STAGED_BLOCKS = 4 << 20, 64
-"""What is copied out in one step at most, beside the step's rows."""
+"""Maximum copied to host memory per step, next to the step's rows."""
 HURRIED = 4
-"""How many times as much of a prompt that somebody waits for, on a server whose rows are prompts."""
+"""Factor on that for a prompt that a client waits for, on a server that only computes prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Where prefixes are: what leaves and what arrives work on. The engine's thread alone writes.
+    """Memory tiers that exports and imports use. Only the engine thread writes.
 
     Attributes:
-        limit: blocks of the device that requests and pins may have.
-        ask: has something done on the engine's thread, between two steps.
-        disk: whose blocks come to host memory before they leave; None where there is none.
+        limit: returns the number of device blocks that requests and pins may use.
+        ask: posts a callable to the engine thread, to run between two steps.
+        disk: tier whose blocks are loaded to host memory before an export; None without one.
     """
 
     prefixes: Prefixes
@@ -53,28 +53,28 @@ class Tiers:
 
     @property
     def num_blocks_at_once(self) -> int:
-        """Blocks that are moved in one step at most."""
+        """Return the maximum number of blocks moved per step."""
         return max(1, min(MAX_STAGED_BLOCKS, MAX_STAGED_BYTES // self.blocks.bytes_per_block))
 
     @property
     def num_free_to_leave(self) -> int:
-        """Blocks of the device that may be held for another prefix: half of the pool for all, or the whole for one."""
+        """Return the device blocks that another export may pin: all for the only one, else half the pool in total."""
         num_held, limit = self.held.num_blocks, self.limit()
         return max(0, limit // 2 - num_held) if num_held else limit
 
     def num_known(self, chain: Chain) -> int:
-        """Blocks of the longest prefix that a request would find. Any thread may ask."""
+        """Return the length of the longest cached prefix. Any thread may ask."""
         return num_usable(chain.keys, self.reaches, self.prefixes.has_prefix)
 
     def num_findable(self, chain: Chain) -> int:
-        """The same, with what comes from disk sooner than it is computed. Any thread may ask."""
+        """Return the same, with disk blocks included if loading is faster than computing. Any thread may ask."""
         num_blocks, away = self.on_disk(chain, 0)
         if self.disk is None or not away or self.disk.is_worth(away[0].index, away[-1].index + 1, len(away)):
             return num_blocks
         return self.num_known(chain)
 
     def on_disk(self, chain: Chain, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
-        """Blocks of the longest prefix that is here or on disk, and which are on disk alone. Any thread may ask."""
+        """Return the length of the longest prefix here or on disk, and its disk-only blocks. Any thread may ask."""
         disk, has_prefix = self.disk, self.prefixes.has_prefix
         if disk is None:
             return self.num_known(chain), ()
@@ -83,11 +83,11 @@ class Tiers:
         return num_blocks, tuple(place for place in away if chain.key(place) in disk)
 
     def has(self, chain: Chain, place: Place) -> bool:
-        """A block is here. Any thread may ask."""
+        """Return True if a block is on the device or in host memory. Any thread may ask."""
         return self.prefixes.has_prefix(chain.key(place))
 
     def places(self, chain: Chain, num_blocks: int, num_skipped: int) -> tuple[Place, ...]:
-        """Blocks that are seen from behind so many, and from behind one fewer: a prompt's last token always runs."""
+        """Return the blocks visible after num_blocks blocks or after one fewer: a prompt's last token always runs."""
         places = []
         for kv_group, reach in enumerate(self.reaches):
             before = reach.first_block(max(0, num_blocks - 1))
@@ -101,10 +101,10 @@ class _Part:
     """Blocks that are staged and read together.
 
     Attributes:
-        at_device: those of places that are on the device, until they are staged.
-        kept, staged: those in host memory: that were there, and that are copied to.
-        homes: the host block of each place.
-        is_there: set when their bytes may be read.
+        at_device: pinned device blocks, until they are staged.
+        kept, staged: host blocks that were already cached there, and those reserved as copy targets.
+        homes: host block of each place.
+        is_there: done when the bytes may be read.
     """
 
     places: tuple[Place, ...]
@@ -115,21 +115,21 @@ class _Part:
     is_there: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
-        self.is_there.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+        self.is_there.set_running_or_notify_cancel()  # waiters cannot cancel it
 
 
 class Leaving:
-    """Blocks that are held while they are read. Made on the engine's thread; any other reads.
+    """Export of a prefix, which pins blocks while they are read. Created on the engine thread, read by any other.
 
     Attributes:
-        chain: what it is called.
-        num_found: full blocks of the prompt that are known here.
-        num_blocks: those of them that leave: fewer where host memory has no room for the rest.
-        places: which blocks, parents first.
+        chain: identity of the prefix.
+        num_found: full blocks of the prompt that are cached here.
+        num_blocks: exported ones of these; fewer if host memory has no room for the rest.
+        places: exported blocks, parents first.
 
     Args:
-        num_skipped: leading blocks that stay.
-        is_hurried: more of it is staged in a step: see `HURRIED`.
+        num_skipped: leading blocks that are not exported.
+        is_hurried: more blocks are staged per step: see `HURRIED`.
     """
 
     def __init__(self, tiers: Tiers, chain: Chain, num_skipped: int, is_hurried: bool = False) -> None:
@@ -146,23 +146,23 @@ class Leaving:
 
     @property
     def num_parts(self) -> int:
-        """Parts that are read one after the other."""
+        """Return the number of parts, which are read in sequence."""
         return len(self._parts)
 
     def places_of(self, part: int) -> Sequence[Place]:
-        """The blocks of a part."""
+        """Return the blocks of a part."""
         return self._parts[part].places
 
     def when_there(self, part: int) -> Future[None]:
-        """Done when a part may be read."""
+        """Return a future that is done when the part may be read."""
         return self._parts[part].is_there
 
     def read(self, part: int, take: Callable[[Place, memoryview], None]) -> None:
-        """Shows the bytes of each block of a part, which is let go of behind it; on a thread that may take its time.
+        """Pass the bytes of each block of a part to `take`, then release the part. Call it on a thread that may block.
 
         Raises:
-            Cancelled: it was closed.
-            InternalError: the part is not there.
+            Cancelled: the export was closed.
+            InternalError: the part is not staged.
         """
         one = self._parts[part]
         with self._lock:
@@ -175,14 +175,14 @@ class Leaving:
         self._tiers.ask(lambda: self._let_go(one))
 
     def close(self) -> None:
-        """Lets go of everything that is still held; any thread may, and again. Waits for who reads a part."""
+        """Release everything that is still pinned; waits for a reader of a part. Any thread may call it, repeatedly."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         self._tiers.ask(self._let_all_go)
 
-    # --- on the engine's thread -------------------------------------------------------------------------------------
+    # --- on the engine thread ---------------------------------------------------------------------------------------
 
     def _hold(self, chain: Chain) -> list[_Part]:
         host, size = self._tiers.host, self._num_at_once
@@ -195,7 +195,7 @@ class Leaving:
             parts.append(_Part(places, self._tiers.held.hold([chain.key(place) for place in away]), kept, None, []))
             homes = dict(zip(here, kept.block_ids(), strict=True))
             parts[-1].homes = [homes.get(place, 0) for place in places]
-        for part in parts:  # when all that is in host memory is held: to reserve is to evict
+        for part in parts:  # after all host blocks are pinned, because reserving evicts
             assert part.at_device is not None
             part.staged = host.reserve(part.at_device.num_blocks)
             free = iter(part.staged.block_ids())
@@ -203,7 +203,7 @@ class Leaving:
         return parts
 
     def _stage(self) -> None:
-        """Begins with the next part, which is there when nothing is under way to its host blocks."""
+        """Start to stage the next part, which is ready once no copy to its host blocks is pending."""
         if self._num_staged == len(self._parts):
             return
         part = self._parts[self._num_staged]
@@ -216,7 +216,7 @@ class Leaving:
         self._tiers.host.when_settled(homes, lambda: self._staged(part))
 
     def _staged(self, part: _Part) -> None:
-        if part.at_device is None:  # it was closed meanwhile
+        if part.at_device is None:  # it was closed in the meantime
             return
         self._tiers.held.let_go(part.at_device)
         part.at_device = None
@@ -240,12 +240,12 @@ class Leaving:
 
 
 def _that_fit(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
-    """The longest prefix of so many blocks whose blocks of the device may be held and find room; and its places."""
+    """Return the longest prefix, up to num_blocks, whose device blocks may be pinned and staged; and its places."""
     host, num_kv_groups = tiers.host, len(tiers.reaches)
     while True:
         places = tuple(place for place in tiers.places(chain, num_blocks, num_skipped) if tiers.has(chain, place))
         keys = [chain.key(place) for place in places]
-        kept = host.hold([key for key in keys if key in host])  # which is no room for the others
+        kept = host.hold([key for key in keys if key in host])  # pinned blocks are no room for the others
         num_away = len(keys) - kept.num_blocks
         num_short = num_away - min(host.pool.num_free, tiers.num_free_to_leave)
         host.let_go(kept)

@@ -1,8 +1,8 @@
-"""What host memory has of a waiting prompt comes to the device in parts, where others run: none of their steps has all.
+"""Prefetch of a waiting prompt's host blocks over several steps, so that no running step is delayed by the whole copy.
 
-step 0    [h0 h1 h2]                    the group waits; what came is cached and free, as if somebody had left it
+step 0    [h0 h1 h2]                    the group waits; copied blocks are cached and free, like those of past requests
 step 1              [h3 h4 h5]
-step 2                        [h6 h7]   few enough for one step: it is admitted, and takes them with it
+step 2                        [h6 h7]   few enough for one step: the group is admitted, which copies them
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.sequence import Group
 
 MAX_BYTES = 64 << 20
-"""What one step brings at most beside running rows: some milliseconds of copying."""
+"""Maximum bytes copied per step next to running rows: some milliseconds of copying."""
 
 
 class Nearing:
-    """Brings prompts nearer that are next to be admitted, and have room. The engine's thread alone calls.
+    """Prefetcher for prompts that are next to be admitted and have room. Only the engine thread calls it.
 
     Args:
-        bytes_per_block: of the device.
+        bytes_per_block: size of a device block.
     """
 
     def __init__(self, prefixes: Prefixes, host: HostTier, ops: MemoryOps, bytes_per_block: int) -> None:
@@ -34,9 +34,9 @@ class Nearing:
         self._num_steps_left = 0
 
     def brings(self, group: Group) -> bool:
-        """Brings a part of what a group would bring; False where the rest is little enough to come when it is admitted.
+        """Copy a part of a group's host blocks; return False if the rest is small enough to copy at admission.
 
-        A group whose blocks are evicted as fast as they come is not kept waiting for more steps than it has parts.
+        A group whose blocks are evicted as fast as they are copied waits at most one step per part.
         """
         if not self._host.is_used:
             return False
@@ -63,7 +63,7 @@ class Nearing:
         return True
 
     def _bring(self, group: Group, num_blocks: int, room: int) -> None:
-        """Brings the first so many blocks that are not on the device, in the order of the prompt."""
+        """Copy the first `room` blocks that are not on the device, in prompt order."""
         prefixes, leader, chain = self._prefixes, group.live[0], self._prefixes.findable(group)
         places = sorted(
             (index, kv_group)
@@ -72,7 +72,7 @@ class Nearing:
             if prefixes.cache.find(key_in_group(chain[index], kv_group)) is None
         )[:room]
         keys = [key_in_group(chain[index], kv_group) for index, kv_group in places]
-        seen = [self._host.times_seen(key) for key in keys]  # who is admitted finds them on the device
+        seen = [self._host.times_seen(key) for key in keys]  # admission will find them on the device
         table = BlockTable(len(keys))
         table.extend(self._host.bring_back(keys, prefixes.pool))
         for (index, kv_group), block_id, times_seen in zip(places, table.block_ids(), seen, strict=True):

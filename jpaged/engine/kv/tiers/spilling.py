@@ -1,9 +1,9 @@
-"""Prefixes on their way to disk, in the background.
+"""Background writes of prefixes to disk.
 
-    due ──> a block that passes it through, or its own in host memory ──> written by a thread ──> known on disk
+    due ──> staging block, or the cached block in host memory ──> written by a thread ──> in the store's index
 
-A key is due when its block is known to the prefix cache, and again when it leaves the device: so disk has what memory
-has, a little later, and who is killed loses a little. How many bytes a step begins with is the tier's to say.
+A key is due when its block enters the prefix cache, and again when it leaves the device. So disk follows memory with a
+small delay, and a killed process loses little. The tier limits how many bytes a step starts to write.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from jpaged.engine.kv.tiers.staging import Staging
 from jpaged.errors import InternalError
 
 _MAX_LOOKS = 256
-"""Keys that a step looks at: most may be on disk, or gone."""
+"""Maximum number of keys examined per step: most may be on disk, or evicted."""
 
 
 @dataclass(slots=True, eq=False)
 class _Spill:
-    """A block on its way.
+    """Write of one block.
 
     Attributes:
-        held: the block in host memory, where it is kept there; None where it passes through `home`.
-        since: when the move to it was decided.
-        is_wanted: written by the engine's thread, read by the one that writes.
+        held: pinned cached block in host memory; None if the block is copied to the staging block `home`.
+        since: `num_dispatched` when the copy was decided.
+        is_wanted: False cancels the write; set by the engine thread, read by the writer thread.
     """
 
     key: Key
@@ -44,12 +44,12 @@ class _Spill:
 
 
 class Spilling:
-    """Writes what is due. The engine's thread alone calls.
+    """Writer of due blocks. Only the engine thread calls it.
 
     Args:
-        max_due: keys that wait at most; beyond, the oldest, which is gone soonest, is given up.
-        threads: one, which writes.
-        written: told which keys were.
+        max_due: maximum number of waiting keys; beyond it the oldest, which is evicted soonest, is dropped.
+        threads: executor with one thread, which writes.
+        written: called with each written key.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Spilling:
 
     @property
     def is_busy(self) -> bool:
-        """Something is due, or on its way."""
+        """Return True if keys are due or being written."""
         return bool(self._due or self._under_way)
 
     @property
     def under_way(self) -> list[Future[bool]]:
-        """What the thread that writes has to do."""
+        """Return the pending calls of the writer thread."""
         return [spill.written for spill in self._writing if spill.written is not None]
 
     def note(self, key: Key) -> None:
-        """A key is due, unless it is on disk or on its way."""
+        """Mark a key as due, unless it is on disk or being written."""
         if key in self._due or key in self._under_way or key in self._store:
             return
         self._due[key] = None
@@ -93,25 +93,25 @@ class Spilling:
             self._due.popitem(last=False)
 
     def forget(self, key: Key) -> None:
-        """Sees to it that a key does not come to be on disk, whatever is on its way."""
+        """Prevent a key from being written to disk, even if its write has started."""
         self._due.pop(key, None)
         if key in self._under_way:
             self._under_way[key].is_wanted = False
 
     def forget_all(self) -> None:
-        """The same of all keys."""
+        """Prevent all pending keys from being written."""
         self._due.clear()
         for spill in self._under_way.values():
             spill.is_wanted = False
 
     def advance(self, max_blocks: int, cache: PrefixCache) -> int:
-        """Takes back what is written, has written what has landed, and begins with so many more; how many it began.
+        """Finish completed writes, start writes of copied blocks, and begin up to max_blocks more; return that count.
 
         Args:
-            cache: what the device has.
+            cache: index of the device blocks.
         """
         while self._writing and (written := self._writing[0].written) is not None and written.done():
-            written.result()  # an error of the thread is one of the engine
+            written.result()  # an error of the thread is an error of the engine
             self._written(self._writing[0].key)
             self._end(self._writing.popleft())
         while self._landing and self._host.is_settled([self._landing[0].home], self._landing[0].since):
@@ -124,7 +124,7 @@ class Spilling:
         return sum(self._begin(key, cache) for key in self._next(max_blocks))
 
     def _next(self, max_blocks: int) -> Iterable[Key]:
-        """Keys that are due, in their order, while blocks are there that they may pass through."""
+        """Yield due keys in order, up to max_blocks begun ones and while staging blocks are free."""
         num_begun = len(self._under_way)
         for _ in range(min(_MAX_LOOKS, len(self._due))):
             if len(self._under_way) - num_begun >= max_blocks or self._host_is_full:
@@ -133,11 +133,11 @@ class Spilling:
 
     @property
     def _host_is_full(self) -> bool:
-        """No more blocks of host memory are held for writing than may pass through."""
+        """Return True if the number of pending writes has reached the number of staging blocks."""
         return len(self._under_way) >= self._staging.num_blocks
 
     def _begin(self, key: Key, cache: PrefixCache) -> bool:
-        """Begins with a key; False where it is on disk by now, or gone."""
+        """Begin to write a key; return False if it is on disk by now or evicted, or no staging block is free."""
         if key in self._store:
             return False
         since, block_id = self._host.num_dispatched, cache.find(key)
@@ -165,13 +165,17 @@ class Spilling:
             self._host.let_go(spill.held)
 
     def _write(self, spill: _Spill) -> bool:
-        """Writes a block; on a thread of its own."""
+        """Write a block; runs on the writer thread."""
         if not spill.is_wanted:
             return False
         return self._store.write(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
 
     def check(self) -> None:
-        """Raises InternalError where a block that travels is nobody's, or free."""
+        """Check the bookkeeping of writes.
+
+        Raises:
+            InternalError: a block that is being written is lost, or free.
+        """
         if len(self._landing) + len(self._writing) != len(self._under_way):
             raise InternalError(
                 f"{len(self._landing)} blocks land and {len(self._writing)} are written: not {len(self._under_way)}"

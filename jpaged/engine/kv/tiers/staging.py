@@ -1,10 +1,10 @@
-"""Blocks of host memory that others pass through on their way to disk and back.
+"""Host memory buffers for transfers to and from disk.
 
-    ready     no move is under way to it or from it: any thread may have it
-    out       somebody has it
-    cooling   given back, and a move that was decided before may still read it
+    ready     no pending copy to or from it: any thread may use it
+    out       in use by a transfer
+    cooling   released, but a copy that was decided before may still read it
 
-They are reserved for good, so that passing through pushes no prefix out of host memory.
+They are reserved permanently, so that transfers never evict prefixes from host memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jpaged.errors import InternalError
 
 
 class Staging:
-    """Lends reserved blocks; the engine's thread alone asks.
+    """Pool of reserved host blocks; only the engine thread calls it.
 
     Attributes:
-        num_blocks: all of them.
+        num_blocks: number of reserved blocks.
     """
 
     def __init__(self, host: HostTier, num_blocks: int) -> None:
@@ -33,11 +33,11 @@ class Staging:
 
     @property
     def num_out(self) -> int:
-        """Blocks that somebody has."""
+        """Return the number of blocks in use."""
         return len(self._out)
 
     def take(self) -> int | None:
-        """A block that any thread may read and write; None where there is none now."""
+        """Take a block that any thread may read and write; None if none is ready."""
         while self._cooling and self._host.is_settled([self._cooling[0][1]], self._cooling[0][0]):
             self._ready.append(self._cooling.popleft()[1])
         if not self._ready:
@@ -47,17 +47,20 @@ class Staging:
         return block_id
 
     def give_back(self, block_id: int) -> None:
-        """Takes a block back, which moves that are decided by now may still read."""
+        """Release a block, which already decided moves may still read."""
         if block_id not in self._out:
             raise InternalError(f"host block {block_id} is given back, and nobody has it")
         self._out.remove(block_id)
         self._cooling.append((self._host.num_dispatched, block_id))
 
     def check(self, on_the_way: Iterable[int]) -> None:
-        """Raises InternalError where a block is lost, in two places, or free while something passes through it.
+        """Check the bookkeeping of staging blocks.
 
         Args:
-            on_the_way: blocks that something passes through, as who lends them counts.
+            on_the_way: blocks in use as counted by the users.
+
+        Raises:
+            InternalError: a block is lost, in two lists, or free while in use.
         """
         places = sorted([*self._ready, *self._out, *(block_id for _, block_id in self._cooling)])
         if places != sorted(self._table.block_ids()):

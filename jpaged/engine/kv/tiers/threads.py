@@ -1,4 +1,4 @@
-"""Threads that wait for a disk, and that nothing waits for at the end: a call that hangs holds up no process."""
+"""Daemon threads for disk I/O: a hanging call never prevents the process from exiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class DiskThreads(Executor):
-    """Does what it is given, in order of asking. Its threads are daemons; a `ThreadPoolExecutor` has others."""
+    """Executor that runs calls in the order of submission on daemon threads, unlike `ThreadPoolExecutor`."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -33,7 +33,7 @@ class DiskThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the threads behind what was asked for, or what they have begun; who has not waited may wait for each."""
+        """Stop the threads after the submitted or the running calls; a later call with `wait` joins them."""
         with self._lock:
             self._is_over = True
         while cancel_futures:
@@ -55,5 +55,5 @@ class DiskThreads(Executor):
                 continue
             try:
                 future.set_result(function())
-            except BaseException as error:  # it is the caller's, who asks for the result
+            except BaseException as error:  # raised by the caller's `result()`
                 future.set_exception(error)

@@ -1,10 +1,10 @@
-"""What is told of blocks on disk, to those who keep a directory of who holds what.
+"""KV cache events of the disk tier.
 
-    in memory, and on disk                       Stored("disk")     when it is written, and when it comes to memory
-    given up, dropped, forgotten; the disk failed    Removed("disk")    in the next steps, so many in each
+    in memory, and on disk                       Stored("disk")     when it is written, and when it is loaded to memory
+    evicted, removed, forgotten; disk failed     Removed("disk")    in the next steps, up to _MAX_REMOVED in each
 
-Who reads along knows a block by the tokens that are told of it on the device: what disk has of earlier lives, or of
-another replica, is told when it comes to memory here, and no sooner.
+Subscribers identify a block by the tokens in its device event. Blocks on disk from an earlier run or another replica
+are therefore published only when they are loaded to memory here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.changes import Changes
 
 _MAX_REMOVED = 1024
-"""Removals that a step tells of."""
+"""Maximum number of removals published per step."""
 
 
 class ToldOfDisk:
-    """Tells what a store holds. The engine's thread calls; the store says from any what it gives up.
+    """Publisher of what a store holds. The engine thread calls it; the store reports removals from any thread.
 
     Args:
-        is_in_memory: the device or host memory has a key.
+        is_in_memory: returns True if the device or host memory has a key.
     """
 
     def __init__(self, store: BlockStore, changes: Changes, is_in_memory: Callable[[Key], bool]) -> None:
@@ -40,21 +40,21 @@ class ToldOfDisk:
 
     @property
     def is_busy(self) -> bool:
-        """Something is gone, and that is not told."""
+        """Return True if removals are not yet published."""
         return bool(self._gone or self._going)
 
     def may_hold(self, key: Key) -> None:
-        """Tells that disk holds a key, if it does, and memory as well."""
+        """Publish that disk stores a key, if both disk and memory do."""
         if not self._changes.is_on or key in self._told or key not in self._store or not self._is_in_memory(key):
             return
         self._told.add(key)
-        if key in self._store:  # what goes from here on is noted
+        if key in self._store:  # removals from here on are recorded
             self._changes.stored("disk", key)
         else:
             self._told.remove(key)
 
     def advance(self) -> None:
-        """Tells what disk holds no longer, a step's part of it."""
+        """Publish what disk no longer stores, up to the limit per step."""
         if self._gone:
             with self._lock:
                 gone, self._gone = self._gone, set()

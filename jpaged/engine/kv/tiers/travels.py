@@ -1,4 +1,4 @@
-"""What any thread may ask of prefixes that travel between servers: of one pool, or of the pools of all replicas."""
+"""Thread-safe front end of prefix transfers, for one pool or the pools of all replicas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jpaged.errors import JpagedError, Unsupported
 
 
 class Travel:
-    """One pool, as prefixes come to it and leave it.
+    """Transfers to and from one pool.
 
     Args:
-        ask: has something done on the engine's thread, between two steps.
+        ask: posts a callable to the engine thread, to run between two steps.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class Travel:
 
     @property
     def tiers(self) -> Tiers:
-        """Where prefixes are.
+        """Return the memory tiers.
 
         Raises:
-            Unsupported: they cannot travel, and why.
+            Unsupported: prefixes cannot be transferred; the message states why.
         """
         if self._tiers is None:
             raise Unsupported(f"prefixes cannot travel: {self._obstacle}")
         return self._tiers
 
     def leave(self, chain: Chain, num_skipped: int, is_hurried: bool) -> Future[Leaving]:
-        """Finds a prefix and holds it; see `Leaving`."""
+        """Find a prefix and pin it for export; see `Leaving`."""
         tiers, future = self.tiers, Future[Leaving]()
         future.set_running_or_notify_cancel()
 
@@ -78,10 +78,10 @@ class Travel:
 
 
 class Travels:
-    """Every pool of a server: one, or one of each replica.
+    """Transfers to and from every pool of a server: one, or one per replica.
 
     Args:
-        place: the pool that a request with these keys would go to.
+        place: returns the index of the pool that a request with these block hashes would go to.
     """
 
     def __init__(self, each: Iterable[Travel], place: Callable[[Sequence[Key]], int] = lambda keys: 0) -> None:
@@ -90,60 +90,60 @@ class Travels:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Return the number of tokens per block."""
         return self.each[0].geometry.block_size
 
     @property
     def num_kv_groups(self) -> int:
-        """How many blocks the same tokens have."""
+        """Return the number of KV groups: blocks per token range."""
         return len(self.each[0].geometry.windows)
 
     @property
     def bytes_per_block(self) -> int:
-        """The size of a block as it travels.
+        """Return the size of a transferred block.
 
         Raises:
-            Unsupported: none can.
+            Unsupported: prefixes cannot be transferred.
         """
         return self.each[0].tiers.blocks.bytes_per_block
 
     def kv_identity(self) -> bytes:
-        """What the bytes of a block depend on; see `HostBlocks.kv_identity`, which takes its time the first time."""
+        """Return what the bytes of a block depend on; slow on the first call, see `HostBlocks.kv_identity`."""
         return self.each[0].tiers.blocks.kv_identity()
 
     def chain(self, root: Key, token_ids: Sequence[int]) -> Chain:
-        """The full blocks of a prompt that may be cached; its keys take a few microseconds each.
+        """Return the full blocks of a prompt that may be cached; takes a few microseconds per block.
 
         Raises:
-            Unsupported: prefixes cannot travel.
+            Unsupported: prefixes cannot be transferred.
         """
         num_blocks = self.each[0].tiers.prefixes.num_cacheable_blocks(len(token_ids))
         return Chain.of(root, token_ids, self.block_size, num_blocks)
 
     def num_known(self, chain: Chain) -> int:
-        """Blocks of the longest prefix that is here, in the pool that has most of it."""
+        """Return the length of the longest cached prefix, in the pool that has most of it."""
         return max(one.tiers.num_known(chain) for one in self.each)
 
     def num_findable(self, chain: Chain) -> int:
-        """The same, with what disk has where it is quicker than computing. Any thread may ask."""
+        """Return the same, with disk blocks included if loading is faster than computing. Any thread may ask."""
         return max(one.tiers.num_findable(chain) for one in self.each)
 
     def leave(self, chain: Chain, num_skipped: int = 0, *, is_hurried: bool = False) -> Future[Leaving]:
-        """Finds a prefix where most of it is, and holds it while it is read.
+        """Find a prefix in the pool that has most of it, and pin it while it is read.
 
         Args:
-            num_skipped: blocks that whoever wants it has: they stay here.
-            is_hurried: somebody waits for it, and for nothing else here: more of it is staged in a step.
+            num_skipped: leading blocks that the receiver has, which are not exported.
+            is_hurried: a client waits for the export, so more blocks are staged per step.
 
         Raises:
-            Unsupported: prefixes cannot travel.
+            Unsupported: prefixes cannot be transferred.
         """
         return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped, is_hurried)
 
     def arrive(self, chain: Chain) -> Arriving:
-        """Takes a prefix in, to the pool where requests with it would go.
+        """Start the import of a prefix, into the pool that requests with it would go to.
 
         Raises:
-            Unsupported: prefixes cannot travel.
+            Unsupported: prefixes cannot be transferred.
         """
         return Arriving(self.each[self._place(chain.keys)].tiers, chain)

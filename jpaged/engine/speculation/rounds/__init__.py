@@ -1,7 +1,7 @@
-"""Rounds of a draft model on the device, which proposes where the model verifies.
+"""Rounds of a draft model on the device: it proposes and the model verifies in the same dispatch.
 
-rounds.py       what the engine asks of them
-rule.py         whether there are any, and how many
-rows.py         rows that are entered for them
-seen_blocks.py  which blocks the draft has seen
+rounds.py       interface for the engine
+rule.py         number of rounds, if any
+rows.py         rows scheduled for rounds
+seen_blocks.py  blocks for which the draft model has KV
 """

@@ -1,8 +1,8 @@
-"""Rounds of a draft model on the device, in place of several decode steps.
+"""Rounds of a draft model on the device, instead of several decode steps.
 
-wanted(rows) ──> the scheduler finds blocks ──> begin ──> speculate[R], n rounds ──> observe(what came of it)
+number of rounds ──> the scheduler allocates blocks ──> begin ──> speculate[R], n rounds ──> observe(results)
      │ 0
-     └──────────> begin_plain: steps that the draft has not seen; it runs their tokens before it is to propose
+     └──────────────> begin_plain: steps without the draft model; it computes their tokens before its next proposals
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jpaged.engine.speculation.rounds.seen_blocks import SeenBlocks
 
 
 class Rounds:
-    """Asks for rounds where all rows decode, and shows the draft what it lacks. Called by the engine thread alone.
+    """Controller of rounds, which run if all rows decode. Called only by the engine thread.
 
-    What the model alone runs the draft has not seen, until it is to propose behind it.
+    The draft model lacks KV of tokens that only the model ran, and computes it before the next rounds.
 
     Args:
-        num_speculative_tokens: that it proposes to a row in a round.
-        follows: the draft runs behind each step of the model, and lacks nothing: a head.
+        num_speculative_tokens: draft tokens per row and round.
+        follows: the draft model runs after each step of the model, so its KV is always complete: an EAGLE head.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Rounds:
 
     @classmethod
     def of(cls, options: SpeculativeOptions, geometry: Geometry) -> Rounds:
-        """The rounds that the options ask for."""
+        """Create the rounds that the options select."""
         rule, follows = RoundRule(options.disable_by_batch_size), options.method == "eagle3"
         return cls(rule, geometry, geometry.num_speculative_tokens, follows=follows)
 
     def wanted(self, scheduler: Scheduler, geometry: Geometry) -> int:
-        """Rounds of the next dispatch; 0 is none.
+        """Return the number of rounds of the next dispatch, possibly 0.
 
         Args:
-            geometry: with the sizes that there are by now.
+            geometry: with the bucket sizes compiled so far.
         """
         self._geometry = geometry
         has_room, num_rows = scheduler.queues.num_rows < scheduler.max_num_seqs, len(scheduler.rows)
@@ -57,15 +57,15 @@ class Rounds:
         return self._rule.num_rounds(num_rows, size, longest_s)
 
     def move(self, moves: BlockMoves) -> None:
-        """Blocks are moved."""
+        """Record that blocks are moved."""
         self._seen.move(moves)
 
     def begin_plain(self, inputs: StepInputs, num_steps: int) -> None:
-        """The model alone runs a step, or several."""
+        """Record that the model runs a step or several without the draft model."""
         self._seen.write(inputs, num_steps)
 
     def begin(self, schedule: Schedule, inputs: StepInputs, num_left_r: I32) -> Iterator[StepInputs]:
-        """Rounds begin: steps that the draft is to run alone before, of all in front of them that it has not seen."""
+        """Yield the prefill steps that the draft model must run before rounds, to complete its KV."""
         if self._follows:
             return
         step, room = Schedule(), self._geometry.max_num_batched_tokens
@@ -86,17 +86,17 @@ class Rounds:
             yield build_step_inputs(step, self._geometry)
 
     def observe(self, schedule: Schedule, speculated: Speculated | None, seconds: float) -> None:
-        """Notes what came of a dispatch, and what it took.
+        """Record the results of a dispatch, and its duration.
 
         Args:
-            speculated: of one with rounds.
+            speculated: result of a dispatch with rounds; None for a plain one.
         """
         decodes = schedule.decodes
         size = self._geometry.buckets.num_speculate_rows(len(decodes)) if decodes and not schedule.rows else None
         if size is None:
             return
         if speculated is None:
-            if decodes.detail is Detail.TOKENS and not decodes.are_bound_s.any():  # rows that may have rounds
+            if decodes.detail is Detail.TOKENS and not decodes.are_bound_s.any():  # rows that are eligible for rounds
                 self._rule.took_plain(size, seconds / decodes.num_steps)
             return
         num_rounds = max(1, speculated.num_rounds)

@@ -1,4 +1,4 @@
-"""Rows that decode, entered for rounds of a draft model."""
+"""Decode rows scheduled for rounds of a draft model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class RoundRows:
-    """Enters rows for rounds, for one scheduler. What they take in vain `DraftRows.ran` gives back."""
+    """Schedules rows for rounds, for one scheduler. `DraftRows.ran` releases unused blocks."""
 
     memory: KVMemory
     rows: DecodingRows
@@ -22,10 +22,10 @@ class RoundRows:
     policy: SchedulingPolicy
 
     def may_run(self, queues: Queues, *, has_room: bool) -> bool:
-        """Whether every running group decodes, and nobody waits who finds a row.
+        """Return True if every running group decodes, and no waiting group could be admitted.
 
         Args:
-            has_room: there are rows for others.
+            has_room: there are free rows.
         """
         rows, ahead = self.rows, self.rows.ahead
         if not rows or ahead.go_singly or ahead.are_bound or (has_room and queues.num_waiting):
@@ -33,9 +33,9 @@ class RoundRows:
         return rows.settled.issuperset(queues.running)
 
     def enter(self, schedule: Schedule, num_rounds: int) -> bool:
-        """Enters every row for rounds, as many as find blocks for all that may be accepted.
+        """Schedule every row for num_rounds rounds, halved until blocks for all tokens they may accept are free.
 
-        Nobody leaves for them. False, and nothing is entered, where not even one round finds them.
+        No group is preempted. Returns False, and schedules nothing, if blocks for one round are lacking.
         """
         num_in_round = self.geometry.num_speculative_tokens + 1
         while self.rows and num_rounds and not self.memory.can_grow(self.rows.left(num_rounds * num_in_round)):

@@ -1,12 +1,12 @@
-"""Whether there are rounds of a draft model, and how many, by what was measured.
+"""Number of rounds of a draft model per dispatch, if any, from measured times.
 
-    ON ──── tokens a round / what a round takes in plain steps is below 1 - MARGIN, twice ──> OFF: plain steps
+    ON ──── tokens a round / duration of a round in plain steps is below 1 - MARGIN, twice ──> OFF: plain steps
      ^                                                                                         │  for some dispatches,
      └─ 1 + COMEBACK, in PROBE_DISPATCHES ── PROBING: a few rounds each <──────────────────────┘  doubled each time
 
-Both times are measured, for each number of rows that a program is for. They are known before anything is decided: the
-first dispatches of a size are plain ones, and some between the rounds are, so that what a plain step takes stays known.
-Where rounds do not pay both are timed again: a machine that others use may have become slower since.
+Round and plain step times are measured for each padded number of rows. The first dispatches of a size are plain, and so
+are some between the rounds, to keep the plain step time current. If rounds do not pay, both times are measured again
+before rounds are turned off, because the load of other processes may have changed.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from jpaged.engine.executor import MAX_NUM_ROUNDS
 from jpaged.engine.speculation.adaptation import COMEBACK, LEAST_OFF_STEPS, MARGIN, MOST_OFF_STEPS, State
 
 PROBE_DISPATCHES = 3
-"""Dispatches by which a probe has to convince."""
+"""Dispatches after which a probe is judged."""
 FEW_ROUNDS = 4
-"""Rounds of a dispatch of which it is not known what they take, or whether they pay."""
+"""Rounds of a dispatch if round times are unknown, or during a probe."""
 _NUM_PLAIN_FIRST = 2
 """Plain dispatches before the first rounds."""
 _PLAIN_EVERY = 512
-"""Dispatches of rounds after which as many plain ones come again."""
+"""Dispatches with rounds after which plain ones are measured again."""
 _NUM_KEPT = 5
 _NEW = 1 / 8
-"""Weight of a dispatch in the mean number of tokens of a round."""
+"""Weight of a dispatch in the mean number of tokens per round."""
 
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of one number of rows, padded.
+    """Measurements for one padded number of rows.
 
     Attributes:
         plain_s, round_s: seconds of the last plain steps and rounds.
-        tokens: of a row in a round, on average.
-        num_plain_due: plain dispatches that are to be timed.
+        tokens: mean number of tokens of a row per round.
+        num_plain_due: plain dispatches still to measure.
         num_left: dispatches until the state may change.
-        off_for: dispatches of the next time off.
-        is_doubted: rounds did not pay beside plain steps of earlier, and both are timed again before there are none.
+        off_for: dispatches of the next off time.
+        is_doubted: rounds did not pay relative to older plain steps, and both are measured again before turning off.
     """
 
     state: State = State.ON
@@ -55,17 +55,17 @@ class _Size:
 
     @property
     def gain(self) -> float | None:
-        """Tokens in the time of a round, of those that plain steps make in it; None is not known."""
+        """Return the token rate of rounds relative to plain steps, or None if unknown."""
         if not self.plain_s or not self.round_s:
             return None
         return self.tokens * median(self.plain_s) / median(self.round_s)
 
 
 class RoundRule:
-    """Decides how many rounds the next dispatch has, by what was measured. It has no clock, and counts dispatches.
+    """Controller of the number of rounds, from measurements. Deterministic: counts dispatches instead of using a clock.
 
     Args:
-        disable_by_batch_size: rows above which there are none; None leaves it to time.
+        disable_by_batch_size: number of rows above which there are no rounds; None decides by time only.
     """
 
     def __init__(self, disable_by_batch_size: int | None = None) -> None:
@@ -73,15 +73,15 @@ class RoundRule:
         self._sizes: dict[int, _Size] = {}
 
     def state(self, size: int) -> State:
-        """Whether there are rounds of so many rows, padded."""
+        """Return the state for a padded number of rows."""
         return self._of(size).state
 
     def num_rounds(self, num_rows: int, size: int, longest_s: float) -> int:
-        """Rounds of the next dispatch of so many rows; 0 is none, and a plain dispatch is told of by `took_plain`.
+        """Return the number of rounds of the next dispatch; after 0, the plain dispatch is reported by `took_plain`.
 
         Args:
-            size: what the rows are padded to.
-            longest_s: seconds that a dispatch may take.
+            size: padded number of rows.
+            longest_s: maximum duration of a dispatch in seconds.
         """
         if self._most_rows is not None and num_rows > self._most_rows:
             return 0
@@ -98,7 +98,7 @@ class RoundRule:
         return min(MAX_NUM_ROUNDS, max(1, int(longest_s / median(one.round_s))))
 
     def took_plain(self, size: int, seconds: float) -> None:
-        """Notes what a plain step of a dispatch took; 0 is not known."""
+        """Record the duration of a plain step of a dispatch; 0 is unknown."""
         one = self._of(size)
         if seconds > 0:
             one.plain_s.append(seconds)
@@ -107,7 +107,7 @@ class RoundRule:
             one.num_left -= 1
 
     def took(self, size: int, tokens: float, seconds: float) -> None:
-        """Notes what a round of a dispatch took, and the tokens that a row had of it; 0 seconds are not known."""
+        """Record the duration of a round of a dispatch and its tokens per row; 0 seconds are unknown."""
         one = self._of(size)
         one.tokens = tokens if not one.tokens else one.tokens + _NEW * (tokens - one.tokens)
         if seconds > 0:

@@ -1,11 +1,11 @@
-"""Which blocks a draft model has seen. What the model alone ran it is shown late, when it is to propose behind it.
+"""Blocks for which a draft model has KV. It computes missing KV late, before its next proposals.
 
     block     1     2     3     4
     model   [====][====][====][==  ]     the model's keys
-    draft   [====][    ][====][    ]     another's, of before: 2 and 4 are shown again before the next rounds
+    draft   [====][    ][====][    ]     2 and 4 are stale and are recomputed before the next rounds
               seen  not   seen  not
 
-Seen means that the draft's pool has the keys of every token whose keys the model's block has.
+A block is seen if the draft's pool has the keys of every token whose keys the model's block has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jpaged.engine.executor import I32, BlockMoves, Geometry, Move, StepInputs
 
 
 class SeenBlocks:
-    """Follows what is done to the blocks that a draft model shares. Called by the engine thread alone."""
+    """Tracker of the blocks that a draft model shares. Called only by the engine thread."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._block_size = geometry.block_size
@@ -24,14 +24,14 @@ class SeenBlocks:
         self._are_seen = np.zeros(geometry.num_blocks + 1, np.bool_)
 
     def move(self, moves: BlockMoves) -> None:
-        """Blocks are copied, in the draft's pool too, or come from the host, where the draft has none."""
+        """Record block moves: copies happen in the draft's pool too; swapped-in blocks have no draft KV."""
         if moves.move is Move.COPY:
             self._are_seen[moves.destinations] = self._are_seen[moves.sources]
         elif moves.move is Move.SWAP_IN:
             self._are_seen[moves.destinations] = False
 
     def write(self, inputs: StepInputs, num_steps: int) -> None:
-        """The model alone writes keys, in a step or in several."""
+        """Record that the model writes keys without the draft model, in num_steps steps."""
         if num_steps == 1:
             self._are_seen[inputs.slots_gt[self._group, : inputs.num_tokens] // self._block_size] = False
             return
@@ -40,11 +40,11 @@ class SeenBlocks:
             self._are_seen[ids_m[begin:end]] = False
 
     def see(self, inputs: StepInputs, num_left_r: I32) -> I32:
-        """Rounds begin, of which each row writes as many keys at most, behind what it is shown of those before.
+        """Record that rounds begin, in which row r writes up to num_left_r[r] keys after the missing ones are computed.
 
         Returns:
-            [R] the first token of each row that the draft has not seen, from which it is to be shown the rest; the
-            row's next token where it has seen all.
+            [R] the first token of each row without draft KV, from which it must be computed; the row's next token if
+            all KV is there.
         """
         num_rows, block_size = inputs.num_rows, self._block_size
         starts = inputs.positions_t[:num_rows]
@@ -59,7 +59,7 @@ class SeenBlocks:
         return firsts
 
     def _written(self, inputs: StepInputs, ends: I32) -> tuple[I32, list[int], list[int]]:
-        """The tables of rows, and the places in them of what is written from each row's token to an end."""
+        """Return the block tables of rows, and the table range written from each row's token to its end."""
         begins = inputs.positions_t[: inputs.num_rows] // self._block_size
         lasts = (ends - 1) // self._block_size
         return inputs.block_tables_gsm[self._group, : inputs.num_rows], begins.tolist(), (lasts + 1).tolist()
