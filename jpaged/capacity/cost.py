@@ -145,8 +145,8 @@ class Shape:
         head_params: those of num_params that only sampled rows are multiplied with.
         expert_params: those of num_params that belong to experts; each token uses a share of them.
         expert_share: that share.
-        adapter_params: parameters of the adapters of all slots, not in num_params; every token is multiplied with
-            them, and weight_bytes includes them.
+        adapter_params: parameters of the adapters of all slots, not in num_params; every token is multiplied with them,
+            and weight_bytes includes them.
         windows: tokens that the queries of each layer see; empty if they see all.
     """
 

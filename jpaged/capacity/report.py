@@ -55,8 +55,7 @@ class Assessment:
         usd_per_million: USD per million output tokens of the mix; None without a price.
         service: slices that carry the load; None without a load.
         roles: comparison for the mix on the copies that carry the load, or on those of the target, and at least two;
-            None
-            if not requested, or the model does not fit.
+            None if not requested, or the model does not fit.
         goals: goals of `roles`.
     """
 

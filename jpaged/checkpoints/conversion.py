@@ -59,8 +59,7 @@ class ConversionOptions:
     Attributes:
         dtype: one of `WRITTEN_DTYPES` for all tensors; None keeps the type of each.
         max_shard_bytes: file size: a maximum for safetensors (5 GiB when None), except that a larger tensor has a
-            separate
-            file; approximate for Orbax (None for Orbax' default).
+            separate file; approximate for Orbax (None for Orbax' default).
         force: replace a checkpoint at the destination.
         quantize: one of `ASKED`, to quantize the matrices of layers; None for no quantization.
 

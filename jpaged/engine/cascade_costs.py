@@ -21,8 +21,7 @@ class CascadeCosts:
 
     Attributes:
         granule_tokens: prefixes are shared in multiples of it. It is a multiple of the block size: the tokens that a
-            kernel
-            reads at a time, so that neither pass reads tokens that it does not use.
+            kernel reads at a time, so that neither pass reads tokens that it does not use.
         tile_queries: maximum number of queries in a tile.
         tile_tokens: fixed cost of a tile for each token.
         query_share: additional cost of each place of a tile, used by a query or not.

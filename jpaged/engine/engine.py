@@ -172,8 +172,7 @@ class Engine:
 
     Args:
         config: scheduler, cache, timeouts, speculation and `server.max_pinned_blocks` are read; missing sizes default
-            to
-            the executor's.
+            to the executor's.
         lengths: lengths up to which the model's keys stay valid.
         eos_token_ids: every token that ends a sequence of this model.
         make_masks: creates the object that fills grammar masks; None if no request has a grammar.
@@ -290,8 +289,7 @@ class Engine:
 
         Returns:
             the number of pinned tokens, once they are pinned; or the error: AlreadyExists for the name, InvalidArgument
-                if
-            there is nothing to pin or no room, Unsupported without a prefix cache, and the errors of `submit`.
+            if there is nothing to pin or no room, Unsupported without a prefix cache, and the errors of `submit`.
         """
         return self._pins.pin((tenant, name), tuple(token_ids), salt, adapter)
 

@@ -45,7 +45,7 @@ class Reach:
         return self.num_sinks + self.num_seen + (self.most_at_once + 2 * self.block_size - 2) // self.block_size
 
     def first_block(self, num_full: int) -> int:
-        """Return the first block that later tokens still see completely, once `num_full` blocks are full."""
+        """Return the first block that later queries may still see, once `num_full` blocks are full."""
         return 0 if self.num_seen is None else max(0, num_full - self.num_seen)
 
     def places(self, first: int, num_blocks: int) -> Sequence[int]:

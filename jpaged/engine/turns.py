@@ -153,7 +153,7 @@ class FedSteps:
     def serve(self) -> int:
         """Send masks until no further step is executed. Return the number of executed steps.
 
-        If that is every step of the schedule, the tokens of the last one have not arrived yet.
+        If every step of the schedule is executed, the tokens of the last one may not have arrived yet.
         """
         schedule, feed, mask_rw = self.fed.schedule, self.fed.feed, self._mask_rw
         are_live = all(one.is_live for one in schedule.sequences)

@@ -31,7 +31,7 @@ from jpaged.capacity.fleet.worker import Pool, Window, Worker, make_workers
 from jpaged.errors import InternalError
 
 _MAX_DAYS = 10
-"""A day whose requests have not all ended this number of days later never ends."""
+"""Days after which a simulation with unfinished requests counts as endless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,7 @@ class FleetOptions:
 
     Attributes:
         window_s: simulated seconds: the maximum age of the router's state, and the delay until a client that was cut
-            off
-            retries elsewhere.
+            off retries elsewhere.
         num_processes: number of processes that hold the replicas; 1 is this one.
         num_failures, num_drains: number over the day, at random times, of ready replicas.
         drain_s: time limit of a drain.

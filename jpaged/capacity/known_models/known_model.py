@@ -16,8 +16,8 @@ class KnownModel:
 
     Attributes:
         name: in lower case, the size after the last hyphen.
-        repository: hub repository of the config.json. OPT-175B's weights are not there, and its fields
-            follow those of the other sizes.
+        repository: hub repository of the config.json. OPT-175B's weights are not there, and its fields follow those of
+            the other sizes.
         fields: fields of config.json.
     """
 

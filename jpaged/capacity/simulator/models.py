@@ -22,8 +22,8 @@ class SimulatedModel:
     Attributes:
         num_params: all parameters; every one is read once per step.
         num_devices: default number of accelerators.
-        num_kv_slots: tokens in the paper's pool on that number of `paper_hardware`; None if the pool is
-            the memory that the weights leave.
+        num_kv_slots: tokens in the paper's pool on that number of `paper_hardware`; None if the pool is the memory that
+            the weights leave.
         paper_hardware: hardware of num_kv_slots.
     """
 

@@ -24,9 +24,9 @@ MAX_NAME_LEN = 200
 
 _WAYS_OF_REPEAT = 32
 _MAX_WAYS = 1 << 24
-"""Limit of the ways: the longest name takes 0.1 s. Measured with `.*.*.*x`, and with `.?` 18 times.
+"""Limit of the ways, at which the longest name takes 0.1 s.
 
-These have 2^24 ways, apart from what PEFT adds.
+Measured with `.*.*.*x`, and with `.?` 18 times, which has 2^24 ways with the prefix that PEFT adds.
 """
 
 _MAX_SHOWN = 200

@@ -42,7 +42,7 @@ class DataParallelEngine:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.failure: Exception | None = None
         self._engines = tuple(engines)
-        buckets = self.geometry.buckets  # the tables grow while programs compile in the background, at different times
+        buckets = self.geometry.buckets  # these grow while programs compile in the background, at different times
         alike = [dataclasses.replace(engine.geometry, buckets=buckets) for engine in engines]
         if any(one != alike[0] for one in alike):
             raise InternalError(f"replicas are not alike: {alike}")

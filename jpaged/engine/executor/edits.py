@@ -27,7 +27,7 @@ EDIT_FIELDS = (
     RowField("repetition_r", "float32", 1),  # logits of prompt and output tokens: divided if positive, else multiplied
     RowField("frequency_r", "float32", 0),  # subtracted for each time that a token was generated
     RowField("presence_r", "float32", 0),  # subtracted once from tokens that were generated
-    RowField("top_n_sigma_r", "float32", 0),  # keeps logits this many standard deviations below the largest; 0: all
+    RowField("top_n_sigma_r", "float32", 0),  # keeps logits up to this many deviations below the maximum; 0 keeps all
     RowField("typical_p_r", "float32", 1),  # keeps the most typical tokens with this total probability; 1 keeps all
 )
 EDIT_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in EDIT_FIELDS])

@@ -143,8 +143,7 @@ class DeviceRates:
 
     Attributes:
         forward_s: (tokens, seconds) of steps of that padded size, ascending, without the time that attention takes for
-            its
-            (query, key) pairs.
+            its (query, key) pairs.
         pair_s: seconds per (query, key) pair, in all heads and layers; 0 if unknown.
     """
 

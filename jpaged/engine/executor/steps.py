@@ -151,10 +151,9 @@ class StepOutputs:
 
     Attributes:
         token_ids_rn: the sampled tokens.
-        is_sound_rn: False if a token is undefined: the logits hold NaN or plus infinity, or no token is left to
-            sample.
-        logprobs_rn: their log-probabilities under the model's distribution (before temperature and truncation);
-            None for Detail.TOKENS.
+        is_sound_rn: False if a token is undefined: the logits hold NaN or plus infinity, or no token is left to sample.
+        logprobs_rn: their log-probabilities under the model's distribution (before temperature and truncation); None
+            for Detail.TOKENS.
         ranks_rn: 1 for the likeliest token; None for Detail.TOKENS.
         top_ids_rnk: the likeliest tokens in order; None unless Detail.TOP_LOGPROBS.
         top_logprobs_rnk: their log-probabilities.

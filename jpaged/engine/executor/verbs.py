@@ -159,8 +159,7 @@ class Executor(Protocol[Hidden, Handle]):
             num_rounds: maximum, up to MAX_NUM_ROUNDS; no further round runs when all rows have ended or used up
                 num_left_r.
             unseen: steps of tokens that the model has computed and the draft model has not. The draft model runs them
-                before
-                the rounds.
+                before the rounds.
         """
         ...
 

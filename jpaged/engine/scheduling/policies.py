@@ -17,7 +17,7 @@ MAX_OVERTAKES = 256
 PROMPT_TOKEN_WEIGHT = 1
 OUTPUT_TOKEN_WEIGHT = 2
 MAX_TENANTS = 4096
-"""Minimum number of tenants with a counter. Clients choose the names, so their number is unbounded."""
+"""Number of highest counters that are always kept; clients choose tenant names, so their number is unbounded."""
 
 
 class SchedulingPolicy:
@@ -75,8 +75,8 @@ class FairByTenant(SchedulingPolicy):
 
     This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., 2024): a prompt
     token counts 1, a generated one 2. A tenant that returns after a pause starts at the lowest counter of the waiting
-    tenants, so that idle time gives no credit. Only the MAX_TENANTS highest counters are kept; other tenants start at
-    the highest counter that was dropped.
+    tenants, so that idle time gives no credit. The MAX_TENANTS highest counters are always kept; unknown
+    tenants start at the highest counter that was dropped.
     """
 
     def __init__(self) -> None:

@@ -269,8 +269,7 @@ class DecodingRows:
 
         Args:
             rounds: number of draft-model rounds in place of steps, and the tokens that each row may sample in them; a
-                row
-                samples at least one.
+                row samples at least one.
         """
         num_rows, sequences = len(self._sequences), list(self._sequences)
         # Each row was in the previous step and in no later one, so the tokens of all rows are in flight, or of none.

@@ -165,7 +165,7 @@ class Scheduler:
     # --- a step's parts ---------------------------------------------------------------------------------------------
 
     def _make_way(self, schedule: Schedule) -> None:
-        """Preempt running groups, from the end of the order, for a waiting group of higher precedence without room."""
+        """Preempt running groups, from the end of the order, if the next group outranks them and finds no room."""
         queues = self.queues
         while queues.running and not self._is_static:
             group = queues.next_group()

@@ -103,8 +103,8 @@ class Eyes:
         """Limit the blocks of each pool that requests may use; None removes the limit.
 
         Returns:
-            for each pool the number of blocks that must still be freed before the limit holds; a repeated call
-            reserves them. Or the error: InvalidArgument if requests in flight or pins need more, and
-            Unsupported for a KV memory that reserves contiguous regions.
+            for each pool the number of blocks that must still be freed before the limit holds; a repeated call reserves
+            them. Or the error: InvalidArgument if requests in flight or pins need more, and Unsupported for a KV memory
+            that reserves contiguous regions.
         """
         return [eye.limit(eye.num_blocks if num_blocks is None else num_blocks) for eye in self.each]
