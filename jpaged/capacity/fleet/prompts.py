@@ -1,6 +1,6 @@
 """Prompt tokens of a turn: a deterministic function of numbers.
 
-    system prompt of the tenant | said 0 | answer 0 | said 1 | answer 1 | said 2 | generated so far
+    system prompt of the tenant | message 0 | answer 0 | message 1 | answer 1 | message 2 | generated so far
 
 A simulated server samples only token 0, so answers consist of it: the next turn's prompt hits the blocks of the answer
 in the prefix cache, as on a real server. A separate text in place of the answer (`Attempt.replays` False) is for

@@ -58,8 +58,8 @@ class Workload:
     """A distribution of requests.
 
     The means of `sharegpt` and `alpaca` are the paper's (section 6.1, figure 11); their deviations are estimated from
-    the shape of the paper's histograms. Those of `translation` (figure 16) are assumed,
-    because the paper gives no numbers.
+    the shape of the paper's histograms. Those of `translation` (figure 16) are assumed, because
+    the paper gives no numbers.
     """
 
     name: str

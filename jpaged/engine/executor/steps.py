@@ -65,7 +65,7 @@ class StepInputs:
             all the row's queries.
         told_tokens_q: indices in the packed axis of the tokens with aux outputs; 0 where not used.
         num_rows: rows in use.
-        kv_begins_s: tokens that a row shares with the rest of its run; their block tables start with the same blocks.
+        kv_begins_s: tokens that a row shares with the rest of the run; their block tables start with the same blocks.
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
         num_runs: runs in use, which cover the rows in use; 0 if no two rows share a prefix.
         num_tokens: tokens in use.

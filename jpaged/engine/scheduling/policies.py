@@ -75,8 +75,8 @@ class FairByTenant(SchedulingPolicy):
 
     This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., 2024): a prompt
     token counts 1, a generated one 2. A tenant that returns after a pause starts at the lowest counter of the waiting
-    tenants, so that idle time gives no credit. The MAX_TENANTS highest counters are always kept; unknown
-    tenants start at the highest counter that was dropped.
+    tenants, so that idle time gives no credit. The MAX_TENANTS highest counters are always kept; unknown tenants
+    start at the highest counter that was dropped.
     """
 
     def __init__(self) -> None:
