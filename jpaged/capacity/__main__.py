@@ -1,7 +1,7 @@
-"""Compiles for one target: `python -m jpaged.capacity`, the child of `jpaged.capacity.process`, asked on stdin.
+"""Compiler process for one target: `python -m jpaged.capacity`, the child of `jpaged.capacity.process`.
 
-It knows the compiler by its environment. It answers on stdout with lines: `progress TEXT`, and one of `result` or
-`error` with a pickle in base64.
+It gets the compiler by its environment and the question on stdin. It writes lines to stdout: `progress TEXT`, and one
+of `result` or `error` with a pickle in base64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jpaged.errors import InvalidArgument, JpagedError
 
 
 def main() -> int:
-    """Answers the question."""
+    """Compile the plan of the question on stdin."""
     question = Question(**json.loads(sys.stdin.read()))
 
     def progress(what: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""A model compiled for one target, in a process of its own (`process`): a CPU's for all that jax knows."""
+"""A model compiled for one target, in a separate process (`process`); jax sees only a CPU there."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to compile.
+    """Input of a plan: what to compile.
 
     Attributes:
         model: as `find_config` takes it.
         target: as `find_target` takes it.
-        options: of the engine, flat; a tensor_parallel_size that is left out is as large as the model allows.
+        options: engine options, flat; tensor_parallel_size defaults to the maximum that the model allows.
         all_programs: compile every program, not only those that the plan needs.
-        save: a folder to write them to; None saves none.
-        num_threads: programs that are compiled at a time; None is as a server does.
+        save: a folder to write the programs to, or None.
+        num_threads: number of programs compiled concurrently; None for the default of a server.
     """
 
     model: str
@@ -58,15 +58,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """What was found for one target.
+    """Plan of one target.
 
     Attributes:
-        num_devices: that share one copy of the model.
-        num_context_parts: of them, those that each have a part of every context and the same of the model.
-        dtype: of weights and activations.
-        kv_dtype: of the pool.
-        notes: what was decided that was not asked for.
-        versions: of what compiled.
+        num_devices: devices that share one copy of the model.
+        num_context_parts: context-parallel groups among them, each with a part of every context and the whole model.
+        dtype: type of weights and activations.
+        kv_dtype: type of the pool.
+        notes: choices that the user did not make explicitly.
+        versions: versions of the compiling packages.
     """
 
     model: str
@@ -82,15 +82,15 @@ class CompiledPlan:
 
     @property
     def num_copies(self) -> int:
-        """The copies of the model on all devices of the target: a copy takes num_devices, and the rest is idle."""
+        """Copies of the model on all devices of the target. A copy takes num_devices; a remainder stays idle."""
         return self.target.num_devices // self.num_devices
 
 
 def answer(question: Question, progress: Progress) -> CompiledPlan:
-    """Compiles, in this process.
+    """Compile in this process.
 
     Raises:
-        JpagedError: the model, an option or the target cannot be, or the compiler fails.
+        JpagedError: the model, an option or the target is invalid, or the compiler fails.
     """
     name, config = find_config(question.model)
     config = quantised_here(config, str(question.options.get("quantization", "auto")))
@@ -155,7 +155,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
 def _num_devices(
     configs: Sequence[ModelConfig], target: Target, chosen: int | None, num_context_parts: int
 ) -> tuple[int, list[str]]:
-    """Devices that share the heads of a model, over which its draft is split too, and what there is to say of it."""
+    """Return the number of tensor-parallel devices of a model and its draft, and notes about the choice."""
     most = target.num_devices // num_context_parts
     if most < (chosen or 1):
         raise InvalidArgument(
@@ -180,7 +180,7 @@ def _devices(target: Target) -> Sequence[Any]:
 
 
 def _draft_config(options: EngineConfig) -> ModelConfig | None:
-    """The config of the model that proposes tokens, where the options ask for one."""
+    """Return the config of the draft model or head, if the options have one."""
     if options.speculation is None or options.speculation.model is None:
         return None
     try:

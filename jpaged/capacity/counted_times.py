@@ -1,15 +1,15 @@
-"""How long attention and sampling take on a TPU, from cycles that were counted.
+"""Times of attention and sampling on a TPU, from measured cycles.
 
-Of a layer of rows that decode, on each device, whichever takes longer:
+For a layer of decoding rows, on each device, the larger of
 
     memory    bytes of their contexts / (bandwidth * HBM_EFFICIENCY)
     kernel    MiB * compute + blocks * issue + chunks * wait + rows * row, in cycles of the clock
 
-and of chunks of prompts, with half a tile of 256 keys more for each query, which the last tile of a row masks:
+and for prefill chunks, with another half tile of 256 keys for each query, because the last tile of a row is masked:
 
     kernel    (pairs + 128 * tokens) / (256 * 256) * heads * tile
 
-A sampler is taken to be as the nearest that was counted, by its logits.
+A sampler is assumed to be like the nearest one that was measured, scaled by its logits.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from jpaged.capacity.cycles import ChunkCycles, CountedCycles, DecodeCycles, Hea
 from jpaged.hardware import Hardware
 
 SAMPLED, SAMPLED_IN_PARTS = "top-p", "top-p, in parts"
-"""What every row is taken to ask of the sampler: of the kernel's, and where devices share the vocabulary of XLA's."""
+"""Assumed sampling of every row: the kernel's case, and XLA's case if devices share the vocabulary."""
 _MIB = 1 << 20
 _TILE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CountedTimes:
-    """One device of a model.
+    """Times of one device of a model.
 
     Attributes:
-        hardware: of the device.
-        clock_hz: that cycles are counted in.
-        heads: on the device.
-        windows: tokens that the queries of each layer see; None is everything.
-        layer_bytes: of one token's keys and values in one layer.
+        hardware: the device's.
+        clock_hz: clock of the cycles.
+        heads: attention heads on the device.
+        windows: tokens that the queries of each layer see; None for all.
+        layer_bytes: bytes of one token's keys and values in one layer.
         vocab: logits of a row on the device.
-        decode: the nearest case that was counted.
-        chunks: the same.
-        sampling: the same; None where none was, and sampling takes no time.
+        decode: the nearest measured case.
+        chunks: the nearest measured case.
+        sampling: the measured cases of the assumed sampling; if empty, sampling counts as 0.
     """
 
     hardware: Hardware
@@ -66,7 +66,10 @@ class CountedTimes:
         *,
         is_split: bool = False,
     ) -> CountedTimes | None:
-        """The times of a device; None where its kernels were not counted. `is_split`: others have the other logits."""
+        """Return the times of a device, or None if its kernels were not measured.
+
+        `is_split` means that the vocabulary is split over several devices.
+        """
         generation = hardware.name.removeprefix("tpu-")
         decode, chunks = counted.decode_of(generation, heads), counted.chunks_of(generation, heads)
         if decode is None or chunks is None or hardware.clock_hz is None:
@@ -76,12 +79,12 @@ class CountedTimes:
         return cls(hardware, hardware.clock_hz, heads, windows, layer_bytes, vocab, decode, chunks, sampling)
 
     def attention_s(self, load: StepLoad) -> float:
-        """Seconds in all layers, of the rows that decode and then of the chunks."""
+        """Return the seconds of all layers, for decoding rows and prefill chunks."""
         seen = [(load.within(window), count) for window, count in Counter(self.windows).items()]
         return sum(count * (self._decode_s(load) + self._chunks_s(load)) for load, count in seen)
 
     def sampling_s(self, num_rows: int) -> float:
-        """Seconds of the sampler."""
+        """Return the seconds of the sampler."""
         case = self._sampling_of(num_rows)
         if case is None or num_rows == 0:
             return 0.0
@@ -114,7 +117,7 @@ class CountedTimes:
         return num_tiles * self.chunks.per_256x256_head / self.clock_hz
 
     def lines(self, num_rows: int) -> list[str]:
-        """What was counted, and for which case."""
+        """Return lines that describe the measurements and their cases."""
         decode, chunks, sampling = self.decode, self.chunks, self._sampling_of(num_rows)
         found = [
             f"cycles at {self.clock_hz / 1e9:g} GHz, as counted off the compiled kernels, stalls left out; attention "

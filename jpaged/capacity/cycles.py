@@ -1,7 +1,7 @@
-"""What the kernels take in cycles of a device, as counted off the programs that libtpu compiles for them.
+"""Cycles of the kernels, counted in the programs that libtpu compiles for them.
 
-`cycles.json` is written by `python -m benchmarks.tpu_cycles --record`. Only bundles are counted, so that stalls are
-left out: a device can only take longer. What is asked for is answered by the nearest case that was counted.
+`cycles.json` is written by `python -m benchmarks.tpu_cycles --record`. Only instruction bundles are counted, without
+stalls: a device can only take longer. Lookups return the nearest measured case.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PATH = Path(__file__).with_name("cycles.json")
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The attention of one device: what a case was counted for, and what is asked for.
+    """Attention shape of one device: of a measured case, or of a lookup.
 
     Attributes:
-        num_kv_heads: on the device.
-        group: query heads of each.
-        kv_dtype: that keys and values are kept in.
+        num_kv_heads: KV heads on the device.
+        group: query heads of each KV head.
+        kv_dtype: type of stored keys and values.
     """
 
     num_kv_heads: int
@@ -36,7 +36,7 @@ class HeadShape:
     block_size: int
 
     def distance(self, other: HeadShape) -> float:
-        """How far another is, in doublings; another type or head size is farther than any number of heads."""
+        """Return the distance in doublings; another type or head size outweighs any number of heads."""
         far = 16.0 * (self.kv_dtype != other.kv_dtype) + 8.0 * abs(math.log2(self.head_dim / other.head_dim))
         heads = abs(math.log2(self.num_kv_heads / other.num_kv_heads)) + abs(math.log2(self.group / other.group)) / 2
         return far + heads + abs(math.log2(self.block_size / other.block_size)) / 4
@@ -48,7 +48,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCycles:
-    """What was counted for the heads of one device, on a generation of TPUs."""
+    """Measurement for the heads of one device, on a TPU generation."""
 
     generation: str
     num_kv_heads: int
@@ -64,14 +64,14 @@ class _AttentionCycles:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCycles(_AttentionCycles):
-    """Attention of rows that decode.
+    """Attention of decoding rows.
 
     Attributes:
-        chunk_bytes: that are awaited together.
-        compute_per_mib: for a MiB of keys and values.
-        issue_per_block: to start the copy of a block.
-        wait_per_chunk: to wait for a chunk.
-        per_row: for each row besides.
+        chunk_bytes: bytes that are awaited together.
+        compute_per_mib: cycles for a MiB of keys and values.
+        issue_per_block: cycles to start the copy of a block.
+        wait_per_chunk: cycles to wait for a chunk.
+        per_row: additional cycles for each row.
     """
 
     chunk_bytes: float
@@ -83,18 +83,18 @@ class DecodeCycles(_AttentionCycles):
 
 @dataclass(frozen=True, slots=True)
 class ChunkCycles(_AttentionCycles):
-    """Attention of chunks of prompts: cycles for 256 queries of one head beside 256 keys."""
+    """Attention of prefill chunks: cycles of 256 queries of one head with 256 keys."""
 
     per_256x256_head: float
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingCycles:
-    """A sampler of so many rows.
+    """Sampler of some rows.
 
     Attributes:
         vocab: logits of a row on one device.
-        what: the rows ask for.
+        what: sampling parameters of the rows.
     """
 
     generation: str
@@ -110,7 +110,7 @@ _Heads = TypeVar("_Heads", DecodeCycles, ChunkCycles)
 
 @dataclass(frozen=True, slots=True)
 class CountedCycles:
-    """All cases."""
+    """All measured cases."""
 
     decode: tuple[DecodeCycles, ...]
     chunks: tuple[ChunkCycles, ...]
@@ -118,10 +118,10 @@ class CountedCycles:
 
     @classmethod
     def read(cls, text: str) -> CountedCycles:
-        """The cases of a file.
+        """Parse the cases of a file.
 
         Raises:
-            InternalError: it has a case that misses a number, or one that is not above or at zero.
+            InternalError: a case lacks a number, or has a negative one.
         """
         found = json.loads(text)
         return cls(
@@ -131,17 +131,17 @@ class CountedCycles:
         )
 
     def decode_of(self, generation: str, heads: HeadShape) -> DecodeCycles | None:
-        """The nearest case of a generation; None where there is none."""
+        """Return the nearest decode case of a generation, or None."""
         return _nearest(self.decode, generation, heads)
 
     def chunks_of(self, generation: str, heads: HeadShape) -> ChunkCycles | None:
-        """The nearest case of a generation; None where there is none."""
+        """Return the nearest prefill case of a generation, or None."""
         return _nearest(self.chunks, generation, heads)
 
 
 @cache
 def counted_cycles() -> CountedCycles:
-    """The cases that come with the package."""
+    """Return the cases shipped with the package."""
     return CountedCycles.read(_PATH.read_text(encoding="utf-8"))
 
 
@@ -151,7 +151,7 @@ def _nearest(cases: Iterable[_Heads], generation: str, heads: HeadShape) -> _Hea
 
 
 def _entries(kind: type[_Kind], entries: Iterable[Mapping[str, Any]]) -> tuple[_Kind, ...]:
-    """Reads cases; what a case has besides the fields is for whoever counts again."""
+    """Parse cases; other keys of a case document the measurement."""
     names = [spec.name for spec in fields(kind)]
     cases = []
     for entry in entries:

@@ -1,10 +1,10 @@
-"""What a deployment serves of given lengths: sequences at once, tokens a second, and their price.
+"""Capacity of a deployment for given lengths: concurrent sequences, tokens per second, and their price.
 
-A batch of b equal sequences, each with I tokens of prompt and O of output, takes
+A batch of b equal sequences, each with I prompt tokens and O output tokens, takes
 
     b * I / T prefill steps of T = max_num_batched_tokens, and O decode steps of b rows at a context of I + O / 2
 
-so tokens/s = b * O / (their seconds). b is what the pool holds at full length, and max_num_seqs at most.
+so tokens/s = b * O / (their seconds). b is the number that the pool holds at full length, at most max_num_seqs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jpaged.capacity.step_times import StepParts, StepTimes
 from jpaged.engine.reach import Reach
 
 MAX_LOAD = 0.8
-"""Share of the estimated tokens a second that a load may take: above it, waiting times grow without bound."""
+"""Share of the estimated tokens per second that a load may use: above it, waiting times grow without bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of the prompt and of the output of a sequence."""
+    """Prompt and output tokens of a sequence."""
 
     input_len: int
     output_len: int
@@ -31,14 +31,14 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Sequences of one pair of lengths on one copy of the model.
+    """Estimate for sequences of one pair of lengths on one copy of the model.
 
     Attributes:
-        num_fitting: that the pool holds at their full length.
-        num_running: of those, that run at once: max_num_seqs at most.
+        num_fitting: sequences that the pool holds at full length.
+        num_running: those that run concurrently, at most max_num_seqs.
         decode: a step that gives each of them a token.
         prefill: a step of max_num_batched_tokens of their prompts.
-        tokens_per_s: of output, prompts being computed in between; 0 where not one sequence fits.
+        tokens_per_s: output tokens, with the prefill in between; 0 if not a single sequence fits.
     """
 
     lengths: Lengths
@@ -51,7 +51,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What limits how many run: blocks, their size, rows of a step, its tokens, and what KV groups see of a text."""
+    """Limits of concurrency: blocks and their size, rows and tokens of a step, and the windows of the KV groups."""
 
     num_blocks: int
     block_size: int
@@ -61,14 +61,14 @@ class Pool:
     num_sink_tokens: int = 0
 
     def num_fitting(self, num_tokens: int) -> int:
-        """Sequences of so many tokens that find blocks."""
+        """Return the number of sequences of num_tokens tokens that the blocks suffice for."""
         sizes = self.block_size, self.max_num_batched_tokens, self.num_sink_tokens
         reaches = [Reach.of(window, *sizes) for window in self.windows]
         return self.num_blocks // sum(reach.num_kept(num_tokens) for reach in reaches)
 
 
 def estimate(lengths: Lengths, pool: Pool, times: StepTimes) -> Estimate:
-    """The numbers of one copy of the model."""
+    """Estimate the numbers of one copy of the model."""
     input_len, output_len = lengths.input_len, lengths.output_len
     num_fitting = pool.num_fitting(input_len + output_len)
     num_running = min(num_fitting, pool.max_num_seqs)
@@ -80,7 +80,7 @@ def estimate(lengths: Lengths, pool: Pool, times: StepTimes) -> Estimate:
 
 
 def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
-    """The mean lengths of an even mix, each rounded up."""
+    """Return the mean lengths of an even mix, each rounded up."""
     count = len(lengths)
     return Lengths(
         math.ceil(sum(pair.input_len for pair in lengths) / count),
@@ -89,22 +89,22 @@ def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
 
 
 def price_of(prices: Mapping[str, float], name: str, family: str) -> float | None:
-    """USD for an hour of one chip: the target's own price, its family's, or the one for all; None if there is none."""
+    """Return USD per chip-hour: the target's price, its family's, or the one for all; None if there is none."""
     return prices.get(name, prices.get(family, prices.get("")))
 
 
 def usd_per_million(price: float, num_chips: int, tokens_per_s: float) -> float | None:
-    """USD for a million tokens of output of chips that do nothing else; None where there are none."""
+    """Return USD per million output tokens of chips that do nothing else; None for a rate of 0."""
     return price * num_chips / 3600 / tokens_per_s * 1e6 if tokens_per_s else None
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A load on slices of one kind.
+    """Deployment of a load on slices of one kind.
 
     Attributes:
-        num_slices: that carry it with no more than MAX_LOAD of what they can.
-        usd_per_hour: of all their chips; None without a price.
+        num_slices: slices that carry it with at most MAX_LOAD of their capacity.
+        usd_per_hour: price of all their chips; None without a price.
     """
 
     num_slices: int
@@ -113,7 +113,7 @@ class Service:
 
 
 def serve(load: float, slice_tokens_per_s: float, chips_per_slice: int, price: float | None) -> Service | None:
-    """Slices for so many output tokens a second; None where a slice serves nothing."""
+    """Return the slices for a load in output tokens per second; None if a slice serves nothing."""
     if slice_tokens_per_s <= 0:
         return None
     num_slices = max(1, math.ceil(load / (slice_tokens_per_s * MAX_LOAD)))

@@ -1,4 +1,4 @@
-"""The model that a plan is for: a name, a config.json alone, or a folder; no weights are needed."""
+"""The model that a plan is for: a name, a single config.json, or a folder; weights are not needed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jpaged.models.hf_config import from_hf
 
 
 def find_config(name: str) -> tuple[str, ModelConfig]:
-    """What the model is called, and its config.
+    """Return the model's name and config.
 
     Args:
         name: `demo`, a well-known model's name or hub id, a config.json or a folder that has one.
 
     Raises:
-        NotFound: there is nothing of that name; the message lists the well-known ones.
+        NotFound: no model has that name; the message lists the well-known ones.
         InvalidArgument, Unsupported: its config.json cannot be read or served.
     """
     folder = find_local(name)

@@ -1,7 +1,7 @@
-"""One child process a target: it compiles with an environment of its own, and takes its compiler's crashes with it.
+"""Compilation in one child process per target, which isolates the environment and crashes of the compiler.
 
-libtpu 0.0.42 has been seen to crash (signal 11, for tpu7x) while two programs were compiled side by side. A child that
-a signal ends is asked again, for one program at a time.
+libtpu 0.0.42 has been seen to crash (signal 11, for tpu7x) while two programs were compiled concurrently. If a signal
+ends a child, it is restarted with one program at a time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 
 
 def compile_plan(question: Question, say: Callable[[str], None]) -> CompiledPlan:
-    """Asks a child, and waits; asks again where its compiler crashed.
+    """Compile in a child and wait for the plan; retry if its compiler crashed.
 
     Args:
         question: what to compile.
-        say: told what happens, a line at a time.
+        say: called with progress messages, one line each.
 
     Raises:
-        JpagedError: what the child says is wrong, or that it died.
+        JpagedError: the child reported an error, or died.
     """
     try:
         return _ask(question, say)
@@ -50,7 +50,7 @@ def compile_plan(question: Question, say: Callable[[str], None]) -> CompiledPlan
 
 
 class _Crashed(Exception):
-    """A child was ended by a signal."""
+    """A signal ended the child."""
 
     def __init__(self, number: int, last: str) -> None:
         super().__init__(number, last)
@@ -74,7 +74,7 @@ def _ask(question: Question, say: Callable[[str], None]) -> CompiledPlan:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says how
+            with contextlib.suppress(BrokenPipeError):  # the child has ended: its exit code gives the reason
                 child.stdin.write(json_text.dumps(asdict(question)))
                 child.stdin.close()
             found = _read(child.stdout, say)
@@ -92,7 +92,7 @@ def _ask(question: Question, say: Callable[[str], None]) -> CompiledPlan:
 
 
 def _read(lines: IO[str], say: Callable[[str], None]) -> CompiledPlan | None:
-    """The result among what a child prints; None if it ends without one."""
+    """Return the result from the output of a child; None if there is none."""
     found: CompiledPlan | None = None
     for line in lines:
         kind, _, rest = line.rstrip("\n").partition(" ")
@@ -107,5 +107,5 @@ def _read(lines: IO[str], say: Callable[[str], None]) -> CompiledPlan | None:
 
 
 def _decoded(text: str) -> Any:
-    """Reads a value that our own child wrote."""
+    """Decode a value that the child process wrote."""
     return pickle.loads(base64.b64decode(text))

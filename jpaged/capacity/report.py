@@ -1,4 +1,4 @@
-"""A plan in words and as JSON: what fits, what it would do, what it costs, and which target is the cheapest."""
+"""A plan as text and as JSON: memory fit, estimates, cost, and the cheapest target."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the user asks of every target.
+    """Workload for which every target is assessed.
 
     Attributes:
-        lengths: of the sequences; a load is an even mix of them.
-        tokens_per_s: of output to be served; None where there is no load.
-        prices: USD for an hour of a chip, by target or family; the empty name is for all.
-        goals: by which prefill and decode apart are compared with mixed steps; None compares nothing.
+        lengths: lengths of the sequences; a load is an even mix of them.
+        tokens_per_s: output tokens to serve; None without a load.
+        prices: USD per chip-hour, by target or family; the empty name is for all.
+        goals: latency goals for the comparison of roles; None for no comparison.
     """
 
     lengths: tuple[Lengths, ...]
@@ -46,17 +46,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """A plan and what it means for a workload; estimates are of one copy of the model, and none where it does not fit.
+    """A plan and its results for a workload. Estimates are of one copy of the model, and empty if it does not fit.
 
     Attributes:
-        estimates: for each of the lengths.
-        price: USD for an hour of a chip; None if none was given.
-        slice_tokens_per_s: of output, of all copies on the target, for the mix.
-        usd_per_million: output tokens of the mix; None without a price.
-        service: what carries the load; None without one.
-        roles: of the mix on the copies that carry the load, or on those of the target, and on two at least; None
-            where nobody asks, or nothing fits.
-        goals: that `roles` keeps.
+        estimates: one for each of the lengths.
+        price: USD per chip-hour; None if none was given.
+        slice_tokens_per_s: output tokens of all copies on the target, for the mix.
+        usd_per_million: USD per million output tokens of the mix; None without a price.
+        service: slices that carry the load; None without a load.
+        roles: comparison for the mix on the copies that carry the load, or on those of the target, and at least two;
+            None if not requested, or the model does not fit.
+        goals: goals of `roles`.
     """
 
     plan: CompiledPlan
@@ -70,7 +70,7 @@ class Assessment:
 
 
 def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
-    """Does the arithmetic."""
+    """Assess a plan for a workload."""
     price = price_of(workload.prices, plan.target.name, plan.target.family)
     if not plan.deployment.fits:
         return Assessment(plan, (), price, 0.0, None, None)
@@ -102,7 +102,7 @@ def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
 
 
 def cheapest(assessments: Sequence[Assessment]) -> Assessment | None:
-    """The cheapest that fits and has a price: by the hour for a load, else by the token; None where there is none."""
+    """Return the cheapest target that fits and has a price: by the hour for a load, else by the token; or None."""
 
     def cost(found: Assessment) -> float | None:
         return found.usd_per_million if found.service is None else found.service.usd_per_hour
@@ -112,7 +112,7 @@ def cheapest(assessments: Sequence[Assessment]) -> Assessment | None:
 
 
 def lines(found: Assessment) -> list[str]:
-    """The plan of one target in text."""
+    """Return the plan of one target as text."""
     plan, deployment = found.plan, found.plan.deployment
     memory, sizes = deployment.memory, deployment.geometry
     text = [f"{plan.model} on {plan.target.name}: {'fits' if deployment.fits else 'does not fit'}{_by_how_much(found)}"]
@@ -163,7 +163,7 @@ def _role_lines(roles: Comparison | None, goals: Goals) -> list[str]:
 
 
 def comparison(assessments: Sequence[Assessment], workload: Workload) -> list[str]:
-    """One line a target and the cheapest, where there are several."""
+    """Return a table of one line per target, and the cheapest; empty for a single target."""
     if len(assessments) < 2:
         return []
     text = [f"{'':4}{'target':<14}{'chips':>6}{'copies':>8}{'tokens/s':>10}{'USD/M tokens':>14}  load"]
@@ -190,7 +190,7 @@ def comparison(assessments: Sequence[Assessment], workload: Workload) -> list[st
 
 
 def as_json(found: Assessment) -> dict[str, Any]:
-    """All numbers of one target."""
+    """Return all numbers of one target."""
     plan, deployment = found.plan, found.plan.deployment
     memory = deployment.memory
     return {
@@ -244,7 +244,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
 
 def _roles_json(roles: Comparison) -> dict[str, Any]:
     values = {**dataclasses.asdict(roles), "choose": "apart" if roles.chooses_apart else "both"}
-    for way in ("mixed", "apart"):  # what is infinite has no number in JSON
+    for way in ("mixed", "apart"):  # JSON has no infinity
         values[way] = {name: None if value == math.inf else value for name, value in values[way].items()}
     return values
 

@@ -1,22 +1,22 @@
-"""When prefill and decode are better apart: the requests a second that copies of a model carry within latency goals.
+"""Comparison of mixed and disaggregated prefill and decode: requests per second of copies within latency goals.
 
-Of each way the rows b that decode on a copy are given, and from them follows what the copy carries. I and O are the
-tokens of a prompt and of its output, T those of a step's chunk of prompts, d(b) a step that decodes, m(b, T) one that
-has a chunk besides, s(T) one of a chunk alone.
+In both cases the number b of rows that decode on a copy is given, and the rate of the copy follows from it. I and O are
+the prompt and output tokens of a request, T the tokens of a prefill chunk in a step, d(b) a decode step, m(b, T) one
+with a chunk in addition, s(T) one of a chunk alone.
 
-    mixed     q = b I / (O T)              share of steps with a chunk; not over 1
+    mixed     q = b I / (O T)              share of steps with a chunk; at most 1
               E = d + q (m - d)            mean time of a step, and between two tokens
               requests/s of a copy = b / (O E)
-              first token: ceil(I / T) steps m, behind half a step and a queue (M/D/1) of them
-              99 of 100 tokens come within m where q is above 0.01, else d
+              first token: ceil(I / T) steps m, after half a step and a queue (M/D/1) of them
+              99 of 100 tokens come within m if q is above 0.01, else d
     apart     requests/s of a decode copy = b / (O d(b));  p copies prefill what d copies decode
-              first token: ceil(I / T) steps s, behind a queue of them
-              99 of 100 tokens come within d, or d and the transfer where that is one token of 100
+              first token: ceil(I / T) steps s, after a queue of them
+              99 of 100 tokens come within d, or d and the transfer if that is one token of 100
     transfer  bytes of the prompt's full blocks: out of a device over its host link, the network, and in again
 
-The goals are held by the largest b that keeps them; T is whichever power of two does best. The transfer goes on behind
-the first token, so that it delays the second. Nothing was measured: steps take what the plan says, and what a server
-does besides (its host, its network's latency, uneven arrivals between copies) is left out.
+The result is for the largest b that meets the goals, and the best power of two for T. The transfer runs after the first
+token, so it delays the second one. Nothing was measured: step times come from the plan, and other server costs (host,
+network latency, uneven arrivals between copies) are ignored.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from jpaged.capacity.estimate import Lengths, Pool
 from jpaged.capacity.step_times import StepTimes
 
 MIN_GAIN = 1.05
-"""Two kinds of servers are more to run than one: they are chosen for more than this many times the requests."""
+"""Minimum gain of disaggregation: two kinds of servers cost more to operate than one."""
 _MIN_CHUNK = 128
 _RARE = 0.01
 _MAX_COPIES = 64
-"""Ratios of prefill to decode are tried for so many copies; of more the best ratio is hardly another."""
+"""Maximum number of copies for which ratios of prefill to decode are tried; more would hardly change the best ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What a user should see, and how fast prompts travel.
+    """Latency goals, and network speed.
 
     Attributes:
-        ttft_s: the mean time to a first token.
-        itl_s: within which 99 of 100 further tokens come.
-        network_bytes_per_s: between two servers.
+        ttft_s: mean time to first token.
+        itl_s: bound for 99 of 100 inter-token latencies.
+        network_bytes_per_s: bandwidth between two servers.
     """
 
     ttft_s: float
@@ -54,15 +54,15 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run copies of a model, at the most requests that it carries within the goals.
+    """One way to run the copies of a model, at its maximum request rate within the goals.
 
     Attributes:
-        num_prefill: copies that compute prompts for others; 0 where each does both.
-        num_decode: the others.
-        chunk_tokens: of prompts in a step.
-        requests_per_s: of all copies; 0 where the goals cannot be met at all, and then the rest says what is least.
-        num_rows: that decode at one time on a copy that decodes.
-        transfer_s: of a prompt's blocks; it lies between a first token and the second. 0 where nothing travels.
+        num_prefill: copies that only prefill; 0 if each does both.
+        num_decode: the other copies.
+        chunk_tokens: prefill tokens in a step.
+        requests_per_s: of all copies; 0 if the goals cannot be met, and then the other fields are for the least load.
+        num_rows: concurrent rows on a decoding copy.
+        transfer_s: transfer of a prompt's blocks, between the first token and the second; 0 without a transfer.
     """
 
     num_prefill: int
@@ -82,7 +82,7 @@ class Comparison:
 
     Attributes:
         num_copies: at least two.
-        transfer_bytes: of one prompt.
+        transfer_bytes: bytes per prompt.
     """
 
     lengths: Lengths
@@ -93,12 +93,12 @@ class Comparison:
 
     @property
     def chooses_apart(self) -> bool:
-        """Prefill and decode apart carry clearly more."""
+        """True if disaggregation carries clearly more requests."""
         return self.apart.requests_per_s > MIN_GAIN * self.mixed.requests_per_s
 
 
 def compare(lengths: Lengths, pool: Pool, times: StepTimes, num_copies: int, goals: Goals) -> Comparison | None:
-    """Both ways for sequences of these lengths; None where not one fits, or none has a second token."""
+    """Compare both ways for sequences of these lengths; None if none fits, or the output has one token."""
     most = min(pool.num_fitting(lengths.input_len + lengths.output_len), pool.max_num_seqs)
     if most < 1 or lengths.output_len < 2:
         return None
@@ -124,14 +124,14 @@ def compare(lengths: Lengths, pool: Pool, times: StepTimes, num_copies: int, goa
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """The equations above, for given rows."""
+    """The equations of the module, for a given number of rows."""
 
     lengths: Lengths
     times: StepTimes
     goals: Goals
 
     def mixed(self, rows: int, chunk: int, num_copies: int) -> Way | None:
-        """Every copy does both; None where prompts come faster than they are computed."""
+        """Return the result if every copy does both; None if prompts arrive faster than they are computed."""
         input_len, output_len = self.lengths.input_len, self.lengths.output_len
         share = rows * input_len / (output_len * chunk)
         decode_s, both_s = self._decode_s(rows), self._step_s(chunk, rows)
@@ -144,7 +144,7 @@ class _Model:
         return Way(0, num_copies, chunk, num_copies * rate, rows, step_s / 2 + wait_s + prompt_s, step_s, p99_s)
 
     def apart(self, rows: int, chunk: int, num_prefill: int, num_decode: int) -> Way | None:
-        """Some copies compute prompts, the others go on; None where prompts come faster than they are computed."""
+        """Return the disaggregated result; None if prompts arrive faster than they are computed."""
         input_len, output_len = self.lengths.input_len, self.lengths.output_len
         decode_s, transfer_s = self._decode_s(rows), self.transfer_s
         rate = num_decode * rows / (output_len * decode_s)
@@ -158,12 +158,12 @@ class _Model:
         return Way(num_prefill, num_decode, chunk, rate, rows, wait_s + prompt_s, mean_s, p99_s, transfer_s)
 
     def transfer_bytes(self, block_size: int) -> float:
-        """Keys and values of a prompt's full blocks."""
+        """Return the bytes of the keys and values of a prompt's full blocks."""
         return self.lengths.input_len // block_size * block_size * self.times.roofline.shape.kv_bytes_per_token
 
     @property
     def transfer_s(self) -> float:
-        """Seconds for which a prompt's blocks are on their way, each part of it after the other."""
+        """Seconds to transfer a prompt's blocks, with all stages in sequence."""
         roofline = self.times.roofline
         num_bytes = self.lengths.input_len * roofline.shape.kv_bytes_per_token
         num_links = roofline.num_devices * self.times.num_context_parts
@@ -184,18 +184,18 @@ class _Model:
         return self.times.step_s(StepLoad(*(one + other for one, other in pairs)))
 
     def _prompt_s(self, chunk: int, rows: int) -> float:
-        """A prompt that does not wait; one that is shorter than a chunk has its step alone."""
+        """Return the seconds of a prompt without waiting; a prompt shorter than a chunk gets a shorter step."""
         input_len = self.lengths.input_len
         return math.ceil(input_len / chunk) * self._step_s(min(chunk, input_len), rows)
 
 
 def _queue_s(use: float, service_s: float) -> float | None:
-    """The mean wait of an M/D/1 queue; None where more comes than is served."""
+    """Return the mean wait of an M/D/1 queue; None if it is overloaded."""
     return None if use >= 1 else use * service_s / (2 * (1 - use))
 
 
 def _most_rows(way: Callable[[int], Way | None], most: int, goals: Goals) -> Way:
-    """The way with the most rows that keeps the goals; where none does, that of one row, with 0 requests a second."""
+    """Return the way with the most rows that meets the goals; if none does, that of one row with a rate of 0."""
 
     def keeps(found: Way | None) -> bool:
         return found is not None and found.ttft_s <= goals.ttft_s and found.itl_p99_s <= goals.itl_s
@@ -217,13 +217,13 @@ def _best(ways: Iterable[Way]) -> Way:
 
 
 def _chunks(max_num_batched_tokens: int) -> list[int]:
-    """Tokens of a chunk to try: powers of two, and as many as a step may have."""
+    """Return the chunk sizes to try: powers of two, and the maximum of a step."""
     powers = (1 << power for power in range(_MIN_CHUNK.bit_length() - 1, max_num_batched_tokens.bit_length()))
     return sorted({max_num_batched_tokens, *(power for power in powers if power <= max_num_batched_tokens)})
 
 
 def lines(found: Comparison, goals: Goals) -> list[str]:
-    """A comparison in text, with what the plan would choose."""
+    """Return a comparison as text, with the recommendation."""
     mixed, apart, lengths = found.mixed, found.apart, found.lengths
     text = [
         f"roles for {lengths.input_len} + {lengths.output_len} tokens on {found.num_copies} copies: a first token "

@@ -1,17 +1,17 @@
-"""How long a step of ours takes, at best and as assumed: what the devices take, their sums, and no less than the host.
+"""Duration of a planned step: device time, sums over devices, and at least the host's time.
 
     products  = weights over bandwidth, or FLOPs over peak (`jpaged.capacity.cost`)
-    attention, sampling = cycles that were counted (`jpaged.capacity.counted_times`), on TPUs
+    attention, sampling = measured cycles (`jpaged.capacity.counted_times`), on TPUs
     glue      = a share of products and attention: norms, rotations, layouts
     sums      = (2 * layers + 1) all-reduces of [tokens, E] in the type that the program sums in, each 2 * (n - 1) / n
-                of its bytes over the links and 2 * (size - 1) hops along every axis
+                of the bytes over the links and 2 * (size - 1) hops along every axis
     merges    = a layer's outputs [tokens, H, D] added up over the devices that share contexts, and their log-sum-exp
                 [tokens, H] gathered, in float32; each of those devices reads its part of the contexts
-    step      = all of these, and no less than the host's part
+    step      = all of these, and at least the host's part
 
-Where no cycles are known, as of GPUs, attention is in the products' roofline, with lower efficiencies, and sampling and
-glue are left out. The host prepares a step while the device runs the one before, so its time counts only where it is
-the longer. Nothing was measured on these devices.
+If no cycles are known, as for GPUs, the roofline includes attention, with lower efficiencies, and omits sampling and
+glue. The host prepares a step while the device runs the previous one, so its time counts only if it is longer. Nothing
+was measured on these devices.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import pad_for_sharding
 
 LINK_EFFICIENCY = 0.5
-"""The share of a device's links that is in use: small slices have no wrap-around, a ring uses not all at once."""
+"""Used share of a device's links: small slices have no wrap-around, and a ring does not use all links at once."""
 HOP_S = 1e-6
 _FLOAT32 = 4
 GLUE_SHARE = 0.03
-"""The part of products and attention that norms, rotations and layouts take besides."""
+"""Share of products and attention that norms, rotations and layouts take in addition."""
 HOST_S, HOST_ROW_S = 0.1e-3, 0.01e-3
-"""A step of the host at most, 0.74 ms for 64 rows; `benchmarks/results/host_step.json` has what one takes."""
+"""Upper bound of the host's step time: 0.74 ms for 64 rows; measurements: `benchmarks/results/host_step.json`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Where a step's time goes, in seconds.
+    """Parts of a step's time, in seconds.
 
     Attributes:
-        products_s: attention with them where it is not counted.
-        host_s: prepares the next step meanwhile.
+        products_s: includes attention if that is not measured.
+        host_s: preparation of the next step, concurrent with the device.
     """
 
     products_s: float
@@ -58,7 +58,7 @@ class StepParts:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Duration of the whole step."""
         on_device_s = self.products_s + self.attention_s + self.sampling_s + self.glue_s + self.sums_s + self.merges_s
         return max(self.host_s, on_device_s)
 
@@ -71,18 +71,18 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A copy of a model on some devices of a target, as it was planned or compiled.
+    """A copy of a model on some devices of a target, as planned or compiled.
 
     Attributes:
-        kv_dtype: that keys and values are kept in.
+        kv_dtype: type of stored keys and values.
         itemsize: bytes of a weight.
-        num_devices: that share the copy.
-        weight_bytes: of one device.
+        num_devices: devices that share the copy.
+        weight_bytes: bytes on one device.
         block_size: slots of a block on one device.
-        bytes_per_block: of all layers, on one device.
-        number_bytes: of each number that is summed over devices.
-        adapter_bytes: of weight_bytes, what adapters in their slots take.
-        num_context_parts: parts of every context, each on so many devices that share the copy.
+        bytes_per_block: all layers, on one device.
+        number_bytes: bytes of each number that is summed over devices.
+        adapter_bytes: the part of weight_bytes for adapter slots.
+        num_context_parts: parts of every context, each on num_devices devices that share the copy.
     """
 
     config: ModelConfig
@@ -98,10 +98,10 @@ class PlannedModel:
     num_context_parts: int = 1
 
     def step_times(self, counted: CountedCycles | None = None) -> StepTimes:
-        """The time of each step; an embedding that is only looked up counts for nothing: little of it is read.
+        """Return the step times. An embedding that is only looked up is ignored, because a step reads little of it.
 
         Args:
-            counted: the cycles of kernels; those of the package when left out.
+            counted: cycles of kernels; defaults to those of the package.
         """
         config, num_devices, hardware = self.config, self.num_devices, self.target.hardware
         head_params = config.vocab_size * config.hidden_size
@@ -128,7 +128,7 @@ class PlannedModel:
             kv_dtype=self.kv_dtype,
             block_size=self.block_size,
         )
-        # Kernels over latents were not counted.
+        # Kernels over latents were not measured.
         times = (
             None
             if config.value_dim is not None
@@ -150,7 +150,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class OutputNumbers:
-    """What attention gives of a token on one device: numbers of all heads, and a log-sum-exp of each."""
+    """Attention outputs of a token on one device: numbers of all heads, and log-sum-exps."""
 
     outputs: int = 0
     heads: int = 0
@@ -158,16 +158,16 @@ class OutputNumbers:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A model split over some devices of a target.
+    """Step times of a model split over some devices of a target.
 
     Attributes:
-        roofline: of the model on so many devices.
-        target: that they are of.
-        hidden_size: width of what is summed over devices.
-        number_bytes: of each number that is summed over devices.
-        counted: attention and sampling of one device; None where no cycles are known.
+        roofline: of the model on these devices.
+        target: the target of the devices.
+        hidden_size: width of the sums over devices.
+        number_bytes: bytes of each number that is summed over devices.
+        counted: times of attention and sampling of one device; None if no cycles are known.
         num_context_parts: parts of every context.
-        numbers: that are merged over them.
+        numbers: attention outputs that are merged over these parts.
     """
 
     roofline: Roofline
@@ -179,7 +179,7 @@ class StepTimes:
     numbers: OutputNumbers = OutputNumbers()
 
     def parts(self, load: StepLoad) -> StepParts:
-        """Where the time of a step goes."""
+        """Return the parts of a step's time."""
         sums_s, host_s = self._sums_s(load.num_tokens), HOST_S + HOST_ROW_S * load.num_rows
         merges_s = self._merges_s(load.num_tokens)
         load = load.in_parts(self.num_context_parts)
@@ -192,11 +192,11 @@ class StepTimes:
         )
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return self.parts(load).seconds
 
     def assumptions(self, num_rows: int) -> list[str]:
-        """What the times are made of, a line each; of steps of so many rows at most."""
+        """Return lines that describe the assumptions, for steps of at most num_rows rows."""
         links = f"{LINK_EFFICIENCY:.0%} of the links between devices"
         if self.counted is None:
             return [
@@ -216,7 +216,7 @@ class StepTimes:
             return 0.0
         num_bytes = num_tokens * self.hidden_size * self.number_bytes
         moved_s = 2 * (n - 1) / n * num_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY)
-        # A part of the slice is taken to be a line.
+        # A part of the slice is assumed to be a line.
         axes = self.target.shape if n == self.target.num_devices else (n,)
         hops = sum(2 * (size - 1) for size in axes)
         return (2 * self.roofline.shape.num_layers + 1) * (moved_s + max(hops, 2) * HOP_S)
@@ -232,7 +232,7 @@ class StepTimes:
 
 
 def expert_shape(config: ModelConfig) -> dict[str, Any]:
-    """The parameters of a model's experts and how many of them a token meets, as fields of `Shape`."""
+    """Return the `Shape` fields of a model's experts: their parameters, and the share that a token uses."""
     if config.mixture is None:
         return {}
     routing, num_sparse = config.mixture.routing, sum(kind.is_sparse for kind in config.layer_kinds)

@@ -1,4 +1,4 @@
-"""What a step of a model on disk reads and multiplies with, by its config: folders and GGUF files alike."""
+"""Cost of a step of a model on disk, from its config: folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int
 def stored_shape(
     path: Path, dtype: str | None = None, kv_dtype: str | None = None, quantization: str = "auto"
 ) -> Shape:
-    """Reads what a step of a checkpoint costs off its config.
+    """Return what a step of a checkpoint reads and computes, from its config.
 
     Args:
-        path: as `find_folder` gives it.
-        dtype: of weights that are not quantised, in the server; None is that of the files.
-        kv_dtype: of the KV cache; None is that of the weights.
-        quantization: that weights are rounded by while they are loaded.
+        path: as `find_folder` returns it.
+        dtype: type of weights that are not quantized, in the server; None for that of the files.
+        kv_dtype: type of the KV cache; None for that of the weights.
+        quantization: method by which weights are rounded at loading.
 
     Raises:
         InvalidArgument, Unsupported: as `read_config`.

@@ -1,8 +1,8 @@
-"""Where a plan is for: a slice of TPUs or some GPUs, with what each device has.
+"""Target of a plan: a TPU slice or some GPUs, and the hardware of each device.
 
 | | devices | names |
 |---|---|---|
-| TPU | all of a slice; jax counts two on a chip of tpu7x | as libtpu has them: `v6e:2x4` |
+| TPU | all of a slice; jax counts two on a chip of tpu7x | as in libtpu: `v6e:2x4` |
 | GPU | some of one machine | `h200`, `a100:8` |
 """
 
@@ -25,12 +25,12 @@ class Target:
 
     Attributes:
         name: as the user writes it.
-        family: what prices are named by: the generation, or the GPU.
-        platform: whose compiler it takes, `tpu` or `cuda`.
+        family: key of prices: the generation, or the GPU.
+        platform: platform of the compiler, `tpu` or `cuda`.
         num_devices: as jax counts them.
-        num_chips: as they are paid for.
-        hardware: what each device has.
-        shape: devices along each axis; a message passes all of an axis.
+        num_chips: as they are billed.
+        hardware: data of each device.
+        shape: devices along each axis; a message passes all devices of an axis.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Target:
 
 
 def find_target(name: str) -> Target:
-    """The target of a name.
+    """Return the target of a name.
 
     Raises:
-        InvalidArgument: there is none; the message lists those that are known.
+        InvalidArgument: the name is unknown; the message lists the known ones.
     """
     topology = TOPOLOGIES.get(name)
     if topology is not None:
@@ -66,7 +66,7 @@ def find_target(name: str) -> Target:
 
 
 def _hardware(gpu: str) -> Hardware:
-    """The numbers of a GPU whose description is there to compile for."""
+    """Return the hardware of a GPU that can be compiled for."""
     found = find_hardware(device_kind(gpu))
     if found is None:
         raise InternalError(f"{gpu} is described as {device_kind(gpu)!r}, which is not in the table of hardware")

@@ -1,14 +1,14 @@
-"""Weights in files: found, read, checked, written, converted; quantised/ and gguf/ are rooms of their own.
+"""Checkpoint files: locating, reading, checking, writing and converting; with the packages quantised/ and gguf/.
 
 hub.py                 a model's name -> its folder -> its config
-names.py               which tensors a checkpoint of a model holds
-weights.py             files -> parameters on devices, a leaf at a time
-finite.py              whether they are numbers
-tensor_source.py       what tensors are read from
-tensor_files.py        safetensors files, read
-safetensors_writer.py  safetensors files, written
+names.py               names of the tensors in a model's checkpoint
+weights.py             files -> parameters on devices, one leaf at a time
+finite.py              check for NaN and infinities
+tensor_source.py       interface of the checkpoint readers
+tensor_files.py        reader of safetensors files
+safetensors_writer.py  writer of safetensors files
 adapters/              adapters (LoRA)
-orbax.py               Orbax folders, read
-orbax_writer.py        Orbax folders, written
-conversion.py          one format -> another
+orbax.py               reader of Orbax folders
+orbax_writer.py        writer of Orbax folders
+conversion.py          conversion between formats
 """

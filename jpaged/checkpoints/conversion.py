@@ -1,10 +1,9 @@
-"""Checkpoints from one format into another, tensor by tensor.
+"""Conversion of checkpoints between formats, one tensor at a time.
 
-Every tensor of the source is written under its name and in its shape, in its type unless another is asked for, or
-rounded to fewer bits (`jpaged.checkpoints.quantised.writing`). A tensor that a model has in a type of its own keeps
-that. At any time host memory holds one tensor as it was read, and again in the type it is written in where that
-differs. The destination appears under its name when it is whole. What a GGUF file has in blocks is written as the
-weights that they stand for.
+Every tensor keeps its name and shape. It keeps its type unless the options request another one, or quantization
+(`jpaged.checkpoints.quantised.writing`). A tensor whose type is fixed by the model keeps that. Host memory holds one
+tensor as it was read, and its copy in the written type if that differs. The destination appears under its name when it
+is complete. Blocks of a GGUF file are written as dequantized weights.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ WRITTEN_DTYPES = ("float32", "bfloat16", "float16")
 MAX_SHARD_BYTES = 5 * 2**30
 _MIN_SHARD_BYTES: Mapping[CheckpointFormat, int] = {"orbax": 2**20, "safetensors": 2**10}
 
-# What goes along beside the tensors: configs, tokenizer, chat templates, licence.
+# Files copied with the tensors: configs, tokenizer, chat templates, license.
 _COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*", "NOTICE*")
 _NO_COMPANIONS = frozenset({INDEX_FILE, MANIFEST_FILE})
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -55,14 +54,14 @@ _MORE_TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True, slots=True)
 class ConversionOptions:
-    """How a checkpoint is written.
+    """Options of a conversion.
 
     Attributes:
-        dtype: one of `WRITTEN_DTYPES` for all tensors; None leaves each in its own.
-        max_shard_bytes: size of a file, at most for safetensors (5 GiB when None), where a larger tensor has its own,
-            and about for Orbax (None leaves it to Orbax).
-        force: replaces a checkpoint that is at the destination.
-        quantize: one of `ASKED`, to round the matrices of layers to; None leaves them.
+        dtype: one of `WRITTEN_DTYPES` for all tensors; None keeps the type of each.
+        max_shard_bytes: file size: a maximum for safetensors (5 GiB when None), except that a larger tensor has a
+            separate file; approximate for Orbax (None for Orbax' default).
+        force: replace a checkpoint at the destination.
+        quantize: one of `ASKED`, to quantize the matrices of layers; None for no quantization.
 
     Raises:
         InvalidArgument: a value is none of those.
@@ -89,23 +88,23 @@ class ConversionOptions:
 
 
 def on_host() -> None:
-    """Keeps jax from taking an accelerator for what needs none; for a process that only converts."""
+    """Keep jax from using an accelerator; for a process that only converts."""
     jax.config.update("jax_platforms", "cpu")
 
 
 def convert_folder(
     source: Path, destination: Path, options: ConversionOptions, progress: Progress = no_progress
 ) -> None:
-    """Writes the checkpoint of one folder, in either format, or of a GGUF file into another folder.
+    """Convert a checkpoint folder in either format, or a GGUF file, to another folder.
 
     Args:
         source: with config.json, or a GGUF file.
-        destination: a folder that is not there, or empty; parents are made.
+        destination: a folder that does not exist, or is empty; parents are created.
         progress: called before each tensor with (number, total, name).
 
     Raises:
-        InvalidArgument: the source is not whole, the destination is taken or too small, or a number does not fit.
-        Unsupported: the source is of a model or a format that is not read.
+        InvalidArgument: the source is incomplete, the destination is taken or too small, or a number does not fit.
+        Unsupported: the source has an unsupported model or format.
         Unavailable: the destination could not be written.
     """
     _check_apart(source, destination)
@@ -130,7 +129,7 @@ def _open(source: Path) -> AbstractContextManager[TensorSource]:
 
 
 def _copy_companions(source: Path, folder: Path) -> None:
-    """Copies what belongs to a model besides its weights: configs, tokenizer, chat templates, licence."""
+    """Copy the files of a model other than weights: configs, tokenizer, chat templates, license."""
     if is_gguf(source):
         _write_companions(source, folder)
         return
@@ -143,7 +142,7 @@ def _copy_companions(source: Path, folder: Path) -> None:
 
 
 def _write_companions(source: Path, folder: Path) -> None:
-    """Writes what a GGUF file says in its metadata as Hugging Face's libraries have it in files."""
+    """Write the metadata of a GGUF file as files of Hugging Face's libraries."""
     files = {CONFIG_FILE: dict(read_model(source).hf)}
     tokenizer = read_tokenizer(source)
     if tokenizer is not None:
@@ -184,11 +183,11 @@ def _stored(
     rounded: Rounded | None,
     progress: Progress,
 ) -> list[StoredTensor]:
-    """Every tensor that is written, layer by layer, to be read and cast or rounded when it is its turn.
+    """Return every tensor to write, layer by layer; each is read, and cast or quantized, when it is written.
 
     Args:
-        dtype: to which they are cast; None leaves them.
-        kept: the type of those that have one of their own, whatever the model's.
+        dtype: type to cast to; None keeps the stored types.
+        kept: types of the tensors whose type is fixed by the model.
     """
     names = sorted(source.names, key=_natural_order)
     matrices = {} if rounded is None else rounded.matrices
@@ -233,14 +232,14 @@ def _cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _write_dtype(path: Path, dtype: str) -> None:
-    """Says in a config.json what type the tensors now are; checkpoints name it in one of two ways, or both."""
+    """Set the type of the tensors in a config.json; checkpoints use one of two keys, or both."""
     config = read_json(path)
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     _write_config(path, dict.fromkeys(keys, dtype))
 
 
 def _write_config(path: Path, values: Mapping[str, object]) -> None:
-    """Puts values into a config.json."""
+    """Set values in a config.json."""
     path.write_text(json_text.dumps({**read_json(path), **values}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -252,7 +251,7 @@ def _check_apart(source: Path, destination: Path) -> None:
 
 @contextmanager
 def _new_folder(destination: Path, force: bool) -> Iterator[Path]:
-    """A folder beside the destination, which takes its place when the block ends well; nothing is left otherwise."""
+    """Yield a new folder that replaces the destination if the block succeeds, and is removed otherwise."""
     destination = destination.absolute()
     _check_free(destination, force)
     try:

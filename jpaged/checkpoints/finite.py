@@ -1,6 +1,6 @@
-"""Whether weights are numbers: each device looks at what it has, while the next leaf is read.
+"""Check that weights are finite: each device checks its part while the next leaf is read.
 
-NaN in one weight is NaN in every token, which shows only when somebody waits for it.
+NaN in one weight makes every token NaN, which would otherwise show only at the first request.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jpaged.checkpoints.tensor_source import TensorSource
 from jpaged.errors import InvalidArgument
 
 _SLICE = 1 << 18
-"""Numbers that are looked at in one go: they and the answers stay in the processor's cache."""
+"""Numbers checked in one pass, so that they and the result fit into the processor's cache."""
 
 
 def check_finite(leaf: jax.Array) -> Callable[[], bool]:
-    """Begin to look at a leaf; the call that comes back says whether what this process has of it is all finite.
+    """Start to check a leaf. The returned function returns True if this process's part is finite.
 
-    A CPU looks at once: the leaf was written just now, and no program has to be made for its shape. Other devices look
-    meanwhile.
+    On a CPU the check runs at once: the leaf was just written, and no program must be compiled for its shape. Other
+    devices check concurrently.
     """
     devices: set[jax.Device] = leaf.sharding.device_set
     if all(device.platform == "cpu" for device in devices):
@@ -35,14 +35,14 @@ def check_finite(leaf: jax.Array) -> Callable[[], bool]:
 
 
 def finite_on_host(leaf: jax.Array) -> bool:
-    """Whether what this process has of a leaf is all finite, where the devices' memory is the host's."""
+    """Return True if this process's part of a leaf is finite, for devices that use host memory."""
     return all(_is_finite(np.asarray(shard.data).reshape(-1)) for shard in leaf.addressable_shards)
 
 
 def finite_flags(leaf: jax.Array) -> jax.Array:
-    """A flag for each device of what it has of the leaf: False for NaN and infinities. Returns before it is known.
+    """Return a flag per device: False if its part of the leaf has NaN or infinities. Does not wait.
 
-    Nothing passes between devices: processes load at their own pace.
+    The devices do not communicate, because processes load at different speeds.
     """
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
@@ -55,7 +55,7 @@ def _is_finite(flat: np.ndarray) -> bool:
 
 
 def refuse_tensor(files: TensorSource, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raises InvalidArgument where a tensor, in the type that it is loaded in, is not all finite."""
+    """Raise InvalidArgument if a tensor, cast to the type that it is loaded in, is not finite."""
     stored = files.read(name, shape)
     is_bad = ~np.isfinite(stored.astype(dtype))
     if not is_bad.any():

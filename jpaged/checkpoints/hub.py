@@ -1,4 +1,4 @@
-"""The model that a user names -> a local folder in Hugging Face layout, or a GGUF file -> its config."""
+"""Model name -> local folder in Hugging Face layout, or GGUF file -> config."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from jpaged.models.quantisation.formats import EXPERT_AXES, leaf_format, module_
 from jpaged.models.quantisation.rules import Quantisation
 
 DEMO = "demo"
-"""Names the packaged checkpoint, whatever folder is here or model on the hub."""
+"""Name of the packaged checkpoint; takes precedence over a folder or a hub model of that name."""
 
 DEMO_DRAFT = "demo-draft"
-"""Names the packaged draft model of the demo, likewise."""
+"""Name of the packaged draft model of the demo, with the same precedence."""
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 MAX_CONFIG_BYTES = 1 << 24
-"""Limit of config.json and files like it; those that name the format of every layer have about 1 MB."""
+"""Limit of config.json and similar files; those that name the format of every layer have about 1 MB."""
 _CACHED, _SNAPSHOTS = "models--", "snapshots"
 """Names in the hub client's cache."""
 
 _MAX_DEPTH = 64
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
-"""What a fingerprint reads of each file: so many places, the first and the last included, of so many bytes."""
+"""Places, including the first and the last, and bytes per place that a fingerprint reads of each file."""
 
 # Weights, configs and tokenizers at the top of a repository; not the duplicates in other formats.
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -57,21 +57,21 @@ _UNWANTED_FILES = ("*/*", "consolidated*")
 
 
 def find_folder(model: str) -> Path:
-    """Find the folder of a checkpoint: a local one, or a snapshot of a hub id, downloaded when it is not cached.
+    """Return the folder of a checkpoint: a local one, or a snapshot of a hub id, downloaded if it is not cached.
 
     A name that exists as a folder or as a GGUF file, or that is written as a path (beginning with `.`, `/` or `~`, or
-    ending in `.gguf`), is local. Whatever the hub client reads from its environment (token, cache, offline mode) holds.
+    ending in `.gguf`), is local. The environment variables of the hub client (token, cache, offline mode) apply.
 
     Raises:
         InvalidArgument: a local folder without config.json, or an Orbax checkpoint of another program.
-        NotFound: there is no such folder, or the hub does not give the model.
+        NotFound: no such folder exists, or the hub does not provide the model.
     """
     folder = find_local(model)
     if folder is not None:
         return folder
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
         raise NotFound(f"model: there is no folder {model}")
-    from huggingface_hub import snapshot_download  # which takes a while to import, and only this needs
+    from huggingface_hub import snapshot_download  # slow to import, and only needed here
 
     try:
         snapshot = snapshot_download(model, allow_patterns=list(_WANTED_FILES), ignore_patterns=list(_UNWANTED_FILES))
@@ -84,10 +84,10 @@ def find_folder(model: str) -> Path:
 
 
 def find_local(model: str) -> Path | None:
-    """Find the folder of a checkpoint that is on this machine: a packaged one, or one of that path; None without.
+    """Return the folder of a local checkpoint: a packaged one, or one at that path; None if there is none.
 
-    Of a GGUF model, which needs no folder, it is the file, or the first of its parts; so it is where a folder holds
-    one and no weights in Hugging Face layout.
+    For a GGUF model it is the file, or the first part. This also applies to a folder that holds a GGUF model and no
+    weights in Hugging Face layout.
 
     Raises:
         InvalidArgument: it has no config.json and no GGUF model, or is an Orbax checkpoint of another program.
@@ -116,7 +116,7 @@ def find_local(model: str) -> Path | None:
 
 
 def _find_snapshot(folder: Path) -> Path:
-    """Find the snapshot of a model's folder in a hub cache: the one that `refs/main` names, or the only one.
+    """Return the snapshot in a model's folder of a hub cache: the one that `refs/main` names, or the only one.
 
     Raises:
         InvalidArgument: there is none, or there are several.
@@ -133,13 +133,13 @@ def _find_snapshot(folder: Path) -> Path:
 
 
 def expand_home(path: str, field: str) -> Path:
-    """Put a user's folder where a path begins with `~` or `~user`.
+    """Expand `~` or `~user` at the start of a path.
 
     Args:
-        field: that the path was given as.
+        field: option that the path was given for.
 
     Raises:
-        InvalidArgument: there is no such user.
+        InvalidArgument: the user does not exist.
     """
     try:
         return Path(path).expanduser()
@@ -148,11 +148,11 @@ def expand_home(path: str, field: str) -> Path:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config of a checkpoint folder; end-of-sequence tokens as transformers' generate would take them.
+    """Return the config of a checkpoint folder; end-of-sequence tokens are those of transformers' generate.
 
     Raises:
         InvalidArgument: a file is missing or malformed.
-        Unsupported: the model needs something that is not computed here.
+        Unsupported: the model needs an unsupported feature.
     """
     if is_gguf(folder):
         return read_model(folder).config
@@ -166,7 +166,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_scheme(folder: Path) -> Scheme | None:
-    """How the weights of a checkpoint folder are quantised; None if they are not.
+    """Return the quantization scheme of a checkpoint folder; None if it is not quantized.
 
     Raises:
         InvalidArgument, Unsupported: as `read_config`.
@@ -184,7 +184,7 @@ def _find_scheme(folder: Path, config: Mapping[str, object]) -> Scheme | None:
 
 
 def _without_mixed_orders(folder: Path, config: ModelConfig, scheme: Scheme) -> Quantisation:
-    """Return the rules for memory: matrices that share inputs and order their groups differently are kept as weights.
+    """Return the rules for memory: matrices that share inputs but order their groups differently stay unquantized.
 
     Query, key and value are one matrix here, whose rows have one order of groups.
     """
@@ -210,10 +210,10 @@ def _without_mixed_orders(folder: Path, config: ModelConfig, scheme: Scheme) -> 
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells one checkpoint from another without reading all of its weights.
+    """Return a digest of a checkpoint without reading all weights.
 
-    It is of their config, and of each file's name, size and contents at some places, by which a model that was trained
-    further is told from the one that it was.
+    It covers the config, and each file's name, size and contents at some places, which change if a model is trained
+    further.
     """
     if is_gguf(folder):
         digest, files = hashlib.sha256(repr(read_model(folder).config).encode()), parts_of(folder)
@@ -232,10 +232,10 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> Mapping[str, object]:
-    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name.
+    """Return the JSON object in a file. Raise InvalidArgument with the file's name if it holds none.
 
     Args:
-        limit: bytes of the file at most; JSON takes many times its size in memory.
+        limit: maximum size of the file in bytes; JSON takes many times its size in memory.
     """
     try:
         value = json.loads(read_bounded(path, limit).decode("utf-8-sig"))

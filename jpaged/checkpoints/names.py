@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint of a model holds, and how many numbers they are."""
+"""Names of the tensors in a model's checkpoint, and their sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ModelLeaves:
     """Every leaf of a model's parameters.
 
     Attributes:
-        outer: what is around the layers, the embedding first.
-        layers: of each layer, those of one kind in the same order; paths start inside the layer.
+        outer: leaves outside the layers, the embedding first.
+        layers: leaves of each layer, in the same order for layers of one kind; paths start inside the layer.
     """
 
     outer: list[Leaf]
@@ -31,7 +31,7 @@ class ModelLeaves:
 
 
 def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves:
-    """The leaves, with the names that their tensors have in a checkpoint that holds those that are given."""
+    """Return the leaves, with tensor names that match a checkpoint with the `stored` names."""
     family, names = find_family(config.architecture), frozenset(stored)
     prefix = _prefix(family, names)
     layers = [
@@ -55,13 +55,13 @@ def _prefix(family: AnyFamily, names: Collection[str]) -> str:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Numbers that the model's parameters are; a tied embedding counts once."""
+    """Return the number of the model's parameters; a tied embedding counts once."""
     leaves = model_leaves(config)
     return sum(math.prod(leaf.shape) for each in (leaves.outer, *leaves.layers) for leaf in each)
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> float:
-    """Bytes of the model's parameters, of so many bytes each where they are not quantised."""
+    """Return the bytes of the model's parameters, with `itemsize` bytes for each that is not quantized."""
     leaves = model_leaves(config)
     return sum(_leaf_bytes(config, leaf, itemsize) for each in (leaves.outer, *leaves.layers) for leaf in each)
 
@@ -76,10 +76,10 @@ def _leaf_bytes(config: ModelConfig, leaf: Leaf, itemsize: int) -> float:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor that no leaf names is known to be without effect.
+    """Return True if a tensor that no leaf uses is known to have no effect.
 
-    Old checkpoints store the rotary frequencies, which follow from the config, and causal masks; models that
-    read images store what sees; tied ones may repeat the embedding, whose equality the loader checks.
+    Old checkpoints store rotary frequencies, which follow from the config, and causal masks. Multimodal models store
+    vision weights. Tied models may repeat the embedding; the loader checks that both are equal.
     """
     family = find_family(config.architecture)
     if any(part in name for part in (".rotary_emb.inv_freq", *family.ignored)):
@@ -90,7 +90,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 def _layer_of(name: str, family: AnyFamily) -> int:
-    """The number of the layer that a tensor is of; -1 where it is of none."""
+    """Return the number of a tensor's layer; -1 if it belongs to none."""
     for prefix in (family.name_prefix(()) + family.layers_prefix, family.layers_prefix):
         number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
         if number.isdecimal():

@@ -1,14 +1,14 @@
-"""A checkpoint folder whose tensors are in Orbax: what is in it, and how slices of it are read.
+"""Reader of checkpoint folders with Orbax tensors.
 
-    FOLDER/jpaged.json             the manifest: format and its version, architecture, type, who wrote it
+    FOLDER/jpaged.json             the manifest: format and its version, architecture, type, version of the writer
     FOLDER/config.json, ...        Hugging Face layout: config, generation config, tokenizer, chat template
     FOLDER/params/                 Orbax (OCDBT, zarr3): {tensor name: array}
 
-Tensors have the names and shapes of Hugging Face, whole and as published: nothing in the folder depends on a mesh or on
-how layers run, so any mesh restores it, by the same code that reads safetensors. They lie in chunks of a MiB at most,
-cut along both axes, and a device's slice is read through tensorstore, chunk by chunk.
+Tensors have the names and shapes of Hugging Face, complete and as published. Nothing in the folder depends on a mesh or
+on how layers run, so any mesh restores it, with the same code that reads safetensors. The tensors are stored in chunks
+of at most a MiB, cut along both axes. A device's slice is read through tensorstore, chunk by chunk.
 
-The manifest is written last, into a folder that gets its name when all is there.
+The manifest is written last, into a folder that gets its name when everything is complete.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PARAMS_FOLDER = "params"
 _FORMAT = "jpaged-orbax"
 _FORMAT_VERSION = 1
 _UNREADABLE = (OSError, ValueError, LookupError, RuntimeError)
-"""What tensorstore raises; it has no error of its own."""
+"""Errors of tensorstore, which has no error class."""
 _SIGNS_OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 
 
 def write_manifest(folder: Path, architecture: str, dtype: str) -> None:
-    """Makes a folder one that can be read, once all else is there; dtype is that of the tensors, or `mixed`."""
+    """Write the manifest, which makes a folder readable, last; dtype is that of the tensors, or `mixed`."""
     value = {
         "format": _FORMAT,
         "format_version": _FORMAT_VERSION,
@@ -66,12 +66,12 @@ def _check_manifest(path: Path) -> None:
 
 
 def is_orbax_folder(folder: Path) -> bool:
-    """Whether a folder is one of ours, finished."""
+    """Return True if a folder is a complete Orbax checkpoint of jpaged."""
     return (folder / MANIFEST_FILE).is_file()
 
 
 def refuse_other_orbax(folder: Path) -> None:
-    """Tells a folder of Orbax that is not readable here from one that has nothing to do with Orbax.
+    """Raise an error if a folder is an Orbax checkpoint that cannot be read.
 
     Raises:
         InvalidArgument: Orbax wrote it, and `jpaged convert` did not, or was interrupted.
@@ -91,7 +91,7 @@ class OrbaxTensors:
     """The tensors of an Orbax folder, as a `TensorSource`.
 
     Raises:
-        InvalidArgument: the manifest or Orbax' list of arrays is missing or broken, or of a version not known here.
+        InvalidArgument: the manifest or Orbax' list of arrays is missing or broken, or of an unknown version.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,18 +102,18 @@ class OrbaxTensors:
         self.names = _names(self._folder)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from its own metadata."""
+        """Return the shape of a tensor, from its metadata."""
         return tuple(self._array(name).shape)
 
     def dtype(self, name: str) -> np.dtype:
-        """The type of a tensor, from its own metadata; Unsupported when it is not among `ALL_DTYPES`."""
+        """Return the type of a tensor, from its metadata. Raise Unsupported if it is not among `ALL_DTYPES`."""
         stored = str(self._array(name).dtype.name)
         if stored not in ALL_DTYPES:
             raise unsupported_dtype(self.where(name), name, stored)
         return ALL_DTYPES[stored]
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-        """See `TensorSource.read`; of a part the chunks are read that it touches."""
+        """See `TensorSource.read`; for a part it reads the chunks that overlap it."""
         check_shape(self, name, shape)
         self.dtype(name)
         try:
@@ -122,7 +122,7 @@ class OrbaxTensors:
             raise self._unreadable(name, error) from error
 
     def where(self, name: str) -> Path:
-        """The folder of all arrays: several may share a file."""
+        """Return the folder of all arrays: several may share a file."""
         return self._folder
 
     def _array(self, name: str) -> Any:
@@ -144,10 +144,10 @@ class OrbaxTensors:
 
 
 def _names(folder: Path) -> frozenset[str]:
-    """The names in Orbax' list of arrays.
+    """Return the names in Orbax' list of arrays.
 
-    Its own reader asks for all arrays at once, and where one is broken the answers of others come to an event loop that
-    is closed: tracebacks of other threads, now and then.
+    Orbax' reader requests all arrays at once. If one is broken, results of others reach a closed event loop, which
+    sometimes prints tracebacks of other threads.
     """
     path = folder / "_METADATA"
     if not path.is_file():

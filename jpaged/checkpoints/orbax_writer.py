@@ -1,4 +1,7 @@
-"""Writes Orbax checkpoints a tensor at a time. Apart from what reads them: Orbax takes most of a second to import."""
+"""Writer of Orbax checkpoints, one tensor at a time.
+
+It is separate from the reader, because importing Orbax takes most of a second.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,27 @@ from jpaged.checkpoints.safetensors_writer import StoredTensor
 
 _CHUNK_BYTES = 2**20  # 512 x 1024 in bfloat16; Orbax warns of less
 _MAX_PRIME = 4096
-# Not needed to read, and they tell of the machine that wrote: the path it wrote to.
+# Not needed for reading; it contains the path on the machine that wrote the checkpoint.
 _OF_ONE_MACHINE = ("commit_success.txt",)
 
 
 def write_orbax(tensors: Sequence[StoredTensor], folder: Path, max_file_bytes: int | None) -> None:
-    """Writes the tensors into `folder / PARAMS_FOLDER`, one after another; not the manifest.
+    """Write the tensors into `folder / PARAMS_FOLDER`, one after another, without the manifest.
 
-    Host memory holds one tensor, and what of it is on its way to the file.
+    Host memory holds one tensor, and its parts that are being written.
 
     Args:
         folder: must exist.
-        max_file_bytes: about the size of a data file; None leaves it to Orbax.
+        max_file_bytes: approximate size of a data file; None for Orbax' default.
 
     Raises:
-        OSError, ValueError: a file could not be written; tensorstore has no error of its own.
+        OSError, ValueError: a file could not be written; tensorstore has no error class.
     """
     target = (folder / PARAMS_FOLDER).resolve()
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(
             (StoredTensor, _OneByOne(deepcopy_host_arrays=False)),
-            (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, and Orbax warns of that
+            (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, and Orbax warns about that
         ),
         use_zarr3=True,
         use_compression=False,  # weights are noise
@@ -54,7 +57,7 @@ def write_orbax(tensors: Sequence[StoredTensor], folder: Path, max_file_bytes: i
 
 
 class _OneByOne(ocp.type_handlers.NumpyHandler):
-    """Orbax' handler of NumPy arrays for tensors that are not read yet: it would write all of them at once."""
+    """Orbax' handler of NumPy arrays for tensors that are not read yet; the original would write all at once."""
 
     async def serialize(self, values: Sequence[StoredTensor], infos: Sequence[Any], args: Any = None) -> list[Any]:
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
@@ -64,12 +67,12 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
 
 
 def _chunk_bytes(tensor: StoredTensor) -> int | None:
-    """Orbax divides axes into equal chunks: one of prime length would fall into single rows, and stays whole."""
+    """Return the chunk size; None for an axis with a large prime factor, which Orbax would split into single rows."""
     return None if any(_largest_prime(size) > _MAX_PRIME for size in tensor.shape) else _CHUNK_BYTES
 
 
 def _largest_prime(number: int) -> int:
-    """The largest prime factor."""
+    """Return the largest prime factor."""
     factor = 2
     while factor * factor <= number:
         if number % factor == 0:

@@ -1,8 +1,8 @@
-"""Writes safetensors files a tensor at a time; the library's own writer takes all tensors of a file at once.
+"""Writer of safetensors files, one tensor at a time; the library's writer takes all tensors of a file at once.
 
     8 bytes: length of the header | header: JSON, padded with spaces to 8 bytes | the tensors, one after another
 
-A checkpoint of more than one file has an index beside them, as transformers writes and reads it.
+A checkpoint of several files has an index file in the format of transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME_OF = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is to be written; `read` makes it, once, and it is dropped before the next is asked for."""
+    """A tensor to write. `read` creates it, once; it is dropped before the next one is read."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,22 +32,22 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
+        """Size in bytes."""
         return self.size * self.dtype.itemsize
 
 
 def write_tensor_files(tensors: Sequence[StoredTensor], folder: Path, max_shard_bytes: int) -> None:
-    """Writes `model.safetensors`, or shards and their index where one file would be over the limit.
+    """Write `model.safetensors`, or shards and their index if one file would exceed the limit.
 
     Args:
-        tensors: in the order in which they are dealt out to files.
+        tensors: in the order in which they are assigned to files.
         folder: must exist.
-        max_shard_bytes: of the tensors of one file; a tensor that is larger has a file of its own.
+        max_shard_bytes: limit for the tensors of one file; a larger tensor has a separate file.
 
     Raises:
         OSError: a file could not be written.
@@ -68,7 +68,7 @@ def write_tensor_files(tensors: Sequence[StoredTensor], folder: Path, max_shard_
 
 
 def _write_file(tensors: Sequence[StoredTensor], path: Path) -> None:
-    # Wide types first, as the library does: then every tensor begins at a multiple of its type's size.
+    # Wide types first, as in the library: then every tensor is aligned to the size of the type.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     with path.open("wb") as file:
         file.write(_header(ordered))

@@ -1,4 +1,4 @@
-"""The safetensors files of one checkpoint folder: which tensors are there, and one of them at a time."""
+"""Reader of the safetensors files of a checkpoint folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ FORMAT_DTYPES: Mapping[str, np.dtype] = {
     "F8_E4M3": ALL_DTYPES["float8_e4m3fn"],
     "F8_E8M0": ALL_DTYPES["float8_e8m0fnu"],
 }
-"""Types by the names that the format has for them."""
+"""Types by their names in the format."""
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Limit of the format."""
 MAX_INDEX_BYTES = 1 << 26
 """Limit of the index of a checkpoint's shards; that of DeepSeek-V3 has 9 MB."""
 _LENGTH_BYTES = 8
 _CHUNK_BYTES = 1 << 24
-"""Bytes that are read at a time when a part is cut out of each row."""
+"""Bytes read at a time if a part is cut out of each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a tensor is in its file: `begin` counts from the start of the file."""
+    """Location of a tensor in its file: `begin` counts from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,15 +60,15 @@ class _Stored:
 
 
 class StableFile:
-    """A file that is read with `pread` and must not change meanwhile.
+    """A file that is read with `pread` and must not change during that time.
 
-    Others may overwrite it: to touch a mapped page of a file that was made shorter ends the process (SIGBUS).
+    Other programs may overwrite it: access to a mapped page of a truncated file would kill the process (SIGBUS).
 
     Attributes:
-        state: its size and the time of its last change.
+        state: size and modification time.
 
     Args:
-        state: those that it must have; None takes those that it has now.
+        state: required state; None for the current one.
 
     Raises:
         InvalidArgument: the file cannot be opened.
@@ -87,7 +87,7 @@ class StableFile:
         os.close(self._descriptor)
 
     def fill(self, array: np.ndarray, begin: int) -> None:
-        """Read all bytes of a contiguous array; the file is as it was, or an error is raised.
+        """Read all bytes of a contiguous array from an unchanged file.
 
         Raises:
             InvalidArgument: the file has changed.
@@ -113,10 +113,10 @@ class StableFile:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """Read a metadata file that has at most so many bytes.
+    """Read a metadata file of at most `limit` bytes.
 
     Raises:
-        InvalidArgument: it has more; nothing beyond the limit is read.
+        InvalidArgument: it is larger; nothing beyond the limit is read.
         OSError: it cannot be read.
     """
     with path.open("rb", buffering=0) as file:
@@ -135,7 +135,7 @@ class _TensorFile:
     """One safetensors file.
 
     Raises:
-        InvalidArgument: the file is not whole, or changes while it is read.
+        InvalidArgument: the file is incomplete, or changes while it is read.
     """
 
     def __init__(self, path: Path, max_header_bytes: int) -> None:
@@ -150,7 +150,7 @@ class _TensorFile:
             raise
 
     def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a tensor, or the part that an index cuts out; of other rows of the first axis nothing is read."""
+        """Read a tensor, or the part that an index selects; other rows of the first axis are not read."""
         stored = self.tensors[name]
         if not index:
             found = np.empty(stored.shape, dtype)
@@ -177,7 +177,7 @@ class _TensorFile:
         return found
 
     def _tensors(self, num_bytes: int) -> dict[str, _Stored]:
-        """The header, which has to name every byte of the file once."""
+        """Parse the header, which must name every byte of the file once."""
         if num_bytes < _LENGTH_BYTES:
             raise self._not_whole(f"of {num_bytes} bytes")
         packed = np.empty(_LENGTH_BYTES, np.uint8)
@@ -228,24 +228,24 @@ def _stored(entry: Mapping[str, Any], data_begin: int) -> _Stored:
 
 
 def _pairs(index: tuple[slice, ...], shape: tuple[int, ...]) -> Iterator[tuple[slice, int]]:
-    """A slice for each axis; those that an index leaves out are whole."""
+    """Return a slice for each axis; axes that an index omits are complete."""
     return zip((*index, *[slice(None)] * (len(shape) - len(index))), shape, strict=True)
 
 
 class TensorFiles:
     """Open checkpoint files as a `TensorSource`.
 
-    A folder holds either one `model.safetensors`, which wins, or the shards that `model.safetensors.index.json`
-    names. Files that are neither are not looked at.
+    A folder holds either one `model.safetensors`, which takes precedence, or the shards that
+    `model.safetensors.index.json` names. Other files are ignored.
 
     Args:
         opened: closes the files.
-        single: the name of the one file, where it is another.
-        max_header_bytes: of the part of a file that names its tensors.
+        single: alternative name of the single file.
+        max_header_bytes: limit of a file's header, which names its tensors.
 
     Raises:
         InvalidArgument: a file is missing or broken, changes while it is read, or the index and the shards disagree.
-        Unsupported: the weights are there in another format only.
+        Unsupported: the weights are only there in another format.
     """
 
     def __init__(
@@ -279,23 +279,23 @@ class TensorFiles:
         return frozenset(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from the header of its file."""
+        """Return the shape of a tensor, from the file header."""
         return self._stored(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """The type of a tensor, from the header of its file; Unsupported when it is not among `FORMAT_DTYPES`."""
+        """Return the type of a tensor, from the file header. Raise Unsupported if not among `FORMAT_DTYPES`."""
         stored = self._stored(name).dtype
         if stored not in FORMAT_DTYPES:
             raise unsupported_dtype(self.where(name), name, stored)
         return FORMAT_DTYPES[stored]
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-        """See `TensorSource.read`; of a part nothing else is read from the file."""
+        """See `TensorSource.read`; for a part nothing else is read from the file."""
         check_shape(self, name, shape)
         return self._files[self._file_of[name]].read(name, self.dtype(name), index)
 
     def where(self, name: str) -> Path:
-        """The file that holds a tensor, or the folder when none does."""
+        """Return the file that holds a tensor, or the folder if none does."""
         return self._folder / self._file_of[name] if name in self._file_of else self._folder
 
     def _stored(self, name: str) -> _Stored:
@@ -326,6 +326,6 @@ class TensorFiles:
             raise unreadable(path, f"must be a JSON object with a weight_map: {error!r}") from error
         for file_name in sorted(set(wanted.values())):
             self._open_file(file_name)
-        # As in transformers the shards hold what there is: an index may omit tensors, or name another shard.
+        # As in transformers, the shards decide: an index may omit tensors, or name another shard.
         for name in sorted(wanted.keys() - self._file_of.keys()):
             raise InvalidArgument(str(path), f"puts tensor {name} into {wanted[name]}; it is in no shard")

@@ -1,4 +1,4 @@
-"""What tensors are read from: files of either format."""
+"""Interface of checkpoint readers, for files of any format."""
 
 from __future__ import annotations
 
@@ -27,49 +27,49 @@ PACKED_DTYPES: Mapping[str, np.dtype] = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""Types besides that quantised checkpoints are made of."""
+"""Additional types in quantized checkpoints."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 ALL_DTYPES = {**DTYPES, **PACKED_DTYPES}
 
 
 class TensorSource(Protocol):
-    """The tensors of one model under the names of Hugging Face, one at a time; it knows nothing of our tree."""
+    """The tensors of one model under the names of Hugging Face, independent of jpaged's parameter tree."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor that is there."""
+        """Every stored tensor."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one of `names`, as stored."""
+        """Return the shape of one of `names`, as stored."""
 
     def dtype(self, name: str) -> np.dtype:
-        """The type of one of `names`, as stored.
+        """Return the type of one of `names`, as stored.
 
         Raises:
             Unsupported: it is not among `ALL_DTYPES`.
         """
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-        """One tensor, or a part of it, in the type that it is stored in.
+        """Read one tensor, or a part of it, in its stored type.
 
         Args:
-            shape: that it must have.
-            index: slices of its first axes; not much else is read.
+            shape: required shape.
+            index: slices of the first axes; not much else is read.
 
         Raises:
             InvalidArgument: it is missing, misshapen, or cannot be read.
-            Unsupported: its type is not read.
+            Unsupported: its type is not supported.
         """
 
     def where(self, name: str) -> Path:
-        """What to name in an error: the file that holds a tensor, or the folder of one that is in none."""
+        """Return the path for error messages: the file that holds a tensor, or the folder."""
 
 
 def check_shape(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
-    """Refuses a tensor that is missing or misshapen, by name.
+    """Raise an error if a tensor is missing or misshapen.
 
     Raises:
-        InvalidArgument: says which, and what config.json makes it.
+        InvalidArgument: names the tensor, and its shape according to config.json.
     """
     where = str(source.where(name))
     if name not in source.names:
@@ -80,7 +80,7 @@ def check_shape(source: TensorSource, name: str, shape: tuple[int, ...]) -> None
 
 
 def read_weight(source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-    """`TensorSource.read` of what must be weights, or a bias: of a type in `DTYPES`."""
+    """`TensorSource.read` for weights or biases: the type must be in `DTYPES`."""
     tensor = source.read(name, shape, index)
     if tensor.dtype.name not in DTYPES:
         raise unsupported_dtype(source.where(name), name, tensor.dtype.name)
@@ -88,7 +88,7 @@ def read_weight(source: TensorSource, name: str, shape: tuple[int, ...], index: 
 
 
 def read_integers(source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-    """`TensorSource.read` of what must be integers."""
+    """`TensorSource.read` for integers."""
     tensor = source.read(name, shape, index)
     if tensor.dtype.kind != "i":
         raise Unsupported(f"{source.where(name)}: tensor {name} is {tensor.dtype.name}; it has to be of integers")
@@ -96,7 +96,7 @@ def read_integers(source: TensorSource, name: str, shape: tuple[int, ...], index
 
 
 def unreadable(path: Path, problem: str) -> InvalidArgument:
-    """Return the error for a file that cannot be read, with the cause where the file shows it."""
+    """Return the error for a file that cannot be read, with the cause if the file shows it."""
     if path.is_symlink() and not path.exists():
         problem = (
             f"is a link to {path.readlink()}, which is missing: a download was interrupted; download the model again"
@@ -109,5 +109,5 @@ def unreadable(path: Path, problem: str) -> InvalidArgument:
 
 
 def unsupported_dtype(where: Path, name: str, dtype: str) -> Unsupported:
-    """The error for a tensor that is of no type in `DTYPES`."""
+    """Return the error for a tensor whose type is not in `DTYPES`."""
     return Unsupported(f"{where}: tensor {name} is {dtype}; supported: {', '.join(DTYPES)}")

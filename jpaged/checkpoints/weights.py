@@ -44,10 +44,10 @@ from jpaged.models.registry import find_family
 from jpaged.models.sharding import PaddedAxis, insert, padded_axis
 from jpaged.models.stack import LayerMode
 
-# Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"); in scan mode with the name of a stack.
+# Path of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"); in scan mode with the name of a stack.
 LeafPath = tuple[str | int, ...]
 LeafGroup = tuple[LeafPath, Sequence[Leaf]]
-# A part of a leaf as a fresh array; a slice for each axis.
+# Returns a part of a leaf as a new array, given a slice for each axis.
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 Progress = Callable[[int, int, str], None]
 _LOG = logging.getLogger(__name__)
@@ -55,18 +55,18 @@ _MAX_SHOWN = 5
 
 
 def no_progress(done: int, total: int, name: str) -> None:
-    """Reports nothing."""
+    """Do nothing."""
 
 
 _CONSTANTS = {"scale": 1.0, "bias": 0.0, "scales": 5e-4, "zeros": 0.0, "group_ids": 0.0, "input_scale": 0.05}
-"""All other leaves are random; values of few bits have a standard deviation of a third of their largest number."""
+"""Leaves with constant values. Others are random; low-bit values have a deviation of a third of the maximum."""
 
 
 def random_params(model: Model, layer_mode: LayerMode, *, seed: int, shardings: Params) -> Params:
-    """Random parameters for measuring without a checkpoint, distributed as those of `model.init_params`.
+    """Return random parameters for measurements without a checkpoint, distributed as in `model.init_params`.
 
-    Each device makes its parts by itself, a leaf at a time: one program for all leaves would hold the random bits of
-    every device's parts on each (26 GiB, where an 8B model in eight parts has 2 GiB a device).
+    Each device generates its parts, one leaf at a time: a single program for all leaves would hold the random bits of
+    every device's parts on each device (26 GiB, where an 8B model in eight parts has 2 GiB a device).
     """
     abstract, tree = jax.tree_util.tree_flatten_with_path(model.abstract_params(layer_mode))
     leaves = []
@@ -95,7 +95,8 @@ def _leaf_maker(
     def make(seed: jax.Array, index: jax.Array) -> jax.Array:
         if constant is not None:
             return jnp.full(local_shape, constant, dtype)
-        # Filling large arrays from a threefry key takes minutes to compile on a CPU; these numbers are no secret.
+        # A threefry key takes minutes to compile for large arrays on a CPU; these numbers need no cryptographic
+        # quality.
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
         for axis in sharding.spec:
             key = key if axis is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
@@ -120,22 +121,22 @@ def load_params(
     shardings: Params | None = None,
     progress: Progress = no_progress,
 ) -> Params:
-    """Reads a checkpoint folder, safetensors or Orbax, or a GGUF file, into the tree of `abstract_params(layer_mode)`.
+    """Load a checkpoint folder (safetensors or Orbax) or a GGUF file into the tree of `abstract_params(layer_mode)`.
 
     Host memory holds one leaf at a time (in scan mode, that leaf for all layers) and the tensors of the part that is
-    being made; safetensors are memory-mapped, of Orbax' arrays the chunks are read that the part touches.
+    being built. For safetensors only the rows of the part are read, for Orbax the chunks that overlap it.
 
     Args:
-        model: what to load, as published; its dtype is what leaves are cast to.
+        model: the published model; leaves are cast to its dtype.
         layer_mode: one tree a layer, or one with stacked leaves.
-        num_parts: the tree is that of the model padded for so many (`jpaged.models.sharding`).
-        shardings: a tree of them; only parts of this process's devices are read. None is the default device.
+        num_parts: the tree is that of the model padded for this number of parts (`jpaged.models.sharding`).
+        shardings: a tree of shardings; only parts of this process's devices are read. None for the default device.
         progress: called after each leaf with (done, total, name).
 
     Raises:
-        InvalidArgument: a tensor is missing, left over, misshapen, not finite or not tied as promised; it is named,
+        InvalidArgument: a tensor is missing, superfluous, misshapen, not finite or not tied as promised; it is named,
             with its file.
-        Unsupported: the weights are in a format or a type that is not read.
+        Unsupported: the weights are in an unsupported format or type.
     """
     config, quantisation = model.config, model.config.quantisation
     checks: list[tuple[Callable[[], bool], Sequence[Leaf], TensorSource]] = []
@@ -170,7 +171,7 @@ def load_params(
 def _read_matrix(
     files: TensorSource, scheme: Scheme | None, quantisation: Quantisation | None, dtype: np.dtype
 ) -> ReadMatrix:
-    """Reads matrices as they were published, or rounds weights."""
+    """Return a function that reads quantized matrices as published, or quantizes weights."""
 
     def read(name: str, shape: tuple[int, ...], axis: int) -> StoredMatrix:
         if scheme is None:
@@ -183,7 +184,7 @@ def _read_matrix(
 
 
 def _put_parts(parts: QuantisedMatrix, shardings: QuantisedMatrix | None) -> QuantisedMatrix:
-    """The arrays of a quantised leaf on their devices."""
+    """Put the arrays of a quantized leaf on their devices."""
     leaves, tree = jax.tree.flatten(parts, is_leaf=lambda leaf: isinstance(leaf, Part))
     placed = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
     arrays = [put(part.shape, part.read, sharding) for part, sharding in zip(leaves, placed, strict=True)]
@@ -192,7 +193,7 @@ def _put_parts(parts: QuantisedMatrix, shardings: QuantisedMatrix | None) -> Qua
 
 
 def put(shape: tuple[int, ...], read: Read, sharding: Sharding | Format | None) -> jax.Array:
-    """Copies a leaf to its devices, or to the default one, and waits, so that the host's copy can go."""
+    """Copy a leaf to its devices, or to the default one, and wait, so that the host's copy can be freed."""
 
     def part(index: tuple[slice, ...] | None = None) -> np.ndarray:
         return read(index or (slice(None),) * len(shape))
@@ -204,11 +205,11 @@ def put(shape: tuple[int, ...], read: Read, sharding: Sharding | Format | None) 
 
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[TensorSource]:
-    """Opens the tensors of a checkpoint folder, in whichever format it holds them.
+    """Open the tensors of a checkpoint folder in any supported format.
 
     Raises:
-        InvalidArgument: it holds none, or what holds them is broken, unfinished, or of an unknown version.
-        Unsupported: they are there in another format only.
+        InvalidArgument: there are none, or they are broken, incomplete, or of an unknown version.
+        Unsupported: they are only there in another format.
     """
     if is_gguf(folder):
         yield read_model(folder).tensors()
@@ -222,11 +223,11 @@ def open_tensors(folder: Path) -> Iterator[TensorSource]:
 
 
 def read_head(folder: Path) -> EagleConfig:
-    """The shape of an EAGLE-3 head in a folder, as its config.json and the names of its tensors say it.
+    """Return the config of an EAGLE-3 head in a folder, from config.json and the tensor names.
 
     Raises:
         InvalidArgument: a file is missing or malformed.
-        Unsupported: another kind of head, or a setting or a format that is not read.
+        Unsupported: another kind of head, or an unsupported setting or format.
     """
     config = head_from_hf(read_json(folder / CONFIG_FILE))
     with open_tensors(folder) as tensors:
@@ -234,13 +235,13 @@ def read_head(folder: Path) -> EagleConfig:
 
 
 def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | None) -> None:
-    """Refuses what `load_params` would refuse, before anything is read but a tied embedding that is there twice.
+    """Raise the errors of `load_params` that need no weights, except for reading a duplicate of a tied embedding.
 
     Args:
-        scheme: how the weights are quantised; None is not.
+        scheme: quantization scheme of the weights; None if they are not quantized.
 
     Raises:
-        InvalidArgument: a tensor is missing, left over, misshapen or not tied as promised.
+        InvalidArgument: a tensor is missing, superfluous, misshapen or not tied as promised.
     """
     groups = _leaf_groups(config, tensors, "loop")
     _check_names(tensors, groups, config, scheme)
@@ -255,7 +256,7 @@ def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | N
 
 
 def _leaf_groups(config: ModelConfig, tensors: TensorSource, layer_mode: LayerMode) -> list[LeafGroup]:
-    """The leaves of the tree by their places; in scan mode a place in the layers stands for that leaf of each."""
+    """Return the leaves by their paths in the tree; in scan mode a path in the layers has that leaf of each layer."""
     leaves = model_leaves(config, tensors.names)
     groups: list[LeafGroup] = [(leaf.path, [leaf]) for leaf in leaves.outer]
     if layer_mode == "scan":
@@ -278,7 +279,7 @@ def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: Model
         _refuse_output(files, left_over, module_of(find_family(config.architecture).lm_head), scheme)
     if not left_over:
         return
-    # Numbers of matrices that are read could change the output, and of GGUF the tensors are all that names parts.
+    # Superfluous tensors of matrices that are read could change the output; in GGUF only tensors name the parts.
     matrices = {module_of(name) for leaf in leaves for name, _ in leaf.tensors} if scheme is not None else set()
     refused = [name for name in left_over if name.rpartition(".")[0] in matrices or is_gguf(files.where(name))]
     shown = ", ".join(f"{name} ({files.where(name)})" for name in (refused or left_over)[:_MAX_SHOWN])
@@ -307,7 +308,7 @@ def _stored_names(leaf: Leaf, scheme: Scheme | None) -> Iterator[str]:
 
 
 def _is_unused(files: TensorSource, name: str) -> bool:
-    """Whether a tensor of a quantised checkpoint is without effect: old writers give every module a bias, of zeros."""
+    """Return True if a tensor of a quantized checkpoint has no effect, like the zero biases of old writers."""
     return name.endswith(UNUSED) or (name.endswith(".bias") and not files.read(name, files.shape(name)).any())
 
 
@@ -333,7 +334,7 @@ def _refuse_not_finite(files: TensorSource, leaves: Sequence[Leaf], dtype: np.dt
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A leaf of the padded tree in the files: one, or that of all layers stacked."""
+    """A leaf of the padded tree in the files: a single one, or that of all layers stacked."""
 
     files: TensorSource
     leaves: Sequence[Leaf]
@@ -349,14 +350,14 @@ class _Source:
         return (len(self.leaves), *shape) if self.is_stacked else shape
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of the leaf: of its split axis, and all of the others."""
+        """Read a part of the leaf: a slice of the split axis, and all other axes completely."""
         if self.split is None:
             return self._pack(slice(None))
         begin, end, _ = index[self.split.axis + self.is_stacked].indices(self.split.wide_size)
         return self.split.padded(self._pack(slice(*self.split.source(begin, end))), begin, end)
 
     def _pack(self, part: slice) -> np.ndarray:
-        """The part of the published leaf along the split axis, which need not be an axis of its tensors."""
+        """Read a part of the published leaf along the split axis, which need not be an axis of the stored tensors."""
         if self.split is not None and part != slice(0, self.split.size):
             axis = self.split.axis
             if any(leaf.tensor_axes[axis] is None for leaf in self.leaves):
@@ -376,7 +377,7 @@ class _Source:
         if self.split is None or part == slice(0, self.split.size):
             return ()
         axis = leaf.tensor_axes[self.split.axis]
-        assert axis is not None  # `_pack` has read those whole
+        assert axis is not None  # `_pack` has read those completely
         begin, end = (place * stored[axis] // self.split.size for place in (part.start, part.stop))
         return (*(slice(None),) * axis, slice(begin, end))
 

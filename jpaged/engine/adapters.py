@@ -1,12 +1,13 @@
-"""Which adapter is in which slot of the device. A slot is held by the running groups that use what is in it.
+"""LoRA slots of the device. Running groups hold the slot of the adapter that they use.
 
     slot      1      2      3     ...  max_loras
     holds     sql    chat   old   .
     held by   2      1      0     0              groups
 
-A group takes a slot when it begins to run, whether it waited or was swapped out, and gives it back when it no longer
-runs. Of those that nobody holds the one that was held longest ago is overwritten: the executor loads an adapter before
-the step that uses it and behind those that used what was there, since it runs in the order of dispatch.
+A group takes a slot when it starts to run, whether it was waiting or swapped out, and releases it when it stops
+running. A new adapter overwrites the slot that has been unused for the longest time. The executor loads an adapter
+before the first step that uses it and after the steps that used the slot's former adapter, because the device runs in
+dispatch order.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from jpaged.types import LoadedAdapter
 
 
 class AdapterSlots:
-    """Gives slots to groups, for the scheduler alone; a group without an adapter has slot 0 and needs none."""
+    """LoRA slot allocation, for the scheduler alone. A group without an adapter has slot 0 and needs no allocation."""
 
     def __init__(self, max_loras: int) -> None:
         self._num_slots = max_loras
-        self._free: dict[int, None] = dict.fromkeys(range(1, max_loras + 1))  # the one that is overwritten next first
-        # Numbers of loads, and not the adapters: what is unloaded leaves host memory with its last request.
+        self._free: dict[int, None] = dict.fromkeys(range(1, max_loras + 1))  # the next slot to overwrite comes first
+        # Load numbers instead of the adapters: an unloaded adapter leaves host memory with its last request.
         self._loaded: dict[int, int] = {}
         self._slots: dict[int, int] = {}
         self._num_users: Counter[int] = Counter()
         self._to_load: dict[int, LoadedAdapter] = {}
 
     def can_take(self, adapter: LoadedAdapter) -> bool:
-        """Whether there is a slot with the adapter, or one that nobody holds."""
+        """Return True if the adapter is in a slot, or a slot is free."""
         return adapter.number in self._slots or bool(self._free)
 
     def leaving_for(self, waiting: Group, yielding: Iterator[Group]) -> list[Group]:
-        """The next to be preempted for a group that finds no room, of those that yield to it, in their order.
+        """Return the running groups to preempt next so that a waiting group can be admitted.
 
-        It is the first of them, but where a slot is lacking all who hold the one that comes free first, and nobody
-        where none would: without it whatever else came free would be of no use.
+        `yielding` are the groups that may be preempted for it, in order. If the waiting group needs no new slot, the
+        result is the first of them. Otherwise it is all holders of the slot that becomes free first, or an empty list
+        if no slot would become free: without a slot, preempted blocks would be of no use.
         """
         adapter, holders = waiting.request.adapter, defaultdict[int, list[Group]](list)
         if adapter is None or self.can_take(adapter):
@@ -53,7 +55,7 @@ class AdapterSlots:
         return []
 
     def take(self, group: Group, adapter: LoadedAdapter) -> None:
-        """Gives a group the slot of its adapter, which is loaded if it is in none."""
+        """Assign the adapter's slot to a group; schedule a load if the adapter is in no slot."""
         slot = self._slots.get(adapter.number)
         if slot is None:
             slot = self._put(adapter)
@@ -62,7 +64,7 @@ class AdapterSlots:
         group.uses_slot(slot)
 
     def give_back(self, group: Group) -> None:
-        """Takes back what a group that ran has held."""
+        """Release the slot of a group that has stopped running."""
         slot = group.adapter_slot
         self._num_users[slot] -= 1
         if not self._num_users[slot]:
@@ -70,12 +72,12 @@ class AdapterSlots:
         group.uses_slot(0)
 
     def take_loads(self) -> dict[int, LoadedAdapter]:
-        """What the device has to load, by slot, before the next step; each is told once."""
+        """Return and clear the adapters that the device must load before the next step, by slot."""
         loads, self._to_load = self._to_load, {}
         return loads
 
     def check(self, running: Iterable[Group]) -> None:
-        """Raises InternalError where a slot is held by others than the running groups of its adapter."""
+        """Raise InternalError unless the running groups hold exactly the slots of their adapters."""
         held = Counter(group.adapter_slot for group in running if group.adapter_slot)
         if held != +self._num_users:
             raise InternalError(f"adapter slots are held by {dict(held)} groups, counted were {dict(+self._num_users)}")

@@ -1,4 +1,4 @@
-"""What is under way: a dispatch that was begun, and one whose results are waited for."""
+"""Records of in-flight work: started steps, and dispatches whose results are pending."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jpaged.engine.scheduling.tells import StepTell
 
 
 class Dispatched(NamedTuple):
-    """A dispatch whose results were not taken in yet: what it was, and the executor's handles.
+    """A dispatch whose results have not been processed: its schedule and the executor's handles.
 
     Attributes:
-        results: waits for them, where they are not to be collected of the executor.
+        results: waits for the results and returns them, if they do not come from `Executor.collect`.
     """
 
     schedule: Schedule
@@ -28,10 +28,10 @@ class Dispatched(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A step whose forward pass is under way, and whose sample is not.
+    """A step whose forward pass is dispatched and whose sample is not.
 
     Attributes:
-        bound: rows that wait for what the step before sampled.
+        bound: rows whose grammar masks depend on the tokens that the previous step sampled.
     """
 
     schedule: Schedule
@@ -55,7 +55,7 @@ class Fed(NamedTuple):
 
     @contextmanager
     def closed_where_it_fails(self) -> Iterator[None]:
-        """Closes the feed where what is inside raises: the program would wait for ever."""
+        """Close the feed if the body raises; otherwise the program would wait forever."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""The engine's face: what any thread may ask of it, and the thread that its loop runs on."""
+"""Thread-safe front end of the engine, and the thread that runs its loop."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from jpaged.types import FinishReason, LoadedAdapter, Request
 logger = logging.getLogger(__name__)
 
 _JOIN_S, _ABANDONED_JOIN_S = 0.2, 1.0
-"""How long to wait for the end of a loop that may hang in its executor."""
+"""Timeouts of the join of a loop that may hang in its executor."""
 _LOOK_S = 0.005
 THREAD_NAME = "jpaged-engine"
 _ANY_LENGTH = KeyLengths()
 
 
 class LoopThread:
-    """Runs a loop until it is stopped or fails; without `start` whoever calls `step` is the thread."""
+    """Runs a loop until it is stopped or fails; without `start` the caller of `step` is its thread."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
@@ -47,10 +47,10 @@ class LoopThread:
         self._thread: threading.Thread | None = None
         self._on_failure: Callable[[Exception], None] | None = None
         self.has_ended = False
-        """Commands that are added now never run; set before the last look at the inbox."""
+        """Commands that are added from now on never run; set before the last read of the inbox."""
 
     def ask(self, command: Callable[[], None]) -> None:
-        """Has something done on the loop's thread before its next step; any thread may ask."""
+        """Post a command to the loop's thread, to run before its next step. Thread-safe."""
         self._inbox.put(command)
 
     def start(self, on_failure: Callable[[Exception], None] | None) -> None:
@@ -59,20 +59,20 @@ class LoopThread:
         self._thread.start()
 
     def step(self) -> bool:
-        """Does what was asked for, and one iteration of the loop."""
+        """Run the posted commands and one iteration of the loop."""
         self._drain_inbox()
         return self._loop.step()
 
     def fail(self, error: Exception, *, hangs: bool) -> None:
-        """Ends the loop as a fault of its own would; if it hangs, `stop` does not wait for it."""
+        """End the loop as an internal fault would; with `hangs`, `stop` does not wait for it."""
         self._is_abandoned = self._is_abandoned or hangs
         self.ask(lambda: self._give_up(error))
 
     def stop(self) -> bool:
-        """Ends the loop and what it has in flight; False when it hangs, and what it holds is left to it."""
+        """Stop the loop and fail its requests. Return False if it hangs; its resources are not released then."""
         self.ask(self._stopping.set)
         if self._thread is not None:
-            while self._thread.is_alive() and not self._is_abandoned:  # somebody may say so meanwhile
+            while self._thread.is_alive() and not self._is_abandoned:  # another thread may call `fail`
                 self._thread.join(_JOIN_S)
             self._thread.join(_ABANDONED_JOIN_S)
             if self._thread.is_alive():
@@ -86,12 +86,12 @@ class LoopThread:
                 with collected_between_steps:
                     while self.step() and not self._stopping.is_set():
                         self._await_arrivals()
-                if not self._stopping.is_set():  # which the step may have read from the inbox
+                if not self._stopping.is_set():  # the step may have read the stop command from the inbox
                     self._loop.check()
                     self._inbox.get()()
-        except Unavailable as error:  # from outside, or of several processes one is lost: nothing here went wrong
+        except Unavailable as error:  # raised from outside, or another process is lost: nothing failed here
             self._fail(error)
-        except Exception as error:  # the top of the loop: whatever happened, every stream must hear of it
+        except Exception as error:  # the top of the loop: whatever happened, every stream must get its error
             logger.exception("the engine failed")
             self._fail(error)
 
@@ -119,16 +119,16 @@ class LoopThread:
             command()
 
     def _await_arrivals(self) -> None:
-        """While the device runs several steps, waits for what may be asked for before the next are decided."""
+        """Wait for commands while the device runs several steps, until the next step must be decided."""
         seconds = self._loop.spare_s
         if seconds > 0:
             try:
                 self._inbox.get(timeout=seconds)()
             except queue.Empty:
-                """Nobody came."""
+                """No command arrived."""
 
     def flush(self, disk: DiskTier, until_s: float) -> bool:
-        """Has written what memory has and disk has not; False when that is not over at a time (of `time.monotonic`)."""
+        """Write to disk what memory has and disk lacks. Return False if the time (of `time.monotonic`) has passed."""
         if self._thread is not None and not self._thread.is_alive():
             return True
         is_over = threading.Event()
@@ -145,7 +145,7 @@ class LoopThread:
         return is_over.is_set()
 
     def await_tiers(self) -> None:
-        """Waits a moment where nothing runs and blocks are on their way between tiers of memory."""
+        """Wait briefly if no request runs and transfers between memory tiers are pending."""
         if self._loop.awaits_tiers and not self._loop.scheduler.queues.has_work:
             self._await_arrivals()
 
@@ -155,27 +155,28 @@ class LoopThread:
 
 
 class Engine:
-    """Runs requests to their end.
+    """Engine of one model replica: runs requests until they finish.
 
-    Callers' methods may be called from any thread; events come from the engine's own: the thread that `start` makes, or
-    whoever calls `step`.
+    Methods are thread-safe. Events are emitted on the engine thread: the one that `start` creates, or the caller of
+    `step`.
 
     Attributes:
-        clock: what deadlines are read off.
-        max_num_in_flight: requests that are accepted at one time: those that run, and the queue in front of them.
+        clock: the clock of deadlines.
+        max_num_in_flight: maximum number of accepted requests, running and queued ones together.
         in_flight: ids of requests that were accepted and have not ended.
-        prefixes: what may be asked of cached prefixes; None where nothing is cached.
-        eyes: what may be asked about the pool.
-        travels: what may be asked of prefixes that come from other servers, and go there.
-        keep_place: keeps a place for a request whose prompt is computed elsewhere, until it is submitted, or dropped;
-            says where the prompt's blocks have to arrive, and raises what `submit` does.
+        prefixes: operations on the prefix cache; None without a prefix cache.
+        eyes: inspection of the pool.
+        travels: transfers of prefixes from and to other servers.
+        keep_place: reserves a place for a request whose prompt is computed elsewhere, until it is submitted or dropped.
+            Returns the transfers that receive the prompt's blocks, and raises the errors of `submit`.
 
     Args:
-        config: scheduler, cache and `max_pinned_blocks` are read; sizes that are left out are the executor's.
-        lengths: up to which keys are what they are.
+        config: scheduler, cache, timeouts, speculation and `server.max_pinned_blocks` are read; missing sizes default
+            to the executor's.
+        lengths: lengths up to which the model's keys stay valid.
         eos_token_ids: every token that ends a sequence of this model.
-        make_masks: makes what fills masks for grammars; None where requests have none.
-        disk: where prefixes are kept that outlive the engine, which is the engine's until `stop`; None is nowhere.
+        make_masks: creates the object that fills grammar masks; None if no request has a grammar.
+        disk: disk tier of the prefix cache, owned by the engine until `stop`; None for no disk tier.
     """
 
     def __init__(
@@ -233,16 +234,19 @@ class Engine:
 
     @property
     def failure(self) -> Exception | None:
-        """The error that ended the loop; None while there is none."""
+        """The error that ended the loop, or None."""
         return self._in_flight.failure
 
     @property
     def is_full(self) -> bool:
-        """No further request is taken. A prefix that is being pinned counts, and until a step what was dropped."""
+        """True if no further request is accepted.
+
+        Prefixes that are being pinned count, and dropped requests until the next step.
+        """
         return len(self._in_flight) >= self.max_num_in_flight
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Takes a request; from now on it ends in exactly one event with `is_last`, on the engine's thread.
+        """Accept a request, which then ends in exactly one event with `is_last`, on the engine thread.
 
         Raises:
             Unavailable: the engine is draining, stopped or failed.
@@ -257,14 +261,14 @@ class Engine:
         self._in_flight.enter(request.request_id, ask, self._loop.stats.seconds_per_request)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request with finish reason ABORT; False when there is none of that id."""
+        """Finish a request with reason ABORT. Return False if no request has that id."""
         is_known = request_id in self._in_flight
         if is_known:
             self._thread.ask(lambda: self._loop.end_early(request_id, FinishReason.ABORT))
         return is_known
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request that nobody listens to any more: no further event, its blocks free by the next step."""
+        """Drop a request whose client is gone: no further event, its blocks are free by the next step."""
         dropped_s = self.clock()
         self._in_flight.give_up(request_id)
         self._thread.ask(lambda: self._loop.forget(request_id, dropped_s))
@@ -277,30 +281,29 @@ class Engine:
         tenant: str = "",
         adapter: LoadedAdapter | None = None,
     ) -> Future[int]:
-        """Computes a prefix and keeps its full blocks in the pool until `unpin_prefix`.
+        """Compute a prefix and keep its full blocks in the pool until `unpin_prefix`.
 
         Args:
-            salt, tenant: cache_salt and cache_tenant of the requests that may use it; the name is the tenant's, too.
-            adapter: theirs as well.
+            salt, tenant: cache_salt and cache_tenant of the requests that may use it; the name belongs to the tenant.
+            adapter: the adapter of those requests.
 
         Returns:
-            the number of tokens that are pinned, once they are; or the error: AlreadyExists for the name,
-            InvalidArgument where there is nothing to pin or no room, Unsupported without a prefix cache, and whatever
-            `submit` may raise.
+            the number of pinned tokens, once they are pinned; or the error: AlreadyExists for the name, InvalidArgument
+            if there is nothing to pin or no room, Unsupported without a prefix cache, and the errors of `submit`.
         """
         return self._pins.pin((tenant, name), tuple(token_ids), salt, adapter)
 
     def unpin_prefix(self, name: str, tenant: str = "") -> bool:
-        """Lets a pinned prefix be evicted again; False when the tenant has pinned none of that name."""
+        """Make a pinned prefix evictable again. Return False if the tenant has not pinned that name."""
         return self._pins.unpin((tenant, name))
 
     def reset_prefix_cache(self) -> Future[int]:
-        """Forgets the prefixes that nobody holds before the next step: what is cached of earlier requests is gone.
+        """Clear the prefix cache before the next step, except blocks in use.
 
-        Blocks of requests in flight and of pinned prefixes stay known.
+        Blocks of requests in flight and of pinned prefixes stay cached.
 
         Returns:
-            the number of blocks, of the device and of host memory, whose prefixes were forgotten, once they are.
+            the number of blocks, in device and host memory, whose prefixes were dropped, once they are.
         """
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
@@ -331,42 +334,42 @@ class Engine:
         return future
 
     def load(self) -> EngineLoad:
-        """A snapshot of the last step's counts."""
+        """Return a snapshot of the last step's counters."""
         return self._loop.stats.snapshot(self._executor.num_compiles_after_warm_up, self._loop.pulse)
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
-        """The load of each replica: here of the one that there is."""
+        """Return the load of each replica: here of the only one."""
         return (self.load(),)
 
     def histogram(self, name: str) -> HistogramSnapshot:
-        """Distribution so far, by one of the names in `jpaged.load.DISTRIBUTIONS`."""
+        """Return a distribution so far, by one of the names in `jpaged.load.DISTRIBUTIONS`."""
         return self._loop.stats.histogram(name)
 
     def num_ended_by_reason(self) -> dict[str, int]:
-        """Requests that have ended: stop, length, abort (also when the caller went away), deadline, error."""
+        """Return the number of ended requests by reason: stop, length, abort (or client gone), deadline, error."""
         return self._loop.stats.num_ended()
 
     def start(self, on_failure: Callable[[Exception], None] | None = None) -> None:
-        """Runs the loop in a thread of its own until `stop`.
+        """Run the loop in its own thread until `stop`.
 
         Args:
-            on_failure: told, on that thread, what ended the loop; by then nothing is accepted any more.
+            on_failure: called on that thread with the error that ended the loop; by then no request is accepted.
         """
         self._thread.start(on_failure)
 
     def fail(self, error: Exception, *, hangs: bool = False) -> None:
-        """Ends the loop as a fault of its own would: for when what the engine is a part of has failed.
+        """End the loop as an internal fault would, because another part of the server has failed.
 
         Args:
-            hangs: the executor may never return: `stop` does not wait for it, and leaves it what it holds.
+            hangs: the executor may never return: `stop` does not wait for it and does not release its resources.
         """
         self._thread.fail(error, hangs=hangs)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for those in flight, and for what is to be kept on disk.
+        """Refuse new requests; wait for those in flight and for pending writes to disk.
 
         Returns:
-            False when some of either were left at the end of the time.
+            False if either was not done in time.
         """
         until_s = time.monotonic() + timeout_s
         self._in_flight.close()
@@ -376,7 +379,7 @@ class Engine:
         return disk is None or self._thread.flush(disk, until_s)
 
     def stop(self) -> None:
-        """Ends the loop. Requests that are still in flight get Unavailable."""
+        """Stop the loop. Requests in flight get Unavailable."""
         self._in_flight.close()
         if self._thread.stop():
             if self._loop.memory.disk is not None:
@@ -386,12 +389,12 @@ class Engine:
             self.prefixes.changes.close()
 
     def step(self) -> bool:
-        """One iteration; False when there was nothing to do and nothing waits."""
+        """Run one iteration. Return False if there was nothing to do and nothing is pending."""
         did_something = self._thread.step()
         if did_something:
             self._thread.await_tiers()
         return did_something
 
     def check(self) -> None:
-        """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
+        """Raise InternalError if a block is lost, shared by mistake, or free and in use."""
         self._loop.check()

@@ -1,10 +1,11 @@
-"""Keeps Python's garbage collector out of the steps: it looks where nobody waits for it, and at little.
+"""Python's garbage collector, kept out of the critical path of the steps.
 
-    automatic   whenever 700 objects are new, wherever that is, and now and then at every object of the process: 0.2 s
-    here        off while a loop runs; the loop collects what is new when enough is, just after it has given the device
-                a step, and all of it every so often; what a server has loaded (`cli/serve.py`) is not looked at again
+    automatic   after every 700 new objects, at any point, and now and then a full collection of the process: 0.2 s
+    here        disabled while a loop runs; the loop collects young objects once there are enough of them, right after
+                a dispatch, and everything after each _MAX_LOOKS of those; objects that a server has loaded at its
+                start (`cli/serve.py`) are frozen
 
-Collecting by how much is new, and not by time, bounds what garbage can grow to.
+Collecting by the number of new objects, and not by time, bounds the size of garbage.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import gc
 import threading
 
 _MAX_NEW = 50_000
-"""Objects that can hold others, new since the last look: a few MB, and a few ms when all of them live on."""
+"""Container objects created since the last collection: a few MB, and a few ms to collect if all of them are alive."""
 _MAX_LOOKS = 50
-"""Looks at what is new between two at everything."""
+"""Collections of young objects between two full collections."""
 
 
 class CollectorPause:
-    """A context in which nothing is collected automatically, in the whole process, while any thread is in it."""
+    """Context manager that disables automatic collection for the whole process while any thread is inside it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +46,7 @@ collected_between_steps = CollectorPause()
 
 
 def collect_if_due() -> None:
-    """Collects when enough is new; for a loop that has just given the device something to do."""
+    """Collect garbage if there are enough new objects; call it right after a dispatch."""
     num_new, _, num_looks = gc.get_count()
     if num_new > _MAX_NEW:
         gc.collect(2 if num_looks >= _MAX_LOOKS else 1)

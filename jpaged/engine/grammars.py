@@ -1,15 +1,15 @@
-"""Rows whose text follows a grammar: what they may sample next, and what follows without being sampled.
+"""Structured output: grammar masks of the rows of a step, and tokens that a grammar forces (jump-forward decoding).
 
     forward n + 1 ─────────────> device
     collect n     <───────────── token t of each row
     accept t                     state of each sequence
     masks                        on the library's threads, while the device runs the forward pass
-    jump                         where one token is left: it and those forced behind it are appended, and its row
-                                 samples for nobody
+    jump                         if one token is left: it is appended with the forced tokens after it; the row's
+                                 sample is discarded
     sample n + 1  ─────────────> device
 
-So a step waits for the one before it between its forward and its sample, if it has such a row, and for nothing else.
-Several steps of such rows are one dispatch: `turns.py`.
+A step with such a row waits for the previous step between its forward and its sample, and for nothing else. Several
+steps of such rows are one dispatch: `turns.py`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from jpaged.errors import InternalError, InvalidArgument, JpagedError
 from jpaged.structured import GrammarBatch, GrammarMasks, GrammarState
 
 MakeMasks = Callable[[], GrammarMasks]
-"""Makes what fills masks; called when the first request with a grammar has come, and its vocabulary is there."""
+"""Creates the object that fills masks; called at the first request with a grammar, when its vocabulary is loaded."""
 
 
 class BoundRow(NamedTuple):
-    """A row of a step whose token a grammar has to allow.
+    """A row of a step whose next token is constrained by a grammar.
 
     Attributes:
-        place: of the row on the device.
-        entered: its place among the rows as they were entered.
-        is_plain: nothing but the grammar takes tokens from it.
-        is_ahead: it is behind a token that is proposed.
+        place: the row on the device.
+        entered: the row's index in the order in which rows were added to the schedule.
+        is_plain: no other field of the request bans tokens.
+        is_ahead: the row runs a draft token.
     """
 
     place: int
@@ -55,7 +55,7 @@ class BoundRow(NamedTuple):
 
 
 def bound_rows(schedule: Schedule) -> list[BoundRow]:
-    """The rows of a step that sample for sequences with a grammar."""
+    """Return the rows of a step that sample for sequences with a grammar."""
     decodes, found = schedule.decodes, list[BoundRow]()
     new_places = {place: new for new, place in enumerate(schedule.order)}
     for place in np.flatnonzero(decodes.are_bound_s).tolist():
@@ -79,9 +79,9 @@ class Grammars:
     """Follows the grammars of one engine's sequences.
 
     Args:
-        make_masks: None where there are no grammars.
-        decoding: those of its rows that decode.
-        lookahead: told how much choice there is.
+        make_masks: None if grammars are not supported.
+        decoding: the rows in the persistent decode batch.
+        lookahead: gets the share of rows that have no choice.
     """
 
     make_masks: MakeMasks | None
@@ -95,9 +95,9 @@ class Grammars:
     def narrow(
         self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs, output: OutputProcessor
     ) -> Iterator[tuple[Group, Sequence, JpagedError | None]]:
-        """Leaves each row of a step, whose forward pass is under way, the tokens that its grammar allows.
+        """Apply the grammar mask of each row of a step whose forward pass is in flight.
 
-        Where that is one, it is appended with what follows it without a choice. Yields as `follow` does.
+        If a mask leaves one token, it is appended with the tokens forced after it. Yields as `follow` does.
         """
         rows = [bound for bound in rows if bound.sequence.is_live]
         if not rows:
@@ -119,7 +119,7 @@ class Grammars:
             error = self._refused.get(bound.sequence) if failure is None else _too_much(failure)
             if error is None and has_choice and is_left and bound.is_plain:
                 continue
-            if not bound.sequence.is_live:  # another one has ended their request
+            if not bound.sequence.is_live:  # another sequence has ended their request
                 edits.mask_rw[bound.place] = -1
                 continue
             if error is None and not has_choice and (token_ids := self._forced(bound.group, bound.sequence)):
@@ -131,7 +131,7 @@ class Grammars:
                 error = self._left(bound, sampling)
             if error is None:
                 continue
-            edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
+            edits.mask_rw[bound.place] = -1  # its sample is discarded, and must be finite
             if bound.is_ahead:
                 schedule.entered(bound.entered).cannot_sample()
             else:
@@ -140,11 +140,11 @@ class Grammars:
     def follow(
         self, sampled: Sampled, output: OutputProcessor, going_on: Collection[Sequence] = ()
     ) -> Iterator[tuple[Group, Sequence, JpagedError | None]]:
-        """Takes in the tokens of a step; where no other is under way, appends what follows without a choice.
+        """Advance grammars over the sampled tokens of a step; append forced tokens if no token is in flight.
 
-        Not behind sequences that are going on, of which the next token was sampled in the same step.
+        Sequences in `going_on` get no forced tokens, because their next token was sampled in the same step.
 
-        Yields the sequences that end there, and those whose requests cannot go on, and why.
+        Yields the sequences that end there, and those whose requests fail, with the error.
         """
         for group, sequence in zip(sampled.groups, sampled.sequences, strict=True):
             state = sequence.grammar
@@ -161,13 +161,13 @@ class Grammars:
                 yield group, sequence, None
 
     def batch(self, rows: list[BoundRow]) -> GrammarBatch:
-        """The grammars of rows that are fed."""
+        """Return the grammars of the rows of a fed dispatch."""
         return self._made.batch([bound.state for bound in rows], [bound.place for bound in rows])
 
     def went_on(self, rows: list[BoundRow], batch: GrammarBatch, token_ids_r: I32) -> bool:
-        """Moves over the tokens of a step that is fed; False where a grammar cannot go on.
+        """Advance grammars over the tokens of a fed step. Return False if a grammar rejects its token.
 
-        Their sequences are given them later, and `narrow` then says of which request that is the end.
+        The sequences get their tokens later, and then `narrow` fails the request.
         """
         token_ids = token_ids_r[[bound.place for bound in rows]].tolist()
         refused = batch.accept(token_ids)
@@ -177,9 +177,9 @@ class Grammars:
         return not refused
 
     def fill(self, rows: list[BoundRow], batch: GrammarBatch, mask_rw: I32) -> bool:
-        """Writes the masks of the next step that is fed; False where one of them leaves nothing, or cannot be told.
+        """Write the masks of the next fed step. Return False if a mask is empty or could not be computed.
 
-        Others keep what they had: a row that has ended samples for nobody.
+        Rows that are not in `rows` keep their masks: they have ended, and their samples are discarded.
         """
         is_sound = batch.fill(mask_rw)
         num_words_r = np.count_nonzero(mask_rw[[bound.place for bound in rows]], axis=1)
@@ -187,9 +187,10 @@ class Grammars:
         return is_sound and bool(num_words_r.all())
 
     def _forced(self, group: Group, sequence: Sequence) -> list[int]:
-        """Moves over what follows without a choice behind the tokens that are known.
+        """Return the tokens that the grammar forces after the known ones, and advance the grammar over them.
 
-        None where each token has to be told of, counted, or held against more than the grammar, or is the first.
+        The result is empty if each token needs log-probabilities, counts or checks against other fields, or for the
+        first token.
         """
         state, num_known = sequence.grammar, len(sequence.token_ids) - sequence.num_prompt_tokens
         if state is None or not group.may_jump or num_known == 0:
@@ -204,7 +205,7 @@ class Grammars:
         return token_ids
 
     def take_num_forced(self) -> int:
-        """Tokens that were appended since this was asked last."""
+        """Return the number of tokens appended by jumps since the last call."""
         num_forced, self._num_forced = self._num_forced, 0
         return num_forced
 
@@ -222,7 +223,7 @@ class Grammars:
         return filled_rw
 
     def _left(self, bound: BoundRow, sampling: SamplingInputs) -> JpagedError | None:
-        """Why a row has no token left, where other fields of its request have taken them."""
+        """Return the error of a row if other fields of the request forbid every token; None if a token is left."""
         edits, sequence, params = sampling.edits, bound.sequence, bound.group.request.sampling
         if edits is None or edits.mask_rw is None:
             return None
@@ -238,7 +239,7 @@ class Grammars:
                 return _nothing_left("bad_words", sequence)
         banned_x = sampling.rows_r["banned_token_ids_rx"][bound.place]
         _clear(mask_w, banned_x[banned_x != BEYOND_TOKENS])
-        if not mask_w.any():  # min_tokens does not make a text longer than it can be
+        if not mask_w.any():  # min_tokens does not extend a text beyond its grammar
             banned_x[:] = BEYOND_TOKENS
         return None
 

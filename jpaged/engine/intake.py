@@ -1,10 +1,10 @@
-"""What becomes of a step's results: judged, counted, published; sequences and requests that end with them are ended.
+"""Processes the results of a step: checks, counts and publishes tokens; ends finished sequences and requests.
 
-one step     several steps     drafts                 r0 r1 are rows of the step, d their draws
-r0 -> d      step 0: r0 r1     its own row: d
-r1 -> d      step 1: r0 r1     behind it: d d, as far as what was proposed was drawn; of rounds as many as they gave
+one step     several steps     drafts                 r0 r1 are rows of the step, d their sampled tokens
+r0 -> d      step 0: r0 r1     the sequence's own row: d
+r1 -> d      step 1: r0 r1     then its draft rows: d d, while drafts are accepted; draft-model rounds yield a count
 
-Several steps that are started in turn come in turn: `take_first` takes all but the last.
+Steps that alternate with masks arrive one by one: `take_first` processes them, except the last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jpaged.errors import JpagedError
 
 @dataclass(slots=True)
 class Intake:
-    """Takes in what steps sampled, for one engine.
+    """Processes sampled tokens for one engine.
 
     Args:
         release: ends a request whose last event is known.
@@ -42,14 +42,14 @@ class Intake:
     release: Callable[[Group], None]
 
     def take(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> list[int]:
-        """Takes in all that a dispatch sampled; how many of each draft's tokens were accepted."""
+        """Process all tokens that a dispatch sampled. Return the number of accepted tokens of each draft."""
         if outputs.speculated is not None:
             self._take_rounds(schedule, outputs, outputs.speculated, now_s)
             return []
         if schedule.decodes.is_in_turn:
             self._take_step(schedule, outputs, now_s, schedule.num_steps - 1)
             return []
-        if schedule.num_steps > 1:  # grammars that are fed are over them
+        if schedule.num_steps > 1:  # a fed dispatch has already advanced its grammars
             for step in range(schedule.num_steps):
                 self._take_step(schedule, outputs.at(step), now_s, step)
             return []
@@ -66,15 +66,15 @@ class Intake:
         return accepted.num_accepted
 
     def take_first(self, schedule: Schedule, step: int, outputs: StepOutputs, now_s: float) -> None:
-        """Takes in what one of several steps sampled, that are started in turn, before the last of them."""
+        """Process one of several alternating steps, before the last of them."""
         self._take_step(schedule, outputs, now_s, step)
 
     def narrow(self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs) -> None:
-        """Leaves rows of a step that is under way what their grammars allow; ends what comes to its end there."""
+        """Apply grammar masks to rows of a step in flight. End sequences and requests that end there."""
         self._follow(self.grammars.narrow(schedule, rows, sampling, self.output))
 
     def _take_rounds(self, schedule: Schedule, outputs: StepOutputs, rounds: Speculated, now_s: float) -> None:
-        """What rounds sampled: of each row one token at least, and then as many as it has."""
+        """Process the tokens of draft-model rounds: each row has at least one, and up to `num_tokens_r`."""
         decodes, counts = schedule.decodes, rounds.num_tokens_r[: schedule.num_rows].tolist()
         first = outputs.at(0)
         for group in self.soundness.fail_unsound(schedule, first):
@@ -104,10 +104,10 @@ class Intake:
         step: int = 0,
         going_on: Collection[Sequence] = (),
     ) -> None:
-        """What one step of a dispatch sampled.
+        """Process the tokens of one step of a dispatch.
 
         Args:
-            going_on: sequences of which more was sampled in the same step.
+            going_on: sequences that have more tokens sampled in the same step.
         """
         for group in self.soundness.fail_unsound(schedule, outputs, step):
             self.release(group)
@@ -121,7 +121,7 @@ class Intake:
     def _take_behind(
         self, rows: dict[int, ScheduledRow], outputs: StepOutputs, now_s: float, going_on: Collection[Sequence]
     ) -> None:
-        """What was sampled behind proposals that were drawn, by row of the device."""
+        """Process the tokens sampled after accepted draft tokens, keyed by device row."""
         for group in self.soundness.fail_rows(rows, outputs):
             self.release(group)
         tokens = Sampled()
@@ -151,7 +151,7 @@ class Intake:
         self.stats.count_forced(self.grammars.take_num_forced())
 
     def _give_up(self, group: Group, error: JpagedError) -> None:
-        """Ends a request, which runs, with an error of its own."""
+        """Fail a running request with its own error."""
         self.output.fail(group, error)
         self.release(group)
 

@@ -1,9 +1,9 @@
-"""The loop: schedule, dispatch, collect, publish. One thread owns everything in here.
+"""The step loop: schedule, dispatch, collect, publish. One thread owns everything in this module.
 
-With overlap (docs/architecture.md draws it) the host decides step n + 1 before it has seen what step n sampled. Two
-rules follow. A decoding row's input is named by its row in the step before and never fetched by value. A row that ended
-in step n may already be in step n + 1: that result is dropped; its blocks are free at once, because the device runs
-steps in order of dispatch.
+With overlap (see the diagram in docs/architecture.md) the host decides step n + 1 before it has seen the tokens of step
+n. Two rules follow. A decoding row's input is identified by its row in the previous step and never fetched by value. A
+row that ended in step n may already be in step n + 1: the loop drops that result. The row's blocks are free at once,
+because the device runs steps in order of dispatch.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 _TIERS_S = 0.001
-"""Seconds between two looks at what is on its way between tiers, where nothing runs."""
+"""Seconds between two polls of pending transfers between memory tiers while no request runs."""
 
 
 class InFlight:
-    """The ids that were accepted and did not end yet; any thread may ask and enter.
+    """Ids of the requests that were accepted and have not ended. Thread-safe.
 
     Attributes:
-        max_num: how many there are at one time: requests that run, and the queue in front of them.
-        failure: what the loop died of.
+        max_num: maximum number of requests, running and queued ones together.
+        failure: the error that ended the loop.
 
     Args:
-        pulse: told when the first comes and the last leaves.
+        pulse: notified when the first request enters and when the last one leaves.
     """
 
     def __init__(self, num_running: int, num_queued: int, pulse: Pulse) -> None:
@@ -93,19 +93,24 @@ class InFlight:
             return len(self._ids) + len(self._expected)
 
     def expect(self, request_id: str, retry_after_s: Callable[[], float]) -> None:
-        """Keeps a place for a request that enters later: its prompt is computed elsewhere. Raises what `enter` does."""
+        """Reserve a place for a request that enters later, whose prompt is computed elsewhere.
+
+        Raises the same errors as `enter`.
+        """
         with self._lock:
             self._check(request_id, retry_after_s)
             self._expected.add(request_id)
             self._is_idle.clear()
 
     def enter(self, request_id: str, then: Callable[[], None], retry_after_s: Callable[[], float]) -> None:
-        """Accepts an id, an expected one in any case but a failure, and calls `then` before anything that closes.
+        """Accept an id and call `then` under the lock, before `close` can take effect.
+
+        A reserved id is accepted unless the loop has failed.
 
         Raises:
-            Unavailable: nothing is accepted any more.
+            Unavailable: requests are no longer accepted.
             AlreadyExists: the id is in flight.
-            QueueFull: too many are.
+            QueueFull: too many requests are in flight.
         """
         with self._lock:
             if request_id not in self._expected or self.failure is not None:
@@ -128,42 +133,42 @@ class InFlight:
             raise QueueFull(f"{count} requests are in flight, {limit}", retry_after_s=retry_after_s())
 
     def give_up(self, request_id: str) -> None:
-        """Keeps no place for a request any longer, if one was kept."""
+        """Cancel a reservation, if any."""
         with self._lock:
             self._expected.discard(request_id)
         self.note_idle()
 
     def leave(self, request_ids: Collection[str]) -> None:
-        """These ids are free; who waits for all to end waits for `note_idle`."""
+        """Free these ids. `wait_idle` returns only after `note_idle`."""
         with self._lock:
             self._ids.difference_update(request_ids)
             if not self._ids:
                 self._pulse.rest()
 
     def note_idle(self) -> None:
-        """Notes that requests that ended have given back all that they held."""
+        """Wake `wait_idle` if no request is left; call it after finished requests have released their resources."""
         with self._lock:
             if not (self._ids or self._expected):
                 self._is_idle.set()
 
     def close(self, failure: Exception | None = None) -> None:
-        """Accepts nothing any more: for the end, or because the loop has failed."""
+        """Stop accepting requests, because the engine stops or the loop has failed."""
         with self._lock:
             self._is_closed = True
             self.failure = failure or self.failure
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until all have ended; False when the time was too short."""
+        """Wait until all requests have ended. Return False on timeout."""
         return self._is_idle.wait(timeout_s)
 
 
 class EngineLoop:
-    """Runs groups to their end, a step at a time.
+    """Step loop of the engine: runs groups until they finish, one step at a time.
 
     Attributes:
-        groups: what arrived and did not end, by request id.
-        watch: takes pictures, and notes what happens from one to the next.
-        pulse: since when nothing has come of the work that there is.
+        groups: unfinished groups by request id.
+        watch: takes pool snapshots and records events between them.
+        pulse: stall detector: time without progress while requests are pending.
     """
 
     def __init__(
@@ -197,7 +202,7 @@ class EngineLoop:
         self._queue_timeout_s = config.timeouts.queue_timeout
         self._dispatched: Dispatched | None = None
         self._device_wait_s = self._last_end_s = 0.0
-        self._newest: Any = None  # the step that the device ends last; None once it was seen done
+        self._newest: Any = None  # the last step in the device's queue; None once it was seen done
         self._idle = DeviceIdle()
         self._sharing = PrefixSharing()
         grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead)
@@ -264,21 +269,21 @@ class EngineLoop:
         if self.memory.prefixes is not None and self.memory.prefixes.changes.is_on:
             self.memory.prefixes.changes.tell()
         has_work = self.scheduler.queues.has_work
-        if not has_work:  # nobody waits for the device
+        if not has_work:  # no request waits for the device
             self._newest = None
             self._idle.end(start_s)
         return has_run or has_work or self.awaits_tiers
 
     @property
     def spare_s(self) -> float:
-        """Seconds until the next step need be decided, while the device runs several; 0 and less is now."""
+        """Seconds until the next step must be decided while the device runs several; 0 or less is now."""
         if self.scheduler.queues.has_work:
             return self.scheduler.lookahead.spare_s(self._clock())
         return _TIERS_S if self.awaits_tiers else 0.0
 
     @property
     def awaits_tiers(self) -> bool:
-        """Blocks are on their way between tiers of memory, which steps have to see arrive."""
+        """True if transfers between memory tiers are pending, which steps have to poll."""
         host, disk = self.memory.host, self.memory.disk
         return (host is not None and host.has_errands) or (disk is not None and disk.is_busy)
 
@@ -289,22 +294,25 @@ class EngineLoop:
             self.scheduler.adapters.check(self.scheduler.queues.running)
 
     def _proposed(self) -> tuple[Proposals | None, int]:
-        """What is proposed for the next step, and rounds of a draft model in place of it; None and 0 are none."""
+        """Return the draft tokens for the next step, and the number of draft-model rounds that replace it.
+
+        None and 0 mean that there are none.
+        """
         drafting, rounds, queues = self._drafting, self._rounds, self.scheduler.queues
         limit = 0 if drafting is None else drafting.limit(queues)
         num_rounds = 0 if rounds is None else rounds.wanted(self.scheduler, self._executor.geometry)
         if limit or num_rounds:
-            self._collect_earlier()  # both go by all tokens
+            self._collect_earlier()  # both need all tokens
         return drafting.propose(queues.running, limit) if drafting and limit else None, num_rounds
 
     def _collect_earlier(self) -> None:
-        """Waits for what is in flight, if anything is."""
+        """Wait for the dispatch in flight, if any, and process it."""
         if self._dispatched is not None:
             earlier, self._dispatched = self._dispatched, None
             self._collect(earlier)
 
     def _start(self, schedule: Schedule) -> Started | Fed | Dispatched | None:
-        """Starts a step: its moves, which there may be without a row, and its rows as far as they need no masks."""
+        """Dispatch a step: its block moves, which may occur without rows, and its rows as far as they need no masks."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
         self._sharing.share(schedule, geometry)
         self.stats.count_schedule(schedule)
@@ -340,14 +348,14 @@ class EngineLoop:
             return Dispatched(schedule, begin_s, self._newest)
         self._end_idle()
         hidden = self._executor.forward(inputs)
-        self._newest = None  # what was the newest has this behind it
+        self._newest = None  # another program was dispatched after the newest step
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
         return Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule))
 
     def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> Dispatched:
-        """Starts rounds of a draft model, behind what that has not seen yet."""
+        """Dispatch draft-model rounds, after the tokens that the draft model has not seen."""
         geometry, editing = self._executor.geometry, self.scheduler.rows.editing
         self._end_idle()
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
@@ -360,12 +368,12 @@ class EngineLoop:
         return Dispatched(schedule, begin_s, self._newest)
 
     def _end_idle(self) -> None:
-        """Notes that the device is given something to do."""
+        """Record that the device gets new work."""
         self._look_at_device()
         self.stats.count_idle(self._idle.end(self._clock()))
 
     def _look_at_device(self) -> None:
-        """Notes when the newest step has run: from here on the device has nothing to do."""
+        """Check whether the newest step has run: from then on the device is idle."""
         if self._newest is not None and self._executor.is_done(self._newest):
             self._newest = None
             self._idle.seen_done(self._clock())
@@ -398,7 +406,7 @@ class EngineLoop:
         self._last_end_s = now
 
     def _expire(self, now_s: float) -> None:
-        """Ends requests whose deadline has passed, and those that have waited too long for their first step."""
+        """End requests whose deadline has passed, and those that waited too long for their first step."""
         if self._deadlines.next_s <= now_s:
             for group in self._deadlines.passed(now_s):
                 waited = now_s - group.arrival_s
@@ -415,7 +423,7 @@ class EngineLoop:
     # --- what comes between two steps -------------------------------------------------------------------------------
 
     def arrive(self, request: Request, sink: Sink, arrival_s: float) -> None:
-        """Takes a request whose id is in flight."""
+        """Add a request whose id is in flight."""
         geometry = self._executor.geometry
         group = Group(request, self._num_arrivals, arrival_s, sink, geometry.max_blocks_per_seq, len(geometry.windows))
         self._num_arrivals += 1
@@ -441,14 +449,14 @@ class EngineLoop:
             self._waits.add(group, arrival_s + self._queue_timeout_s)
 
     def end_early(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request between two tokens; nothing happens when it has ended."""
+        """Finish a request with a reason, between two tokens; no-op if it has finished."""
         group = self.groups.get(request_id)
         if group is not None and self.in_flight.failure is None:
             self._output.end(group, reason)
             self._release(group)
 
     def forget(self, request_id: str, dropped_s: float) -> None:
-        """Ends a request that nobody listens to, without an event; nothing happens when it has ended."""
+        """Drop a request whose client is gone, without a final event; no-op if it has finished."""
         group = self.groups.get(request_id)
         if group is not None and self.in_flight.failure is None:
             is_late = is_over(group.request, group.arrival_s, dropped_s)
@@ -456,7 +464,7 @@ class EngineLoop:
             self._release(group)
 
     def fail_all(self, error: Exception) -> None:
-        """Sends every request its last event; for the end of the loop, when the device may no longer be asked."""
+        """Send every request its last event; for the end of the loop, when the device must not be called any more."""
         groups = list(self.groups.values())
         self.groups.clear()
         self._fail(groups, error)
@@ -464,9 +472,9 @@ class EngineLoop:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def _release(self, group: Group) -> None:
-        """Ends a request: sends its last event, unless nobody wants it, and gives back what it holds.
+        """End a request: send its last event, unless the client is gone, and free its resources.
 
-        Who sees it end finds it counted, its id free and its place in the queue too.
+        When the client sees the end, the request is counted, and its id and its place in the queue are free.
         """
         self.stats.count_end(group)
         self._send_last([group])
@@ -484,7 +492,7 @@ class EngineLoop:
         self.in_flight.note_idle()
 
     def _fail(self, groups: Collection[Group], error: Exception) -> None:
-        """Ends requests of which nothing has to be given back."""
+        """End requests that hold no resources."""
         for group in groups:
             self._output.fail(group, error)
             self.stats.count_end(group)

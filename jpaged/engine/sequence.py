@@ -1,4 +1,4 @@
-"""One request's life: a `Group` of sequences, and what each sequence knows of itself.
+"""State of a request: a `Group` of sequences, and the tokens and progress of each `Sequence`.
 
     WAITING ──admit──> RUNNING ──finish──> FINISHED
        ^                │   ^ │
@@ -9,15 +9,15 @@
                  └ num_computed: KV written by the steps dispatched so far ┘
 
 A token "in flight" has been sampled by a dispatched step whose results the host has not seen: the sequence is already
-longer by it, but its value lives on the device alone. While a step is put together at most one token of a sequence is
-in flight, or those of one dispatch of several steps; twice as many are between the dispatch of that step and the
-collection of the one before.
+longer by it, but its value is on the device only. While a step is put together, a sequence has at most one token in
+flight, or the tokens of one multi-step dispatch. Between the dispatch of that step and the collection of the previous
+one it has up to twice that number.
 
 A group of several sequences computes its prompt once: only its leader runs until the prompt is in the pool. Then the
-others fork from it, sharing every block, and each samples its own first token from the same logits. One that goes on
-behind tokens that were generated elsewhere is run as one that was preempted and is computed again.
+others fork from it, sharing every block, and each samples its own first token from the same logits. A sequence that
+continues after tokens generated on another server runs like one that was preempted and is recomputed.
 
-Fields are read by many and written here alone, by verbs that say what happened.
+Many modules read the fields; only this module writes them, by methods.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from jpaged.structured import GrammarState
 from jpaged.types import Continued, Generated, OutputEvent, Request, RequestTimes
 
 Sink = Callable[[OutputEvent], None]
-"""Where a request's events go; called on the engine thread."""
+"""Callback for a request's events; called on the engine thread."""
 
 
 class Status(enum.Enum):
-    """Where a sequence is in its life."""
+    """State of a sequence or group; see the diagram of the module."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -56,17 +56,18 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One chain of tokens. Written by the engine thread alone.
+    """One chain of tokens. Only the engine thread writes it.
 
     Attributes:
-        kv: what the memory keeps of it.
+        kv: its block tables and hash chain.
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
-        num_in_flight_tokens: tokens sampled by dispatched steps that were not collected yet.
+        num_in_flight_tokens: tokens sampled by dispatched steps and not yet collected.
         in_flight_row: the sequence's row in the last step that sampled a token for it; used while that is in flight.
-        told_from, told_end: positions whose hidden states are told of, from the first that has yet to be dispatched.
-        grammar: where its text is in the request's grammar; None without one.
-        rope_len: length that its first tokens are turned for, where that depends on the length: the prompt's at first.
-        num_given_tokens: tokens that it had when it came: its prompt, and what it has generated elsewhere.
+        told_from, told_end: prompt positions whose aux outputs (log-probabilities or hidden states) are still to be
+            dispatched.
+        grammar: its state in the request's grammar; None without one.
+        rope_len: length that selects the RoPE scaling of the first tokens (LongRoPE); the prompt length at first.
+        num_given_tokens: tokens that it had on arrival: its prompt, and output generated on another server.
     """
 
     index: int
@@ -89,12 +90,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Length, a token in flight included."""
+        """Length, including tokens in flight."""
         return len(self.token_ids) + self.num_in_flight_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, one in flight included."""
+        """Tokens sampled so far, including those in flight."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -107,26 +108,26 @@ class Sequence:
         return self.status is not Status.FINISHED
 
     def resume_at(self, num_tokens: int) -> None:
-        """The memory holds the keys and values of the first num_tokens, and of no other."""
+        """Set the number of computed tokens: the pool holds the keys and values of these and of no others."""
         self.num_computed_tokens = num_tokens
 
     def outgrew(self, length: int) -> None:
-        """It is longer than a length up to which its keys were turned otherwise: none of them serves any more."""
+        """Mark all keys as stale: the sequence has passed the length up to which they were computed (LongRoPE)."""
         self.rope_len, self.num_computed_tokens = length + 1, 0
 
     def dispatched(self, num_tokens: int, row: int, *, samples_token: bool) -> None:
-        """A step will compute the next num_tokens, and may sample the token after them, in that row."""
+        """Advance by the tokens that a dispatched step computes, and by the token that it samples in that row."""
         self.num_computed_tokens += num_tokens
         if samples_token:
             self.num_in_flight_tokens += 1
             self.in_flight_row = row
 
     def asked_of(self, positions: range) -> None:
-        """Positions of its prompt are told of, each once."""
+        """Request aux outputs for positions of the prompt, each once."""
         self.told_from, self.told_end = positions.start, positions.stop
 
     def tell(self, begin: int, end: int) -> range:
-        """Those that are told of among positions that a step computes."""
+        """Return and consume the positions with requested aux outputs among those that a step computes."""
         first, last = max(begin, self.told_from), min(end, self.told_end)
         if first >= last:
             return range(0)
@@ -134,44 +135,44 @@ class Sequence:
         return range(first, last)
 
     def moved_to_row(self, row: int) -> None:
-        """The step that is put together has the sequence in another row."""
+        """Record the sequence's new row in the step that is being put together."""
         self.in_flight_row = row
 
     def append(self, token_id: int, logprob: float) -> None:
-        """The oldest token in flight is collected."""
+        """Append the oldest token in flight, which has been collected."""
         self.num_in_flight_tokens -= 1
         self.token_ids.append(token_id)
         self.cumulative_logprob += logprob
 
     def jump(self, token_ids: list[int]) -> None:
-        """These tokens follow without being sampled; one in flight is the first of them, and is not waited for."""
+        """Append tokens forced by the grammar, without sampling; a token in flight is the first of them."""
         self.num_in_flight_tokens = 0
         self.token_ids += token_ids
 
     def ended_on_the_way(self) -> None:
-        """It ended with its last token, and steps behind that were dispatched: what they write is not its."""
+        """Rewind the computed tokens of a sequence that ended while later steps were in flight."""
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def went_on(self) -> None:
-        """The token behind its last one was proposed and is the one that was drawn: what comes behind is there, too."""
+        """Accept the draft token after the last token: its keys are computed and the next token is sampled."""
         self.num_computed_tokens += 1
         self.num_in_flight_tokens += 1
 
     def discard_in_flight(self) -> None:
-        """The oldest token in flight is collected, and means nothing: a beam goes on with tokens that are chosen."""
+        """Drop the oldest token in flight: a beam continues with tokens chosen by the beam search."""
         self.num_in_flight_tokens -= 1
 
     def become(self, index: int, token_id: int, cumulative_logprob: float) -> None:
-        """Goes on as the beam of that index, with a token that was chosen for it."""
+        """Continue as the beam of that index, with the token chosen for it."""
         self.index = index
         self.token_ids.append(token_id)
         self.cumulative_logprob = cumulative_logprob
 
     def rewind(self, num_tokens: int) -> None:
-        """Goes back to its first num_tokens; the memory follows with a `rewind` of its own.
+        """Rewind to the first num_tokens; the caller rewinds the memory.
 
         Raises:
-            InternalError: that would take back a part of the prompt, or tokens whose values the host does not know.
+            InternalError: the rewind would remove prompt tokens, or tokens are in flight.
         """
         if not self.num_prompt_tokens <= num_tokens <= len(self.token_ids) or self.num_in_flight_tokens:
             raise InternalError(
@@ -182,7 +183,7 @@ class Sequence:
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
 
     def branch(self, index: int) -> Sequence:
-        """A sequence with the same tokens, in the same state, and without blocks."""
+        """Return a new sequence with the same tokens and state, without blocks."""
         twin = Sequence(index, list(self.token_ids), self.kv.twin(), self.status)
         twin.num_prompt_tokens, twin.rope_len = self.num_prompt_tokens, self.rope_len
         twin.cumulative_logprob = self.cumulative_logprob
@@ -195,7 +196,7 @@ class Sequence:
 
 
 def go_on_behind(sequence: Sequence, generated: Generated) -> None:
-    """It has not begun, and has generated this elsewhere; where it has ended there, it is not run."""
+    """Seed a new sequence with tokens generated on another server; it is not run if it has finished there."""
     sequence.token_ids += generated.token_ids
     sequence.num_given_tokens = len(sequence.token_ids)
     sequence.cumulative_logprob = generated.cumulative_logprob
@@ -204,7 +205,7 @@ def go_on_behind(sequence: Sequence, generated: Generated) -> None:
 
 
 def dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
-    """So many steps will compute the next token of each and sample the one after it, in rows of their order."""
+    """Advance sequences by `num_steps` decode steps, in rows of their order."""
     for row, sequence in enumerate(sequences):
         sequence.num_computed_tokens += num_steps
         sequence.num_in_flight_tokens += num_steps
@@ -212,14 +213,14 @@ def dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
 
 
 def not_dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
-    """So many of the steps of `dispatched_each`, the last ones, are not made."""
+    """Undo the last `num_steps` steps of `dispatched_each`, which are not executed."""
     for sequence in sequences:
         sequence.num_computed_tokens -= num_steps
         sequence.num_in_flight_tokens -= num_steps
 
 
 def collected_one_each(sequences: list[Sequence], token_ids: list[int], logprobs: list[float]) -> None:
-    """The oldest token in flight of each is collected."""
+    """Append the oldest token in flight of each sequence."""
     for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
         sequence.num_in_flight_tokens -= 1
         sequence.token_ids.append(token_id)
@@ -231,17 +232,17 @@ MAX_ABSENCES_TOLD = 32
 
 @dataclass(slots=True, eq=False)
 class Absences:
-    """From when, until when a request was preempted, in turn; the first MAX_ABSENCES_TOLD times are kept."""
+    """Times at which a request was preempted and resumed, alternating; the first MAX_ABSENCES_TOLD pairs are kept."""
 
     told_s: list[float] = field(default_factory=list)
     began_s: float | None = None
 
     def begin(self, now_s: float) -> None:
-        """It was preempted just now."""
+        """Record a preemption."""
         self.began_s = now_s
 
     def end(self, now_s: float) -> None:
-        """It runs again, if it was preempted."""
+        """Record that the request runs again, if it was preempted."""
         if self.began_s is not None and len(self.told_s) < 2 * MAX_ABSENCES_TOLD:
             self.told_s += self.began_s, now_s
         self.began_s = None
@@ -249,22 +250,22 @@ class Absences:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
-    """The sequences of one request: scheduled, preempted and ended together.
+    """The sequences of one request: scheduled, preempted and finished together.
 
     Attributes:
         arrival: position in the order of arrival.
-        changes_logits: its logits are changed before a token is sampled; asked at every step.
-        is_by_name: of its sampling parameters, as often.
-        may_jump: tokens that follow without a choice need not be sampled to be told of, or counted.
-        is_forked: every sequence has its own table; before, only the leader's prompt runs.
+        changes_logits: its logits are changed before sampling; cached, because every step reads it.
+        is_by_name: its rows are not eligible for the persistent decode batch; cached as well.
+        may_jump: tokens forced by a grammar may be appended without sampling: they need no log-probabilities or counts.
+        is_forked: every sequence has its own block table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
-        first_token_s: when the results of the first step that sampled a token for it were here.
-        token_gap_s: between its last two steps that sampled tokens; None before the second.
-        ended_by: the finish reason of its last event, "deadline" or "error"; None before that.
-        num_sampled_tokens: by all its sequences and beams together, and those generated elsewhere.
+        first_token_s: when the host received the results of the first step that sampled a token for it.
+        token_gap_s: time between its last two steps that sampled tokens; None before the second.
+        ended_by: finish reason of the last event, "deadline" or "error"; None before that.
+        num_sampled_tokens: tokens of all its sequences and beams, including those generated on other servers.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
         absences: when it was preempted.
-        adapter_slot: where on the device its adapter is while it runs; 0 is none.
+        adapter_slot: device slot of the adapter while the group runs; 0 is none.
     """
 
     request: Request
@@ -315,13 +316,13 @@ class Group:
 
     @property
     def is_streamed(self) -> bool:
-        """Its tokens are sent as they come; not where they are told at the end, or who is returned is decided then."""
+        """True if tokens are sent as they are sampled; False if all are returned at the end, or chosen then."""
         sampling = self.request.sampling
         return not (self.request.is_whole or sampling.beam_width or sampling.num_samples > sampling.n)
 
     @property
     def num_rows(self) -> int:
-        """Rows that the group may take in a step."""
+        """Maximum number of the group's rows in a step."""
         return self.request.sampling.beam_width or len(self.sequences)
 
     @property
@@ -339,17 +340,17 @@ class Group:
 
     @property
     def has_prompt_blocks(self) -> bool:
-        """The whole prompt is computed and in the pool."""
+        """True if the whole prompt is computed and in the pool."""
         leader = self.live[0]
         return self.status is Status.RUNNING and leader.num_computed_tokens >= leader.num_prompt_tokens
 
     def num_blocks_alone(self, geometry: Geometry) -> int:
-        """Blocks that it takes at most when it runs alone."""
+        """Return the maximum number of blocks that the group takes when it runs alone."""
         request = self.request
         return geometry.num_blocks_alone(len(request.prompt_token_ids), request.sampling.max_tokens, self.num_rows)
 
     def admitted(self, num_cached_tokens: int) -> bool:
-        """Notes that it runs, with so many tokens of its prompt in the pool; True the first time."""
+        """Record an admission with `num_cached_tokens` cached prompt tokens. Return True the first time."""
         is_first = self.num_cached_tokens is None
         if is_first:
             self.num_cached_tokens = min(num_cached_tokens, len(self.request.prompt_token_ids))
@@ -362,21 +363,21 @@ class Group:
         self.num_preemptions += 1
 
     def uses_slot(self, slot: int) -> None:
-        """Its adapter is in that slot of the device; 0 is none."""
+        """Set the adapter's device slot; 0 is none."""
         self.adapter_slot = slot
 
     def forked(self) -> None:
-        """Every sequence of it has its own table."""
+        """Record that every sequence has its own block table."""
         self.is_forked = True
 
     def starts_over(self) -> None:
-        """Notes that nothing of it is in the pool: its leader runs the prompt again before the others."""
+        """Record that the pool holds nothing of the group: its leader runs the prompt again before the others."""
         self.is_forked = len(self.live) == 1
 
     def continues_as(self, beams: list[Sequence]) -> None:
-        """The beams that live on take the place of those that were."""
+        """Replace the sequences by the surviving beams."""
         self.sequences = beams
-        if self.status is Status.WAITING:  # it was preempted meanwhile, and runs its prompt first
+        if self.status is Status.WAITING:  # it was preempted and runs its prompt first
             self.starts_over()
 
     def scheduled(self, now_s: float) -> None:
@@ -386,7 +387,7 @@ class Group:
         self.num_sampled_tokens += num_tokens
 
     def collected(self, now_s: float, num_steps: int = 1) -> None:
-        """The results of a dispatch of some steps with tokens for it are here."""
+        """Record the arrival of the results of a dispatch that sampled tokens for the group."""
         if self.last_token_s is not None:
             self.token_gap_s = (now_s - self.last_token_s) / num_steps
         else:
@@ -395,24 +396,24 @@ class Group:
 
     @property
     def times(self) -> RequestTimes:
-        """When it got where, so far."""
+        """Timestamps of the request so far."""
         return RequestTimes(
             self.arrival_s, self.first_scheduled_s, self.first_token_s, self.last_token_s, tuple(self.absences.told_s)
         )
 
     def ended(self, reason: str) -> None:
-        """Notes why it ended: its last event is known, or nobody wants to have it."""
+        """Record why the group ended: its last event is known, or its client is gone."""
         self.ended_by = reason
 
     def move_to(self, status: Status) -> None:
-        """Moves the group and every live sequence of it."""
+        """Move the group and its live sequences to a status."""
         for sequence in self.live:
             sequence.move_to(status)
         self.status = status
 
 
 def _begin(request: Request) -> GrammarState | None:
-    """The beginning of a text that follows the request's grammar."""
+    """Return the initial grammar state of a request, or None without a grammar."""
     if request.grammar is None:
         return None
     state, outputs = request.grammar.start(), request.sampling.structured_outputs
@@ -426,6 +427,9 @@ def _behind(continued: Continued) -> GrammarState | None:
 
 
 def has_unknown_tokens(group: Group) -> bool:
-    """The host lacks tokens that it needs to run a group: all but the last, and that too where tokens are counted."""
+    """Return True if the host lacks tokens that it needs to run a group.
+
+    It may lack one token per sequence, or none if tokens are counted for penalties.
+    """
     num_unknown = 0 if group.request.sampling.needs_counts else 1
     return any(sequence.num_in_flight_tokens > num_unknown for sequence in group.live)

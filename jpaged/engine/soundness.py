@@ -1,4 +1,4 @@
-"""Rows whose logits are not finite, and what becomes of their requests and of what they wrote."""
+"""Guard against logits that are not finite: fails the requests and drops their cached blocks."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ logger = logging.getLogger(__name__)
 
 
 class Soundness:
-    """Judges the rows of each step. Makes last events and forgets prefixes; to release the groups is the caller's.
+    """Checks the rows of each step. Creates last events and drops cached prefixes; the caller releases the groups.
 
-        row   sound       its token goes on as ever, whatever the rows beside it are
-              not sound   live, and samples: its request fails, with all its sequences, and no other does
-                          of a sequence that ended: its prefix is forgotten, which was cached before this was known
+        row   finite        its token is processed as usual, independent of the other rows
+              not finite    of a live sequence that samples: its request fails, with all its sequences, and no other
+                            of a finished sequence: its prefix is dropped, which was cached before this was known
 
     A row that computes a part of a prompt samples nothing and fails nothing: whether a request fails does not depend on
-    how its prompt was cut. NaN in its keys or values makes the logits of its last token NaN.
+    its chunks. NaN in its keys or values makes the last token's logits NaN.
 
-    All that such a sequence has read is forgotten with what it wrote: one of them is at fault, and it is not known
-    which. Who shares those blocks goes on, and is judged by its own logits. Pinned prefixes stay: they were sound when
-    pinned. A block of NaN that is free harms nobody: slots are written before they are read.
+    All blocks that such a sequence has read are dropped together with those that it wrote: any of them may be the
+    cause. Requests that share those blocks continue and are checked by their own logits. Pinned prefixes stay: their
+    logits were finite when they were pinned. NaN in a free block is harmless, because slots are written before they are
+    read.
 
-    A row that the fields of its own request leave no token is the caller's error: its prefix stays, and it is not
-    counted as a request whose logits are not finite.
+    If the request's own fields ban every token, the error is the caller's: its prefix stays cached, and the request
+    does not count as one with non-finite logits.
 
     Args:
-        eos_token_ids: of the model.
-        vocab_size: V, the width of its logits.
+        eos_token_ids: EOS tokens of the model.
+        vocab_size: V, the width of the logits.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class Soundness:
         self._has_told = False
 
     def fail_unsound(self, schedule: Schedule, outputs: StepOutputs, step: int = 0) -> list[Group]:
-        """Fails the requests whose rows are not sound; the groups, which hold their blocks still.
+        """Fail the requests whose rows are not finite. Return their groups, which still hold their blocks.
 
-        Rows of what is proposed fail nobody: `fail_rows` judges those of which something is taken in.
+        Rows of draft tokens fail no request: `fail_rows` checks those whose tokens are accepted.
 
         Args:
             outputs: of one step of the dispatch.
-            step: which one it is.
+            step: index of that step.
         """
         failed: dict[Group, None] = {}
         for row in np.flatnonzero(~outputs.is_sound_rn[: schedule.num_rows, 0]).tolist():
@@ -76,7 +77,7 @@ class Soundness:
         return list(failed)
 
     def fail_rows(self, rows: Mapping[int, ScheduledRow], outputs: StepOutputs) -> list[Group]:
-        """The same for some rows, by their places on the device."""
+        """Like `fail_unsound` for the given rows, keyed by their index on the device."""
         failed: dict[Group, None] = {}
         for place, row in rows.items():
             if not outputs.is_sound_rn[place, 0] and row.group not in failed:

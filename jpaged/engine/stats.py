@@ -1,4 +1,4 @@
-"""Counts of what the engine did: written by its thread once a step, read by others as one snapshot."""
+"""Counters of the engine: written by its thread once a step, read by other threads as one snapshot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jpaged.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class HistogramSnapshot:
-    """Observations up to each bound, cumulative as Prometheus has them; the last count is of all."""
+    """Observations up to each bound, cumulative as in Prometheus; the last count is of all observations."""
 
     bounds: tuple[float, ...]
     cumulative_counts: tuple[int, ...]
@@ -29,15 +29,15 @@ class HistogramSnapshot:
 
     @classmethod
     def total(cls, snapshots: Sequence[HistogramSnapshot]) -> HistogramSnapshot:
-        """The observations of all, which have the same bounds."""
+        """Return the sum of histograms with the same bounds."""
         counts = zip(*(snapshot.cumulative_counts for snapshot in snapshots), strict=True)
         return cls(snapshots[0].bounds, tuple(map(sum, counts)), math.fsum(snapshot.sum for snapshot in snapshots))
 
 
 class Histogram:
-    """Seconds, or counts, in buckets with these upper bounds, ascending, and one for everything above.
+    """Histogram of seconds or counts, with these ascending upper bounds and one bucket for everything above.
 
-    One thread observes; any thread may take a snapshot, which then lacks at most what is being observed.
+    One thread observes; any thread may take a snapshot, which may lack the observation in progress.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -46,7 +46,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Adds `count` observations of the same value."""
+        """Add `count` observations of the same value."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -59,7 +59,7 @@ class Histogram:
 
 
 class DeviceIdle:
-    """Since when the device has had nothing to run, as far as the host can tell: it looks when it comes by.
+    """Idle time of the device: starts when the host, which polls between its own work, sees the device done.
 
     dispatch n     device is done     seen done     dispatch n + 1
                                           └──── idle ────┘
@@ -69,25 +69,27 @@ class DeviceIdle:
         self._since_s: float | None = None
 
     def seen_done(self, now_s: float) -> None:
-        """Everything that was dispatched has run; the first sight of it counts."""
+        """Record that everything dispatched has run; only the first call after a dispatch counts."""
         if self._since_s is None:
             self._since_s = now_s
 
     def end(self, now_s: float) -> float:
-        """The next step is dispatched, or there is none to wait for; the seconds since the device was seen done."""
+        """End the idle time: the next step is dispatched, or none is expected. Return its seconds."""
         since_s, self._since_s = self._since_s, None
         return 0.0 if since_s is None else now_s - since_s
 
 
 class Pulse:
-    """Since when nothing has come of the work that there is: written by the engine's thread, read by any.
+    """Detects stalls: time since the last progress while requests are pending.
+
+    Written by the engine thread, readable from any thread.
 
         requests   ├── in flight ───────────────────────────┤
         steps      │ end   end   end              (hangs)      now
                                  └───── seconds_without ──────┘
 
     Args:
-        stall_s: from so many seconds on it is a stall.
+        stall_s: seconds without progress that count as a stall.
     """
 
     def __init__(self, clock: Callable[[], float], stall_s: float) -> None:
@@ -95,57 +97,57 @@ class Pulse:
         self._stall_s = stall_s
         self._num_stalls = 0
         self._since_s: float | None = None  # None while there is no work
-        self._awaited_s: float | None = None  # since when a step of the device is waited for
+        self._awaited_s: float | None = None  # start of the wait for a step of the device
 
     def begin(self) -> None:
-        """Notes that there is work from now on, where there was none."""
+        """Record that requests are pending from now on."""
         self._since_s = self._clock()
 
     def beat(self, now_s: float) -> None:
-        """Notes that something has come of it."""
+        """Record progress."""
         since_s = self._since_s
         if since_s is not None:
             self._num_stalls += now_s - since_s >= self._stall_s
             self._since_s = now_s
 
     def rest(self) -> None:
-        """Notes that there is no work any more."""
+        """Record that no request is pending any more."""
         self.beat(self._clock())
         self._since_s = None
 
     def begin_wait(self, now_s: float) -> None:
-        """Notes that a step is waited for: that is work, though the requests of it may have been dropped."""
+        """Record that the host waits for a step: that counts as work, even if its requests were dropped."""
         self._awaited_s = now_s
 
     def end_wait(self) -> None:
-        """Notes that it has ended."""
+        """Record the end of that wait."""
         self._awaited_s = None
 
     @property
     def seconds_without(self) -> float:
-        """Seconds since something has come of the work; 0 while there is none."""
+        """Seconds since the last progress; 0 while no request is pending."""
         since_s, awaited_s = self._since_s, self._awaited_s
         since_s = awaited_s if since_s is None else since_s
         return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
 
     @property
     def is_stalled(self) -> bool:
-        """There is work, and for too long nothing has come of it."""
+        """True if requests are pending without progress for at least the stall time."""
         return self.seconds_without >= self._stall_s
 
     @property
     def num_stalls(self) -> int:
-        """How often it stalled, the present time included."""
+        """Number of stalls, including a current one."""
         return self._num_stalls + self.is_stalled
 
 
 _RECENT_ENDS = 64
 ERROR, DEADLINE = "error", "deadline"
-"""The ends of requests without a finish reason: they failed, or their time was over."""
+"""End reasons of requests without a finish reason: an error, or an expired deadline."""
 
 
 class StepStats:
-    """Gathers the counts; the engine's thread calls everything but what answers questions, at the end."""
+    """Collects the counters. Only the engine thread calls the methods, except the readers at the end of the class."""
 
     def __init__(self, geometry: Geometry, clock: Callable[[], float], num_speculative_tokens: int = 0) -> None:
         self._clock = clock
@@ -157,16 +159,16 @@ class StepStats:
             num_blocks_free=geometry.num_blocks,
             num_blocks_empty=geometry.num_blocks,
         )
-        # The next load while it is counted.
+        # The values of the next EngineLoad, while they are counted.
         self._counts = asdict(self._load) | {"speculation": self._load.speculation}
         self._has_adapters = geometry.max_loras > 0
         self._sum_stored_tokens = 0
         self._sum_first_token_s = 0.0
         self._recent_ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
         self._histograms = {name: Histogram(one.bounds) for name, one in DISTRIBUTIONS.items()}
-        # Sequences that run together have the same gap, so that a step has few different ones.
+        # Sequences that run together have the same gap, so a step has few different ones.
         self._token_gaps_s: dict[float, int] = {}
-        of_engine = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT  # calls are seen in the text
+        of_engine = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT  # tool calls: set later
         self._num_ended = dict.fromkeys([*(reason.value for reason in of_engine), DEADLINE, ERROR], 0)
 
     def count_schedule(self, schedule: Schedule) -> None:
@@ -184,16 +186,16 @@ class StepStats:
                 group.absences.end(self._clock())
 
     def count_steps(self, schedule: Schedule) -> None:
-        """Counts the steps of a schedule, all of which are dispatched."""
+        """Count the steps of a schedule, all of which are dispatched."""
         self._counts["num_steps"] += schedule.num_steps if schedule.num_rows else 0
         if schedule.runs:
             self._counts["num_cascade_steps"] += schedule.num_steps
             self._counts["num_cascade_tokens"] += schedule.num_tokens_shared * schedule.num_steps
 
     def count_tokens(self, groups: Sequence[Group], now_s: float, num_steps: int = 1) -> None:
-        """Counts a token for each of these, in one of so many steps that end now.
+        """Count one token for each of these groups, in one of `num_steps` steps that end now.
 
-        The group of several sequences is named as often. Tokens of one dispatch count as if each had come in its time.
+        A group of several sequences occurs once for each. Tokens of one dispatch count as if evenly spaced in time.
         """
         self._counts["num_generation_tokens"] += len(groups)
         gaps_s = self._token_gaps_s
@@ -209,17 +211,17 @@ class StepStats:
                 gaps_s[gap_s] = gaps_s.get(gap_s, 0) + 1
 
     def count_forced(self, num_tokens: int) -> None:
-        """Counts tokens that followed from a grammar, and took no step of their own."""
+        """Count tokens forced by a grammar, which took no separate step."""
         self._counts["num_generation_tokens"] += num_tokens
         self._counts["num_forced_tokens"] += num_tokens
 
     def count_drafts(self, num_proposals: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Counts the drafts of a step, and how many of their tokens were accepted."""
+        """Count the drafts of a step and their accepted tokens."""
         if self._drafts is not None:
             self._drafts.count(num_proposals, num_accepted)
 
     def count_end(self, group: Group) -> None:
-        """Counts a request by what ended it."""
+        """Count a request by its end reason."""
         now_s = self._clock()
         self._counts["num_requests_ended"] += 1
         self._num_ended[group.ended_by or ERROR] += 1
@@ -229,7 +231,7 @@ class StepStats:
             self._observe_request(group)
 
     def _observe_request(self, group: Group) -> None:
-        """Takes the measures of a request that finished."""
+        """Record the distributions of a finished request."""
         sampling, observed = group.request.sampling, self._histograms
         num_tokens = group.num_sampled_tokens
         observed["request_prompt_tokens"].observe(len(group.request.prompt_token_ids))
@@ -247,20 +249,20 @@ class StepStats:
             observed["time_per_token"].observe((last_s - first_s) * num_sequences / (num_tokens - num_sequences))
 
     def count_not_finite(self) -> None:
-        """A request whose logits were not finite, besides `count_end`."""
+        """Count a request with non-finite logits, in addition to `count_end`."""
         self._counts["num_nonfinite_requests"] += 1
 
     def count_host(self, seconds: float) -> None:
-        """What a step took besides waiting for the device."""
+        """Record the time of a step without the wait for the device."""
         self._counts["host_s"] += seconds
         self._histograms["host_step"].observe(seconds)
 
     def count_idle(self, seconds: float) -> None:
-        """The device had nothing to run, while there were requests."""
+        """Record the time that the device was idle while requests were pending."""
         self._counts["device_idle_s"] += seconds
 
     def end_step(self, memory: KVMemory, scheduler: Scheduler) -> None:
-        """Takes the gauges and makes the step visible to `snapshot`."""
+        """Read the gauges and make the step visible to `snapshot`."""
         for gap_s, count in self._token_gaps_s.items():
             self._histograms["inter_token"].observe(gap_s, count)
         self._token_gaps_s.clear()
@@ -315,7 +317,7 @@ class StepStats:
         return replace(load, seconds_since_progress=pulse.seconds_without, num_stalls=pulse.num_stalls)
 
     def seconds_per_request(self) -> float:
-        """The recent time between two ends, at least 0.1 s: how soon a place in the queue is likely to be free."""
+        """Return the recent mean time between two ends, at least 0.1 s: how soon a queue place is likely to be free."""
         ends = list(self._recent_ends_s)
         if len(ends) < 2:
             return 1.0
@@ -329,6 +331,6 @@ class StepStats:
 
 
 def _adapter_names(groups: Iterable[Group]) -> tuple[str, ...]:
-    """The adapters that groups have, each once, in order of their names."""
+    """Return the names of the groups' adapters, sorted and without duplicates."""
     loaded = (group.request.adapter for group in groups)
     return tuple(sorted({adapter.name for adapter in loaded if adapter is not None}))

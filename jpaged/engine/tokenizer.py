@@ -1,4 +1,4 @@
-"""What the engine asks of a tokenizer: text <-> token ids."""
+"""Tokenizer interface of the engine: text <-> token ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jpaged.errors import InvalidArgument, Unsupported
 
 
 class Tokenizer(Protocol):
-    """Text in, ids out and back. Safe to call from several threads; long texts hold up none of them."""
+    """Tokenizer protocol: text to token ids and back. Thread-safe; a long text does not block other threads."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids that it produces are below this."""
+        """Upper bound of the token ids, exclusive."""
         ...
 
     @property
@@ -24,36 +24,36 @@ class Tokenizer(Protocol):
 
     @property
     def max_token_bytes(self) -> int:
-        """Bytes of text for each token at most: a text that is longer has more tokens."""
+        """Maximum number of text bytes per token: a longer text has more tokens."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text; bytes that are not valid UTF-8 come out as U+FFFD."""
+        """Return the text; bytes that are not valid UTF-8 become U+FFFD."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, which may be a part of a character."""
+        """Return the bytes that a token adds to a text, possibly a part of a character."""
         ...
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
-        """Ids of a conversation ({"role", "content"} each), ready for the assistant's turn.
+        """Return the token ids of a conversation ({"role", "content"} each), ready for the assistant's turn.
 
         Raises:
             Unsupported: the model has no chat template.
-            InvalidArgument: the template refuses the messages, or cannot cope with them.
-            RequestTooLong: the text that comes of them is over max_bytes.
+            InvalidArgument: the template refuses the messages, or fails on them.
+            RequestTooLong: the rendered text exceeds max_bytes.
         """
         ...
 
 
 class NoTokenizer:
-    """Placeholder of a model without tokenizer files, or of `--skip-tokenizer-init`: token ids in and out, no text."""
+    """Placeholder for a model without tokenizer files, or with `--skip-tokenizer-init`: token ids only, no text."""
 
     eos_token_ids: frozenset[int] = frozenset()
     has_chat_template = False
-    max_token_bytes = 1 << 30  # so that every text comes to `encode`, which says what is wrong
+    max_token_bytes = 1 << 30  # so that every text reaches `encode`, which raises the error
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -1,11 +1,11 @@
-"""Several steps of one schedule between which masks are made.
+"""Several steps of one schedule with grammar masks between them.
 
-where the device can be fed                        elsewhere
+with a mask channel to the device                  without
 device   f0 s0 f1 s1 f2 s2     one program         device   f0 s0 | f1 s1 | f2 s2     two programs a step
-host       m0 ── m1 ── m2      masks alone         host       m0 ─ take in, start, m1 ─ ...
+host       m0 ── m1 ── m2      masks alone         host       m0 ─ process, start, m1 ─ ...
 
-What is fed is taken in as any dispatch of several steps is: when all of it is there, and the next is under way.
-Meanwhile grammars are ahead of the tokens that sequences have.
+A fed dispatch is processed like any dispatch of several steps: when all its tokens have arrived and the next dispatch
+is in flight. Until then the grammars are ahead of the tokens of their sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jpaged.errors import InternalError
 
 @dataclass(slots=True)
 class Turns:
-    """Serves the steps of one engine. Called by its thread alone."""
+    """Runs multi-step dispatches with masks for one engine. Called by the engine thread alone."""
 
     executor: Executor[Any, Any]
     intake: Intake
@@ -33,27 +33,27 @@ class Turns:
     clock: Callable[[], float]
     _waited_s: float = 0.0
     _before: FedSteps | None = None
-    _unread: Any = None  # the last dispatch that was fed, whose tokens are known
+    _unread: Any = None  # the last fed dispatch, whose tokens are known
 
     def take_waited_s(self) -> float:
-        """Seconds of waiting for the device since this was asked last."""
+        """Return the seconds of waiting for the device since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
     def go_on(self, started: Started, newest: Any) -> Any:
-        """Starts the further steps of a schedule whose steps go in turn; the last one's results are left to collect.
+        """Dispatch the further steps of an alternating schedule. The caller collects the last one.
 
-        forward 1 ──> device      sample 0 is under way
-        collect 0 <── tokens, which are taken in
-        sample 1  ──> device      with masks behind those tokens
+        forward 1 ──> device      sample 0 is in flight
+        collect 0 <── tokens, which are processed
+        sample 1  ──> device      with masks after those tokens
 
-        It is over where a row has ended, so that whoever waits may come in.
+        It stops early if a row has ended, so that a waiting request can be admitted.
 
         Args:
-            newest: the first step, whose sample is under way.
+            newest: handle of the first step, whose sample is in flight.
 
         Returns:
-            the last one.
+            the handle of the last step.
         """
         schedule, sampling = started.schedule, started.sampling
         further = started.inputs.further(schedule.num_steps, self.executor.geometry.block_size)
@@ -74,9 +74,9 @@ class Turns:
         return newest
 
     def begin(self, fed: Fed) -> FedSteps:
-        """Begins with a dispatch: with its first masks, where all rows go on from the one before.
+        """Begin a fed dispatch: send its first masks if all rows of the previous one continue.
 
-        So the device need not wait until that one is taken in.
+        Then the device need not wait until the previous dispatch is processed.
         """
         steps, before, waiting_since_s = FedSteps(fed, self.intake, self.clock), self._before, self.clock()
         if before is not None and not before.are_over and before.finish() and before.all_go_on:
@@ -86,18 +86,18 @@ class Turns:
         return steps
 
     def feed(self, steps: FedSteps) -> tuple[Dispatched, bool]:
-        """Gives each step of a dispatch its masks; all that came before must be taken in.
+        """Send each step of a dispatch its masks; all earlier dispatches must have been processed.
 
-        The dispatch is over where a row has ended, so that whoever waits may come in.
+        The dispatch stops early if a row has ended, so that a waiting request can be admitted.
 
         Returns:
-            the dispatch, whose last step may still be under way; and whether no row is known to have ended in it: else
-            it is to be taken in before anything else is decided.
+            the dispatch, whose last step may still be in flight; and True if no row is known to have ended in it. If
+            False, the caller must process it before it decides anything else.
         """
         fed, num_steps = steps.fed, steps.serve()
         self.scheduler.has_made(fed.schedule, num_steps)
         self._waited_s += steps.waited_s
-        if self._unread is not None:  # only now, for a program that waits for masks may keep others waiting
+        if self._unread is not None:  # only now, because a program that waits for masks may block others
             self.executor.collect(self._unread)
         self._unread = fed.handle
         return Dispatched(fed.schedule, fed.begin_s, fed.handle, results=self._results_of(steps)), not steps.are_over
@@ -109,18 +109,18 @@ class Turns:
             if steps.finish():
                 return steps.outputs
             self._unread = None
-            return self.executor.collect(steps.fed.handle)  # which says what went wrong
+            return self.executor.collect(steps.fed.handle)  # which raises the error
 
         return results
 
 
 class FedSteps:
-    """The steps of one dispatch on their way.
+    """Fed steps of one dispatch in flight.
 
     Attributes:
-        are_over: no further step is made, and all that were made are here.
-        all_go_on: no row is known to have ended, nor any grammar to have failed.
-        waited_s: for their tokens.
+        are_over: no further step is executed, and the tokens of all executed steps have arrived.
+        all_go_on: no row is known to have ended, and no grammar has failed.
+        waited_s: seconds of waiting for their tokens.
     """
 
     def __init__(self, fed: Fed, intake: Intake, clock: Callable[[], float]) -> None:
@@ -133,7 +133,7 @@ class FedSteps:
 
     @property
     def outputs(self) -> StepOutputs:
-        """What was drawn."""
+        """The sampled tokens of all steps."""
         token_ids, is_sound = zip(*self._columns, strict=True)
         return StepOutputs(np.stack(token_ids, axis=1), np.stack(is_sound, axis=1))
 
@@ -145,15 +145,15 @@ class FedSteps:
         return edits.mask_rw
 
     def give_first(self) -> None:
-        """Gives the first step its masks before what came before is taken in, if nothing is wrong with any."""
+        """Send the first step its masks before the previous dispatch is processed, if every mask is valid."""
         if self._fill(self._mask_rw):
             self.fed.feed.give(self._mask_rw, Verdict.GOES_ON)
             self._has_first = True
 
     def serve(self) -> int:
-        """Gives masks until no further step is to be made; how many are made.
+        """Send masks until no further step is executed. Return the number of executed steps.
 
-        Where that is all of them, the tokens of the last are still to come.
+        If every step of the schedule is executed, the tokens of the last one may not have arrived yet.
         """
         schedule, feed, mask_rw = self.fed.schedule, self.fed.feed, self._mask_rw
         are_live = all(one.is_live for one in schedule.sequences)
@@ -169,14 +169,14 @@ class FedSteps:
                 return num_made
             may_go_on = self._take()
             if verdict == Verdict.LAST or not may_go_on or not self._fill(mask_rw):
-                self.are_over = True  # what is wrong with a grammar shows where the next step begins
+                self.are_over = True  # the error of a grammar is raised at the next step
                 feed.close()
                 return num_made
             verdict = Verdict.GOES_ON if are_live and self.all_go_on else Verdict.LAST
         raise InternalError("a dispatch has no steps")
 
     def finish(self) -> bool:
-        """Waits for the last step; False where its tokens do not come."""
+        """Wait for the last step. Return False if its tokens do not arrive."""
         if not self.are_over:
             self._take()
             self.are_over = True
@@ -184,7 +184,7 @@ class FedSteps:
         return len(self._columns) == self.fed.schedule.num_steps
 
     def _take(self) -> bool:
-        """Waits for the step that has its masks, and moves the grammars over its tokens; False where none can go on."""
+        """Wait for the tokens of the current step and advance the grammars. Return False if no row can continue."""
         waiting_since_s = self._clock()
         drawn = self.fed.feed.wait()
         self.waited_s += self._clock() - waiting_since_s
@@ -199,7 +199,7 @@ class FedSteps:
         return may_go_on and not self._has_ended_r.all()
 
     def _go_on(self, token_ids_r: I32) -> bool:
-        """Moves the grammars of those that have not ended."""
+        """Advance the grammars of rows that have not ended."""
         bound = [row for row in self._bound if row.sequence.is_live and not self._has_ended_r[row.place]]
         if len(bound) < len(self._bound):
             self._bound, self._batch = bound, self._grammars.batch(bound)

@@ -1,10 +1,10 @@
-"""What somebody who watches a pool sees of it, and how that goes over a wire. Plain values and numpy.
+"""Snapshots of a KV pool for viewers, and their wire format. Plain values and numpy.
 
-picture.py  a pool between two steps: blocks, tables, queues, what has happened
-changes.py  what blocks begin and cease to hold
-cells.py    a block as one number: what it is, who holds it, how many tables do
-frames.py   pictures -> frames: what has changed since the one before
-reader.py   frames -> the whole again
+picture.py  a pool between two steps: blocks, tables, queues, events
+changes.py  KV cache events: blocks stored and removed
+cells.py    a block packed into one number: its kind, request, and number of tables
+frames.py   snapshots -> frames: the changes since the previous one
+reader.py   frames -> the full state
 """
 
 from jpaged.pool.cells import Kind, cells_of, host_cells_of, unpack

@@ -1,10 +1,10 @@
-"""A block as one number, [N + 1] of them with the null block first.
+"""Block states packed into one number each, [N + 1] of them with the null block first.
 
     31 ............. 11 | 10 ....... 3 | 2 ... 0
     request (21 bits)     tables (8)     kind
 
-The request is the oldest of those whose tables hold the block, by the last bits of its number; of so many at once as
-there are numbers no two are taken for one.
+The request is the oldest one whose tables hold the block, given by the low bits of the request number. Up to 2**21
+consecutive requests have different values.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ U32 = NDArray[np.uint32]
 
 _COUNT_SHIFT, _OWNER_SHIFT = 3, 11
 MOST_COUNTED = 255
-"""So many tables, or more."""
+"""Maximum of the table count; it also stands for more."""
 OWNER_MASK = (1 << (32 - _OWNER_SHIFT)) - 1
 
 
 class Kind(enum.IntEnum):
-    """What a block is."""
+    """State of a block."""
 
     FREE = 0
     CACHED = 1
@@ -37,7 +37,7 @@ class Kind(enum.IntEnum):
 
 
 def cells_of(picture: PoolPicture) -> U32:
-    """The blocks of the device."""
+    """Return the packed states of the device blocks."""
     tables = [[table for chain in one.chains for table in chain.tables] for one in picture.occupants]
     marks = picture.marks
     cells = _cells(picture.num_blocks, marks.cached, picture.occupants, tables, pinned=marks.pinned)
@@ -51,13 +51,13 @@ def cells_of(picture: PoolPicture) -> U32:
 
 
 def host_cells_of(picture: PoolPicture) -> U32:
-    """The blocks of host memory."""
+    """Return the packed states of the host memory blocks."""
     tables = [[table for chain in one.chains for table in chain.host_tables] for one in picture.occupants]
     return _cells(picture.num_host_blocks, picture.marks.host_cached, picture.occupants, tables)
 
 
 def unpack(cells: U32) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """The kind, the tables and the request of each."""
+    """Return the kind, the number of tables and the request of each block."""
     mask, most = np.uint32(7), np.uint32(MOST_COUNTED)
     return cells & mask, (cells >> np.uint32(_COUNT_SHIFT)) & most, cells >> np.uint32(_OWNER_SHIFT)
 

@@ -1,4 +1,4 @@
-"""What blocks begin and cease to hold of cached prefixes, as it is told of step by step."""
+"""KV cache events: cached prefix blocks that a memory tier stores or removes, published step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Tier = Literal["device", "host", "disk"]
 
 
 class Owner(NamedTuple):
-    """Whose prefix it is: what a root is made of, in the words of who asked."""
+    """Owner of a prefix: the inputs of the root block hash, as given by the client."""
 
     salt: str = ""
     tenant: str = ""
@@ -16,12 +16,12 @@ class Owner(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tier holds a block from now on.
+    """A tier stores a block from now on.
 
     Attributes:
-        parent: the key of the block before it; None in front of a prompt, and where `token_ids` is empty.
-        token_ids: of the block; empty below the device, where keys alone are known.
-        owner: whose prefix it is, under which salt and adapter; None where token_ids is empty.
+        parent: hash of the previous block; None for the first block of a prompt, and if `token_ids` is empty.
+        token_ids: tokens of the block; empty below the device tier, where only hashes are known.
+        owner: owner of the prefix; None if token_ids is empty.
     """
 
     tier: Tier
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A tier does not hold it any more."""
+    """A tier no longer stores a block."""
 
     tier: Tier
     key: bytes

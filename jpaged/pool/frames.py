@@ -1,10 +1,10 @@
-"""Pictures -> frames: JSON that says what has changed since the frame before.
+"""Snapshots -> frames: JSON with the changes since the previous frame.
 
-    whole    base null        everything, as if nothing had been before
-    change   base 16          what differs from frame 16; only who has that one can read it
+    whole    base null        the full state
+    change   base 16          the difference from frame 16; readable only with the state after that frame
 
-Cells that have changed are runs of equal ones: [first, how many, cell] as little-endian uint32 in base64. A table that
-has changed is told from its first place that differs. Of requests, queues and totals a frame has all.
+Changed cells are encoded as runs of equal ones: [first, count, cell] as little-endian uint32 in base64. A changed table
+is sent from its first difference on. Requests, queues and totals are always complete.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jpaged.pool.cells import U32, cells_of, host_cells_of
 from jpaged.pool.picture import I32, Happening, Occupant, PoolPicture
 
 _MAX_TOLD = 200
-"""Happenings that a whole frame tells again."""
+"""Maximum number of past events in a whole frame."""
 
 _TableKey = tuple[int, int, int, bool]
-"""A request's number, the index of its sequence, the KV group, and whether it is in host memory."""
+"""A request's number, the index of its sequence, the KV group, and True for host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame as it is sent; `base` is the number of the one that it changes, None for a whole one."""
+    """An encoded frame; `base` is the number of the frame that it changes, None for a whole one."""
 
     number: int
     base: int | None
@@ -38,7 +38,7 @@ class Frame:
 
 @dataclass(slots=True)
 class _Known:
-    """What was last told of one pool."""
+    """The last state sent of one pool."""
 
     picture: PoolPicture
     cells: U32
@@ -48,14 +48,14 @@ class _Known:
 
 
 class FrameWriter:
-    """Writes frames of the pools of a server, one after the other; a thread at a time may ask."""
+    """Writes consecutive frames of a server's pools; callers must not use it from two threads at once."""
 
     def __init__(self) -> None:
         self.number = 0
         self._known: list[_Known] = []
 
     def change(self, pictures: Sequence[PoolPicture]) -> Frame:
-        """Takes the next pictures, of all pools, and returns the frame from the ones before to them."""
+        """Encode the next snapshots, of all pools, as a frame of changes from the previous ones."""
         before: Sequence[_Known | None] = self._known or [None] * len(pictures)
         after = [_known(picture, old) for picture, old in zip(pictures, before, strict=True)]
         pools = [_pool(new, old) for new, old in zip(after, before, strict=True)]
@@ -64,7 +64,7 @@ class FrameWriter:
         return _frame(self.number, base, pools)
 
     def whole(self) -> Frame:
-        """The last pictures, for who has seen none before."""
+        """Return the last snapshots as a whole frame, for a new viewer."""
         return _frame(self.number, None, [_pool(known, None) for known in self._known])
 
 
@@ -127,7 +127,7 @@ def _happening(one: Happening) -> list[Any]:
 
 
 def _runs(cells: U32, before: U32 | None) -> str:
-    """The runs of equal cells among those that have changed."""
+    """Encode the changed cells as runs of equal ones."""
     changed = np.flatnonzero(cells if before is None else cells != before)
     if not len(changed):
         return ""
@@ -141,9 +141,9 @@ def _runs(cells: U32, before: U32 | None) -> str:
 def _changed(
     tables: dict[_TableKey, I32], before: dict[_TableKey, I32], present: set[tuple[int, int]]
 ) -> list[list[Any]]:
-    """The tables that differ: whose, the first place that does, and what is there from it on; none where one is gone.
+    """Return the changed tables: key, index of the first difference, and the blocks from there; none if removed.
 
-    Those of a sequence that has left are not told of, which went with it.
+    Tables of a removed sequence are omitted, because the reader drops them with it.
     """
     changed: list[list[Any]] = []
     for key, table in tables.items():

@@ -1,4 +1,4 @@
-"""A pool as it is between two steps. Ids and counts alone: no token, no text."""
+"""Snapshot of a pool between two steps. Only ids and counts: no tokens, no text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ U8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class MemoryMarks:
-    """What memory knows of blocks besides the tables of sequences.
+    """Block flags that are not in the sequences' tables.
 
     Attributes:
-        cached: [N + 1] 1 where a block holds a prefix that is known.
-        host_cached: [H + 1] the same of host memory.
-        pinned: blocks of pinned prefixes, one that several pins hold as often.
-        aside: blocks that nobody may have, for a limit of the pool.
-        reserved: blocks of the regions that a baseline has reserved, written or not.
+        cached: [N + 1] 1 if a block holds a cached prefix.
+        host_cached: [H + 1] the same for host memory.
+        pinned: blocks of pinned prefixes, once for each pin that holds them.
+        aside: blocks withheld by a limit of the pool.
+        reserved: blocks of the contiguous regions that a baseline policy has reserved, written or not.
     """
 
     cached: U8
@@ -33,11 +33,11 @@ class MemoryMarks:
 
 
 class Chain(NamedTuple):
-    """A sequence: its tables, one for each KV group, with 0 at places that were given up.
+    """A sequence: its block tables, one per KV group, with 0 for freed blocks.
 
     Attributes:
         sequence: its index in the request.
-        host_tables: in host memory, while it is swapped out.
+        host_tables: tables in host memory, while it is swapped out.
     """
 
     sequence: int
@@ -47,10 +47,10 @@ class Chain(NamedTuple):
 
 
 class Occupant(NamedTuple):
-    """A request that waits, runs or is swapped out; hundreds are made at once.
+    """A request that waits, runs or is swapped out. A named tuple, because hundreds are created at once.
 
     Attributes:
-        number: in the order of arrival at its engine.
+        number: index in the order of arrival at its engine.
         status: waiting, running, swapped; or finished, in a static batch that keeps its blocks.
     """
 
@@ -65,17 +65,17 @@ class Occupant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something that happened to a request or to blocks.
+    """An event of a request or of blocks.
 
     Attributes:
-        number: counts up; a watcher that sees one twice knows it.
-        kind: admission, resumption, preemption_swap, preemption_recompute or end of a request; fork; what is moved:
+        number: increasing; identifies the event if a viewer gets it twice.
+        kind: admission, resumption, preemption_swap, preemption_recompute or end of a request; fork; or a move:
             copy_on_write, prefix_copy, swap_out and swap_in of groups, eviction and prefix_in of cached prefixes,
-            prefix_out of those that stay, and are copied to disk or to another server.
-        request: the number of whose it is; None where it is nobody's in particular.
+            prefix_out of prefixes that stay cached and are copied to disk or to another server.
+        request: number of the request, or None.
         count: sequences of a fork, blocks of a move.
-        blocks: those concerned, where they were and where they went in turns; the first of them where they are many.
-        why: what ended a request; of one that is admitted, its id.
+        blocks: source and destination blocks, alternating; the first ones if there are many.
+        why: end reason of a request; for an admission, its id.
     """
 
     number: int
@@ -88,15 +88,15 @@ class Happening:
 
 @dataclass(frozen=True, slots=True)
 class PoolPicture:
-    """One pool.
+    """Snapshot of one pool.
 
     Attributes:
-        time_s: of the engine's clock.
-        limit: blocks that requests may have: all but those that are set aside, or will be as they come free.
-        occupants: those that hold blocks, and the first of those that wait.
-        num_waiting: all that wait and were not swapped out.
-        happenings: since the picture before this one, the latest where they are many.
-        totals: counts since the engine's start, by the names of `jpaged.load.EngineLoad`.
+        time_s: time of the engine's clock.
+        limit: blocks that requests may use: all except those withheld now, or as soon as they become free.
+        occupants: the requests that hold blocks, and the first of those that wait.
+        num_waiting: all waiting requests that are not swapped out.
+        happenings: events since the previous snapshot, the latest ones if there are many.
+        totals: counters since the engine's start, named as in `jpaged.load.EngineLoad`.
     """
 
     time_s: float

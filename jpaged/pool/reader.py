@@ -1,4 +1,4 @@
-"""Frames -> the whole: what a watcher has after each."""
+"""Frames -> the full state that a viewer has after each frame."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TableKey = tuple[int, int, int, bool]
 
 @dataclass(slots=True)
 class PoolView:
-    """One pool as a watcher knows it.
+    """A viewer's state of one pool.
 
     Attributes:
-        told: the last frame's other fields, as they came.
-        tables: by number of the request, index of the sequence, KV group, and whether it is in host memory.
+        told: the other fields of the last frame, as decoded.
+        tables: by number of the request, index of the sequence, KV group, and True for host memory.
     """
 
     told: dict[str, Any]
@@ -33,8 +33,8 @@ class FrameReader:
     """Follows frames.
 
     Attributes:
-        number: of the last frame; None before the first.
-        pools: as they are after it.
+        number: number of the last frame; None before the first.
+        pools: state after that frame.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class FrameReader:
         self.pools: list[PoolView] = []
 
     def take(self, data: bytes | str) -> None:
-        """Take the next frame.
+        """Apply the next frame.
 
         Raises:
-            ValueError: it changes another than the one before.
+            ValueError: the frame changes another one than the last.
         """
         frame = json.loads(data)
         if frame["base"] is None:

@@ -2,16 +2,16 @@
 
 day.py           the conversations of a day: curve, bursts, tenants, turns
 prompts.py       the tokens of their prompts
-attempts.py      what goes to replicas and comes back
-executor.py      the simulator's executor, several steps at once where that changes nothing
-replica.py       one replica, brought forward to a time
-worker.py        some of the replicas, in a process of their own
-routing.py       which replica a request goes to
-pods.py          who takes requests, begins or ends, and what that costs
-topology.py      kinds of replicas: devices, prices, starts
+attempts.py      messages to and from replicas
+executor.py      the simulator's executor, with several steps per dispatch if the result is the same
+replica.py       one replica, simulated up to a given time
+worker.py        a subset of the replicas, in a separate process
+routing.py       selection of the replica for a request
+pods.py          states of the replicas, and their cost
+topology.py      kinds of replicas: devices, prices, start-up times
 fleet.py         the coordinator: windows of time, failures, drains
-forecast.py      what a simulation will take
-outcomes.py      what a day came to
-pictures.py      the same drawn
+forecast.py      estimated duration of a simulation
+outcomes.py      results of a day
+pictures.py      plots of the results
 scaling/         the horizontal pod autoscaler
 """

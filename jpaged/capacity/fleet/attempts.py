@@ -1,7 +1,7 @@
-"""What goes to replicas and comes back: small values, which travel between processes.
+"""Messages to and from replicas: small values that are sent between processes.
 
-A turn is a request of a day. An attempt is one of its runs on a replica: the first, or one that goes on elsewhere with
-what was generated before.
+A turn is a request of a day. An attempt is one run of a turn on a replica: the first, or one that resumes after tokens
+generated on another replica.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Attempt:
     """A run of a turn on a replica.
 
     Attributes:
-        number: of the attempt; no two have the same.
+        number: unique number of the attempt.
         arrival_s: at the replica.
-        num_generated: tokens of the answer that came before, elsewhere.
-        replays: later prompts have what a simulated server generates, and not a text of their own.
+        num_generated: tokens of the answer that other replicas generated before.
+        replays: later prompts contain the tokens that a simulated server generates; otherwise a separate text.
     """
 
     number: int
@@ -37,17 +37,17 @@ class Attempt:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, those that came before included."""
+        """Tokens of the prompt, including those generated before."""
         return self.session.prompt_tokens(self.turn) + self.num_generated
 
 
 class Ended(NamedTuple):
-    """How an attempt ended, or was cut off when its replica went.
+    """End of an attempt: finished, or cut off when its replica stopped.
 
     Attributes:
-        first_token_s: None where none came.
-        num_tokens: that came from this replica.
-        num_cached: tokens of the prompt that the replica had.
+        first_token_s: None if no token was generated.
+        num_tokens: tokens from this replica.
+        num_cached: tokens of the prompt that the replica had cached.
         is_whole: the answer is complete.
     """
 
@@ -61,7 +61,7 @@ class Ended(NamedTuple):
 
 
 class PoolLoad(NamedTuple):
-    """How busy a replica is between two steps."""
+    """Load of a replica between two steps."""
 
     num_running: int
     num_waiting: int
@@ -69,10 +69,10 @@ class PoolLoad(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a replica has counted in its life.
+    """Counters of a replica over its lifetime.
 
     Attributes:
-        busy_s: in steps, copies and swaps.
+        busy_s: seconds in steps, copies and swaps.
     """
 
     busy_s: float = 0.0
@@ -85,16 +85,16 @@ class Totals(NamedTuple):
     num_recomputed_tokens: int = 0
 
     def plus(self, other: Totals) -> Totals:
-        """Both together."""
+        """Return the sum of both."""
         return Totals._make(mine + theirs for mine, theirs in zip(self, other, strict=True))
 
 
 class Change(NamedTuple):
-    """A replica comes or goes, at the beginning of a window.
+    """Start or stop of a replica, at the beginning of a window.
 
     Attributes:
-        kind: `begin` an empty one, or `kill` what is there.
-        pool: the number of the deployment that it has, where it begins.
+        kind: `begin` an empty replica, or `kill` the current one.
+        pool: for a start, the index of the deployment.
     """
 
     place: int

@@ -1,13 +1,13 @@
-"""The conversations of a day: when they begin, whose they are, how long they are.
+"""The conversations of a day: start times, tenants and lengths.
 
     rate(t)   = mean * (1 + swing * cos(2 pi (t - peak) / day))            less at night, most in the afternoon
     tenants   Zipf: the share of the k-th is as 1 / k^skew; every prompt of a tenant begins with its system prompt
     bursts    in each 96th of a day a tenant has its share times a Gamma of mean 1; arrivals within are Poisson
-    turns     geometric; a turn's prompt is all that was said before, and what is said now
+    turns     geometric; a turn's prompt is the whole conversation before, and the new message
     thinking  exponential, from the end of an answer to the next turn
 
-A day of simulated time may be shorter than 86,400 s (`seconds`): the curve and the bursts are drawn out over that, and
-nothing else is: answers and thinking take as long as they do.
+A day of simulated time may be shorter than 86,400 s (`seconds`): the curve and the bursts are scaled to that, and
+nothing else: answers and thinking keep their durations.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from numpy.typing import NDArray
 from jpaged.errors import InvalidArgument
 
 QUARTERS = 96
-"""Parts of a day in which a tenant's share stays as it is: quarters of an hour."""
+"""Parts of a day in which a tenant's share is constant: quarters of an hour."""
 _MAX_SESSIONS, _MAX_TURNS = 5_000_000, 15_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens, lognormal and at least 1: the mean before they are rounded, and the spread of the logarithm."""
+    """Tokens, lognormal and at least 1: the mean before rounding, and the standard deviation of the logarithm."""
 
     mean: float
     sigma: float
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """So many of them."""
+        """Return `count` random lengths."""
         drawn = generator.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, count)
         return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """What a day is drawn from.
+    """Parameters of a day.
 
     Attributes:
-        seconds: of simulated time that the day takes.
-        rate_per_s: turns a second, the mean over the day.
-        swing: how far the rate goes above and below its mean, as a share of it.
-        peak: when it is highest, as a share of the day.
-        num_tenants, skew: of Zipf's law.
-        burst_shape: of the Gamma; the smaller, the burstier. A tenant's share varies by 1 / sqrt(shape).
+        seconds: simulated duration of the day.
+        rate_per_s: turns per second, the mean over the day.
+        swing: amplitude of the rate around its mean, as a share of the mean.
+        peak: time of the highest rate, as a share of the day.
+        num_tenants, skew: parameters of Zipf's law.
+        burst_shape: shape of the Gamma; the smaller, the burstier. A tenant's share varies by 1 / sqrt(shape).
         system: tokens of tenants' system prompts.
-        said, answered: tokens of what a user says, and of the answer.
-        mean_turns: of a conversation.
-        mean_thinking_s: between an answer and the next turn.
-        min_thinking_s: at least so long.
-        max_model_len: a conversation ends before it would be longer, in tokens.
+        said, answered: tokens of a user's message, and of the answer.
+        mean_turns: mean number of turns in a conversation.
+        mean_thinking_s: mean time between an answer and the next turn.
+        min_thinking_s: minimum of that time.
+        max_model_len: a conversation ends before it would exceed this number of tokens.
     """
 
     seconds: float
@@ -74,7 +74,7 @@ class Day:
     min_thinking_s: float = 1.0
 
     def rate_at(self, t_s: float) -> float:
-        """Turns a second that the curve has at a time, bursts aside."""
+        """Return the turns per second of the curve at a time, without bursts."""
         return self.rate_per_s * (1 + self.swing * math.cos(2 * math.pi * (t_s / self.seconds - self.peak)))
 
 
@@ -83,10 +83,10 @@ class Session:
     """One conversation.
 
     Attributes:
-        number: from 0, by when they begin.
-        system_tokens: of its tenant.
+        number: from 0, in order of start times.
+        system_tokens: tokens of the tenant's system prompt.
         said, answered: tokens of each turn.
-        thinking_s: before each turn but the first, from the end of the answer before.
+        thinking_s: before each turn except the first, from the end of the previous answer.
     """
 
     number: int
@@ -98,12 +98,12 @@ class Session:
     thinking_s: tuple[float, ...]
 
     def prompt_tokens(self, turn: int) -> int:
-        """Tokens of a turn's prompt: the system's, what was said and answered, and what is said now."""
+        """Return the tokens of a turn's prompt: system prompt, earlier messages and answers, and the new message."""
         return self.system_tokens + sum(self.said[: turn + 1]) + sum(self.answered[:turn])
 
 
 def draw_sessions(day: Day, seed: int) -> list[Session]:
-    """All conversations that begin within a day, by when they begin.
+    """Generate all conversations that begin within a day, in order of start times.
 
     Raises:
         InvalidArgument: too many for one computer's memory, or no tenant's system prompt leaves room for a turn.
@@ -125,7 +125,7 @@ def draw_sessions(day: Day, seed: int) -> list[Session]:
 
 
 def _begins(day: Day, generator: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """When conversations begin, in order, and whose they are."""
+    """Return the start times of conversations, in order, and their tenants."""
     width_s = day.seconds / QUARTERS
     shares_n = 1 / np.arange(1, day.num_tenants + 1) ** day.skew
     shares_n /= shares_n.sum()
@@ -147,7 +147,7 @@ def _fitting(
     places: tuple[NDArray[np.int64], NDArray[np.int64]],
     turns: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]],
 ) -> Iterator[Session]:
-    """Each conversation, without the turns that would be too long; a first turn is cut to what fits."""
+    """Yield each conversation, without the turns that would be too long; a first turn is cut to fit."""
     said, answered, thinking_s = turns
     for number, (begin_s, tenant, first, last) in enumerate(zip(begins_s, tenants, *places, strict=True)):
         system_tokens = int(system[tenant])

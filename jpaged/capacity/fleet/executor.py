@@ -1,12 +1,12 @@
-"""The simulator's executor for many replicas: decodes several steps in one dispatch where that changes nothing.
+"""The simulator's executor for many replicas: several decode steps in one dispatch if the result is the same.
 
-    single steps   | s | s | s | s | arrival | s ...       what happens at an arrival, or when a row ends, is the same
+    single steps   | s | s | s | s | arrival | s ...       the results at an arrival, or when a row ends, are the same
     one dispatch   | s   s   s   s | arrival | s ...
 
-The engine decides a number of steps at once as it does for any device (`Lookahead`), with what it may have at most set
-before each dispatch: so many that they surely end before the next arrival, as the rows of the step before, of which
-none is added before that, cannot take longer. A dispatch ends where a row does, so that every request has its first
-token and its end when it would have had them a step at a time.
+The engine chooses the number of steps as for any device (`Lookahead`), up to a maximum set before each dispatch. The
+maximum is the number of steps that surely end before the next arrival: until then no row is added, so the rows of the
+last step bound the time. A dispatch stops when a row ends, so that every request has its first token and its end at the
+same time as with single steps.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jpaged.engine.executor import I32, Geometry, SamplingInputs, StepInputs, St
 from jpaged.testing.virtual_clock import VirtualClock
 
 MAX_STEPS = 64
-"""Steps of a dispatch at most: more save nothing, for tokens are taken in one by one."""
+"""Maximum steps of a dispatch: more save nothing, because tokens are processed one by one."""
 
 
 class BulkExecutor(SimulatedExecutor):
-    """Implements `jpaged.engine.executor.Executor`, for rows of which nothing but tokens is asked.
+    """Implements `jpaged.engine.executor.Executor`, for rows that need only tokens.
 
     Attributes:
         busy_s: simulated seconds of all steps so far.
@@ -44,11 +44,11 @@ class BulkExecutor(SimulatedExecutor):
         self._num_rows = self._num_kv_tokens = 0
 
     def look(self, until_s: float) -> None:
-        """Lets the next dispatch have the steps that surely end before a time: the next arrival's, or a window's."""
+        """Limit the next dispatch to the steps that surely end before a time: the next arrival, or the window's end."""
         self.geometry = self._geometries[self._num_sure_steps(until_s - self._clock()) - 1]
 
     def forward(self, inputs: StepInputs) -> NDArray[np.int32]:
-        """Takes the time of the whole step; the lengths of the rows' contexts."""
+        """Advance the clock by the whole step. Return the lengths of the rows' contexts."""
         num_rows = inputs.num_rows
         query_lens = np.diff(inputs.query_starts_s1[: num_rows + 1])
         kv_lens = inputs.kv_lens_s[:num_rows]
@@ -72,7 +72,7 @@ class BulkExecutor(SimulatedExecutor):
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> StepOutputs:
-        """Takes the time of all steps: its tokens end nothing."""
+        """Advance the clock by all steps: the tokens end no row."""
         num_rows = inputs.num_rows
         num_kv_tokens = int(inputs.kv_lens_s[:num_rows].sum())
         for step in range(num_steps):
@@ -86,7 +86,7 @@ class BulkExecutor(SimulatedExecutor):
         self.busy_s += seconds
 
     def _num_sure_steps(self, seconds: float) -> int:
-        """Steps that the rows of the last one make in that time at least, if they go on; 1 where that is not known."""
+        """Return the number of steps that the last step's rows surely complete in that time; 1 if unknown."""
         num_rows, most = self._num_rows, MAX_STEPS if self._times is self._deployment else 1
         while num_rows and most > 1:
             longest_s = self._deployment.step_s(_decoding(num_rows, self._num_kv_tokens + most * num_rows))
@@ -102,6 +102,6 @@ def _decoding(num_rows: int, num_kv_tokens: int) -> StepLoad:
 
 
 def _with_steps(geometry: Geometry) -> list[Geometry]:
-    """The geometry with 1, 2, ... steps of a dispatch at most."""
+    """Return the geometries with a maximum of 1, 2, ... steps per dispatch."""
     buckets = dataclasses.replace(geometry.buckets, decodes=geometry.buckets.rows)
     return [dataclasses.replace(geometry, max_num_steps=most, buckets=buckets) for most in range(1, MAX_STEPS + 1)]

@@ -1,14 +1,14 @@
-"""A day on a fleet: replicas in simulated time behind a router, with failures, drains and an autoscaler.
+"""A day on a fleet: replicas in simulated time, a router, failures, drains and an autoscaler.
 
-    sessions ──turns──> router ──attempts──> worker processes ──ended──> outcomes, next turns, tries elsewhere
-                           ^    what it has sent and seen end, a window old    │
-                           └────────────────────────────────────────────────────┘
+    sessions ──turns──> router ──attempts──> worker processes ──ended──> outcomes, next turns, retries elsewhere
+                           ^    requests sent and seen to end, a window old    │
+                           └───────────────────────────────────────────────────┘
 
-Time goes in windows. At the beginning of one the coordinator takes in all that has ended by then, lets replicas come
-and go, and sends each request that arrives within it to a replica; then every worker brings its replicas to its end.
-Nothing that happens in a window acts on another replica before the next: the window is the delay with which routers see
-load, and why workers need not wait for each other (conservative synchronisation). All that is drawn is drawn here, from
-the seed.
+Time advances in windows. At the start of a window the coordinator processes everything that has ended, starts and stops
+replicas, and sends each request that arrives within the window to a replica. Then every worker simulates its replicas
+to the end of the window. Events in a window affect other replicas only in the next one: the window is the delay with
+which routers see load, and the reason why workers need not wait for each other (conservative synchronization). All
+random numbers are generated here, from the seed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from jpaged.capacity.fleet.worker import Pool, Window, Worker, make_workers
 from jpaged.errors import InternalError
 
 _MAX_DAYS = 10
-"""A day whose requests have not all ended after so many more of them never ends."""
+"""Days after which a simulation with unfinished requests counts as endless."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """How a fleet is run.
+    """Options of a fleet simulation.
 
     Attributes:
-        window_s: of simulated time: how old what the router knows may be, and how soon a client that was cut off tries
-            elsewhere.
-        num_processes: that hold the replicas; 1 is this one.
-        num_failures, num_drains: over the day, at random times, of replicas that are ready.
-        drain_s: what a replica has to end in when it is drained.
+        window_s: simulated seconds: the maximum age of the router's state, and the delay until a client that was cut
+            off retries elsewhere.
+        num_processes: number of processes that hold the replicas; 1 is this one.
+        num_failures, num_drains: number over the day, at random times, of ready replicas.
+        drain_s: time limit of a drain.
         autoscaling: None keeps all replicas.
-        checks: look for lost blocks in every replica behind every window.
+        checks: check for lost blocks in every replica after every window.
         replays: see `Attempt`.
     """
 
@@ -78,12 +78,12 @@ class _Turn:
 
 
 class Fleet:
-    """Runs a day.
+    """Coordinator of a simulated day.
 
     Args:
         pools: a deployment and options for each kind of replica.
-        kinds: what each of these costs.
-        kind_of: the number of the kind of each place.
+        kinds: cost of each kind.
+        kind_of: index of the kind of each place.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Fleet:
         self._workers: list[Worker] = make_workers(options.num_processes, pools, checks=options.checks)
         self._router = Router(options.rule, len(kind_of), options.seed)
         self._sessions, self._num_begun = sessions, 0
-        # What is to come: time, a number that tells equals apart, a turn that begins or goes on.
+        # Heap of future events: time, a tie-breaker, and a turn that begins or continues.
         self._coming: list[tuple[float, int, _Turn]] = []
         self._ended: list[Ended] = []
         self._running: dict[int, tuple[_Turn, Attempt]] = {}
@@ -120,10 +120,10 @@ class Fleet:
         self._num_failures = self._num_drains = self._num_skipped = 0
 
     def run(self, told: Callable[[float], None] = lambda now_s: None) -> Outcome:
-        """Everything that begins within the day, to its end.
+        """Run every turn that begins within the day, to its end.
 
         Args:
-            told: is told the time at each window.
+            told: called with the time at each window.
 
         Raises:
             InternalError: a turn was lost, or does not end.
@@ -135,7 +135,7 @@ class Fleet:
             self._start(place, 0.0, is_warm=True)
         window = 0
         while True:
-            now_s = window * self._options.window_s  # no sum of roundings
+            now_s = window * self._options.window_s  # no accumulated rounding
             self._begin_window(now_s)
             if self._is_over(now_s):
                 break
@@ -170,7 +170,7 @@ class Fleet:
     # --- a window ---------------------------------------------------------------------------------------------------
 
     def _begin_window(self, now_s: float) -> None:
-        """What has happened by now, and what is changed now."""
+        """Process everything that has happened by now, and apply the changes of now."""
         while self._ended and self._ended[0].end_s <= now_s:
             self._take(heapq.heappop(self._ended), now_s)
         for place in self._pods.become_ready(now_s):
@@ -222,7 +222,7 @@ class Fleet:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _place(self, now_s: float, until_s: float) -> dict[int, list[Attempt]]:
-        """Sends what arrives within the window to replicas, in order of arrival."""
+        """Send the requests that arrive within the window to replicas, in order of arrival."""
         sessions = self._sessions
         while self._num_begun < len(sessions) and sessions[self._num_begun].begin_s < until_s:
             session = sessions[self._num_begun]
@@ -232,7 +232,7 @@ class Fleet:
         while self._coming and self._coming[0][0] < until_s:
             arrival_s, _, turn = heapq.heappop(self._coming)
             if not self._ready:
-                self._come(until_s, turn)  # nobody is there
+                self._come(until_s, turn)  # no replica is ready
                 continue
             attempt = Attempt(
                 self._num_attempts,
@@ -252,11 +252,11 @@ class Fleet:
         self._come(at_s, _Turn(session, number, at_s))
 
     def _come(self, at_s: float, turn: _Turn) -> None:
-        """A turn comes, or comes again; a session has one at a time."""
+        """Schedule a turn, or its retry; a session has one at a time."""
         heapq.heappush(self._coming, (at_s, turn.session.number, turn))
 
     def _take(self, ended: Ended, now_s: float) -> None:
-        """An attempt has ended: its turn, or it goes on elsewhere."""
+        """Process the end of an attempt: finish its turn, or retry it elsewhere."""
         turn, attempt = self._running.pop(ended.number)
         self._router.ended(ended.place)
         if turn.first_token_s is None:
@@ -309,13 +309,13 @@ class Fleet:
         self._loads.pop(place, None)
 
     def _end(self, place: int, now_s: float) -> None:
-        """A pod that drains ends, whatever it still has in flight."""
+        """Stop a draining pod, and everything that it still has in flight."""
         self._kill(place, now_s)
         if self._pods.end(place, now_s):
             self._start(place, now_s)
 
     def _kill(self, place: int, now_s: float) -> None:
-        """A replica is gone: what was told to end later has not ended."""
+        """Stop a replica: attempts reported to end later have not ended."""
         self._changes.append(Change(place, "kill"))
         self._router.end(place)
         mine = [ended for ended in self._ended if ended.place == place]
@@ -325,14 +325,14 @@ class Fleet:
             heapq.heapify(self._ended)
 
     def _draw_events(self) -> list[tuple[float, str]]:
-        """Failures and drains, the next one last."""
+        """Generate the failures and drains, with the next one last."""
         options, generator = self._options, np.random.default_rng([self._options.seed, 2])
         kinds = ["fail"] * options.num_failures + ["drain"] * options.num_drains
         times_s = generator.random(len(kinds)) * self._day.seconds
         return sorted(((float(at_s), kind) for at_s, kind in zip(times_s, kinds, strict=True)), reverse=True)
 
     def _happen(self, at_s: float, kind: str, now_s: float) -> None:
-        """A failure or a drain of a replica that is ready; of none where none is."""
+        """Apply a failure or drain to a random ready replica, if any."""
         ready = self._pods.where(State.READY)
         if not ready:
             return
@@ -340,7 +340,7 @@ class Fleet:
         if kind == "drain":
             self._num_drains += 1
             self._pods.drain(place, now_s + self._options.drain_s, restarts=True)
-        elif not any(change.place == place for change in self._changes):  # one that begins now has nothing to lose
+        elif not any(change.place == place for change in self._changes):  # one that starts now has nothing to lose
             self._num_failures += 1
             self._kill(place, now_s)
             self._start(place, now_s)
@@ -360,7 +360,7 @@ class Fleet:
         wanted = scaler.decide(now_s, gauges.means(pods.where(State.READY)), len(here))
         for place in pods.where(State.EMPTY)[: max(0, wanted - len(here))]:
             self._start(place, now_s)
-        # As a ReplicaSet does: those that are not ready first, then those that came last.
+        # As a ReplicaSet does: pods that are not ready first, then the newest.
         here.sort(key=lambda place: (pods.state(place) is State.READY, -pods.since_s(place), -place))
         for place in here[: max(0, len(here) - wanted)]:
             if pods.state(place) is State.DRAINING:

@@ -1,4 +1,4 @@
-"""What a simulation will take on this machine, by what one replica with its share of the day takes."""
+"""Forecast of a simulation's duration on this machine, from a run of one replica with its share of the day."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jpaged.capacity.fleet.worker import Pool
 
 _SAMPLE = 40
 _SAMPLE_S = 120.0
-"""Conversations that are tried, and how much later than the first they begin at most."""
+"""Conversations of the trial run, and the maximum delay of their starts after the first."""
 _PLACED_S, _PLACED_AMONG_S = 5e-5, 4e-7
-"""Seconds to place a request, and for each replica that it is placed among: what routing itself takes with many."""
+"""Seconds to place a request, and for each replica to choose from, which matters with many."""
 _WINDOW_S, _WINDOW_OF_S = 2e-4, 5e-7
-"""The same of a window."""
+"""Seconds per window, and per replica in it."""
 _BYTES, _BYTES_PER_TOKEN, _BYTES_PER_PROCESS = 3e5, 24.0, 2.3e8
-"""Memory of a replica, of each token that its pool has keys for, and of a process: as measured, with blocks of 64."""
+"""Memory of a replica, of each token in its pool, and of a process: as measured, with blocks of 64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is expected.
+    """Expected cost of a simulation.
 
     Attributes:
-        num_turns: that begin within the day.
-        wall_s: seconds, on as many processors as there are processes.
-        memory_bytes: at most, when all pools are full of prefixes.
+        num_turns: turns that begin within the day.
+        wall_s: seconds, with one processor per process.
+        memory_bytes: maximum, when all pools are full of prefixes.
     """
 
     num_turns: int
@@ -44,7 +44,7 @@ def forecast(
     sessions: Sequence[Session],
     options: FleetOptions,
 ) -> Forecast:
-    """Runs one replica of the kind that most are of, which takes less than a second.
+    """Run one replica of the most common kind, which takes less than a second, and extrapolate.
 
     Args:
         sessions: at least one.

@@ -1,4 +1,4 @@
-"""What a day came to: latencies, goodput under goals, hits, money, and what failures took."""
+"""Results of a day: latencies, goodput under goals, cache hits, cost, and the effect of failures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jpaged.capacity.fleet.routing import Rule
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """A turn is good that meets both.
+    """Latency goals; a turn is good if it meets both.
 
     Attributes:
         ttft_s: from arrival to the first token.
-        itl_s: the mean time between two tokens of the answer.
+        itl_s: mean time between two tokens of the answer.
     """
 
     ttft_s: float
@@ -28,13 +28,13 @@ class Goals:
 
 
 class TurnEnd(NamedTuple):
-    """How one turn went, as its client saw it.
+    """Result of one turn, as seen by its client.
 
     Attributes:
-        num_cached: tokens of the prompt that the first replica had.
-        num_cut: replicas that went while it ran.
-        num_again: tokens that were computed a second time for that.
-        away_s: from each of those moments to the next token, together.
+        num_cached: tokens of the prompt that the first replica had cached.
+        num_cut: number of replicas that stopped while it ran.
+        num_again: tokens that were recomputed because of that.
+        away_s: total time from these stops to the next token.
     """
 
     arrival_s: float
@@ -51,7 +51,7 @@ class TurnEnd(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The fleet in a window that begins then."""
+    """State of the fleet in a window that begins at `at_s`."""
 
     at_s: float
     num_ready: int
@@ -62,15 +62,15 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A whole day.
+    """Results of a whole day.
 
     Attributes:
         ends: every turn that began.
-        lives: what the replicas of each place have counted.
-        elapsed_s: simulated, until the last turn had ended.
-        usd: of all places while they were paid for; None without prices.
-        num_skipped: turns whose time would have come when the day was over.
-        wall_s, cpu_s: what the simulation took.
+        lives: counters of the replicas of each place.
+        elapsed_s: simulated time until the last turn ended.
+        usd: price of all places while they were billed; None without prices.
+        num_skipped: turns that would have started after the end of the day.
+        wall_s, cpu_s: duration of the simulation.
     """
 
     day: Day
@@ -89,7 +89,7 @@ class Outcome:
 
     @property
     def totals(self) -> Totals:
-        """What all replicas have counted."""
+        """Sum of the counters of all replicas."""
         total = Totals()
         for one in self.lives:
             total = total.plus(one)
@@ -97,23 +97,23 @@ class Outcome:
 
 
 def ttft_s(ends: Sequence[TurnEnd]) -> NDArray[np.float64]:
-    """Seconds to the first token of each turn."""
+    """Return the seconds to the first token of each turn."""
     return np.array([end.first_token_s - end.arrival_s for end in ends])
 
 
 def itl_s(ends: Sequence[TurnEnd]) -> NDArray[np.float64]:
-    """The mean seconds between two tokens of each turn; 0 where there is one token."""
+    """Return the mean seconds between two tokens of each turn; 0 for a single token."""
     return np.array([(end.end_s - end.first_token_s) / max(1, end.num_tokens - 1) for end in ends])
 
 
 def are_good(ends: Sequence[TurnEnd], goals: Goals) -> NDArray[np.bool_]:
-    """Which turns meet both goals."""
+    """Return which turns meet both goals."""
     good: NDArray[np.bool_] = (ttft_s(ends) <= goals.ttft_s) & (itl_s(ends) <= goals.itl_s)
     return good
 
 
 def summary(outcome: Outcome, goals: Goals) -> dict[str, Any]:
-    """The numbers of a day; names carry their units. What the simulation itself took is apart, as it varies."""
+    """Return the numbers of a day; names contain their units. The duration of the simulation is not included."""
     ends, totals = outcome.ends, outcome.totals
     good = are_good(ends, goals)
     num_tokens, num_good_tokens = (
@@ -148,7 +148,7 @@ def summary(outcome: Outcome, goals: Goals) -> dict[str, Any]:
 
 
 def interruptions(outcome: Outcome, good: NDArray[np.bool_]) -> dict[str, Any]:
-    """What failures and drains took: whose answers were cut off, what was computed again, how long they stood still."""
+    """Return the effects of failures and drains: turns that were cut, recomputed tokens, and interruption times."""
     cut = np.array([end.num_cut > 0 for end in outcome.ends], np.bool_)
     away_s = np.array([end.away_s for end in outcome.ends if end.num_cut])
     return {
@@ -164,7 +164,7 @@ def interruptions(outcome: Outcome, good: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def curve(outcome: Outcome, goals: Goals) -> dict[str, list[float]]:
-    """The day in quarters of its hours: rates of turns by when they arrived, and means of what the fleet was."""
+    """Return series per quarter of an hour: turn rates by arrival time, and means of the fleet's state."""
     width_s = outcome.day.seconds / QUARTERS
     count = max(QUARTERS, int(outcome.moments[-1].at_s / width_s) + 1)
     quarters = np.array([int(end.arrival_s / width_s) for end in outcome.ends], np.int64)
@@ -176,7 +176,7 @@ def curve(outcome: Outcome, goals: Goals) -> dict[str, list[float]]:
 
     def mean(column: int) -> list[float]:
         sums = np.bincount(places, moments[:, column], count)
-        # A quarter in which no window begins is as the window that it is in.
+        # A quarter in which no window begins gets the values of the window that covers it.
         return np.where(weights > 0, sums / np.maximum(1, weights), moments[last, column]).tolist()
 
     arrived = np.bincount(quarters, minlength=count)

@@ -1,4 +1,4 @@
-"""Pictures of days on a fleet: what came and what was good of it, what the fleet was, and how routers compare."""
+"""Plots of fleet simulations: arrivals and goodput, the state of the fleet, and a comparison of routers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DPI = 160
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Writes a column for the day, and one that compares the routers where there are several.
+    """Write a figure with the day's series and a comparison of the runs.
 
     Args:
-        runs: as `jpaged bench fleet` tells them, each with its `curve`.
+        runs: results of `jpaged bench fleet`, each with its `curve`.
         path: .png (160 dpi), .svg or .pdf.
     """
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def _draw_bars(ax: Any, runs: Sequence[Mapping[str, Any]], keys: Sequence[str], 
     ax.set_xticks([place + 0.4 - width / 2 for place in range(len(keys))])
     ax.set_xticklabels([key.removesuffix("_ms").removesuffix("_percent").replace("_", " ") for key in keys])
     ax.set_title(title, fontsize=9)
-    ax.margins(y=0.3)  # the legend's, above all bars
+    ax.margins(y=0.3)  # room for the legend above all bars
     ax.set_ylim(bottom=0)
     ax.legend(fontsize=7, loc="upper center", ncols=2)
 

@@ -1,10 +1,10 @@
-"""The tokens of a turn's prompt, made of numbers: the same wherever and whenever they are made.
+"""Prompt tokens of a turn: a deterministic function of numbers.
 
-    system prompt of the tenant | said 0 | answer 0 | said 1 | answer 1 | said 2 | generated so far
+    system prompt of the tenant | message 0 | answer 0 | message 1 | answer 1 | message 2 | generated so far
 
-A simulated server samples token 0 alone, so that this is what answers are made of: blocks of an answer are found by the
-next turn's prompt as they are in a real server. A text of its own in their place (`Attempt.replays` False) is for
-comparing with servers whose answers are not known beforehand.
+A simulated server samples only token 0, so answers consist of it: the next turn's prompt hits the blocks of the answer
+in the prefix cache, as on a real server. A separate text in place of the answer (`Attempt.replays` False) is for
+comparisons with servers whose answers are not known beforehand.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from jpaged.capacity.fleet.attempts import Attempt
 
 NUM_IDS = 256
-"""Token ids are below it, but for the first of a text: Python has each once, so that a prompt is a list of pointers."""
+"""Bound of token ids except the first of a text: Python caches small integers, so a prompt is a list of pointers."""
 NUM_FIRST_IDS = 3000
-"""First tokens are below it: a cache that finds parts of blocks would find one in 256 else."""
+"""Bound of first tokens: with 256 of them, a cache that matches parts of blocks would find one by chance."""
 _STEP, _MIX, _LATER_MIX = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _SYSTEM, _SAID, _ANSWERED = 1, 2, 3
 
 
 def prompt_of(attempt: Attempt) -> tuple[int, ...]:
-    """All tokens of an attempt's prompt."""
+    """Return all tokens of an attempt's prompt."""
     session, turn = attempt.session, attempt.turn
     ids = list(_system(session.tenant, session.system_tokens))
     for earlier in range(turn + 1):
@@ -42,7 +42,7 @@ def _system(tenant: int, count: int) -> list[int]:
 
 
 def _text(kind: int, number: int, part: int, count: int) -> list[int]:
-    """The first tokens of an endless text, ids from 1: the generator of Steele, Lea and Flood (SplitMix64)."""
+    """Return the first tokens of a deterministic text, ids from 1, by SplitMix64 (Steele, Lea and Flood)."""
     seed = np.uint64((number << 20 | part << 2 | kind) & (2**64 - 1))
     with np.errstate(over="ignore"):
         mixed = (seed * _MIX) ^ (seed >> np.uint64(29))

@@ -1,4 +1,4 @@
-"""One replica: the real engine over the simulator's executor, brought forward to a time again and again."""
+"""One replica: the real engine with the simulator's executor, simulated up to given times."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
 
 
 class Replica:
-    """Serves what is given to it, in simulated time.
+    """Serves attempts in simulated time.
 
     Args:
-        place: its number among the replicas.
-        options: the engine's, with both sizes of a step, `overlap` off, and `num_scheduler_steps` -1: how many steps
-            a dispatch has is the executor's choice.
+        place: its index among the replicas.
+        options: engine options, with both sizes of a step, `overlap` off, and `num_scheduler_steps` -1, so that the
+            executor chooses the number of steps of a dispatch.
     """
 
     def __init__(self, place: int, deployment: Deployment, options: EngineConfig, begin_s: float = 0.0) -> None:
@@ -46,18 +46,18 @@ class Replica:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight or to come."""
+        """True if no attempt is in flight or to come."""
         return not (self._in_flight or self._coming)
 
     @property
     def load(self) -> PoolLoad:
-        """How busy it was behind its last step."""
+        """Load after its last step."""
         load = self._engine.load()
         return PoolLoad(load.num_running, load.num_waiting, load.num_blocks_used)
 
     @property
     def totals(self) -> Totals:
-        """What it has counted so far."""
+        """Counters so far."""
         load = self._engine.load()
         return Totals(
             self._executor.busy_s + self._executor.copy_s + self._executor.swap_s,
@@ -71,11 +71,11 @@ class Replica:
         )
 
     def give(self, attempts: list[Attempt]) -> None:
-        """Has attempts to come, by arrival, none earlier than what came before."""
+        """Add attempts that arrive later, in order of arrival and after all earlier ones."""
         self._coming.extend(attempts)
 
     def advance(self, until_s: float) -> None:
-        """Runs every step that begins before a time; the last may end behind it."""
+        """Run every step that begins before a time; the last may end after it."""
         coming, clock, engine = self._coming, self._clock, self._engine
         while True:
             while coming and coming[0].arrival_s <= clock():
@@ -92,9 +92,9 @@ class Replica:
             clock.advance(max(0.0, coming[0].arrival_s - clock()))
 
     def kill(self, at_s: float) -> None:
-        """Ends at a time that it has been brought forward to: all that is in flight is cut off.
+        """Stop at a time that it has been simulated to: everything in flight is cut off.
 
-        Tokens of a step that ends behind that time never leave it.
+        Tokens of a step that ends after that time are dropped.
         """
         for number in list(self._in_flight):
             self._engine.abort(str(number))
@@ -105,12 +105,12 @@ class Replica:
         self._ended = [cut_at(ended, at_s) for ended in self._ended]
 
     def take_ended(self) -> list[Ended]:
-        """What has ended since it was last asked for."""
+        """Return and clear the attempts that have ended."""
         ended, self._ended = self._ended, []
         return ended
 
     def check(self) -> None:
-        """Raises InternalError when the memory has lost a block or shares one by mistake."""
+        """Raise InternalError if the memory has lost a block or shares one by mistake."""
         self._engine.check()
 
     def _submit(self, attempt: Attempt) -> None:
@@ -149,7 +149,7 @@ class Replica:
 
 
 def cut_at(ended: Ended, at_s: float) -> Ended:
-    """What comes of an attempt whose replica goes at a time: less the token of a step that had not ended by then."""
+    """Return the end of an attempt whose replica stops at a time, without the token of an unfinished step."""
     is_late = ended.num_tokens > 0 and ended.end_s > at_s
     if ended.is_whole and not is_late:
         return ended

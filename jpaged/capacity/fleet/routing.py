@@ -1,13 +1,13 @@
-"""Which replica a request goes to: the placement of `jpaged route` itself, and simpler rules beside it.
+"""Replica selection: the placement of `jpaged route` itself, and simpler rules for comparison.
 
-    random        any that is ready
-    least-load    the one with the fewest requests in flight
-    prefix        the one that was sent most of the prompt; of several the least busy
-    prefix+load   the same among those that are not ahead of the others: what the router does
+    random        any ready replica
+    least-load    the replica with the fewest requests in flight
+    prefix        the replica that was sent most of the prompt; among several the least busy
+    prefix+load   the same among those that are not overloaded: what the router does
 
-Both of the last are `jpaged.route.directory`, asked with the beginnings that the router makes of prompts of token ids,
-and `prefix+load` passes over whom the router passes over (`not_ahead`). What the rules know is what a router knows:
-which requests it has sent where and has not seen end. Nothing of it is asked of a replica.
+The last two use `jpaged.route.directory`, with the prefix hashes that the router computes from token ids, and
+`prefix+load` skips the replicas that the router skips (`not_ahead`). The rules know only what a router knows: which
+requests it has sent to which replica and has not seen end. They read no state of a replica.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Replica:
 
 
 class Router:
-    """Sends requests to replicas, which are places from 0.
+    """Sends requests to replicas, which are numbered from 0.
 
     Args:
-        seed: of what is drawn: by `random`, and by `least-load` among equals.
+        seed: seed of random choices: by `random`, and by `least-load` among equals.
     """
 
     def __init__(self, rule: Rule, num_places: int, seed: int) -> None:
@@ -49,29 +49,29 @@ class Router:
         self._usable: list[_Replica] = []
 
     def begin(self, place: int) -> None:
-        """A replica has come, or has started again: it holds nothing yet."""
+        """Record that a replica has started or restarted, with an empty cache."""
         self._directory.begin(self._replicas[place].name)
 
     def end(self, place: int) -> None:
-        """A replica is gone, and what it held."""
+        """Record that a replica and its cache are gone."""
         self._directory.end(self._replicas[place].name)
 
     def use(self, places: Sequence[int]) -> None:
-        """Requests go to these from now on."""
+        """Set the replicas that requests are sent to."""
         self._usable = [self._replicas[place] for place in places]
 
     def num_busy(self, place: int) -> int:
-        """Requests that a replica was sent and that have not ended."""
+        """Return the number of requests in flight on a replica."""
         return self._replicas[place].num_busy
 
     def send(self, attempt: Attempt) -> int:
-        """Chooses the place that an attempt goes to, of one or more in use; it is in flight there until `ended`."""
+        """Choose the replica for an attempt, among those in use; it counts as in flight until `ended`."""
         chosen = self._choose(attempt)
         chosen.num_busy += 1
         return int(chosen.name)
 
     def ended(self, place: int) -> None:
-        """A request has ended, however it did."""
+        """Record that a request has ended, for any reason."""
         self._replicas[place].num_busy -= 1
 
     def _choose(self, attempt: Attempt) -> _Replica:

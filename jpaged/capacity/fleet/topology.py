@@ -1,8 +1,8 @@
-"""The kinds of replicas of a fleet: a model on the devices of a plan, with their price and how long a start takes.
+"""Kinds of replicas in a fleet: a model on the devices of a plan, with price and start-up time.
 
-pool        what memory_utilization leaves of the data sheet's memory, less the weights (`deploy`)
-step        on TPUs as a plan has it, on GPUs the roofline with the overheads of the paper's system
-cold start  what a server of the small model takes (`docs/performance.md`), and the weights at a stated rate
+pool        the share memory_utilization of the data sheet's memory, less the weights (`deploy`)
+step        on TPUs as in a plan, on GPUs the roofline with the overheads of the paper's system
+cold start  time of a server of the small model (`docs/performance.md`), and the weights at a stated rate
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware
 
 START_S = 3.0
-"""From the start of `jpaged serve demo` until it takes requests, nothing compiled before: `benchmarks/startup.py`."""
+"""Seconds from the start of `jpaged serve demo` until it accepts requests, without a compilation cache.
+
+Source: `benchmarks/startup.py`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How every replica serves.
+    """Serving options of every replica.
 
     Attributes:
-        load_bytes_per_s: at which a starting replica reads its weights.
-        num_host_blocks: of each replica's host memory, for prefixes and groups that the pool had to give up.
+        load_bytes_per_s: rate at which a starting replica reads its weights.
+        num_host_blocks: blocks of each replica's host memory, for evicted prefixes and swapped groups.
     """
 
     model: str
@@ -43,7 +46,7 @@ class Serving:
 
     @property
     def engine(self) -> EngineConfig:
-        """The options of each engine; the queue is the router's concern, so that it has no end here."""
+        """Options of each engine. Its queue is unbounded, because the router limits the load."""
         return EngineConfig().replace(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -58,11 +61,11 @@ class Serving:
 def kind_of(
     name: str, serving: Serving, prices: Mapping[str, float], cold_start_s: float | None
 ) -> tuple[Pool, PoolKind]:
-    """What replicas on a topology are: `v6e:1x1`, `h100`, `h100:2`.
+    """Return the kind of replicas on a topology: `v6e:1x1`, `h100`, `h100:2`.
 
     Args:
-        prices: USD for an hour of a chip, as `price_of` reads them.
-        cold_start_s: None is START_S and the time to read the weights.
+        prices: USD per chip-hour, as `price_of` reads them.
+        cold_start_s: None for START_S and the time to read the weights.
 
     Raises:
         InvalidArgument: the topology is not known, the model does not fit, or options do not go together.
@@ -106,8 +109,8 @@ def kind_of(
 
 
 def _devices(name: str) -> tuple[Hardware, int, int, str]:
-    """The hardware of a topology, its devices, its chips, and what prices are named by."""
-    if (found := HARDWARE.get(name)) is not None:  # those that no compiler is here for
+    """Return the hardware of a topology, its devices, its chips, and the key of prices."""
+    if (found := HARDWARE.get(name)) is not None:  # hardware that cannot be compiled for here
         return found, 1, 1, name
     from jpaged.capacity.target import find_target  # imports jax
 

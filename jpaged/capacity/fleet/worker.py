@@ -1,10 +1,10 @@
-"""Some of the replicas, brought forward a window of simulated time at a time, in this process or in one of its own.
+"""A subset of the replicas, simulated one window at a time, in this process or a separate one.
 
-    coordinator  ──Window──>  worker 0: replicas 0, 2, 4 ...       each does what it is told, whatever the others do
+    coordinator  ──Window──>  worker 0: replicas 0, 2, 4 ...       each runs independently of the others
                  ──Window──>  worker 1: replicas 1, 3, 5 ...
                  <─Report───
 
-A worker decides nothing, so that how many there are changes nothing. A replica without work costs nothing.
+Workers make no decisions, so their number does not affect the results. A replica without work costs nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jpaged.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happens in a stretch of time.
+    """Changes and arrivals in an interval of time.
 
     Attributes:
-        begin_s: when the changes are made; every replica has been brought so far.
+        begin_s: time of the changes; every replica has been simulated up to it.
         attempts: by place, each place's by arrival.
     """
 
@@ -42,11 +42,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of it.
+    """Results of a window.
 
     Attributes:
         loads: of the replicas that had work in it.
-        lives: what replicas had counted that were ended.
+        lives: counters of the replicas that were stopped.
     """
 
     ended: tuple[Ended, ...]
@@ -56,7 +56,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What a worker has at the end: what its replicas have counted, and the seconds of its processor."""
+    """Final results of a worker: counters of the replicas, and its processor time."""
 
     lives: dict[int, Totals]
     cpu_s: float
@@ -64,7 +64,7 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What replicas of one kind are: where they run, and with which options."""
+    """Kind of replicas: their deployment and options."""
 
     deployment: Deployment
     options: EngineConfig
@@ -74,7 +74,7 @@ class Replicas:
     """A worker's replicas.
 
     Args:
-        checks: look for lost blocks behind every window.
+        checks: check for lost blocks after every window.
     """
 
     def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
@@ -85,7 +85,7 @@ class Replicas:
         self._begin_cpu_s = time.process_time()
 
     def run(self, window: Window) -> Report:
-        """Brings all replicas to the end of a window."""
+        """Simulate all replicas to the end of a window."""
         ended, lives = list[Ended](), dict[int, Totals]()
         for change in window.changes:
             if change.kind == "begin":
@@ -114,22 +114,22 @@ class Replicas:
         return Report(tuple(ended), loads, lives)
 
     def close(self) -> Closing:
-        """What there is at the end."""
+        """Return the final counters and processor time."""
         lives = {place: replica.totals for place, replica in self._replicas.items()}
         return Closing(lives, time.process_time() - self._begin_cpu_s)
 
 
 class Worker(Protocol):
-    """Replicas that are here or elsewhere."""
+    """Protocol of replicas in this process or another."""
 
     def send(self, window: Window) -> None:
-        """Begins a window."""
+        """Start a window."""
 
     def receive(self) -> Report:
-        """Waits for what came of it."""
+        """Wait for the report of the window."""
 
     def close(self) -> Closing:
-        """Ends all."""
+        """Stop all replicas."""
 
 
 class LocalWorker:
@@ -150,17 +150,17 @@ class LocalWorker:
 
 
 class ProcessWorker:
-    """Replicas in a process of their own, which ends with this one."""
+    """Replicas in a separate process, which ends with this one."""
 
     def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
-        context = multiprocessing.get_context("spawn")  # a thread of a library that was forked would not go on
+        context = multiprocessing.get_context("spawn")  # fork would copy library threads in a broken state
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, pools, checks), daemon=True)
         self._process.start()
         theirs.close()
 
     def send(self, window: Window) -> None:
-        """Begins a window.
+        """Start a window.
 
         Raises:
             InternalError: the process has ended.
@@ -171,7 +171,7 @@ class ProcessWorker:
             raise self._gone() from None
 
     def receive(self) -> Report:
-        """Waits for what came of a window.
+        """Wait for the report of the window.
 
         Raises:
             InternalError: the process has ended.
@@ -205,15 +205,15 @@ class ProcessWorker:
 
 
 def make_workers(num_processes: int, pools: Sequence[Pool], *, checks: bool = False) -> list[Worker]:
-    """Workers in processes of their own, or for one process a worker in this one."""
+    """Return one worker per process, or a single worker in this process."""
     if num_processes == 1:
         return [LocalWorker(pools, checks=checks)]
     return [ProcessWorker(pools, checks=checks) for _ in range(num_processes)]
 
 
 def _serve(connection: Connection, pools: Sequence[Pool], checks: bool) -> None:
-    """The life of a worker's process: ends with its coordinator's end of the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what interrupts the coordinator ends this one by its pipe
+    """Main function of a worker process: ends when the coordinator closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted coordinator ends this process by its pipe
     replicas = Replicas(pools, checks=checks)
     gc.freeze()
     try:
@@ -221,6 +221,6 @@ def _serve(connection: Connection, pools: Sequence[Pool], checks: bool) -> None:
             connection.send(replicas.run(window))
         connection.send(replicas.close())
     except (EOFError, BrokenPipeError):
-        """Whoever asked is gone."""
-    except Exception as error:  # told to whoever asked, who raises it
+        """The coordinator is gone."""
+    except Exception as error:  # sent to the coordinator, which raises it
         connection.send(error)

@@ -1,9 +1,9 @@
-"""The configurations of well-known models, in the fields of their config.json on the Hugging Face hub.
+"""Configurations of well-known models, in the fields of their config.json on the Hugging Face hub.
 
-They are for planning, compiling and simulating without a checkpoint at hand: `KNOWN_MODELS["opt-13b"].config` is what
-reading the hub's config.json gives.
+They allow planning, compiling and simulating without a checkpoint: `KNOWN_MODELS["opt-13b"].config` is the result of
+reading the hub's config.json.
 
-known_model.py  what a published model is
+known_model.py  a published model
 dense.py        Llama, Mistral, Qwen and OPT
 decoders.py     Gemma, Phi, the GPT families, Falcon and StarCoder2
 experts.py      Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss
@@ -25,11 +25,11 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
 """Published models by name."""
 
 _SAME_SHAPE = {"hf", "instruct", "chat", "base", "meta", "it", "pt"}
-"""Words of hub names that say nothing of the shape."""
+"""Words of hub names that do not affect the shape."""
 
 
 def find_known(name: str) -> KnownModel | None:
-    """The well-known model that a name means: its own, or a hub id, in any case, tuned for chat or not; else None."""
+    """Return the model with a name or hub id, ignoring case and words like "instruct"; None if unknown."""
     wanted = _plain(name)
     for model in KNOWN_MODELS.values():
         if wanted in (_plain(model.name), _plain(model.repository), _plain(model.repository.rpartition("/")[2])):
@@ -38,6 +38,6 @@ def find_known(name: str) -> KnownModel | None:
 
 
 def _plain(name: str) -> str:
-    """Returns the name in lower case, without words that say nothing of the shape; a repository's owner stays."""
+    """Return the name in lower case, without words that do not affect the shape; the owner stays."""
     owner, slash, own = name.lower().rpartition("/")
     return f"{owner}{slash}" + "-".join(word for word in own.split("-") if word not in _SAME_SHAPE)

@@ -1,7 +1,7 @@
 """DeepSeek: V2 and V3.
 
-Sources: their reports (arXiv 2405.04434, 2412.19437), and the repository that each one names. V3 is without the layer
-that drafts.
+Sources: their reports (arXiv 2405.04434, 2412.19437), and the repository that each one names. V3 is without the
+multi-token prediction layer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from jpaged.capacity.known_models.known_model import KnownModel, Shape, decoder
 
 
 def _deepseek(name: str, repository: str, shape: Shape, **settings: object) -> KnownModel:
-    """A DeepSeek of latents of 512 + 64 numbers; positions are stretched from 4096 by 40."""
+    """Return a DeepSeek with latents of 512 + 64 numbers; YaRN extends positions from 4096 by a factor of 40."""
     version = settings.pop("version")
     weight = settings.pop("mscale")
     scaling = {

@@ -28,7 +28,7 @@ def _llama2(size: str, shape: Shape) -> KnownModel:
 
 
 def _llama3(name: str, repository: str, shape: Shape, rope_factor: float | None = None) -> KnownModel:
-    """A Llama 3, up to 8192 tokens, or with a rope factor a 3.1 or 3.2; the 3.2 tie their embeddings."""
+    """Return a Llama 3 of 8192 tokens, or with a rope factor a 3.1 or 3.2; the 3.2 tie their embeddings."""
     scaling = {
         "rope_type": "llama3",
         "factor": rope_factor,

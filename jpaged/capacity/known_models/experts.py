@@ -31,7 +31,10 @@ def _mixtral(size: str, shape: Shape, vocab_size: int, max_len: int) -> KnownMod
 
 
 def _qwen2(name: str, repository: str, shape: Shape, widths: tuple[int, int], choice: tuple[int, int]) -> KnownModel:
-    """Widths of an expert and of the shared one; experts, and how many of them a token chooses."""
+    """Return a Qwen2-MoE.
+
+    `widths` are those of an expert and of the shared expert; `choice` is the number of experts, and of those per token.
+    """
     (width, shared), (num_experts, top_k) = widths, choice
     return decoder(
         name,

@@ -1,4 +1,4 @@
-"""A published model: its name, and the fields of its config.json."""
+"""A published model: name, hub repository, and the fields of the config.json."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class KnownModel:
 
     Attributes:
         name: in lower case, the size after the last hyphen.
-        repository: whose config.json on the hub the fields are of; OPT-175B's weights are not there, and its fields
-            follow those of the other sizes.
-        fields: of config.json.
+        repository: hub repository of the config.json. OPT-175B's weights are not there, and its fields follow those of
+            the other sizes.
+        fields: fields of config.json.
     """
 
     name: str
@@ -27,18 +27,18 @@ class KnownModel:
 
     @property
     def config(self) -> ModelConfig:
-        """The fields, parsed."""
+        """The parsed fields."""
         return from_hf(self.fields)
 
     @property
     def num_params(self) -> int:
-        """Numbers that its parameters are; a tied embedding counts once."""
+        """Number of parameters; a tied embedding counts once."""
         return num_params(self.config)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What differs between the sizes of a family: L, E, F, H, K."""
+    """Sizes that differ within a family: L, E, F, H, K."""
 
     num_layers: int
     hidden_size: int
@@ -48,7 +48,7 @@ class Shape:
 
 
 def decoder(name: str, repository: str, shape: Shape, **settings: object) -> KnownModel:
-    """A model whose config.json has the usual names for its sizes."""
+    """Return a model whose config.json has the usual names for its sizes."""
     fields = {
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,

@@ -1,10 +1,10 @@
-"""Serving in simulated time: the real engine above an executor that only moves a clock.
+"""Serving in simulated time: the real engine with an executor that only advances a clock.
 
 simulation.py  a trace through the engine
-executor.py    the executor whose steps take time alone
-deployment.py  a model on devices with a pool: what steps, copies and swaps take
-models.py      the models, those of the paper as it served them
-trace.py       what arrives when: synthetic workloads
-trace_file.py  traces of one's own
-steady.py      what a trace shows between filling and draining
+executor.py    the executor whose steps only take time
+deployment.py  a model on devices with a pool: duration of steps, copies and swaps
+models.py      the models, including the paper's as it served them
+trace.py       synthetic workloads: arrivals and lengths
+trace_file.py  traces from a file
+steady.py      the steady state of a trace, between filling and draining
 """

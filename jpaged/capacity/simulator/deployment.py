@@ -1,6 +1,6 @@
-"""A model on devices with a pool of blocks: what its steps take.
+"""A model on devices with a pool of blocks, and its step times.
 
-On TPUs a step is what a plan's is (`jpaged.capacity.step_times`); on GPUs the system is like the one that the paper
+On TPUs, steps take the time of a plan (`jpaged.capacity.step_times`). On GPUs the system is like the one that the paper
 measured:
 
 step   = the roofline's (`jpaged.capacity.cost`) + overhead + all-reduces
@@ -21,10 +21,10 @@ from jpaged.hardware import Hardware
 
 
 class Times(Protocol):
-    """How long steps take."""
+    """Protocol of step durations."""
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         ...
 
 
@@ -37,9 +37,9 @@ class Deployment:
         num_kv_slots: tokens that the pool holds.
         block_size: token slots in a block.
         num_host_blocks: blocks in host memory to swap out to.
-        times: of steps, where a plan's are known or they were measured; None for the paper's system.
-        drawn: makes the times of a replica of a fleet from its clock, where steps differ by when they are or by chance;
-            each is asked for once, when it begins.
+        times: durations of steps, planned or measured; None for the paper's system.
+        drawn: creates the times of a fleet replica from its clock, if they vary over time or randomly; called once per
+            replica, at its start.
     """
 
     model: SimulatedModel
@@ -59,16 +59,16 @@ class Deployment:
         return self.block_size * int(self.roofline.shape.kv_bytes_per_token)
 
     def contiguous(self) -> Deployment:
-        """The same with each sequence's KV in one piece, so that nothing is gathered."""
+        """Return the deployment with contiguous KV per sequence, which needs no gathering."""
         return replace(self, roofline=replace(self.roofline, gather_efficiency=1.0))
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return self.roofline.step_s(load) + self.overhead_s if self.times is None else self.times.step_s(load)
 
     @property
     def overhead_s(self) -> float:
-        """What every step costs besides bytes and FLOPs."""
+        """Seconds of every step in addition to bytes and FLOPs."""
         a = self.roofline.assumptions
         all_reduces = 2 * self.roofline.shape.num_layers if self.roofline.num_devices > 1 else 0
         return a.step_overhead_s + all_reduces * a.all_reduce_s
@@ -77,7 +77,7 @@ class Deployment:
         return 2 * num_blocks * self.bytes_per_block / self.roofline.bytes_per_s
 
     def swap_s(self, num_blocks: int) -> float:
-        """Seconds to move blocks one way over the host links."""
+        """Return the seconds to move blocks one way over the host links."""
         roofline, a = self.roofline, self.roofline.assumptions
         rate = roofline.num_devices * roofline.hardware.host_bytes_per_s * a.host_link_efficiency
         latency_s = 2 * roofline.shape.num_layers * a.transfer_latency_s
@@ -94,10 +94,10 @@ def deploy(
     num_host_blocks: int = 0,
     assumptions: Assumptions = ASSUMED,
 ) -> Deployment:
-    """A deployment with the paper's pool where the paper has one, else with what the weights leave of the memory.
+    """Return a deployment with the paper's pool if the paper has one, else with the memory that the weights leave.
 
     Raises:
-        InvalidArgument: nothing is left for one sequence of the model's full length.
+        InvalidArgument: the memory cannot hold one sequence of the model's full length.
     """
     devices, shape, max_model_len = num_devices or model.num_devices, model.shape, model.config.max_model_len
     if num_kv_slots is None and hardware.name == model.paper_hardware and devices == model.num_devices:
@@ -120,7 +120,7 @@ def deploy(
 
 
 def planned_times(model: SimulatedModel, hardware: Hardware, num_devices: int, block_size: int) -> Times:
-    """The times of a plan in bfloat16 for devices in a line."""
+    """Return the times of a plan in bfloat16 for devices in a line."""
     from jpaged.capacity.step_times import PlannedModel  # imports jax
     from jpaged.capacity.target import Target
 

@@ -1,6 +1,6 @@
-"""An executor that computes no tokens: it moves a clock forward by what each step would take.
+"""Executor that computes no tokens: it advances a clock by the duration of each step.
 
-Sampled tokens are all 0. Where top log-probabilities are wanted (beam search), each row's are a geometric distribution,
+Sampled tokens are all 0. If top log-probabilities are needed (beam search), each row's are a geometric distribution,
 log p_k = log p + k log(1 - p) for the k-th likeliest from k = 0, with p from 0.05 to 0.95 by a hash of step, row and
 context length: some positions are nearly certain and others wide open, so that beams die and fork all the time, as they
 do on text.
@@ -94,7 +94,7 @@ class SimulatedExecutor:
 
         forward_s = tuple((size, step_s(size, 0)) for size in self.geometry.buckets.tokens)
         num_tokens, seconds = forward_s[-1]
-        num_pairs = num_tokens * self.geometry.max_model_len  # as many as one step may have
+        num_pairs = num_tokens * self.geometry.max_model_len  # upper bound for one step
         return DeviceRates(swap, swap, forward_s, (step_s(num_tokens, num_pairs) - seconds) / num_pairs)
 
     @property
@@ -106,7 +106,7 @@ class SimulatedExecutor:
         progress("programs", 1, 1)
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Takes its time at once: what follows waits for it."""
+        """Advance the clock at once: later steps wait for the moves."""
         num_blocks = len(moves.sources)
         if moves.move is Move.COPY:
             seconds = self._deployment.copy_s(num_blocks)
@@ -117,10 +117,10 @@ class SimulatedExecutor:
         self._clock.advance(seconds)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Takes no time, as the simulated servers have no slots."""
+        """Do nothing: simulated servers have no slots."""
 
     def forward(self, inputs: StepInputs) -> NDArray[np.int32]:
-        """Takes the time of the whole step; the lengths of the rows' contexts."""
+        """Advance the clock by the whole step. Return the lengths of the rows' contexts."""
         num_rows = inputs.num_rows
         query_lens = np.diff(inputs.query_starts_s1[: num_rows + 1]).astype(np.int64)
         kv_lens = np.where(query_lens > 0, inputs.kv_lens_s[:num_rows], 0).astype(np.int64)
@@ -146,13 +146,13 @@ class SimulatedExecutor:
         return self._top_logprobs(hidden) if inputs.detail == Detail.TOP_LOGPROBS else self._plain
 
     def tell(self, hidden: NDArray[np.int32], inputs: TellInputs) -> Callable[[], ToldOutputs]:
-        """Takes no time: simulated requests ask nothing of their prompts."""
+        """Return empty outputs in no time: simulated requests need no prompt log-probabilities."""
         return ToldOutputs
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> StepOutputs:
-        """Takes the time of all steps: its tokens end nothing."""
+        """Advance the clock by all steps: the tokens end no row."""
         for place in range(num_steps):
             self.forward(step_at(place, inputs, sampling, self.geometry.block_size)[0])
         shape = len(ending_token_ids_rx), num_steps
@@ -161,10 +161,10 @@ class SimulatedExecutor:
     def decode_fed(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> tuple[StepOutputs, MaskFeed]:
-        """Is not asked for: the simulated servers have no grammars.
+        """Raise an error, because simulated servers have no grammars.
 
         Raises:
-            InternalError: it was.
+            InternalError: always.
         """
         raise InternalError(f"a simulated server was asked for {num_steps} steps that wait for masks")
 
@@ -177,10 +177,10 @@ class SimulatedExecutor:
         num_rounds: int,
         unseen: Sequence[StepInputs] = (),
     ) -> StepOutputs:
-        """Is not asked for: the simulated servers have no draft model.
+        """Raise an error, because simulated servers have no draft model.
 
         Raises:
-            InternalError: it was.
+            InternalError: always.
         """
         raise InternalError(f"a simulated server was asked for {num_rounds} rounds of proposals; it has no draft")
 
@@ -191,10 +191,10 @@ class SimulatedExecutor:
         return handle
 
     def shutdown(self) -> None:
-        """Does nothing: nothing is held."""
+        """Do nothing: the executor has no resources."""
 
     def _count_blocks(self, inputs: StepInputs) -> tuple[int, int]:
-        """(blocks that the rows' tables name, different ones among them)."""
+        """Return the number of blocks in the rows' tables, and the number of distinct ones."""
         num_blocks_s = -(-inputs.kv_lens_s[: inputs.num_rows] // self.geometry.block_size)
         num_table_blocks = int(num_blocks_s.sum())
         if not self._counts_sharing:

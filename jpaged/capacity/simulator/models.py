@@ -1,4 +1,4 @@
-"""The models that are simulated: the built-in configurations, and those of the paper as it served them, all in 16 bits.
+"""Simulated models: the built-in configurations, and the paper's models as it served them, all in 16 bits.
 
 KV bytes of a token = 2 (key, value) * num_layers * num_kv_heads * head_dim * 2 bytes
 OPT-13B    2 * 40 *  5120 * 2 =   819 200      12 GiB hold 15 728 tokens      the paper's Table 1: 12 GB, 15.7K
@@ -20,11 +20,11 @@ class SimulatedModel:
     """One model.
 
     Attributes:
-        num_params: all of them; every one is read once a step.
-        num_devices: accelerators that it is served on when nothing else is said.
-        num_kv_slots: tokens that the paper's pool for it holds on that many of `paper_hardware`; None when the pool is
-            what the memory leaves.
-        paper_hardware: what num_kv_slots is for.
+        num_params: all parameters; every one is read once per step.
+        num_devices: default number of accelerators.
+        num_kv_slots: tokens in the paper's pool on that number of `paper_hardware`; None if the pool is the memory that
+            the weights leave.
+        paper_hardware: hardware of num_kv_slots.
     """
 
     name: str
@@ -36,7 +36,7 @@ class SimulatedModel:
 
     @property
     def shape(self) -> Shape:
-        """What its steps read and compute."""
+        """Size of the model's steps: bytes that they read, and FLOPs."""
         config = self.config
         return Shape(
             num_params=self.num_params,
@@ -50,15 +50,15 @@ class SimulatedModel:
 _OPT_13B, _OPT_66B, _OPT_175B, _LLAMA_2_13B = (
     KNOWN_MODELS[name].config for name in ("opt-13b", "opt-66b", "opt-175b", "llama-2-13b")
 )
-_PAPER = (  # its Table 1 gives 26, 132 and 346 GB of weights
+_PAPER = (  # Table 1 of the paper gives 26, 132 and 346 GB of weights
     SimulatedModel("opt-13b", _OPT_13B, 13e9, 1, 15_700, "a100-40gb"),
     SimulatedModel("opt-66b", _OPT_66B, 66e9, 4, 9_700, "a100-40gb"),
     SimulatedModel("opt-175b", _OPT_175B, 173e9, 8, 60_100, "a100-80gb"),
-    # The first LLaMA is shaped as the second and ends at half of its length.
+    # The first LLaMA has the shape of the second and half the length.
     SimulatedModel("llama-13b", replace(_LLAMA_2_13B, max_position_embeddings=2048), 13e9, 1, 15_700, "a100-40gb"),
 )
 
 MODELS = {name: SimulatedModel(name, known.config, known.num_params) for name, known in KNOWN_MODELS.items()} | {
     model.name: model for model in _PAPER
 }
-"""Each by its name; the paper's stand in for the built-in ones of their names."""
+"""Models by name; the paper's replace the built-in ones of the same names."""

@@ -1,10 +1,9 @@
-"""Runs a trace through the real engine in simulated time, and says how it went.
+"""Simulation of a trace: runs it through the real engine in simulated time and collects the results.
 
     trace ──arrivals──> Engine (scheduler, KV memory, output) ──steps──> SimulatedExecutor ──> VirtualClock
                                                                                                events, gauges <─┘
 
-Nothing of the policy is simulated: what is measured is what the engine does when steps take as long as the cost model
-says.
+The policy is real: the results show what the engine does if steps take the time of the cost model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from jpaged.types import OutputEvent, Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request's times, on the simulated clock."""
+    """Times of one request, on the simulated clock."""
 
     request: TraceRequest
     first_token_s: float
@@ -43,7 +42,7 @@ class Served:
 
     @property
     def normalized_latency_s(self) -> float:
-        """Seconds from arrival to end for each output token, as in the paper's figures."""
+        """Seconds from arrival to end per output token, as in the paper's figures."""
         return self.latency_s / self.request.output_tokens
 
     @property
@@ -53,15 +52,15 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """How a trace went. Means over time are over the time in which steps ran, and weigh each by its seconds.
+    """Results of a trace. Means over time cover only the time in which steps ran, weighted by seconds.
 
     Attributes:
         served: every request, in order of arrival.
         elapsed_s: from time 0 to the last end.
         steps: every step, in order.
-        slot_share: tokens / slots that were reserved for sequences.
-        pool_share: tokens / slots of the whole pool; one shared by several sequences counts for each.
-        load: the engine's own counts at the end.
+        slot_share: tokens / slots reserved for sequences.
+        pool_share: tokens / slots of the whole pool; a token shared by several sequences counts for each.
+        load: the engine's counters at the end.
     """
 
     served: tuple[Served, ...]
@@ -78,7 +77,7 @@ class Simulation:
         return float(np.mean([served.normalized_latency_s for served in self.served]))
 
     def percentile(self, measure: Callable[[Served], float], percent: float) -> float:
-        """A percentile of one of the times of `Served`, over all requests."""
+        """Return a percentile of one of the times of `Served`, over all requests."""
         return float(np.percentile([measure(served) for served in self.served], percent))
 
     @property
@@ -87,7 +86,7 @@ class Simulation:
 
     @property
     def window(self) -> Window:
-        """The time in which the system neither fills nor drains; the whole run if a trace is too short to have one."""
+        """The steady-state window; the whole run if the trace is too short to have one."""
         steady = steady_window(self.steps)
         return steady if steady.steps(self.steps) else Window(0.0, self.elapsed_s)
 
@@ -97,35 +96,35 @@ class Simulation:
 
     @property
     def mean_batched_requests(self) -> float:
-        """Requests that ran in a step, within the window."""
+        """Mean number of requests in a step, within the window."""
         return mean(self.steady_steps, lambda step: step.num_batched)
 
     @property
     def shared_share(self) -> float:
-        """Blocks that sharing saved / blocks without sharing, within the window; 0 when no request can share."""
+        """Blocks saved by sharing / blocks without sharing, within the window; 0 if no request can share."""
         counted = [step for step in self.steady_steps if step.seen.num_used_blocks]
         num_table_blocks = mean(counted, lambda step: step.seen.num_table_blocks)
         return 1 - mean(counted, lambda step: step.seen.num_used_blocks) / num_table_blocks if counted else 0.0
 
     @property
     def queue_grows(self) -> bool:
-        """More arrived than the system can serve: measured while requests arrived."""
+        """True if more arrived than the system can serve: measured while requests arrived."""
         return queue_grows(self.steps, window([served.request.arrival_s for served in self.served]))
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated, by all sequences and beams."""
+        """Generated tokens per second, of all sequences and beams."""
         return self.load.num_generation_tokens / self.elapsed_s
 
 
 def simulate(trace: Sequence[TraceRequest], deployment: Deployment, options: EngineConfig) -> Simulation:
-    """Serves a trace to its end.
+    """Serve a trace to its end.
 
     Args:
-        trace: by arrival, at least one request.
-        deployment: what it is served on.
-        options: the engine's, with both sizes of a step; `overlap` must be off, as the executor's steps end when they
-            are dispatched.
+        trace: at least one request, by arrival.
+        deployment: model and devices.
+        options: engine options, with both sizes of a step; `overlap` must be off, because the executor's steps end when
+            they are dispatched.
 
     Raises:
         RequestTooLong: a request can never fit into the pool.
@@ -137,10 +136,10 @@ def simulate(trace: Sequence[TraceRequest], deployment: Deployment, options: Eng
 
 
 class _Run:
-    """The loop around the engine: arrivals in, times and gauges out."""
+    """The loop around the engine: submits arrivals, records times and gauges."""
 
     def __init__(self, trace: Sequence[TraceRequest], deployment: Deployment, options: EngineConfig) -> None:
-        # Regions are read as they lie; blocks are gathered.
+        # Regions are read contiguously; blocks are gathered.
         deployment = deployment if options.cache.kv_policy == "paged" else deployment.contiguous()
         scheduler = options.scheduler
         assert scheduler.max_num_seqs is not None
@@ -170,7 +169,7 @@ class _Run:
         return len(self._end_s) < len(self._trace)
 
     def step(self) -> None:
-        """Submits what has arrived by now and runs one step, or waits for the next arrival."""
+        """Submit requests that have arrived and run one step, or advance to the next arrival."""
         while self._coming and self._coming[0][1].arrival_s <= self._clock():
             self._submit(*self._coming.popleft())
         before_s, self._num_ended_in_step = self._clock(), 0
@@ -241,7 +240,7 @@ def _sampling_params(coming: TraceRequest) -> SamplingParams:
 
 
 def _prompt_token_ids(index: int, coming: TraceRequest, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that differ between requests, but for the shared prefix."""
+    """Return tokens that differ between requests, except for the shared prefix."""
     ids: list[int] = []
     if coming.prefix_tokens:
         ids = _token_ids(f"prefix {coming.prefix_id}", coming.prefix_tokens, vocab_size)
@@ -249,7 +248,7 @@ def _prompt_token_ids(index: int, coming: TraceRequest, vocab_size: int) -> tupl
 
 
 def _token_ids(name: str, count: int, vocab_size: int) -> list[int]:
-    """The first `count` tokens of an endless text of that name."""
+    """Return the first `count` tokens of a deterministic text of that name."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     ids: list[int] = np.random.default_rng(seed).integers(1, vocab_size, count).tolist()
     return ids

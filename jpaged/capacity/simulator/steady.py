@@ -1,11 +1,11 @@
-"""What a trace shows while the system neither fills nor drains.
+"""Steady state of a trace, in which the system neither fills nor drains.
 
     requests  | filling |            window            | draining |
                         first token of a fifth of them  first token of the last
 
-A request's first token marks its admission, first come, first served. Between the two marks a saturated system always
-has a queue, so that it admits as many as it ends: the rate that it sustains. Below that rate the same marks bound the
-arrivals. Static batches are admitted whole, so that both marks are the beginnings of batches.
+A request's first token marks its admission, in order of arrival. Between the two marks a saturated system always has a
+queue, so it admits as fast as it finishes requests: the rate that it sustains. Below that rate the same marks bound the
+arrivals. Static batches are admitted whole, so both marks are the beginnings of batches.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 
 FILLING_SHARE = 0.2
-"""Requests that come before the window: of a trace of 25 batches the first five."""
+"""Share of the requests that come before the window: of a trace of 25 batches the first five."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the executor saw of a step.
+    """Observations of a step in the executor.
 
     Attributes:
-        kv_tokens: lengths of its rows' contexts, added up.
-        num_table_blocks: blocks that its rows' tables name, a shared one once for each.
-        num_used_blocks: different ones among them; 0 unless the trace can share.
+        kv_tokens: sum of the rows' context lengths.
+        num_table_blocks: blocks in its rows' tables; a shared block counts once per table.
+        num_used_blocks: distinct blocks among them; 0 unless the trace can share.
         is_flops_bound: its FLOPs took longer than its bytes.
     """
 
@@ -38,7 +38,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, as it was observed.
+    """One observed step.
 
     Attributes:
         num_batched: requests that ran in it.
@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of simulated time, the end left out."""
+    """An interval of simulated time, without its end."""
 
     begin_s: float
     end_s: float
@@ -68,38 +68,38 @@ class Window:
         return self.end_s - self.begin_s
 
     def steps(self, steps: Sequence[Step]) -> list[Step]:
-        """The steps that begin in it."""
+        """Return the steps that begin in the window."""
         return [step for step in steps if self.begin_s <= step.begin_s < self.end_s]
 
 
 def steady_window(steps: Sequence[Step]) -> Window:
-    """The time from when a fifth of the requests have their first token until the last one has it."""
+    """Return the time from when a fifth of the requests have their first token until the last one has it."""
     return window([step.begin_s + step.seconds for step in steps for _ in range(step.num_first_tokens)])
 
 
 def window(times_s: Sequence[float], filling_share: float = FILLING_SHARE) -> Window:
-    """The time from when this share of the events has passed to the last of them."""
+    """Return the time from when this share of the events has passed to the last of them."""
     ordered = sorted(times_s)
     return Window(ordered[int(filling_share * len(ordered))], ordered[-1])
 
 
 def mean(steps: Sequence[Step], value: Callable[[Step], float]) -> float:
-    """A mean over the time in which steps ran; 0 when none did."""
+    """Return a mean over the time in which steps ran; 0 without steps."""
     seconds = sum(step.seconds for step in steps)
     return sum(value(step) * step.seconds for step in steps) / seconds if seconds else 0.0
 
 
 def requests_per_s(steps: Sequence[Step], within: Window, num_requests: int) -> float:
-    """The window's share of all tokens that were sampled, as requests, for each of its seconds.
+    """Return the window's share of all sampled tokens, as requests per second.
 
-    Counting tokens instead of ends leaves out chance: whether the requests that ended were the long ones.
+    Counting tokens instead of ends removes noise: whether long requests happened to end in the window.
     """
     sampled = sum(step.num_sampled for step in within.steps(steps)) / sum(step.num_sampled for step in steps)
     return sampled * num_requests / within.seconds
 
 
 def queue_growth_per_s(steps: Sequence[Step]) -> float:
-    """Slope of the straight line that is nearest to the number of waiting requests, each step by its seconds."""
+    """Return the slope of the least-squares line of the number of waiting requests, with steps weighted by seconds."""
     times_s = np.array([step.begin_s for step in steps])
     weights, waiting = np.array([step.seconds for step in steps]), np.array([step.num_waiting for step in steps], float)
     times_s -= np.average(times_s, weights=weights)
@@ -108,7 +108,7 @@ def queue_growth_per_s(steps: Sequence[Step]) -> float:
 
 
 def queue_grows(steps: Sequence[Step], within: Window) -> bool:
-    """The queue's line rises by more than a batch within the window, and in its last quarter nobody found it empty."""
+    """Return True if the queue grows by more than a batch in the window and is never empty in the last quarter."""
     some = within.steps(steps)
     late = Window(within.end_s - within.seconds / 4, within.end_s).steps(steps)
     if not late or any(step.num_waiting == 0 for step in late):

@@ -1,9 +1,9 @@
-"""What arrives when, and how long it is: synthetic workloads with the paper's means, or a file of one's own.
+"""Arrivals and lengths of requests: synthetic workloads with the paper's means, or a file.
 
 lengths    lognormal, prompt and output independent, prompt + output <= max_model_len; the means after clipping are
            the workload's
-arrivals   Poisson, given their number: n of them take n / rate seconds, so that a trace's rate is the one asked for
-sampling   stratified: of n requests one length falls into each n-th of its distribution, in random order, so that a
+arrivals   Poisson, given their number: n of them take n / rate seconds, so the trace has exactly the requested rate
+sampling   stratified: of n requests one length falls into each n-th of the distribution, in random order, so that a
            short trace has the means of a long one
 """
 
@@ -24,14 +24,14 @@ _GRID = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request to come.
+    """One request of a trace.
 
     Attributes:
-        output_tokens: it generates exactly so many.
+        output_tokens: exact number of tokens that it generates.
         n: sequences to sample.
         beam_width: beams to search with; 0 samples.
         prefix_id: requests of one prefix_id begin with the same tokens; "" shares nothing.
-        prefix_tokens: how many of the prompt's tokens those are.
+        prefix_tokens: number of the prompt's tokens that are shared.
     """
 
     arrival_s: float
@@ -47,7 +47,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A lognormal distribution: the mean that remains after clipping, and the spread of the logarithm."""
+    """A lognormal distribution: the mean after clipping, and the standard deviation of the logarithm."""
 
     mean: float
     sigma: float
@@ -57,8 +57,9 @@ class Lengths:
 class Workload:
     """A distribution of requests.
 
-    The means of `sharegpt` and `alpaca` are the paper's (section 6.1, figure 11); their spreads are read off the shape
-    of its histograms. `translation` (figure 16) and `chatbot` (figure 17) are assumed, as the paper gives no numbers.
+    The means of `sharegpt` and `alpaca` are the paper's (section 6.1, figure 11); their deviations are estimated from
+    the shape of the paper's histograms. Those of `translation` (figure 16) are assumed, because
+    the paper gives no numbers.
     """
 
     name: str
@@ -80,14 +81,14 @@ WORKLOADS = {
 def synthesize(
     workload: Workload, *, rate_per_s: float, num_requests: int, seed: int, max_model_len: int
 ) -> list[TraceRequest]:
-    """Draws a trace.
+    """Generate a trace.
 
     Args:
-        workload: with a prefix, every request begins with the same prefix_tokens, and its own prompt follows.
-        rate_per_s: of the arrivals.
-        num_requests: how many.
-        seed: the same seed draws the same lengths for every rate.
-        max_model_len: prompt and output together are at most this.
+        workload: with a prefix, every request starts with the same prefix_tokens, followed by a separate prompt.
+        rate_per_s: rate of the arrivals.
+        num_requests: number of requests.
+        seed: the same seed gives the same lengths for every rate.
+        max_model_len: maximum of prompt and output together.
     """
     generator = np.random.default_rng(seed)
     room = max_model_len - workload.prefix_tokens
@@ -107,7 +108,7 @@ def synthesize(
 
 
 def arrivals(rate_per_s: float, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """Poisson arrivals in seconds, the last at count / rate."""
+    """Return Poisson arrivals in seconds, the last at count / rate."""
     times: NDArray[np.float64] = np.cumsum(generator.exponential(1.0, count))
     return times * (count / rate_per_s / times[-1])
 
@@ -115,7 +116,7 @@ def arrivals(rate_per_s: float, count: int, generator: np.random.Generator) -> N
 def draw_lengths(
     workload: Workload, count: int, room: int, generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of prompts and of outputs, which together are no more than the room."""
+    """Return tokens of prompts and outputs; each pair is at most `room` together."""
     scales = _scales(workload.prompt, workload.output, room)
     normals = [NormalDist().inv_cdf(float(u)) for _ in range(2) for u in _stratified(count, generator)]
     prompt, output = np.array(normals[:count]), np.array(normals[count:])
@@ -132,17 +133,17 @@ def _stratified(count: int, generator: np.random.Generator) -> NDArray[np.float6
 def _clip(
     prompts: NDArray[np.float64], outputs: NDArray[np.float64], room: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rounds and bounds lengths: both are at least 1, and the prompt leaves the output room for a token."""
+    """Round and bound lengths: both are at least 1, and the prompt leaves room for an output token."""
     whole = np.clip(np.rint(prompts), 1, room - 1).astype(np.int64)
     return whole, np.clip(np.rint(outputs), 1, room - whole).astype(np.int64)
 
 
 @cache
 def _scales(prompt: Lengths, output: Lengths, room: int) -> tuple[float, float]:
-    """Medians of the two distributions for which the clipped means are what they should be; by fixed point on a grid.
+    """Return the medians of both distributions whose clipped means are the given ones; fixed point on a grid.
 
     Raises:
-        InvalidArgument: the room is too small for such means.
+        InvalidArgument: the room is too small for these means.
     """
     normals = np.array([NormalDist().inv_cdf((i + 0.5) / _GRID) for i in range(_GRID)])
     scales = [prompt.mean * math.exp(-(prompt.sigma**2) / 2), output.mean * math.exp(-(output.sigma**2) / 2)]

@@ -1,10 +1,10 @@
-"""A trace as a file: one JSON object a line, in any order of arrival.
+"""Trace files: one JSON object per line, in any order of arrival.
 
     {"arrival_s": 0.25, "prompt_tokens": 161, "output_tokens": 338}
     {"arrival_s": 0.31, "prompt_tokens": 400, "output_tokens": 20, "prefix_id": "system", "prefix_tokens": 341}
 
-`arrival_s`, `prompt_tokens` and `output_tokens` are needed; the other fields of `TraceRequest` may be there, and no
-others.
+`arrival_s`, `prompt_tokens` and `output_tokens` are required; the other fields of `TraceRequest` are optional. Other
+fields are errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 
 def read_trace(path: Path, *, max_model_len: int) -> list[TraceRequest]:
-    """The requests of a file, by arrival.
+    """Return the requests of a file, by arrival.
 
     Raises:
         InvalidArgument: the file cannot be read or is empty, or a line is wrong; names the line and the field.
@@ -51,7 +51,7 @@ def read_trace(path: Path, *, max_model_len: int) -> list[TraceRequest]:
 def _request(line: str, number: int, max_model_len: int) -> TraceRequest:
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+    except (ValueError, RecursionError) as error:  # also for integers of thousands of digits
         raise InvalidArgument(f"trace line {number}", f"is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise InvalidArgument(f"trace line {number}", f"is not an object: {line.strip()[:60]}")

@@ -1,9 +1,9 @@
 """Adapters (LoRA) in files, as PEFT writes them.
 
 config.py   adapter_config.json: ranks and scales
-patterns.py ... of the modules whose names match regular expressions
-others.py   the modules that take none, and why
-reading.py  adapter_model.safetensors -> the matrices as a model's programs take them
+patterns.py regular expressions of module names with separate ranks or scales
+others.py   errors for modules that do not support adapters
+reading.py  adapter_model.safetensors -> the matrices in the layout of a model's programs
 """
 
 from jpaged.checkpoints.adapters.reading import AdapterReader

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: what of it says how an adapter is scaled, and what is not computed here."""
+"""PEFT's adapter_config.json: the scaling of an adapter, and the unsupported settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.models.json_fields import JsonFields
 
 CONFIG_FILE = "adapter_config.json"
-# Where it came from and how it was trained. How its tensors lie is said by the model.
+# Origin and training of the adapter. The model determines the layout of the tensors.
 _WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("lora_dropout", "fan_in_fan_out", "layers_pattern"),
@@ -26,13 +26,13 @@ MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """How an adapter is scaled, and what it was trained for. Modules have the names of the model that was trained.
+    """Scaling of an adapter, and the modules that it was trained for, named as in the trained model.
 
     Attributes:
-        ranks: of modules that match; others have `rank`.
-        alphas: likewise.
-        is_root: whether what is scaled is divided by the root of the rank.
-        targets: ends of modules' names, from a dot on: all such modules were trained. Empty where that is not known.
+        ranks: ranks of matching modules; others have `rank`.
+        alphas: alphas of matching modules; others have `alpha`.
+        is_root: the scale is divided by the square root of the rank instead of the rank (rsLoRA).
+        targets: suffixes of module names, starting at a dot: all such modules were trained. Empty if unknown.
     """
 
     rank: int
@@ -43,20 +43,20 @@ class LoraConfig:
     targets: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's adapter."""
+        """Return the rank of a module's adapter."""
         return self.ranks.of(module, self.rank)
 
     def scale_of(self, module: str, rank: int) -> float:
-        """What the product of a module's two matrices, of this rank, is multiplied by."""
+        """Return the factor of the product of a module's two matrices of this rank."""
         return self.alphas.of(module, self.alpha) / (math.sqrt(rank) if self.is_root else rank)
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
-    """Reads the config of an adapter's folder.
+    """Read the config in an adapter's folder.
 
     Raises:
         InvalidArgument: it is missing or malformed.
-        Unsupported: it asks for something that is not computed here; says what.
+        Unsupported: it needs an unsupported feature, which the message names.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -97,7 +97,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
 
 
 def _targets(fields: JsonFields) -> tuple[str, ...]:
-    """Those of a list; a regular expression, or a part of what is listed, says of no module that it was trained."""
+    """Return the listed targets; empty for a regular expression, or if exclusions restrict the list."""
     is_list = isinstance(fields.value("target_modules"), list)
     is_part = fields.value("exclude_modules") or fields.value("layers_to_transform") not in (None, [])
     return fields.names("target_modules") if is_list and not is_part else ()

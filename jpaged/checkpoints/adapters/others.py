@@ -1,4 +1,4 @@
-"""The modules that an adapter has and that take none here, and why."""
+"""Errors for the modules of an adapter that do not support adapters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ROUTERS = frozenset({"gate", "router"})
 
 
 def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> None:
-    """Refuses modules that are none of those that take adapters; passes where there are none.
+    """Raise an error for modules that do not support adapters; no-op for an empty list.
 
     Raises:
-        Unsupported: the model has some of them; says why these take no adapters.
-        InvalidArgument: it has none of them.
+        Unsupported: the model has some of them; the message has the reason.
+        InvalidArgument: the model has none of them.
     """
     if not modules:
         return
@@ -48,7 +48,7 @@ def _words_of(module: str) -> list[str]:
 
 
 def _is_of_experts(module: str) -> bool:
-    """By the words of the name: what experts are called depends on the release of transformers."""
+    """Return True if the name is that of experts, which varies between releases of transformers."""
     words = module.split(".")
     return "experts" in words or words[-1] in _ROUTERS
 

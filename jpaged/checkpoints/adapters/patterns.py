@@ -1,10 +1,11 @@
-r"""rank_pattern and alpha_pattern: regular expressions of modules' names, each with a number.
+r"""rank_pattern and alpha_pattern: regular expressions of module names, each with a number.
 
-As in PEFT the first one counts that the end of a name matches, from a dot on: `(.*\.)?(pattern)$`.
+As in PEFT, the first pattern counts that matches the end of a name, from a dot on: `(.*\.)?(pattern)$`.
 
-Python's engine tries every way in which a name may match, and no other thread runs meanwhile: `(a+)+b` would stop the
-server. So the ways are bounded before anything is matched: a repeat makes 32, as repeats share the letters of a name,
-an optional part 2, alternatives as many as they are. What multiplies ways beyond that is refused: a repeated group.
+Python's engine tries every way in which a name may match while it holds the interpreter lock: `(a+)+b` would stop the
+server. So the number of ways is bounded before matching. A repeat counts as 32 ways, because repeats share the letters
+of a name, an optional part as 2, and alternatives as their number. A repeated group multiplies ways beyond that, and is
+refused.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from jpaged.errors import InvalidArgument
 NumberT = TypeVar("NumberT", int, float)
 
 MAX_NAME_LEN = 200
-"""Characters of a tensor's name; those of PEFT's are up to about 110."""
+"""Maximum characters of a tensor's name; PEFT's have up to about 110."""
 
 _WAYS_OF_REPEAT = 32
 _MAX_WAYS = 1 << 24
-"""A name of the longest takes 0.1 s: measured with `.*.*.*x` and with 18 times `.?`, 2^24 beside what PEFT adds."""
+"""Limit of the ways, at which the longest name takes 0.1 s.
+
+Measured with `.*.*.*x`, and with `.?` 18 times, which has 2^24 ways with the prefix that PEFT adds.
+"""
 
 _MAX_SHOWN = 200
 _LETTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
@@ -34,16 +38,16 @@ _CHOICE = re.compile(r"\((?:\?[:=!<P])?|\)|\||(?:[*+?]|\{[\d,]*\})[?+]?")
 
 @dataclass(frozen=True, slots=True)
 class Patterns(Generic[NumberT]):
-    """Regular expressions of modules' names, compiled, each with a number."""
+    """Compiled regular expressions of module names, each with a number."""
 
     compiled: tuple[tuple[re.Pattern[str], NumberT], ...]
 
     @classmethod
     def checked(cls, numbers: Mapping[str, NumberT], field: str) -> Patterns[NumberT]:
-        """Compiles what a field has.
+        """Compile the patterns of a field.
 
         Raises:
-            InvalidArgument: one is no regular expression, or they may try a name in too many ways; it is named.
+            InvalidArgument: a pattern is no regular expression, or they may try a name in too many ways; it is named.
         """
         compiled, num_ways = [], 0
         for pattern, number in numbers.items():
@@ -68,12 +72,12 @@ class Patterns(Generic[NumberT]):
         return cls(tuple(compiled))
 
     def of(self, module: str, default: NumberT) -> NumberT:
-        """The number of the first pattern that a module's name matches, or else the default."""
+        """Return the number of the first pattern that a module's name matches, or the default."""
         return next((number for pattern, number in self.compiled if pattern.match(module)), default)
 
 
 def _num_ways(expression: str) -> int:
-    """A bound of the ways in which a name may match an expression that has no escapes, classes or repeated groups."""
+    """Return a bound of the ways to match a name, for an expression without escapes, classes or repeated groups."""
     num_ways, alternatives = 1, [1]
     for choice in _CHOICE.findall(expression):
         if choice.startswith("("):

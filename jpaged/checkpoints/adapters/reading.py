@@ -1,10 +1,10 @@
-"""An adapter's tensors -> its matrices as a model's programs take them, zeros where it has none.
+"""An adapter's tensors -> matrices in the layout of a model's programs, with zeros for modules without an adapter.
 
     base_model.model.<module>.lora_A.weight    [rank, in]
     base_model.model.<module>.lora_B.weight    [out, rank]
 
-A leaf's own `pack` lays B out: to it, B is a weight whose inputs are as many as the rank. So heads that are reordered
-and projections that are fused come out as the matrix beside them does.
+The leaf's `pack` converts B like a weight with `rank` inputs. So reordered heads and fused projections get the same
+layout as the base matrix.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MAX_HEADER_BYTES = 1 << 24
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
 _OF_EMBEDDING = re.compile(r"\.lora_embedding_[AB](\.|$)|(^|\.)(embed_\w+|wte|wpe|lm_head|embed_out)\.")
 _OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
-"""What may stand before the name of a layer: it depends on the class of the model that was trained."""
+"""Possible prefixes of a layer's name, depending on the class of the trained model."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """The tensors of a module: the name that it had where it was trained, and those of A and B."""
+    """The tensors of a module: its name in the trained model, and the names of A and B."""
 
     trained: str
     names: dict[str, str]
@@ -51,7 +51,7 @@ class _Tensors:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The tensors A and B of a module, their rank, and what their product is multiplied by."""
+    """The tensors A and B of a module, their rank, and the factor of their product."""
 
     a: str
     b: str
@@ -61,13 +61,13 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReader:
-    """Reads adapters for one model as it is served.
+    """Reads adapters for one served model.
 
     Attributes:
         model: as published.
         layer_mode: how its layers run.
-        num_parts: that it is split into.
-        max_rank: that its adapter slots have.
+        num_parts: number of parts that it is split into.
+        max_rank: rank of the adapter slots.
     """
 
     model: Model
@@ -76,12 +76,12 @@ class AdapterReader:
     max_rank: int
 
     def __call__(self, path: str) -> HostAdapter:
-        """Reads the folder that PEFT wrote.
+        """Read a folder that PEFT wrote.
 
         Raises:
-            InvalidArgument: a file is missing, broken or not whole, a rank is above the limit, or a tensor is unknown,
-                misshapen, without its other half or not finite once it is scaled; it is named.
-            Unsupported: the adapter asks for something that is not computed; says what.
+            InvalidArgument: a file is missing, broken or incomplete, a rank is above the limit, or a tensor is unknown,
+                misshapen, without its other half or not finite after scaling; it is named.
+            Unsupported: the adapter needs an unsupported feature, which the message names.
         """
         folder = expand_home(path, "lora")
         if not folder.is_dir():
@@ -108,7 +108,7 @@ class AdapterReader:
         return HostAdapter({each.path: self._matrices(each, to, source) for each, to in zip(places, wide, strict=True)})
 
     def _tensors(self, files: TensorFiles, folder: Path) -> dict[str, _Tensors]:
-        """The tensors of each module, by the name that it has in the model's own checkpoints."""
+        """Return the tensors of each module, by its name in the model's checkpoints."""
         family = find_family(self.model.config.architecture)
         prefix, found = family.name_prefix(()), dict[str, _Tensors]()
         for name in sorted(files.names):
@@ -152,7 +152,7 @@ class AdapterReader:
     def _matrices(
         self, place: AdaptedPlace, wide: AdaptedPlace, source: _Source
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """Those of a place of the published model, as the padded one has them."""
+        """Return the matrices of a place of the published model, in the layout of the padded model."""
         each_a, each_b = [], list[tuple[np.ndarray, ...]]()
         for leaf in place.leaves:
             a, b = source.read(leaf)
@@ -168,7 +168,7 @@ class AdapterReader:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The tensors of one adapter, by the modules that they are of."""
+    """The tensors of one adapter, by module."""
 
     files: TensorFiles
     pairs: Mapping[str, _Pair]
@@ -176,7 +176,7 @@ class _Source:
     dtype: np.dtype
 
     def read(self, leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
-        """A `[parts * rank, in]` and B `[rank, *out]` of the published leaf."""
+        """Return A `[parts * rank, in]` and B `[rank, *out]` of the published leaf."""
         a = np.zeros((len(leaf.tensors) * self.max_rank, leaf.shape[0]), self.dtype)
         b = np.zeros((self.max_rank, *leaf.shape[1:]), self.dtype)
         if not any(module_of(name) in self.pairs for name, _ in leaf.tensors):
@@ -196,7 +196,7 @@ class _Source:
         return a, b
 
     def _finite(self, name: str, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
-        """Times the scale, in the type that the model computes in: what is not finite there would reach every row."""
+        """Return a scaled tensor in the model's type. It must be finite, because other values would reach every row."""
         stored = self.files.shape(name)
         where = str(self.files.where(name))
         if stored != shape:
@@ -214,9 +214,9 @@ class _Source:
 
 
 def _refuse_incomplete(targets: Iterable[str], modules: Set[str], trained: Iterable[str], folder: Path) -> None:
-    """Refuses an adapter without tensors of modules that the model has and that it was trained for.
+    """Raise an error if an adapter lacks tensors of target modules that the model has.
 
-    What the model has none of is passed over: lists are also made for several models, and for parts that see images.
+    Targets that the model does not have are ignored: lists may cover several models, and vision parts.
     """
     expected, found = _ends(modules), _ends(trained)
     for target in targets:
@@ -229,6 +229,6 @@ def _refuse_incomplete(targets: Iterable[str], modules: Set[str], trained: Itera
 
 
 def _ends(modules: Iterable[str]) -> frozenset[str]:
-    """The names, and what stands behind each of their dots."""
+    """Return the names and all their suffixes that start after a dot."""
     words = [module.split(".") for module in modules]
     return frozenset(".".join(each[begin:]) for each in words for begin in range(len(each)))

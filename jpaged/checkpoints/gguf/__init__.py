@@ -1,11 +1,11 @@
-"""GGUF files, as llama.cpp has them: a model with its tokenizer in one file, or in parts of one.
+"""GGUF files of llama.cpp: a model with its tokenizer in one file, or in several parts.
 
-file.py       the file: found, mapped, its metadata and tensors
+file.py       the file: location, mapping, metadata and tensors
 config.py     metadata -> a Hugging Face config
 names.py      the names of Hugging Face -> places in the file
 blocks.py     the types of tensors -> values, scales and zero points
 tensors.py    the file as a source of tensors
-scheme.py     which matrices stay quantised, and in what
-vocabulary.py metadata -> tokens, what each is, and which end a text
+scheme.py     matrices that stay quantized, and their formats
+vocabulary.py metadata -> tokens, their types, and end-of-text tokens
 tokenizer.py  metadata -> a tokenizer
 """

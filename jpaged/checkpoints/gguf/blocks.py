@@ -1,18 +1,18 @@
-"""The types of GGUF's tensors: numbers, or blocks of a row that begin with their scales.
+"""The types of GGUF tensors: plain numbers, or blocks of a row that begin with their scales.
 
-| type       | block | bytes of a block, f16 first (Q6_K: last)                      | as kept                    |
+| type       | block | bytes of a block, f16 first (Q6_K: last)                      | stored as                  |
 |------------|-------|---------------------------------------------------------------|----------------------------|
 | Q8_0       | 32    | scale, 32 int8                                                | int8, a scale for 32       |
-| Q4_0, Q4_1 | 32    | scale (Q4_1: and least), 16 with two numbers each             | int4, a scale for 32       |
+| Q4_0, Q4_1 | 32    | scale (Q4_1: and minimum), 16 with two numbers each           | int4, a scale for 32       |
 | Q5_0, Q5_1 | 32    | likewise, with a word of fifth bits before the numbers        | int8, a scale for 32       |
-| Q4_K       | 256   | scales of two kinds, 12 with 8 scales and 8 leasts of 6 bits, | int4, a scale for 32       |
+| Q4_K       | 256   | scales of two kinds, 12 with 8 scales and 8 minima of 6 bits, | int4, a scale for 32       |
 |            |       | 128 with two numbers each                                     |                            |
 | Q5_K       | 256   | likewise, with 32 of fifth bits before the numbers            | int8, a scale for 32       |
 | Q6_K       | 256   | 128 with four bits of two numbers, 64 with two of four, 16    | int8, a scale for 16       |
 |            |       | int8 scales                                                   |                            |
 
-Scales of scales are multiplied out, exactly, in float32. Where groups have a least number, which is added to all of
-theirs, the zero point is what it makes divided by the scale: a float32.
+Scales of scales are multiplied exactly, in float32. If groups have a minimum, which is added to all their numbers, the
+zero point is derived from the minimum divided by the scale: a float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLOATS: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Types of tensors that are numbers."""
+"""Types of tensors with plain numbers."""
 
 # Values `[blocks, numbers]`, scales and zeros `[blocks, groups]`.
 Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
@@ -41,13 +41,13 @@ Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type whose blocks are kept as they are.
+    """A type whose blocks are kept without requantization.
 
     Attributes:
         size: numbers of a block.
-        num_bytes: of a block.
-        halves: bytes of a block at which the float16 are that its numbers are multiplied by or moved by.
-        form: what a matrix of it is kept in.
+        num_bytes: bytes of a block.
+        halves: byte offsets of the float16 scales and minima of a block.
+        form: format of matrices in memory.
         unpack: blocks `[blocks, bytes]`, uint8 -> values, scales and zeros.
     """
 
@@ -58,12 +58,12 @@ class BlockType:
     unpack: Callable[[np.ndarray], Unpacked]
 
     def is_finite(self, rows: np.ndarray) -> bool:
-        """Whether the numbers of rows `[out, bytes]` are finite."""
+        """Return True if the numbers of rows `[out, bytes]` are finite."""
         blocks = np.asarray(rows).reshape(-1, self.num_bytes)
         return all(bool(np.isfinite(_halves(blocks[:, at : at + 2])).all()) for at in self.halves)
 
     def matrix(self, rows: np.ndarray, form: MatrixFormat) -> StoredMatrix:
-        """A matrix of rows `[out, bytes]`, in its own form or in one that several types have in common."""
+        """Return the matrix of rows `[out, bytes]`, in the type's format or in a common one of several types."""
         num_out = len(rows)
         values, scales, zeros = self.unpack(np.ascontiguousarray(rows).reshape(-1, self.num_bytes))
         assert self.form.group_size is not None
@@ -84,7 +84,7 @@ class BlockType:
 
 
 def joint_form(forms: Sequence[MatrixFormat]) -> MatrixFormat:
-    """The narrowest form that holds the numbers of several: what matrices of one leaf are kept in."""
+    """Return the narrowest format that holds the numbers of several: the format of a leaf with mixed types."""
     first, *others = forms
     if all(form == first for form in others):
         return first
@@ -95,7 +95,7 @@ def joint_form(forms: Sequence[MatrixFormat]) -> MatrixFormat:
 
 
 def weights_of(kind: str, data: np.ndarray) -> np.ndarray:
-    """The weights that bytes or numbers of a type stand for, in its own type or in float32."""
+    """Return the dequantized weights of a type's data, in the stored type or float32."""
     if kind in FLOATS:
         return data.view(FLOATS[kind])
     import gguf
@@ -105,12 +105,12 @@ def weights_of(kind: str, data: np.ndarray) -> np.ndarray:
 
 
 def _halves(blocks: np.ndarray) -> np.ndarray:
-    """float16 at the beginning of bytes as float32, `[blocks, 1]`."""
+    """Return the float16 at the start of bytes as float32, `[blocks, 1]`."""
     return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """uint8 `[..., n]` -> `[..., 2 n]`: all low halves, then all high ones."""
+    """Unpack uint8 `[..., n]` to `[..., 2 n]`: all low halves, then all high ones."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
@@ -123,9 +123,10 @@ def _q4_0(blocks: np.ndarray) -> Unpacked:
 
 
 def _from_least(numbers: np.ndarray, middle: int, scales: np.ndarray, least: np.ndarray) -> Unpacked:
-    """Numbers from 0, and what is added to each of a group when they have been scaled.
+    """Convert numbers from 0, whose group's minimum is added after scaling, to signed values with zero points.
 
-    A group of one number has no scale: it is one unit, of that size, below its zero point.
+    A group with a scale of 0 has a single value: it becomes one unit, of the size of the minimum, relative to its zero
+    point.
     """
     is_one = scales == 0
     values = numbers.view(np.int8) - np.int8(middle)
@@ -137,7 +138,7 @@ def _from_least(numbers: np.ndarray, middle: int, scales: np.ndarray, least: np.
 
 
 def _fifth_bits(packed: np.ndarray) -> np.ndarray:
-    """uint8 `[blocks, 4]`, a bit for each of 32 numbers -> that bit as the fifth of theirs, `[blocks, 32]`."""
+    """Unpack uint8 `[blocks, 4]`, one bit for each of 32 numbers, to their fifth bits, `[blocks, 32]`."""
     return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
 
 
@@ -156,7 +157,7 @@ def _q5_1(blocks: np.ndarray) -> Unpacked:
 
 
 def _scales_and_leasts(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and leasts of Q4_K and Q5_K; four of each have their two highest bits above those of others."""
+    """Return eight scales and minima of Q4_K and Q5_K; four have high bits in the others' bytes."""
     first, second, low = np.split(blocks[:, 4:16], 3, axis=1)
     scales = np.concatenate((first & 63, low & 15 | first >> 2 & 48), axis=1)
     leasts = np.concatenate((second & 63, low >> 4 | second >> 2 & 48), axis=1)
@@ -194,5 +195,5 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q5_K": BlockType(256, 176, (0, 2), _LEAST_8, _q5_k),
     "Q6_K": BlockType(256, 210, (208,), MatrixFormat("int8", 16), _q6_k),
 }
-"""Types that are kept as they are."""
+"""Types that are kept without requantization."""
 READ = (*FLOATS, *BLOCK_TYPES)

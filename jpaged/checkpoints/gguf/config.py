@@ -1,8 +1,8 @@
-"""GGUF's metadata -> the config.json that Hugging Face's libraries have for the same model.
+"""GGUF metadata -> the config.json of the same model in Hugging Face's format.
 
-Families read it as they read any: `jpaged.models.hf_config`. A key of an architecture that nobody reads here is refused
-by name. What llama.cpp knows without being told is known here too: Gemma 2's caps, Gemma 3's local rope, the largest
-Gemmas' scale of scores, and that Qwen3's chosen experts are weighed by what they have in all.
+Families parse it like any other config: `jpaged.models.hf_config`. An architecture's key that is not read here is an
+error that names it. Values that are built into llama.cpp are built in here too: Gemma 2's caps, Gemma 3's local rope,
+the scale of scores of the largest Gemmas, and the normalization of expert weights of Qwen3.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jpaged.models.json_fields import JsonFields
 Config = dict[str, Any]
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned")
 _GEMMA_27B = {2: 46, 3: 62}
-"""Layers of the models whose scores are scaled by the width of the hidden state rather than by that of heads."""
+"""Numbers of layers of the models whose scores are scaled by the hidden width per head instead of head_dim."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def hf_config(file: GgufFile) -> Config:
-    """The config of a model, in Hugging Face's words.
+    """Return the config of a model with Hugging Face's keys.
 
     Raises:
-        Unsupported: its architecture, or a key of it, is not read.
+        Unsupported: its architecture, or a key, is not supported.
         InvalidArgument: a key is missing or malformed.
     """
     architecture, kind = file.architecture, file.metadata.get("general.type", "model")
@@ -61,7 +61,7 @@ def _tokens(file: GgufFile) -> Config:
 
 
 def _dtype(file: GgufFile) -> str:
-    """The type of most numbers; what is quantised was made of 16 bits."""
+    """Return the type of most numbers; quantized tensors count as 16 bits."""
     sizes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         sizes[tensor.kind] += int(np.prod(tensor.shape))
@@ -69,7 +69,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _sizes(fields: JsonFields, file: GgufFile) -> Config:
-    """Sizes that all architectures have."""
+    """Return the sizes that all architectures have."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise InvalidArgument(str(file.path), "tensor token_embd.weight is missing")
@@ -85,7 +85,7 @@ def _sizes(fields: JsonFields, file: GgufFile) -> Config:
 
 
 def _decoder(fields: JsonFields, file: GgufFile) -> Config:
-    """Sizes, heads and norms of decoders with rotary positions."""
+    """Return the sizes, heads and norms of decoders with rotary positions."""
     sizes = _sizes(fields, file)
     heads = sizes["num_attention_heads"]
     head_dim = fields.integer("attention.key_length", max(1, sizes["hidden_size"] // heads))
@@ -100,7 +100,7 @@ def _decoder(fields: JsonFields, file: GgufFile) -> Config:
 
 
 def _rope(fields: JsonFields, file: GgufFile, config: Config, *, may_be_partial: bool = False) -> Config:
-    """`rope_parameters`."""
+    """Return `rope_parameters`."""
     num_rotated = fields.integer("rope.dimension_count", config["head_dim"])
     rope: Config = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
     if num_rotated != config["head_dim"]:
@@ -112,7 +112,7 @@ def _rope(fields: JsonFields, file: GgufFile, config: Config, *, may_be_partial:
 
 
 def _scaling(fields: JsonFields) -> tuple[str, float]:
-    """The type of scaling and its factor; one without a type is linear, and 0 is none."""
+    """Return the type of scaling and its factor; without a type it is linear, and a factor of 0 is none."""
     key = "rope.scaling.factor" if fields.has("rope.scaling.factor") else "rope.scale_linear"
     fields.ignore(("rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length"))
     factor = 1.0 if fields.value(key) == 0 else fields.number(key, 1.0)
@@ -120,7 +120,7 @@ def _scaling(fields: JsonFields) -> tuple[str, float]:
 
 
 def _scaled(fields: JsonFields, config: Config) -> Config:
-    """What a formula makes of the frequencies."""
+    """Return the rope parameters of a scaling formula."""
     kind, factor = _scaling(fields)
     fields.only("rope.scaling.attn_factor", 1.0, why="its own factor of attention is not supported here")
     if kind == "yarn":
@@ -140,7 +140,7 @@ def _scaled(fields: JsonFields, config: Config) -> Config:
 
 
 def _factors(file: GgufFile) -> dict[str, list[float]]:
-    """What divides the frequencies of pairs, by the names of its tensors; empty where it is a formula."""
+    """Return the divisors of the frequencies, by tensor name; empty if a formula defines them."""
     found = {}
     for name in ("rope_freqs", "rope_factors_short", "rope_factors_long"):
         tensor = file.tensors.get(f"{name}.weight")
@@ -150,7 +150,7 @@ def _factors(file: GgufFile) -> dict[str, list[float]]:
 
 
 def _listed(fields: JsonFields, config: Config, factors: Mapping[str, list[float]]) -> Config:
-    """A rope whose factors are listed: Phi-3's, or what became of Llama 3's formula."""
+    """Return the rope parameters of listed factors: Phi-3's, or precomputed ones of Llama 3's formula."""
     length = config["max_position_embeddings"]
     kind, factor = _scaling(fields)
     kinds = ("none", "linear") if "rope_freqs" in factors else ("none", "linear", "longrope")
@@ -181,7 +181,7 @@ def _has(file: GgufFile, stem: str) -> bool:
 
 
 def _window(fields: JsonFields) -> int | None:
-    """The window of all layers; 0 is none."""
+    """Return the window of all layers; 0 is none."""
     return fields.integer("attention.sliding_window", 0, minimum=0) or None
 
 
@@ -245,7 +245,7 @@ def _qwen_moe(name: str, model_type: str) -> Callable[[JsonFields, GgufFile], Co
 
 
 def _gemma(config: Config, version: int, period: int) -> Config:
-    """What both Gemmas have; of `period` layers the last sees everything."""
+    """Return the common config of Gemma 2 and 3; the last of every `period` layers has full attention."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     is_largest = num_layers == _GEMMA_27B[version]
     return config | {

@@ -1,6 +1,6 @@
-"""A GGUF file: what its metadata says, and where its tensors are.
+"""A GGUF file: metadata and tensor locations.
 
-The `gguf` package reads it. A model in several parts (`NAME-00001-of-00003.gguf`) is named by its first.
+The `gguf` package reads it. A model in several parts (`NAME-00001-of-00003.gguf`) is named by its first part.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jpaged.errors import InvalidArgument, Unsupported
 SUFFIX = ".gguf"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _NO_MODELS = ("mmproj", "imatrix")
-"""What files begin with, or say that they are, that are published beside models: what sees, and what was counted."""
+"""Prefixes or types of files published with models: multimodal projectors and importance matrices."""
 _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"} | {
     36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }
-"""Types that llama.cpp once had, by their numbers."""
+"""Types removed from llama.cpp, by number."""
 _MAGIC = b"GGUF"
 _VERSION_BYTES, _VERSIONS = 4, (2, 3)
 _UNREADABLE = (OSError, ValueError, LookupError, OverflowError, TypeError)
-"""What the package raises; it has no error of its own."""
+"""Errors of the package, which has no error class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class GgufTensor:
     """A tensor of a file.
 
     Attributes:
-        kind: its type, as llama.cpp calls it: F32, Q4_K.
+        kind: type as in llama.cpp: F32, Q4_K.
         shape: of the weights, the contracted axis last.
-        data: mapped, for its shape and type: of F16, F32 and F64 the numbers; of others bytes, those of a row along the
+        data: memory-mapped, for its shape and type: numbers for F16, F32 and F64; otherwise bytes of the rows along the
             last axis.
-        path: the file that it is in.
-        begin: of its bytes in the file.
-        state: size and time of change that the file must still have.
+        path: the file that holds it.
+        begin: offset of the bytes in the file.
+        state: size and modification time that the file must still have.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class GgufTensor:
     state: tuple[int, int]
 
     def read(self, expert: int | None = None) -> np.ndarray:
-        """Read `data`, or of stacked experts the part of one.
+        """Read `data`, or the part of one of stacked experts.
 
         Raises:
             InvalidArgument: the file has changed since it was opened.
@@ -78,7 +78,7 @@ class GgufFile:
     Attributes:
         path: of the first part.
         metadata: of the first part; arrays as lists.
-        tensors: by their names, of all parts.
+        tensors: of all parts, by name.
     """
 
     path: Path
@@ -87,10 +87,10 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls the family.
+        """Name of the architecture in llama.cpp.
 
         Raises:
-            InvalidArgument: it says none.
+            InvalidArgument: the file has none.
         """
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):
@@ -99,7 +99,7 @@ class GgufFile:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF model that a path names: a file, its first part, or the one in a folder; None where it names none.
+    """Return the GGUF model at a path: a file, its first part, or the one in a folder; None if there is none.
 
     Raises:
         InvalidArgument: a folder holds several.
@@ -119,7 +119,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a file does not say that it is something else; one that is broken is refused when it is named."""
+    """Return False if a file declares that it is no model; a broken file raises an error when it is opened."""
     try:
         metadata = open_gguf(path).metadata
     except (InvalidArgument, Unsupported):
@@ -128,12 +128,12 @@ def _is_model(path: Path) -> bool:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the path of a checkpoint is one that `find_gguf` gave."""
+    """Return True if a checkpoint path, as returned by `find_gguf`, is a GGUF file."""
     return path.suffix == SUFFIX and not path.is_dir()
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a model, by the name of its first."""
+    """Return the files of a model, given its first part."""
     match = _PART.search(path.name)
     if match is None:
         return [path]
@@ -142,11 +142,11 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps the files of a model, which are looked through once for as long as they are the same.
+    """Map the files of a model; they are parsed once while they do not change.
 
     Raises:
-        InvalidArgument: a part is missing, or one is cut off or damaged.
-        Unsupported: a tensor is of a type that is not known.
+        InvalidArgument: a part is missing, truncated or damaged.
+        Unsupported: a tensor has an unknown type.
     """
     parts = parts_of(path)
     for part in parts:
@@ -211,8 +211,8 @@ def _unreadable(path: Path) -> str:
 
 @functools.cache
 def _reader() -> Any:
-    """The package's reader, which takes arrays apart at once: a vocabulary takes it 7 s, number by number."""
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType  # a tenth of a second
+    """Return the package's reader with fast array parsing: otherwise a vocabulary takes 7 s, number by number."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType  # takes a tenth of a second
 
     known = {kind.value for kind in GGMLQuantizationType}
 
@@ -253,7 +253,7 @@ def _reader() -> Any:
 
 
 def _value(field: Any) -> Any:
-    """A field's value; of one float32 the shortest decimal that it is, as configs have it."""
+    """Return a field's value; a single float32 as its shortest decimal, as in configs."""
     value = field.contents()
     return float(str(np.float32(value))) if [kind.name for kind in field.types] == ["FLOAT32"] else value
 

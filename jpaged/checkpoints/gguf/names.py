@@ -1,8 +1,8 @@
-"""Where the tensors of a model lie in a GGUF file, by the names that Hugging Face's checkpoints have for them.
+"""Places of a model's tensors in a GGUF file, by their names in Hugging Face checkpoints.
 
-Converters to GGUF change some, which is undone here: rows of queries and keys of the Llama architecture alternate
+Converters to GGUF change some tensors; reading reverts it. Rows of queries and keys of the Llama architecture alternate
 between the halves of a head, norms of Gemma are stored plus 1, experts of a layer are one tensor, GPT-2's matrices are
-turned, and GPT-NeoX's queries, keys and values are parted.
+transposed, and GPT-NeoX's queries, keys and values are separated.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _OTHER_LAYOUTS = {
     r"blk\.\d+\.ffn_gate_up_exps\.\w+": "gates and ups in one; convert the model without --fuse-gate-up-exps",
     r"blk\.\d+\.ffn_\w+\.\d+\.\w+": "one expert by itself; convert the model with a newer llama.cpp",
 }
-"""Names of tensors that an architecture may also be stored in, and what they hold."""
+"""Alternative layouts of an architecture's tensors by name pattern, and their content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a checkpoint in a file.
+    """Place of a checkpoint's tensor in a file.
 
     Attributes:
-        tensor: its name there.
-        expert: which of a stack it is.
-        rows: the number of each of its rows there; None are in order.
-        offset: what is taken away from each number.
-        is_transposed: it lies there the other way round.
-        is_row: it has an axis of one before those that it has there.
+        tensor: its name in the file.
+        expert: index in a stack of experts.
+        rows: index of each row in the file; None if rows are in order.
+        offset: subtracted from each number.
+        is_transposed: it is stored transposed.
+        is_row: it has a leading axis of 1 in the checkpoint.
     """
 
     tensor: str
@@ -49,7 +49,7 @@ class Place:
     is_row: bool = False
 
     def shape(self, tensor: GgufTensor) -> tuple[int, ...]:
-        """The shape that it has in a checkpoint."""
+        """Return its shape in a checkpoint."""
         stored = tensor.shape if self.expert is None else tensor.shape[1:]
         if self.is_row:
             return (1, *stored)
@@ -58,15 +58,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What an architecture's tensors are called in checkpoints.
+    """Names of an architecture's tensors in checkpoints.
 
     Attributes:
-        outer: by their names in a file, without `.weight` and `.bias`.
-        layers: likewise of a layer; `{x}` is an expert's number.
-        layers_prefix: what comes before a layer's number.
-        rows: of these the rows are in another order, `alternating` in each head or `parted` into queries, keys, values.
+        outer: by names in the file, without `.weight` and `.bias`.
+        layers: the same for a layer; `{x}` is an expert's number.
+        layers_prefix: prefix of a layer's number.
+        rows: tensors with reordered rows: `alternating` in each head, or `parted` into queries, keys, values.
         offset: of norms.
-        transposed: these lie the other way round.
+        transposed: tensors that are stored transposed.
     """
 
     outer: Mapping[str, str]
@@ -160,14 +160,14 @@ NAMINGS: Mapping[str, Naming] = {
         rows={"attn_qkv": "parted"},
     ),
 }
-"""By what llama.cpp calls architectures."""
+"""By the names of architectures in llama.cpp."""
 
 
 def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, Place]:
-    """Where each tensor lies, by its name in a checkpoint; one that has none there keeps that of the file.
+    """Return the place of each tensor by its checkpoint name; unknown tensors keep their name in the file.
 
     Raises:
-        Unsupported: one is of a layout that is not read.
+        Unsupported: a tensor has an unsupported layout.
     """
     naming = NAMINGS[file.architecture]
     orders = _Orders(num_heads, num_kv_heads)
@@ -210,7 +210,7 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """The orders of rows of a model with so many heads."""
+    """Row orders of a model with these numbers of heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -218,7 +218,7 @@ class _Orders:
     def of(self, kind: str | None, stem: str, num_rows: int) -> np.ndarray | None:
         if kind is None:
             return None
-        # A number of rows that heads do not divide is refused with its name by those who read the tensor.
+        # Reading the tensor raises an error, with its name, if heads do not divide the number of rows.
         num_heads = self.num_kv_heads if stem == "attn_k" else self.num_heads
         shape = (num_heads, -1, 2) if kind == "alternating" else (3, num_heads, -1)
         if num_rows % (num_heads * (2 if kind == "alternating" else 3)):

@@ -1,8 +1,8 @@
-"""Which matrices of a GGUF model stay quantised, and in what form each leaf has them.
+"""Matrices of a GGUF model that stay quantized, and the format of each leaf.
 
-Each type that `blocks.py` keeps is kept without rounding it again. Matrices of one leaf (queries, keys and values;
-gates and ups) that are of different types get the narrowest form that holds the numbers of all. Where one of them is
-not quantised, or of a type that is not kept, the leaf is made of weights; so are routers and the embedding of tokens.
+Each type that `blocks.py` supports is kept without requantization. Matrices of one leaf (queries, keys and values;
+gates and ups) with different types get the narrowest common format. If one of them is not quantized, or has an
+unsupported type, the leaf is dequantized, as are routers and the token embedding.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _EVERYTHING = Quantisation(_METHOD, (("", MatrixFormat("int8")),), has_output=Tr
 
 @dataclass(frozen=True, slots=True)
 class GgufScheme:
-    """The layout of a GGUF model's quantised matrices.
+    """The layout of a GGUF model's quantized matrices.
 
     Attributes:
-        kinds: GGUF's type of each, by the names of modules.
+        kinds: GGUF type by module name.
     """
 
     quantisation: Quantisation
@@ -60,12 +60,12 @@ class GgufScheme:
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """A model in GGUF, with all that is needed to load it.
+    """A model in GGUF, with everything needed to load it.
 
     Attributes:
-        config: as the family reads it, with what is quantised.
+        config: as parsed by the family, with the quantization.
         hf: the same as a config.json.
-        scheme: None where no matrix stays quantised.
+        scheme: None if no matrix stays quantized.
     """
 
     file: GgufFile
@@ -75,17 +75,17 @@ class GgufModel:
     places: Mapping[str, Place]
 
     def tensors(self, *, as_weights: bool = False) -> GgufTensors:
-        """Its tensors; quantised ones as the scheme reads them, or all of them as weights."""
+        """Return its tensors; quantized ones for the scheme, or all of them as weights."""
         modules = () if self.scheme is None or as_weights else self.scheme.kinds
         return GgufTensors(self.file, self.places, frozenset(f"{module}.weight" for module in modules))
 
 
 def read_model(path: Path) -> GgufModel:
-    """A model by the path of its file.
+    """Return the model in a file.
 
     Raises:
         InvalidArgument: the file is broken, or something in it is missing or malformed.
-        Unsupported: its architecture, or a setting of it, is not served.
+        Unsupported: its architecture, or a setting, is not supported.
     """
     file = open_gguf(path)
     hf = hf_config(file)
@@ -101,7 +101,7 @@ def read_model(path: Path) -> GgufModel:
 
 
 def _forms(config: ModelConfig, file: GgufFile, found: Mapping[str, Place]) -> Iterator[tuple[str, MatrixFormat]]:
-    """The form of each module that stays quantised."""
+    """Yield each module that stays quantized, and its format."""
     leaves = model_leaves(config, found)
     for leaf in (leaf for each in (leaves.outer, *leaves.layers) for leaf in each):
         if not _may_be_quantised(leaf):
@@ -119,14 +119,14 @@ def _may_be_quantised(leaf: Leaf) -> bool:
 
 
 def _kind(file: GgufFile, found: Mapping[str, Place], name: str) -> str:
-    """GGUF's type of a tensor; empty where there is none of that name."""
+    """Return the GGUF type of a tensor; empty if it does not exist."""
     return file.tensors[found[name].tensor].kind if name in found else ""
 
 
 def _rules(forms: Mapping[str, MatrixFormat]) -> tuple[tuple[str, MatrixFormat | None], ...]:
-    """Rules that give each module its form: one for those that differ in their numbers alone.
+    """Return rules that give each module its format: one rule for modules that differ only in their numbers.
 
-    The first number of a name is the layer's; experts, whose is the second, are one tensor and of one form.
+    The first number of a name is the layer's. The second is an expert's; experts are one tensor with one format.
     """
     layers: dict[tuple[str, MatrixFormat], set[str]] = defaultdict(set)
     for module, form in forms.items():

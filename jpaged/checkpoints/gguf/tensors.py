@@ -17,11 +17,11 @@ from jpaged.errors import InvalidArgument, Unsupported
 
 @dataclass(frozen=True, slots=True)
 class GgufTensors:
-    """The tensors of a file, as a `TensorSource`: weights, in float32 where they are quantised, or blocks.
+    """The tensors of a file, as a `TensorSource`: weights, in float32 if they are quantized, or blocks.
 
     Attributes:
         places: of tensors, by their names in a checkpoint.
-        blocks: names of those that are read as they lie: rows of bytes `[out, bytes]`.
+        blocks: names of tensors that are read as stored blocks: rows of bytes `[out, bytes]`.
     """
 
     file: GgufFile
@@ -46,7 +46,7 @@ class GgufTensors:
         """See `TensorSource`.
 
         Raises:
-            Unsupported: its type is not read.
+            Unsupported: the type is not supported.
         """
         tensor = self._stored(name)
         if tensor.kind not in READ:
@@ -56,11 +56,11 @@ class GgufTensors:
         return FLOATS.get(tensor.kind, np.dtype(np.float32)) if not self.places[name].offset else np.dtype(np.float32)
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-        """See `TensorSource`; of a quantised tensor the rows are read that a part has.
+        """See `TensorSource`; of a quantized tensor only the rows of the part are converted.
 
         Raises:
-            InvalidArgument: it is misshapen, or blocks that are read as they lie are not finite.
-            Unsupported: its type is not read.
+            InvalidArgument: it is misshapen, or stored blocks are not finite.
+            Unsupported: the type is not supported.
         """
         check_shape(self, name, shape)
         self.dtype(name)
@@ -80,7 +80,7 @@ class GgufTensors:
         return weights - np.float32(place.offset) if place.offset else weights
 
     def where(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor."""
         return self._stored(name).path if name in self.places else self.file.path
 
     def _stored(self, name: str) -> GgufTensor:
@@ -88,7 +88,7 @@ class GgufTensors:
 
 
 def _rows(data: np.ndarray, place: Place, index: tuple[slice, ...]) -> np.ndarray:
-    """Rows of a tensor in their order, all of them or a part."""
+    """Return all rows of a tensor, or a part of them, in the checkpoint's order."""
     if place.rows is not None:
         return data[place.rows[index]] if index else data[place.rows]
     return np.asarray(data[index] if index else data)

@@ -1,10 +1,10 @@
-"""GGUF's metadata -> a tokenizer of Hugging Face's library, without transformers, whose reader of GGUF needs torch.
+"""GGUF metadata -> a tokenizer of the `tokenizers` library, without transformers, whose GGUF reader needs torch.
 
-    gpt2     byte-level BPE; `pre` names the expressions that cut a text into words first
-    llama    SentencePiece's BPE: of neighbours that are a token together those with the highest score become it first
+    gpt2     byte-level BPE; `pre` names the expressions that first split a text into words
+    llama    SentencePiece's BPE: neighbors that form a token are merged, those with the highest score first
 
-Control tokens are special ones; what users have defined is found whole in any text, the longest first. Texts are cut as
-llama.cpp cuts them: it composes no characters (NFC), though the libraries of Qwen and of GPT-NeoX do.
+Control tokens are special tokens. User-defined tokens are matched in any text, the longest first. Texts are split as in
+llama.cpp: without composition of characters (NFC), although the libraries of Qwen and GPT-NeoX do that.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _cased_words(digits: str, behind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a text is cut into words, by the expressions one after the other; GPT-2's own is the library's.
+    """Splitting of a text into words, by consecutive expressions; GPT-2's expression is the library's.
 
     Attributes:
-        is_gpt2: whether GPT-2's expression comes last.
-        ignores_merges: a word that is a token is that token.
-        adds_bos: where the file does not say.
+        is_gpt2: GPT-2's expression comes last.
+        ignores_merges: a word that is a token becomes that token.
+        adds_bos: default if the file does not specify it.
     """
 
     expressions: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ _UNNAMED = _Cut((r"[\p{P}$+<=>^~|]+", _GPT2_WORDS, r"\p{N}+", _THREE_DIGITS))
 _GPT4O = _Cut((_cased_words(r"\p{N}{1,3}", _CUTTING + "?"),))
 _ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")
-# DeepSeek lists letters that have cases one by one, and these are not among them.
+# DeepSeek lists cased letters individually, and these are not among them.
 _UNLISTED = (
     "\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab68\U00010570-\U000105bc"
     "\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001d7cb\U0001df00-\U0001df2a"
@@ -102,7 +102,7 @@ _CUTS: Mapping[str, _Cut] = {
     _DEFAULT: _UNNAMED,
     "seed-coder": _Cut((_words(r"\p{N}", ""),)),
 }
-"""By what a file calls them (`tokenizer.ggml.pre`)."""
+"""By name in a file (`tokenizer.ggml.pre`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,10 @@ class GgufTokenizer:
     """The tokenizer of a GGUF file.
 
     Attributes:
-        fast: of the `tokenizers` library.
-        special_tokens: as chat templates see them: `bos_token` and the like.
+        fast: a tokenizer of the `tokenizers` library.
+        special_tokens: names in chat templates, like `bos_token`.
         chat_template: its source; None without one.
-        tool_chat_template: that of conversations with tools; None if the file has no other for them.
+        tool_chat_template: template of conversations with tools; None if the file has no separate one.
     """
 
     fast: Any
@@ -124,7 +124,7 @@ class GgufTokenizer:
     tool_chat_template: str | None = None
 
     def config(self) -> dict[str, object]:
-        """The tokenizer_config.json beside the library's own tokenizer.json."""
+        """Return the tokenizer_config.json for the library's tokenizer.json."""
         template: dict[str, object] = {} if self.chat_template is None else {"chat_template": self.chat_template}
         if self.chat_template is not None and self.tool_chat_template is not None:
             named = {"default": self.chat_template, "tool_use": self.tool_chat_template}
@@ -138,10 +138,10 @@ class GgufTokenizer:
 
 
 def read_tokenizer(path: Path) -> GgufTokenizer | None:
-    """The tokenizer of a model; None where it brings none.
+    """Return the tokenizer of a model; None if it has none.
 
     Raises:
-        Unsupported: it is of another kind, or its words are cut in a way that is not known.
+        Unsupported: it is of another kind, or its word splitting is unknown.
         InvalidArgument: a part of it is missing or malformed.
     """
     file = open_gguf(path)
@@ -171,7 +171,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
 
 
 def _byte_level(vocabulary: Vocabulary, file: GgufFile) -> tuple[Any, bool]:
-    """Byte-level BPE, and whether a text begins with a token where the file does not say."""
+    """Return a byte-level BPE, and the default for adding the BOS token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = file.metadata.get("tokenizer.ggml.pre")
@@ -195,7 +195,7 @@ def _byte_level(vocabulary: Vocabulary, file: GgufFile) -> tuple[Any, bool]:
 
 
 def _listed_merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The pairs that a file lists; the library panics at one that makes no token."""
+    """Return the merges in a file; the library panics at a merge that forms no token."""
     lines = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(lines, list):
         raise InvalidArgument(
@@ -217,7 +217,7 @@ def _sentence_piece(vocabulary: Vocabulary, file: GgufFile) -> Any:
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise InvalidArgument(str(file.path), "tokenizer.ggml.scores must have one number for each token")
-    # Converters write tokens of spaces alone as such. Those of users are found whole, and others are words.
+    # Converters write tokens of spaces literally. User-defined ones are matched as they are, and others are words.
     tokens = [
         _SPACE * len(token) if token and not token.strip(" ") and kind != USER_DEFINED else token
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -238,7 +238,7 @@ def _sentence_piece(vocabulary: Vocabulary, file: GgufFile) -> Any:
 def _merges(
     tokens: list[str], types: list[int], scores: list[float], vocab: Mapping[str, int]
 ) -> Iterator[tuple[bool, float, int, int, int]]:
-    """Pairs of tokens that are one together: what users have defined first, then by score, then by number."""
+    """Yield pairs of tokens that form a token: user-defined ones first, then by score, then by index."""
     for index, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
         if kind in (UNKNOWN, CONTROL, BYTE):
             continue
@@ -249,7 +249,7 @@ def _merges(
 
 
 def _add_tokens(fast: Any, vocabulary: Vocabulary, *, is_sentence_piece: bool, is_phi3: bool) -> None:
-    """Tells the library of tokens that are found whole in a text.
+    """Add the tokens that are matched as a whole in a text.
 
     Those of Phi-3 include the spaces that follow.
     """
@@ -267,7 +267,7 @@ def _add_tokens(fast: Any, vocabulary: Vocabulary, *, is_sentence_piece: bool, i
 
 
 def _add_ends(fast: Any, vocabulary: Vocabulary, file: GgufFile, adds_bos: bool) -> None:
-    """Puts tokens before and behind a text, as the file says."""
+    """Add the BOS and EOS tokens to texts, as the file specifies."""
     from tokenizers import processors
 
     ends = {

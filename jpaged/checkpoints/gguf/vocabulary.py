@@ -1,7 +1,7 @@
-"""The tokens of a GGUF file, what each of them is, and which end a text.
+"""The tokens of a GGUF file, their types, and the tokens that end a text.
 
-Converters have given many tokens a wrong type, and many files no id for the end of a turn, so that llama.cpp knows such
-tokens by their names, as this file does. It does not know how a text is cut into tokens.
+Converters have given many tokens a wrong type, and many files have no id for the end of a turn. So llama.cpp recognizes
+such tokens by name, and so does this module. It does not tokenize text.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 """Types of tokens."""
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _SENTENCE_PIECE = {"bos": 1, "eos": 2, "unknown": 0}
-"""What files of SentencePiece mean that do not say it."""
-# What llama.cpp takes for the end of a text, whatever the type of the token is.
+"""Defaults of SentencePiece files that do not specify these."""
+# Names that llama.cpp treats as the end of a text, independent of the token's type.
 _ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
     *("<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
 )
 _END_OF_SEQUENCE = "</s>"
-"""Ends a text where it is a control token; Gemma's is one of HTML, at which llama.cpp stops all the same."""
+"""Ends a text if it is a control token; Gemma's is the HTML tag, although llama.cpp stops at it."""
 _END_OF_MESSAGE = "<|end|>"
 _ENDS_OF_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-"""A vocabulary with one of these pairs says several messages in a turn, and `<|end|>` between them."""
-# What chat templates begin a turn with.
+"""Vocabularies with one of these pairs have several messages in a turn, separated by `<|end|>`."""
+# Tokens that begin a turn in chat templates.
 _TURNS = (
     *("<start_of_turn>", "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|start_of_role|>", "<|end_of_role|>"),
@@ -42,9 +42,9 @@ class Vocabulary:
     """The tokens of a file.
 
     Attributes:
-        types: of each token; those with the names of ends and turns are control tokens.
-        ids: of tokens that have a role, by its name: bos, eos, eot, eom, unknown, padding.
-        ends: ids that end a text, those that the file names first.
+        types: type of each token; tokens named like ends and turns are control tokens.
+        ids: ids of tokens with a role, by role: bos, eos, eot, eom, unknown, padding.
+        ends: ids that end a text, those given by the file first.
     """
 
     tokens: list[str]
@@ -53,17 +53,17 @@ class Vocabulary:
     ends: tuple[int, ...]
 
     def named(self, role: str) -> str | None:
-        """The token of a role; None where there is none."""
+        """Return the token of a role, or None."""
         return self.tokens[self.ids[role]] if role in self.ids else None
 
 
 def has_vocabulary(file: GgufFile) -> bool:
-    """Whether a file brings tokens."""
+    """Return True if a file contains tokens."""
     return bool(file.metadata.get("tokenizer.ggml.tokens"))
 
 
 def read_vocabulary(file: GgufFile) -> Vocabulary:
-    """The tokens of a file.
+    """Return the tokens of a file.
 
     Raises:
         InvalidArgument: there are none, or their types or ids are malformed.
@@ -89,7 +89,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
 
 
 def _ids(file: GgufFile, num_tokens: int, types: Sequence[int]) -> dict[str, int]:
-    """Ids of roles; what is no token is refused where texts begin or end with it, and else passed over."""
+    """Return the ids of roles. An invalid id is an error for bos and eos, and ignored for others."""
     ids: dict[str, int] = {}
     if file.metadata.get("tokenizer.ggml.model") == "llama":
         ids = {role: token_id for role, token_id in _SENTENCE_PIECE.items() if token_id < num_tokens}

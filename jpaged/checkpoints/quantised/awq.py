@@ -1,6 +1,6 @@
 """AWQ checkpoints in the layout `gemm`, as AutoAWQ writes them.
 
-qweight  int32 [in, out / 8]        eight columns in a word, in the order 0 2 4 6 1 3 5 7 from its lowest bits on
+qweight  int32 [in, out / 8]        eight columns in a word, in the order 0 2 4 6 1 3 5 7 from the lowest bits on
 qzeros   int32 [groups, out / 8]    likewise
 scales   [groups, out]
 
@@ -32,7 +32,7 @@ from jpaged.models.quantisation.rules import Quantisation
 _BITS = 4
 _PER_WORD = 32 // _BITS
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of eight columns is in its word."""
+"""Position of each of eight columns in its word."""
 
 _HARMLESS = (
     *TUNING,
@@ -72,11 +72,11 @@ class Awq:
 
 
 def read_config(fields: JsonFields) -> Awq:
-    """The layout that a `quantization_config` of AWQ describes.
+    """Parse a `quantization_config` of AWQ.
 
     Raises:
-        Unsupported: a setting that is not computed; it is named.
-        InvalidArgument: a malformed value.
+        Unsupported: a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
     """
     fields.only("bits", _BITS, why="of AWQ 4 bits are read")
     fields.only("w_bit", _BITS, why="of AWQ 4 bits are read")
@@ -89,7 +89,7 @@ def read_config(fields: JsonFields) -> Awq:
     fields.only("zero_point", True, why="AWQ without zero points is not read")
     group_key = "q_group_size" if fields.has("q_group_size") else "group_size"
     group_size = fields.integer(group_key, 128, minimum=-1)
-    # AutoAWQ leaves a module if any of these is a part of its name, also within a word (awq/utils/module.py).
+    # AutoAWQ skips a module if its name contains any of these, also within a word (awq/utils/module.py).
     left = [re.escape(name) for name in fields.names("modules_to_not_convert")]
     has_output = fields.flag("lm_head", False)
     fields.only("data_type", "int", why="of AWQ integers are read")
@@ -110,6 +110,6 @@ def format_of_groups(group_size: int) -> MatrixFormat:
 
 
 def _in_order(numbers: np.ndarray) -> np.ndarray:
-    """Numbers `[rows, columns]` as they lie in words -> in the order of columns."""
+    """Reorder numbers `[rows, columns]` from the order in words to the order of columns."""
     words = numbers.reshape(len(numbers), -1, _PER_WORD)
     return words[:, :, PLACES].reshape(numbers.shape)

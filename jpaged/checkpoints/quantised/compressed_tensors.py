@@ -8,13 +8,13 @@
 
     weight_scale       [1], [out, 1], [out, groups], or [ceil(out / rows), ceil(in / columns)] of blocks
     weight_zero_point  likewise int8; of pack-quantized int32 [ceil(out * bits / 32), groups]
-    weight_g_idx       int32 [in], where groups go by the order of activations; without it, or with -1, they are counted
-    input_scale        [1], where activations are static
+    weight_g_idx       int32 [in], if groups are ordered by activations; if missing or -1, groups are consecutive
+    input_scale        [1], if activations are static
 
     weight = scale * (number - zero)
 
-`config_groups` say which modules have which; `ignore` wins. That dynamic activations have one scale for a whole batch
-is read as one for each of its rows: a row's result would depend on the others.
+`config_groups` assigns these to modules; `ignore` takes precedence. A dynamic activation scale of a whole batch is read
+as one scale per row, because otherwise a row's result would depend on the other rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from jpaged.models.json_fields import JsonFields
 from jpaged.models.quantisation.rules import Quantisation
 
 PACKED, INTEGERS, FLOATING, MXFP4 = "pack-quantized", "int-quantized", "float-quantized", "mxfp4-pack-quantized"
-_NAIVE = "naive-quantized"  # what the two are called that are not packed, in old checkpoints
+_NAIVE = "naive-quantized"  # old checkpoints' name of the two formats that are not packed
 _WEIGHTS: Mapping[tuple[str, str, int], Values] = {
     (PACKED, "int", 4): "int4",
     (PACKED, "int", 8): "int8",
@@ -57,7 +57,7 @@ _WEIGHTS: Mapping[tuple[str, str, int], Values] = {
 }
 _OBSERVERS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _ORDERS = ("group", "dynamic", "weight", "static")
-"""By activations, which is listed, and by weights, which is not; each has two names."""
+"""Group orders: by activations, which is stored as weight_g_idx, and by weights, which is not; two names each."""
 _MXFP4_BLOCK = 32
 _LINEAR, _EXPRESSION = "Linear", "re:"
 _NOT_SET = -1
@@ -67,7 +67,7 @@ _MIDDLES = np.array([0x88888888, 0x80808080], np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the matrices of one group of modules are stored.
+    """Storage of the matrices of one group of modules.
 
     Attributes:
         written: the name of the format.
@@ -81,7 +81,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """The layouts of a checkpoint of compressed-tensors, in the order of the quantisation's rules."""
+    """The layouts of a checkpoint of compressed-tensors, in the order of the quantization rules."""
 
     quantisation: Quantisation
     layouts: tuple[Layout | None, ...]
@@ -153,25 +153,25 @@ class CompressedTensors:
 
 
 def _not_symmetric(zeros: np.ndarray) -> str | None:
-    """Return the problem of a symmetric matrix with zero points: they must be the middle of their numbers."""
+    """Return the problem of a symmetric matrix with zero points that are not the middle; None if there is none."""
     if not zeros.any() or (zeros.dtype == np.int32 and np.isin(zeros.view(np.uint32), _MIDDLES).all()):
         return None
     return "has zero points, and symmetric is true in quantization_config"
 
 
 def _groups_of(ids: np.ndarray | None, depth: int, form: MatrixFormat) -> np.ndarray:
-    """The group of each number: as listed, or counted where the list is missing or not set."""
+    """Return the group of each number: as listed, or consecutive if the list is missing or not set."""
     if ids is None or (ids == _NOT_SET).any():
         return np.arange(depth, dtype=np.int32) // np.int32(form.group_size or depth)
     return ids
 
 
 def read_config(fields: JsonFields) -> CompressedTensors:
-    """The layouts that a `quantization_config` of compressed-tensors describes.
+    """Parse a `quantization_config` of compressed-tensors.
 
     Raises:
-        Unsupported: a setting that is not computed; it is named.
-        InvalidArgument: a malformed value.
+        Unsupported: a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
     """
     fields.only("quantization_status", "compressed", "frozen", why="weights must be compressed")
     fields.only("transform_config", {}, why="transforms of weights and activations are not computed")
@@ -186,7 +186,7 @@ def read_config(fields: JsonFields) -> CompressedTensors:
         if not isinstance(group, Mapping):
             raise fields.bad("config_groups", f"{name} is {group!r}; it must be an object")
         found += _group(JsonFields(group, f"quantization_config config_groups {name}"), written)
-    # Names win over expressions, and those over the class of all linear layers.
+    # Names take precedence over expressions, and those over the class of all linear layers.
     for target, layout in sorted(found, key=lambda each: (each[0] == _LINEAR, each[0].startswith(_EXPRESSION))):
         rules.append((_pattern(target), layout.form))
         layouts.append(layout)
@@ -252,7 +252,7 @@ def _weights(fields: JsonFields, written: str) -> Layout:
 
 
 def _activations(fields: JsonFields, layout: Layout) -> tuple[Activations, bool]:
-    """What rows are rounded to, and whether with one scale that the checkpoint brings."""
+    """Return the format of activations, and True if the checkpoint has a static scale for them."""
     kind, bits, values = fields.text("type", "int"), fields.integer("num_bits", 8), layout.form.values
     is_integer = kind == "int" and bits == 8 and values in ("int8", "int4")
     if not is_integer and not (kind == "float" and bits == 8 and values == "fp8"):
@@ -276,7 +276,7 @@ def _activations(fields: JsonFields, layout: Layout) -> tuple[Activations, bool]
 
 
 def _pattern(target: str) -> str:
-    """The expression that finds the modules of a target: a class, a name, or `re:` and an expression for its start."""
+    """Return the expression for the modules of a target: a class, a name, or `re:` and a prefix expression."""
     if target == _LINEAR:
         return ""
     if target.startswith(_EXPRESSION):

@@ -1,4 +1,4 @@
-"""The `quantization_config` of a config.json -> the layout of its weights."""
+"""The `quantization_config` of a config.json -> the layout of the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.json_fields import JsonFields
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
-"""Where a config.json says it; the second in old checkpoints of compressed-tensors."""
+"""Keys of the quantization config; the second one in old checkpoints of compressed-tensors."""
 
 _READERS: Mapping[str, Callable[[JsonFields], Scheme]] = {
     "auto-round": gptq.read_auto_round,
@@ -32,11 +32,11 @@ MODEL_OPT_PROBLEM = (
 
 
 def find_scheme(config: Mapping[str, object]) -> Scheme | None:
-    """The layout of a checkpoint's quantised weights, by its config.json; None where they are not quantised.
+    """Return the layout of a checkpoint's quantized weights from its config.json; None if not quantized.
 
     Raises:
-        Unsupported: the method or a setting of it is not read; it is named.
-        InvalidArgument: a malformed value.
+        Unsupported: the method or a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
     """
     given = next((config[key] for key in QUANTISATION_KEYS if config.get(key) is not None), None)
     if given is None:

@@ -1,11 +1,11 @@
-"""FP8 checkpoints: with block scales as DeepSeek and Qwen ship them, and with a scale a tensor or column.
+"""FP8 checkpoints: with block scales as in DeepSeek and Qwen, and with a scale per tensor or column.
 
     weight            float8_e4m3fn [out, in]
-    weight_scale_inv  [ceil(out / rows), ceil(in / columns)] of blocks; a factor, whatever its name says
+    weight_scale_inv  [ceil(out / rows), ceil(in / columns)] of blocks; a factor, despite its name
     weight_scale      of a tensor, or [out, 1]
-    input_scale       of a tensor, where activations are static
+    input_scale       of a tensor, if activations are static
 
-Where activations are dynamic each row has a scale of its own, with blocks each row and block.
+With dynamic activations each row has a separate scale; with blocks, each row and block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jpaged.models.json_fields import JsonFields
 from jpaged.models.quantisation.rules import Quantisation
 
 _FP8 = ("float8_e4m3fn",)
-# scale_fmt says how kernels of others round the scales of activations; ours are exact.
+# scale_fmt is how other kernels round the scales of activations; jpaged's are exact.
 _HARMLESS = ("quant_method", "fmt", "scale_fmt", "kv_cache_scheme", "kv_cache_quant_method")
 
 
@@ -32,7 +32,7 @@ class Fp8:
     """The layout of FP8.
 
     Attributes:
-        block_rows: outputs that share a scale; None has one for all of them, or one for each.
+        block_rows: outputs that share a scale; None for one scale for all outputs, or one for each.
     """
 
     quantisation: Quantisation
@@ -59,23 +59,23 @@ class Fp8:
 
 
 def read_fp8(tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
-    """A matrix of float8 numbers with scales of the tensor, or of its rows or groups."""
+    """Return a matrix of float8 numbers with one scale, or scales of rows or groups."""
     scales = tensors["scale"].astype(np.float32).reshape(-1, form.num_groups(shape[1]))
     return StoredMatrix(tensors["weight"], scales, input_scale=one_number(tensors))
 
 
 def one_number(tensors: Mapping[str, np.ndarray]) -> float | None:
-    """The scale of inputs, where it is there."""
+    """Return the scale of inputs, or None."""
     given = tensors.get("input_scale")
     return None if given is None else float(given.reshape(()).astype(np.float32))
 
 
 def read_config(fields: JsonFields) -> Fp8:
-    """The layout that a `quantization_config` of FP8 describes.
+    """Parse a `quantization_config` of FP8.
 
     Raises:
-        Unsupported: a setting that is not computed; it is named.
-        InvalidArgument: a malformed value.
+        Unsupported: a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
     """
     fields.only("fmt", "e4m3", why="only e4m3 is read")
     scheme = fields.text("activation_scheme", "dynamic")
@@ -98,7 +98,7 @@ def read_config(fields: JsonFields) -> Fp8:
 
 
 def block_sizes(value: object) -> tuple[int, int]:
-    """The rows and columns of a block that a config names: two numbers, or `128x128`.
+    """Parse the rows and columns of a block in a config: two numbers, or `128x128`.
 
     Raises:
         InvalidArgument: it is something else.

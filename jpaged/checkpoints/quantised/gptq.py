@@ -7,8 +7,8 @@ g_idx    int32 [in]                         the group of each row; with desc_act
 
 weight = scale * (number - zero)
 
-GPTQModel takes one from the zeros of format v1 in whole words, so that a zero of 0 borrows from the next one. AutoGPTQ
-took it from each number alone, and lost the rest of the word where that was 0.
+For format v1 GPTQModel subtracts one from the zeros in whole words, so that a zero of 0 borrows from the next one.
+AutoGPTQ subtracted it from each number separately, and corrupted the rest of the word if a zero was 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jpaged.kernels.matrix_format import MatrixFormat, Values
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.quantisation.rules import Quantisation
 
-# How the numbers were found, and by which kernel others would multiply: neither changes what they are.
+# Quantization procedure and kernels of other programs, which do not affect the numbers.
 _HARMLESS = (
     *TUNING,
     "backend",
@@ -71,8 +71,8 @@ class Gptq:
     """The layout of GPTQ.
 
     Attributes:
-        zeros_are_less: zeros are stored one less than they are (format v1).
-        borrows: which was taken from whole words, if a zero is 0; else that is refused.
+        zeros_are_less: zeros are stored minus one (format v1).
+        borrows: the one was subtracted from whole words, so zeros of 0 are readable; otherwise they are an error.
     """
 
     quantisation: Quantisation
@@ -128,11 +128,11 @@ def _lost_zeros(bits: int, words: np.ndarray) -> str | None:
 
 
 def read_config(fields: JsonFields) -> Gptq:
-    """The layout that a `quantization_config` of GPTQ describes.
+    """Parse a `quantization_config` of GPTQ.
 
     Raises:
-        Unsupported: a setting that is not computed; it is named.
-        InvalidArgument: a malformed value.
+        Unsupported: a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
     """
     form, written = _read_form(fields), _checkpoint_format(fields)
     borrows = fields.flag("sym", True) or _is_of_gptqmodel(fields)
@@ -156,13 +156,13 @@ def read_config(fields: JsonFields) -> Gptq:
 
 
 def read_auto_round(fields: JsonFields) -> Gptq | Awq:
-    """The layout of AutoRound: that of GPTQ or of AWQ, which its `packing_format` names.
+    """Parse the config of AutoRound, which has the layout of GPTQ or AWQ, by its `packing_format`.
 
-    `extra_config` has modules with other settings, by their names or by expressions; 16 bits leave a module.
+    `extra_config` has modules with other settings, by names or expressions; 16 bits leave a module unquantized.
 
     Raises:
-        Unsupported: a setting that is not computed; it is named.
-        InvalidArgument: a malformed value.
+        Unsupported: a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
     """
     packing = fields.text("packing_format", _GPTQ_PACKING)
     if packing not in (_GPTQ_PACKING, _AWQ_PACKING):
@@ -198,7 +198,7 @@ def read_auto_round(fields: JsonFields) -> Gptq | Awq:
 
 
 def _block_names(fields: JsonFields) -> list[str]:
-    """The parts of names that quantised modules have, by either key; none are all."""
+    """Return the name parts of quantized modules, by either key; empty for all modules."""
     given = fields.value("block_name_to_quantize") or fields.value("to_quant_block_names")
     parts = given.split(",") if isinstance(given, str) else given
     listed = parts if isinstance(parts, list) else []
@@ -230,7 +230,7 @@ def _checked(rule: str) -> str:
 
 
 def _read_form(fields: JsonFields, other: MatrixFormat | None = None) -> MatrixFormat:
-    """The format of a checkpoint, or of a module whose settings replace those of `other`."""
+    """Parse the format of a checkpoint, or of a module whose settings override those of `other`."""
     bits = fields.integer("bits", None if other is None else _BITS_OF[other.values])
     if bits not in BITS:
         raise Unsupported(f"{fields.name}: bits is {bits}; of GPTQ 4 and 8 are read")
@@ -248,7 +248,7 @@ def _is_of_gptqmodel(fields: JsonFields) -> bool:
 
 
 def _chosen(fields: JsonFields) -> list[str]:
-    """The modules of a block that alone are quantised, listed by the turns in which they were; none are all."""
+    """Return the only modules of a block that are quantized, from a list of lists; empty for all."""
     key = "modules_in_block_to_quantize"
     turns = fields.value(key)
     if turns is None:

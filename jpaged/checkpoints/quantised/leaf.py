@@ -1,4 +1,4 @@
-"""A quantised leaf of the tree: the arrays of its tensors, packed as the weights would be."""
+"""A quantized leaf of the tree: arrays packed in the layout of the weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ReadMatrix = Callable[[str, Shape, int], StoredMatrix]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One array of a quantised leaf, of the padded model.
+    """One array of a quantized leaf, of the padded model.
 
     Attributes:
-        shape: of the whole array.
-        read: a part of it, as a fresh array; a slice for each axis.
+        shape: of the complete array.
+        read: returns a part as a new array, given a slice for each axis.
     """
 
     shape: Shape
@@ -43,10 +43,10 @@ def quantised_leaf(
     split: PaddedAxis | None,
     dtype: np.dtype,
 ) -> QuantisedMatrix:
-    """A leaf, or that of all layers stacked, as a matrix of `Part`s; the tensors are read when the first part is.
+    """Return a leaf, or that of all layers stacked, as a matrix of `Part`s. The first read of a part reads the tensors.
 
     Args:
-        form: in which it is kept.
+        form: format in memory.
         split: the axis along which it is split over devices, and padded.
         dtype: of the model.
     """
@@ -67,7 +67,7 @@ def quantised_leaf(
         if described is None:
             return None
         place = None if split is None else split.axis + is_stacked
-        # What is contracted is never padded, and listed groups and scales of inputs have no other axis.
+        # The contracted axis is never padded, and listed groups and scales of inputs have no other axis.
         is_plain = split is None or place == len(shape) + axis or name in ("group_ids", "input_scale")
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -95,7 +95,7 @@ def quantised_leaf(
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
-    """The arrays of a quantised leaf as published, packed."""
+    """The packed arrays of a quantized leaf as published."""
 
     values: np.ndarray
     scales: np.ndarray
@@ -113,7 +113,7 @@ class _Arrays:
 
 
 def _pack(read_matrix: ReadMatrix, leaf: Leaf, form: MatrixFormat) -> _Arrays:
-    """Reads the tensors of a leaf, and packs each of their arrays as the leaf packs weights."""
+    """Read the tensors of a leaf, and pack each of their arrays as the leaf packs weights."""
     place = len(leaf.shape) + contracted_axis(leaf)
     stored_axis = leaf.tensor_axes[place]
     assert stored_axis is not None
@@ -137,12 +137,12 @@ def _pack(read_matrix: ReadMatrix, leaf: Leaf, form: MatrixFormat) -> _Arrays:
 
 
 def _regroup(matrix: StoredMatrix, of_groups: np.ndarray | None, form: MatrixFormat, num_groups: int) -> np.ndarray:
-    """Scales or zeros for so many groups, one for each output, repeated where groups are smaller than published."""
+    """Broadcast scales or zeros to every output and group; repeat them if groups are smaller than published."""
     assert of_groups is not None
     shape = list(matrix.values.shape)
     shape[1] = num_groups
     if matrix.group_size != form.group_size:
-        # Group i begins with number i * size, which is in the published group of that number.
+        # Group i starts with number i * size, which is in the published group of that number.
         starts = np.arange(num_groups) * (form.group_size or 0)
         of_groups = of_groups[:, starts // (matrix.group_size or 1)]
     return np.broadcast_to(of_groups, shape)
@@ -162,7 +162,7 @@ def _group_ids(leaf: Leaf, matrices: Sequence[StoredMatrix], form: MatrixFormat)
 
 
 def _input_scale(leaf: Leaf, matrices: Sequence[StoredMatrix], form: MatrixFormat) -> np.ndarray | None:
-    """A scale for each expert, or for inputs that several matrices have in common the largest, which fits them all."""
+    """Return a scale for each expert; for matrices that share inputs the largest one, which fits all."""
     if not form.has_input_scale:
         return None
     scales = np.array([matrix.input_scale or 0.0 for matrix in matrices], np.float32)

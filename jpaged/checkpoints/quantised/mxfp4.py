@@ -1,4 +1,4 @@
-"""MXFP4 experts as gpt-oss ships them, in blocks of 32 along the contracted axis.
+"""MXFP4 experts as in gpt-oss, in blocks of 32 along the contracted axis.
 
 NAME_blocks  uint8 [experts, out, in / 32, 16]    two numbers in a byte, the first in its lowest bits
 NAME_scales  uint8 [experts, out, in / 32]        exponents of two, 127 for 1
@@ -46,24 +46,24 @@ class Mxfp4:
 
 
 def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
-    """uint8 `[..., n]` -> float4_e2m1fn `[..., 2 n]`; a byte holds two numbers, the first in its lowest bits."""
+    """Unpack uint8 `[..., n]` to float4_e2m1fn `[..., 2 n]`; the first of two numbers is in the lowest bits."""
     pairs = np.stack((packed & 15, packed >> 4), axis=-1)
     return pairs.reshape(*packed.shape[:-1], -1).view(ml_dtypes.float4_e2m1fn)
 
 
 def not_a_power(exponents: np.ndarray) -> str | None:
-    """The problem of exponents: 255 stands for no number."""
+    """Return the problem of exponents of 255, which mean NaN; None if there are none."""
     count = int(np.count_nonzero(exponents == _NAN))
     return f"has {count} exponents of {_NAN}, which stand for no number" if count else None
 
 
 def powers_of_two(exponents: np.ndarray) -> np.ndarray:
-    """uint8 with 127 for 1 -> float32."""
+    """Convert uint8 exponents, with 127 for 1, to float32."""
     return np.exp2(exponents.astype(np.float32) - _BIAS)
 
 
 def read_config(fields: JsonFields) -> Mxfp4:
-    """The layout that a `quantization_config` of gpt-oss describes: its experts, but what it says to leave."""
+    """Parse a `quantization_config` of gpt-oss: its experts are quantized, except the modules that it excludes."""
     left = fields.names("modules_to_not_convert")
     fields.ignore(("quant_method", "dequantize"))
     patterns = [pattern.replace(r"\*", "[^.]+") for pattern in within(left)]

@@ -1,4 +1,4 @@
-"""What configs call modules -> the rules that find their names."""
+"""Module patterns of quantization configs -> rules of module names."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from jpaged.models.json_fields import JsonFields
 
 
 def within(names: Sequence[str]) -> list[str]:
-    """The rules of names that stand for each module whose name they are a part of, at its dots."""
+    """Return rules that match every module whose name contains one of these names, delimited by dots."""
     return [rf"(^|\.){re.escape(name)}(\.|$)" for name in names]
 
 
 def rules_of(
     form: MatrixFormat, left: Sequence[str], own: Sequence[tuple[str, MatrixFormat | None]] = ()
 ) -> tuple[tuple[str, MatrixFormat | None], ...]:
-    """The rules of a checkpoint with one format for its matrices, except those left and those with a rule of `own`."""
+    """Return the rules of a checkpoint with one format for its matrices, except those in `left` and `own`."""
     return (*((pattern, None) for pattern in left), *own, ("", form))
 
 
 def from_start(expression: str) -> str:
-    """The rule of an expression that must be found where a module's name begins.
+    """Return the rule of an expression that must match at the start of a module's name.
 
     Raises:
         Unsupported: it is no regular expression.
@@ -41,13 +41,13 @@ def from_start(expression: str) -> str:
 def dynamic_rules(
     fields: JsonFields, read_form: Callable[[JsonFields], MatrixFormat]
 ) -> list[tuple[str, MatrixFormat | None]]:
-    """Return the rules of GPTQModel's `dynamic`: modules that it leaves (`-:`), and modules with other settings.
+    """Return the rules of GPTQModel's `dynamic`: unquantized modules (`-:`), and modules with other settings.
 
     Args:
-        read_form: the format that a module's own settings describe.
+        read_form: parses the format of a module's settings.
 
     Raises:
-        Unsupported: a setting that is not computed, or what is no regular expression.
+        Unsupported: a setting is not supported, or a pattern is no regular expression.
     """
     rules: list[tuple[str, MatrixFormat | None]] = []
     for name, given in fields.mapping("dynamic").items():

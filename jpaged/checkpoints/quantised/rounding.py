@@ -1,12 +1,12 @@
-"""Quantising what a checkpoint has in 16 or 32 bits, while it is loaded: a tensor at a time, each column by itself.
+"""Quantization of 16 or 32 bit weights at loading: one tensor at a time, each column separately.
 
-| asked for | values and scales                                        | rows               |
+| option    | values and scales                                        | rows               |
 |-----------|----------------------------------------------------------|--------------------|
-| int8      | int8, one scale a column                                 | as they are        |
-| int4      | int4, one scale and zero point for 128 numbers of a column | as they are      |
+| int8      | int8, one scale a column                                 | unchanged          |
+| int4      | int4, one scale and zero point for 128 numbers of a column | unchanged        |
 | fp8       | float8_e4m3fn, one scale a column                        | fp8, a scale a row |
 
-The matrices of layers are quantised; embedding, output matrix, norms, biases and routers stay as they are.
+The matrices of layers are quantized; embedding, output matrix, norms, biases and routers are not.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FORMATS: Mapping[Asked, MatrixFormat] = {
 
 
 def quantised_here(config: ModelConfig, asked: str) -> ModelConfig:
-    """The config of a model whose matrices are rounded as an option asks: `auto`, or one of `ASKED`.
+    """Return the config of a model quantized at loading by an option: `auto`, or one of `ASKED`.
 
     Raises:
-        InvalidArgument: they are quantised in the checkpoint.
+        InvalidArgument: the checkpoint is quantized already.
     """
     form = {**FORMATS}.get(cast(Asked, asked))
     if form is None:
@@ -55,13 +55,13 @@ def quantised_here(config: ModelConfig, asked: str) -> ModelConfig:
 def round_matrix(
     files: TensorSource, name: str, shape: Shape, axis: int, form: MatrixFormat, dtype: np.dtype
 ) -> StoredMatrix:
-    """Reads a weight, and rounds it to a format as it is in the model's type.
+    """Read a weight, cast it to the model's type, and quantize it.
 
     Args:
-        axis: the contracted one of the stored weight.
+        axis: the contracted axis of the stored weight.
 
     Raises:
-        InvalidArgument: it is not all finite, missing or misshapen.
+        InvalidArgument: it is not finite, missing or misshapen.
     """
     weights = np.swapaxes(read_weight(files, name, shape).astype(dtype), axis, 1)
     if not np.isfinite(weights).all():

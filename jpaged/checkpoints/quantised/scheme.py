@@ -1,4 +1,4 @@
-"""What every layout of quantised weights is to those who load them, and what they make of its tensors."""
+"""Interface of the layouts of quantized weights, and the matrix that they read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a quantised matrix.
+    """One tensor of a quantized matrix.
 
     Attributes:
         name: in the checkpoint.
-        shapes: that it may have.
-        dtypes: that it may be of; none is any type of weights.
-        is_optional: the matrix may be without it.
-        block_rows: outputs that share one of its rows; `Scheme.read` gets a row for each output.
-        problem: what is wrong with its numbers; None where nothing is.
+        shapes: allowed shapes.
+        dtypes: allowed types; empty for any type of weights.
+        is_optional: the tensor may be missing.
+        block_rows: outputs that share a row of the tensor; `Scheme.read` gets a row for each output.
+        problem: returns a description of invalid contents, or None.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Part:
     problem: Callable[[np.ndarray], str | None] | None = None
 
     def read(self, files: TensorSource, num_out: int) -> np.ndarray:
-        """The tensor, with a row for each of so many outputs where these share them.
+        """Read the tensor, with one row for each of num_out outputs if they share rows.
 
         Raises:
-            InvalidArgument: it holds what is no number, or has a problem.
+            InvalidArgument: it holds numbers that are not finite, or other invalid contents.
         """
         tensor = files.read(self.name, files.shape(self.name))
         problem = None if self.problem is None else self.problem(tensor)
@@ -54,7 +54,7 @@ class Part:
 
 Parts = Mapping[str, Part]
 UNUSED = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
-"""How the names of tensors end that say how others keep keys and values: here `--kv-cache-dtype` does."""
+"""Suffixes of tensors for KV-cache quantization, which are ignored: `--kv-cache-dtype` determines it here."""
 FLOATS = ("float32", "bfloat16", "float16")
 TUNING = (
     # AutoRound
@@ -69,19 +69,19 @@ TUNING = (
     *("hessian", "hyb_act", "moe", "moe_vram_strategy", "mse", "offload_to_disk", "offload_to_disk_path"),
     *("static_groups", "true_sequential", "v2", "v2_alpha", "vram_strategy", "wait_for_submodule_finalizers"),
 )
-"""Keys about how numbers were found, which do not change what they are."""
+"""Keys about the quantization procedure, which do not affect the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A matrix as it was published, unpacked: `[out, in]`, or `[experts, in, out]`; axis 1 is contracted either way.
+    """An unpacked matrix as published: `[out, in]`, or `[experts, in, out]`; axis 1 is contracted either way.
 
     Attributes:
-        values: of the type that the format names.
-        scales: float32, as values with groups in the place of `in`; or one, for all of it.
-        zeros: int8, or float32 where they are not whole, as scales.
+        values: of the format's type.
+        scales: float32, shaped as values with groups in place of `in`; or a single one.
+        zeros: int8, or float32 if they are not integers, shaped as scales.
         group_ids: int32 `[in]`.
-        input_scale: what rows are divided by.
+        input_scale: divisor of the rows.
         group_size: numbers of `in` that share a scale; the last group may have fewer.
     """
 
@@ -93,7 +93,7 @@ class StoredMatrix:
     group_size: int | None = None
 
     def weights(self) -> np.ndarray:
-        """The weights that it stands for, float32."""
+        """Return the dequantized weights, float32."""
         weights = self.values.astype(np.float32)
         if self.zeros is not None:
             weights -= self._spread(self.zeros)
@@ -101,7 +101,7 @@ class StoredMatrix:
         return weights
 
     def _spread(self, of_groups: np.ndarray) -> np.ndarray:
-        """One number for each of the values along the contracted axis, or one for all."""
+        """Repeat group values for each number along the contracted axis; a single group is returned as it is."""
         if of_groups.shape[1] == 1:
             return of_groups
         ids = np.arange(self.values.shape[1]) // (self.group_size or 1) if self.group_ids is None else self.group_ids
@@ -109,24 +109,24 @@ class StoredMatrix:
 
 
 class Scheme(Protocol):
-    """A layout of quantised weights, as a checkpoint's `quantization_config` describes it."""
+    """A layout of quantized weights, as a checkpoint's `quantization_config` describes it."""
 
     @property
     def quantisation(self) -> Quantisation:
-        """Which matrices have it, and what they are in memory."""
+        """The quantized matrices, and their formats in memory."""
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
-        """The tensors of a module whose weight, were it not quantised, had this shape."""
+        """Return the tensors of a module whose unquantized weight would have this shape."""
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
-        """The matrix of a module's tensors, which are there, of a shape and type that `parts` allows."""
+        """Return the matrix of a module's present tensors, whose shapes and types `parts` allows."""
 
 
 def read_matrix(scheme: Scheme, files: TensorSource, module: str, shape: Shape) -> StoredMatrix:
-    """Reads one quantised matrix, whole.
+    """Read one complete quantized matrix.
 
     Raises:
-        InvalidArgument: a tensor of it is missing, misshapen, of another type, or holds what is no number.
+        InvalidArgument: a tensor of it is missing, misshapen, of another type, or has numbers that are not finite.
     """
     form = scheme.quantisation.format_of(module)
     assert form is not None
@@ -137,7 +137,7 @@ def read_matrix(scheme: Scheme, files: TensorSource, module: str, shape: Shape) 
 
 
 def check_parts(files: TensorSource, parts: Parts, shape: Shape) -> None:
-    """Refuses tensors that are missing, misshapen or of another type, by name."""
+    """Raise InvalidArgument if a tensor is missing, misshapen or of another type."""
     for part in parts.values():
         where = str(files.where(part.name))
         if part.name not in files.names:
@@ -157,14 +157,14 @@ def check_parts(files: TensorSource, parts: Parts, shape: Shape) -> None:
 
 
 def words_to_numbers(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 `[..., n]` -> uint8 `[..., n * 32 / bits]`: numbers that lie in a word from its lowest bits on."""
+    """Unpack int32 `[..., n]` to uint8 `[..., n * 32 / bits]`: numbers start at the lowest bits of a word."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     numbers = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return numbers.astype(np.uint8).reshape(*words.shape[:-1], -1)
 
 
 def numbers_to_words(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 `[..., n]` -> int32 `[..., ceil(n * bits / 32)]`, the inverse; the last word is filled with zeros."""
+    """Pack uint8 `[..., n]` to int32 `[..., ceil(n * bits / 32)]`, the inverse; the last word is padded with zeros."""
     per_word = 32 // bits
     missing = -numbers.shape[-1] % per_word
     padded = np.pad(numbers, (*((0, 0),) * (numbers.ndim - 1), (0, missing))).astype(np.uint32)
@@ -175,15 +175,15 @@ def numbers_to_words(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def signed(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Numbers from 0 as int8 that are as far from the middle: 8 of 4 bits is 0."""
+    """Convert unsigned numbers to int8 by subtracting the middle: 8 of 4 bits is 0."""
     return (numbers.astype(np.int16) - 2 ** (bits - 1)).astype(np.int8)
 
 
 def not_among(num_groups: int, least: int = 0) -> Callable[[np.ndarray], str | None]:
-    """The problem of listed groups that are not among so many.
+    """Return a check that listed groups are among num_groups.
 
     Args:
-        least: the smallest number that a list may have.
+        least: the smallest valid number of a list.
     """
 
     def problem(ids: np.ndarray) -> str | None:

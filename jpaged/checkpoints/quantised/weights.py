@@ -1,4 +1,4 @@
-"""A quantised checkpoint as one of weights: what is not multiplied as it is stored is read through this."""
+"""Adapter of a quantized checkpoint to plain weights, for leaves that are not stored quantized in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jpaged.models.quantisation.formats import contracted_axis, module_of, store
 
 @dataclass(frozen=True, slots=True)
 class Dequantised:
-    """The tensors of a few leaves, as a `TensorSource` of float32 weights where they are quantised."""
+    """The tensors of a few leaves, as a `TensorSource`; quantized ones as float32 weights."""
 
     files: TensorSource
     scheme: Scheme
@@ -36,7 +36,7 @@ class Dequantised:
         return self.files.dtype(name) if self._quantised(name) is None else np.dtype(np.float32)
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-        """See `TensorSource`; of a quantised tensor all is read."""
+        """See `TensorSource`; a quantized tensor is read completely."""
         leaf = self._quantised(name)
         if leaf is None:
             return self.files.read(name, shape, index)
@@ -50,7 +50,7 @@ class Dequantised:
         return self.files.where(name)
 
     def _quantised(self, name: str) -> Leaf | None:
-        """The leaf that a tensor belongs to, if it is quantised."""
+        """Return the leaf of a quantized tensor, or None."""
         for leaf in self.leaves:
             forms = stored_formats(self.scheme.quantisation, leaf)
             if any(own == name and form is not None for (own, _), form in zip(leaf.tensors, forms, strict=True)):
@@ -59,5 +59,5 @@ class Dequantised:
 
 
 def is_input_first(leaf: Leaf) -> bool:
-    """Whether a checkpoint has the weights of a leaf as `[in, out]`, and not as `[out, in]`."""
+    """Return True if a checkpoint has the weights of a leaf as `[in, out]`, and not as `[out, in]`."""
     return leaf.path[-1] == "kernel" and leaf.tensor_axes[len(leaf.shape) + contracted_axis(leaf)] == 0

@@ -1,9 +1,9 @@
-"""Weights -> a quantised checkpoint in the layouts of compressed-tensors, which vLLM and transformers read too.
+"""Weights -> a quantized checkpoint in the layouts of compressed-tensors, which vLLM and transformers also read.
 
     int8, int4   pack-quantized: weight_packed, weight_scale, weight_shape, and weight_zero_point of int4
     fp8          float-quantized: weight, weight_scale
 
-Scales are float32, so that what is read back is what `--quantization` makes of the weights, number by number.
+Scales are float32, so that loading the checkpoint gives exactly the numbers of `--quantization`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from jpaged.models.quantisation.formats import contracted_axis, leaf_format, mod
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a checkpoint becomes when its matrices are rounded.
+    """A checkpoint with quantized matrices.
 
     Attributes:
-        matrices: the tensors that are, by name, with the contracted axis and the format of each.
-        left: modules with matrices that are not.
+        matrices: the quantized tensors by name, with the contracted axis and the format of each.
+        left: modules with matrices that are not quantized.
     """
 
     asked: Asked
@@ -44,10 +44,10 @@ class Rounded:
 
     @classmethod
     def of(cls, config: ModelConfig, source: TensorSource, asked: str) -> Rounded:
-        """What becomes of a checkpoint.
+        """Choose the matrices of a checkpoint to quantize.
 
         Raises:
-            InvalidArgument: its matrices are quantised already.
+            InvalidArgument: its matrices are quantized already.
             Unsupported: it has matrices of all experts in one tensor, for which the layouts have no names.
         """
         quantisation = quantised_here(config, asked).quantisation
@@ -69,7 +69,7 @@ class Rounded:
         return cls(cast(Asked, asked), matrices, tuple(dict.fromkeys(left)))
 
     def tensors(self, source: TensorSource, name: str, dtype: np.dtype) -> list[StoredTensor]:
-        """The tensors that one of `matrices` becomes; each is rounded again when it is written."""
+        """Return the tensors that replace one of `matrices`; each is quantized again when it is written."""
         shape, (axis, form) = source.shape(name), self.matrices[name]
         num_out, depth = shape if axis == 1 else shape[::-1]
         groups, module = form.num_groups(depth), module_of(name)
@@ -92,7 +92,7 @@ class Rounded:
         return [*parts, StoredTensor(f"{module}.weight_shape", (2,), of_shape.dtype, lambda: of_shape)]
 
     def config(self) -> dict[str, object]:
-        """The `quantization_config` of what is written."""
+        """Return the `quantization_config` of the written checkpoint."""
         by_group: dict[int | None, list[str]] = defaultdict(list)
         for name, (_, form) in self.matrices.items():
             by_group[form.group_size].append(module_of(name))
@@ -126,13 +126,13 @@ class Rounded:
 
 
 def _stored_axis(leaf: Leaf) -> int | None:
-    """The axis of a leaf's tensors that is contracted."""
+    """Return the contracted axis of a leaf's tensors."""
     place = len(leaf.shape) + contracted_axis(leaf)
     return leaf.tensor_axes[place] if 0 <= place < len(leaf.tensor_axes) else None
 
 
 def _parts(matrix: StoredMatrix, form: MatrixFormat) -> dict[str, np.ndarray]:
-    """The arrays of a matrix by the suffixes of their names."""
+    """Return the arrays of a matrix by the suffixes of their names."""
     if form.values == "fp8":
         return {".weight": matrix.values, ".weight_scale": matrix.scales}
     bits = NUM_BITS[form.values]

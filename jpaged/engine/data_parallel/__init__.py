@@ -1,6 +1,6 @@
-"""Copies of the model behind one set of verbs.
+"""Data parallelism: several engine replicas with the interface of one engine.
 
-engine.py    the engines, each with a pool and a thread
-entrance.py  where requests are let in, and places kept for those that come later
-routing.py   which of them takes a request
+engine.py    the replicas, each with a pool and a thread
+entrance.py  submission of requests, and reservations for requests that come later
+routing.py   selection of the replica for a request
 """

@@ -1,10 +1,10 @@
-"""Replicas of the engine behind one set of verbs: each has a copy of the model, a pool and a thread of its own.
+"""Data-parallel engine: replicas with separate copies of the model, pools and threads, and the interface of one engine.
 
     submit ──> Router ──> Engine 0   devices 0, 1
-                     └──> Engine 1   devices 2, 3        one of them fails: all end, with that error
+                     └──> Engine 1   devices 2, 3        if one fails, all end with that error
 
-To its callers it is an `Engine`, whose verbs are described there: an id is in flight once, limits hold for the whole, a
-prefix is pinned everywhere or nowhere, loads and histograms are sums.
+It has the interface of `Engine`, which documents the methods. Ids are unique and limits hold across replicas, a prefix
+is pinned in every replica or in none, and loads and histograms are sums.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from jpaged.types import LoadedAdapter, Request
 
 
 class DataParallelEngine:
-    """Runs requests to their end, each on one of several engines that are alike.
+    """Runs requests, each on one of several identical engines.
 
-    Methods may be called from any thread; a request's events come from the thread of its engine. The limit of the queue
-    is shared out among the engines by who makes them (`shares`): one that is full is passed over.
+    Methods are thread-safe; a request's events come from that engine's thread. The queue limit is divided among the
+    engines by their creator (`shares`): a full engine is skipped.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.failure: Exception | None = None
         self._engines = tuple(engines)
-        buckets = self.geometry.buckets  # grow while programs compile in the background, at each in its own time
+        buckets = self.geometry.buckets  # these grow while programs compile in the background, at different times
         alike = [dataclasses.replace(engine.geometry, buckets=buckets) for engine in engines]
         if any(one != alike[0] for one in alike):
             raise InternalError(f"replicas are not alike: {alike}")
@@ -50,7 +50,7 @@ class DataParallelEngine:
         self.eyes = Eyes(eye for engine in engines for eye in engine.eyes.each)
         self.max_num_in_flight = sum(engine.max_num_in_flight for engine in engines)
         router = Router([engine.prefixes for engine in engines], self.geometry)
-        # Guards what follows; engines take their own locks inside it, and never call back with theirs held.
+        # Guards the fields below; engines take their locks inside it, and never call back while they hold them.
         self._lock = threading.Lock()
         self._pinning: set[Pin] = set()
         self._pinned: set[Pin] = set()
@@ -65,7 +65,7 @@ class DataParallelEngine:
 
     @property
     def geometry(self) -> Geometry:
-        """The geometry of each replica: what one request can have."""
+        """The geometry of each replica, which bounds one request."""
         return self._engines[0].geometry
 
     @property
@@ -75,11 +75,11 @@ class DataParallelEngine:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Takes a request for one of the engines; see `Engine.submit`.
+        """Submit a request to one of the engines; see `Engine.submit`.
 
         Raises:
             Unavailable: the engines are draining, stopped, or one has failed.
-            AlreadyExists: a request with this id is in flight, wherever it is.
+            AlreadyExists: a request with this id is in flight on any engine.
             QueueFull: too many requests wait at every engine.
         """
         if self.failure is not None:
@@ -105,7 +105,7 @@ class DataParallelEngine:
         tenant: str = "",
         adapter: LoadedAdapter | None = None,
     ) -> Future[int]:
-        """Keeps a prefix in the pool of every replica, or of none; see `Engine.pin_prefix`."""
+        """Pin a prefix in every replica, or in none; see `Engine.pin_prefix`."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
@@ -120,7 +120,7 @@ class DataParallelEngine:
         parts = [engine.pin_prefix(name, token_ids, salt, tenant, adapter) for engine in self._engines]
 
         def all_are_done() -> None:
-            """Unpins the prefix everywhere if one engine could not pin it."""
+            """Unpin the prefix everywhere if one engine could not pin it."""
             errors = [error for part in parts if (error := part.exception()) is not None]
             if errors:
                 for engine, part in zip(self._engines, parts, strict=True):
@@ -148,7 +148,7 @@ class DataParallelEngine:
         return is_pinned
 
     def reset_prefix_cache(self) -> Future[int]:
-        """Forgets what is cached in every replica; see `Engine.reset_prefix_cache`."""
+        """Clear the prefix cache of every replica; see `Engine.reset_prefix_cache`."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         parts = [engine.reset_prefix_cache() for engine in self._engines]
@@ -194,9 +194,9 @@ class DataParallelEngine:
             engine.start(functools.partial(self._note_failure, index))
 
     def step(self) -> bool:
-        """One iteration of each in turn, on this thread; False when none had anything to do.
+        """Run one iteration of each engine in turn, on this thread. Return False if none had anything to do.
 
-        With overlap a replica's devices run its step while the host waits for those of the others.
+        With overlap, a replica's devices run its step while the host waits for those of other replicas.
         """
         did_something = [engine.step() for engine in self._engines]
         return any(did_something)
@@ -217,7 +217,7 @@ class DataParallelEngine:
 
     def stop(self) -> None:
         self.drain(0.0)
-        with ThreadPoolExecutor(len(self._engines), "jpaged-stop") as threads:  # one that hangs waits beside others
+        with ThreadPoolExecutor(len(self._engines), "jpaged-stop") as threads:  # stop concurrently: one may hang
             for stopped in [threads.submit(engine.stop) for engine in self._engines]:
                 stopped.result()
 
@@ -234,7 +234,7 @@ class DataParallelEngine:
 
 
 def shares(total: int, num_parts: int) -> list[int]:
-    """A limit of the whole, shared out evenly; what is left over goes to the first."""
+    """Divide a limit evenly; the first parts get the remainder."""
     return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
 
 

@@ -1,4 +1,4 @@
-"""Where requests are let in: each to one of several engines, or its place to one that keeps it until it comes."""
+"""Dispatch of requests to one of several engines, and reservations for requests that come later."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from jpaged.types import OutputEvent, Request
 
 
 class Entrance:
-    """Knows which engine has which request. Any thread may ask.
+    """Tracks which engine has which request. Thread-safe.
 
     Args:
-        lock: guards the router. Engines take their own locks inside it, and never call back with theirs held.
+        lock: guards the router. Engines take their locks inside it, and never call back while they hold them.
     """
 
     def __init__(self, engines: Sequence[Engine], router: Router, lock: threading.Lock) -> None:
         self._engines = engines
         self._router = router
         self._lock = lock
-        self._kept: dict[str, Route] = {}  # places of requests that are submitted later
+        self._kept: dict[str, Route] = {}  # reservations of requests that are submitted later
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Gives a request to the first engine that takes it, or to that which keeps its place.
+        """Submit a request to the engine with its reservation, or else to the first engine that accepts it.
 
         Raises:
-            what `DataParallelEngine.submit` does.
+            the errors of `DataParallelEngine.submit`.
         """
 
         def pass_on_from(route: Route) -> Sink:
@@ -52,20 +52,20 @@ class Entrance:
             self._router.enter(request.request_id, kept)
 
     def keep_place(self, request: Request) -> Travels:
-        """Keeps a place at the engine that a request will run on; see `Engine.keep_place`."""
+        """Reserve a place at the engine that a request will run on; see `Engine.keep_place`."""
         with self._lock:
             route = self._enter(request, lambda engine, _: engine.keep_place(request))
             self._kept[request.request_id] = route
             return self._engines[route.replica].travels
 
     def engine_of(self, request_id: str) -> Engine | None:
-        """Where a request is in flight; None when it is not."""
+        """Return the engine on which a request is in flight, or None."""
         with self._lock:
             route = self._router.route_of(request_id)
         return None if route is None else self._engines[route.replica]
 
     def leave(self, request_id: str) -> Engine | None:
-        """Forgets a request, or the place that is kept for it; where that was."""
+        """Remove a request, or its reservation. Return the engine that had it, or None."""
         with self._lock:
             route = self._router.route_of(request_id)
             self._kept.pop(request_id, None)
@@ -76,7 +76,7 @@ class Entrance:
 
     def _enter(self, request: Request, take: Callable[[Engine, Route], object]) -> Route:
         request_id, refusals = request.request_id, []
-        # One that was dropped is still its engine's until the next step there.
+        # A dropped request stays in flight on its engine until the next step there.
         is_routed = self._router.route_of(request_id) is not None
         if is_routed or any(request_id in engine.in_flight for engine in self._engines):
             raise AlreadyExists(f"request {request_id!r} is in flight")
@@ -88,7 +88,7 @@ class Entrance:
                 continue
             self._router.enter(request_id, route)
             return route
-        # Each engine was at its limit when it refused: what it counts is known to it, not to the routes.
+        # Each engine was at its limit when it refused; only the engines have the exact counts.
         limit = sum(engine.max_num_in_flight for engine in self._engines)
         raise QueueFull(
             f"{limit} requests are in flight, which is the limit of {len(self._engines)} replicas "

@@ -1,11 +1,11 @@
-"""Which replica takes a request: by cached prefix, then by load, then the first.
+"""Replica selection: by cached prefix, then by load, then by index.
 
     prefix   leading blocks of the prompt that are cached there, or belong to a prompt that is in flight there
     load     of the requests in flight: their rows over max_num_seqs, and their tokens over the pool's slots, added up
 
-A replica whose load is more than HALF_A_REPLICA above the least one's is not asked for its prefix: a prefix that
-everybody uses would keep one replica busy and the others idle. The rule is a function of what was cached and is in
-flight; nothing is sampled. It decides where a request runs and never what comes of it.
+The prefix counts only for replicas whose load is at most HALF_A_REPLICA above the least: otherwise a prefix that all
+requests share would keep one replica busy and the others idle. The rule is a deterministic function of what is cached
+and in flight. It affects where a request runs, never its results.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.types import Request
 
 HALF_A_REPLICA = 0.5
-"""How much more than the least loaded replica one may have to do and still get requests for its prefix."""
+"""Load above the least loaded replica, in replicas, up to which prefix affinity counts."""
 MAX_ROUTED_BLOCKS = 256
-"""Blocks of a prompt that decide: a hash takes 3 us, and the caller's thread serves others too."""
+"""Leading blocks of a prompt that are compared: a hash takes 3 us on the caller's thread, which others need."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """Where one request went, and what it counts there.
+    """The replica of one request, and its share of the load.
 
     Attributes:
-        replica: its index.
-        cost: what it adds to the load, in units of one row's slot: max_num_seqs x the pool's slots is a whole replica.
-        keys: of the leading blocks of its prompt.
+        replica: index.
+        cost: load in units of one row's slot: max_num_seqs x the pool's slots is a whole replica.
+        keys: block hashes of the prompt's leading blocks.
     """
 
     replica: int
@@ -41,11 +41,11 @@ class Route:
 
 
 class Router:
-    """Knows what is in flight where. Callers hold a lock of theirs.
+    """Tracks the requests in flight on each replica. Callers hold a lock.
 
     Args:
-        sources: the prefixes of the replicas, in order; None where nothing is cached.
-        geometry: of each of them.
+        sources: the prefix caches of the replicas, in order; None without a prefix cache.
+        geometry: geometry of each replica.
     """
 
     def __init__(self, sources: Sequence[Prefixes | None], geometry: Geometry) -> None:
@@ -55,16 +55,16 @@ class Router:
         self._num_slots = geometry.num_blocks * geometry.block_size
         self._loads = [0] * len(sources)
         self._routes: dict[str, Route] = {}
-        # How many prompts in flight have a block: it is cached as soon as it is computed, and held until they end.
+        # Number of prompts in flight per block: it is cached once computed, and stays until they end.
         self._in_flight: list[Counter[Key]] = [Counter() for _ in sources]
 
     def routes(self, request: Request) -> list[Route]:
-        """Every replica, the one to try first in front."""
+        """Return a route for every replica, best first."""
         keys, cost = self._keys(request), self._cost(request)
         return [Route(replica, cost, keys) for replica in self._ranked(keys)]
 
     def best(self, keys: Sequence[Key]) -> int:
-        """The replica that a prompt with these leading blocks would go to first."""
+        """Return the replica that a prompt with these leading blocks would be sent to first."""
         return self._ranked(keys[:MAX_ROUTED_BLOCKS])[0]
 
     def _ranked(self, keys: Sequence[Key]) -> list[int]:
@@ -77,17 +77,17 @@ class Router:
         return sorted(range(len(self._sources)), key=rank)
 
     def route_of(self, request_id: str) -> Route | None:
-        """Where a request is in flight; None when it is not."""
+        """Return the route of a request in flight, or None."""
         return self._routes.get(request_id)
 
     def enter(self, request_id: str, route: Route) -> None:
-        """A request is in flight from now on."""
+        """Record a request as in flight."""
         self._routes[request_id] = route
         self._loads[route.replica] += route.cost
         self._in_flight[route.replica].update(route.keys)
 
     def leave(self, request_id: str, route: Route) -> None:
-        """Notes that a request is no longer in flight; one that was dropped is not counted twice."""
+        """Remove a request that is no longer in flight; no-op if it was dropped before."""
         if self._routes.get(request_id) is not route:
             return
         del self._routes[request_id]
@@ -106,7 +106,10 @@ class Router:
         return len(keys)
 
     def _keys(self, request: Request) -> tuple[Key, ...]:
-        """The keys of the blocks that a replica could have at hand: the last token of a prompt always runs."""
+        """Return the hashes of the blocks that a replica could have cached.
+
+        The last token of a prompt always runs, so its block does not count.
+        """
         if not request.sampling.use_prefix_cache:
             return ()
         token_ids, size = request.prompt_token_ids, self._block_size

@@ -1,5 +1,5 @@
-"""Requests that end, or never begin, for want of time.
+"""Request deadlines: expiry of requests in flight, and refusal of requests that cannot meet theirs.
 
-ends.py        when groups in flight have to end
-foresight.py   the least time that a request will take, and what is in front of it
+ends.py        deadline heap of groups in flight
+foresight.py   lower bound of the time that a new request will take, including the work ahead of it
 """

@@ -1,4 +1,4 @@
-"""When groups in flight have to end, and who ended them."""
+"""Deadline heap of groups in flight, and attribution of cancellations to deadlines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from jpaged.engine.sequence import Group
 from jpaged.types import Request
 
 _EARLY_SHARE, _EARLY_S = 0.02, 0.25
-"""A caller's own timer is ahead of ours: its timeout is rounded up on the wire, by a hundredth at most, and travels."""
+"""Tolerance for a client's timer that expires before the server's deadline.
+
+gRPC rounds the timeout up on the wire, by at most a hundredth, and transmission takes time.
+"""
 
 
 class Deadlines:
-    """When groups in flight have to end, the next one first.
+    """Deadlines of groups in flight, as a heap.
 
-        heap   [ 3.0 | 4.5 | 7.2 | 9.9 ]     those that ended early stay in it until they are the half of it
+        heap   [ 3.0 | 4.5 | 7.2 | 9.9 ]     finished groups stay in it until they are half of it
         open   { 4.5, 9.9 }
 
-    So what is kept is bounded by what is in flight, however far away the deadlines of those are that have ended.
+    Its size is bounded by the number of groups in flight, no matter how late the deadlines of finished groups are.
 
     Attributes:
-        next_s: when there may be one to look at, which costs a step nothing to ask.
+        next_s: earliest time at which a deadline may have passed; cheap to read in every step.
     """
 
     def __init__(self) -> None:
@@ -31,13 +34,13 @@ class Deadlines:
         self._open: dict[int, tuple[float, Group]] = {}
 
     def add(self, group: Group, deadline_s: float) -> None:
-        """Watches a group until it is discarded."""
+        """Watch a group until it is discarded."""
         self._open[group.arrival] = deadline_s, group
         heapq.heappush(self._heap, (deadline_s, group.arrival))
         self.next_s = self._heap[0][0]
 
     def discard(self, group: Group) -> None:
-        """Watches a group no longer; nothing happens where it was not watched."""
+        """Stop watching a group; no-op if it is not watched."""
         self._open.pop(group.arrival, None)
         if len(self._heap) > 2 * len(self._open):
             self._heap = [(deadline_s, arrival) for arrival, (deadline_s, _) in self._open.items()]
@@ -45,7 +48,7 @@ class Deadlines:
             self.next_s = self._heap[0][0] if self._heap else math.inf
 
     def passed(self, now_s: float) -> Iterator[Group]:
-        """Groups whose deadline has passed; each must be discarded before the next is asked for."""
+        """Yield groups whose deadline has passed; discard each before advancing the iterator."""
         while self._heap and self._heap[0][0] <= now_s:
             _, arrival = heapq.heappop(self._heap)
             if arrival in self._open:
@@ -54,10 +57,10 @@ class Deadlines:
 
 
 def is_over(request: Request, arrival_s: float, now_s: float) -> bool:
-    """A caller who leaves now does so for the deadline: it has passed, or is so near that the caller saw it pass.
+    """Return True if a client that disconnects now did so because of the deadline.
 
-    gRPC cancels a call in one way for both causes. So one that is cancelled in the last fiftieth of its time, or the
-    last quarter of a second, but not in the first half of it, counts as past its deadline.
+    gRPC cancels a call in the same way for a deadline and for a disconnect. A cancellation in the last fiftieth of the
+    time, or in the last quarter of a second, but not in the first half, counts as past the deadline.
     """
     if request.deadline_s is None:
         return False

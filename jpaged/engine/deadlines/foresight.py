@@ -1,11 +1,12 @@
-"""The least time that a request will take, from what is in front of it and the quickest that steps were measured at.
+"""Lower bound of the time that a new request will take, from the work ahead of it and the fastest observed steps.
 
     running  [ 300 tokens of a prompt left ]
-    waiting  [ 1000 new | 200 new, 800 shared | ... ]  ──>  tokens that must run before the first one of ours
-    ours     [ 500 new ] then steps that it cannot do without
+    waiting  [ 1000 new | 200 new, 800 shared | ... ]  ──>  tokens that must run before the first one of the request
+    request  [ 500 new ] then the decode steps that it needs at least
 
-Whatever may become less is left out: prompts whose own deadline comes first, blocks that somebody has or that several
-share, tokens that an end of sequence would spare. So nobody is refused who could have been served in time.
+The bound excludes everything that may shrink: prompts with an earlier deadline, blocks that are cached or shared by
+several prompts, and tokens after a possible end of sequence. So no request is refused that could have been served in
+time.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from jpaged.errors import DeadlineExceeded
 from jpaged.types import Request
 
 _MAX_GROUPS = 256
-"""Waiting groups that are looked at: an arrival costs the engine's thread no more."""
+"""Waiting groups that are examined, to bound the engine thread's work per arrival."""
 _MAX_BLOCKS = 4096
 """Blocks of prompts that are compared."""
 _SHARE = 0.5
-"""How much of the least time counts: contexts may be shorter, and a machine less busy, than when it was measured."""
+"""Share of the lower bound that counts: contexts may be shorter, and the machine less busy, than measured."""
 
 
 class Foresight:
-    """Says of a request that arrives whether its deadline can still be met.
+    """Refuses arriving requests that cannot meet their deadline.
 
     Args:
-        num_tokens_at_once: of a sequence in one step at most, those that are proposed included.
+        num_tokens_at_once: maximum tokens of a sequence in one step, including draft tokens.
     """
 
     def __init__(self, scheduler: Scheduler, memory: KVMemory, geometry: Geometry, num_tokens_at_once: int) -> None:
@@ -42,14 +43,14 @@ class Foresight:
         self._num_tokens_at_once = num_tokens_at_once
 
     def why_late(self, group: Group, deadline_s: float, now_s: float) -> DeadlineExceeded | None:
-        """Return why a group that has just arrived cannot end in time; None where it may, or nothing was measured."""
-        if group.request.continued:  # what is left of it elsewhere may be nothing
+        """Return the error of a new group that cannot finish in time; None if it may, or nothing was measured."""
+        if group.request.continued:  # another server may have done almost all of it
             return None
         times, left_s = self._scheduler.least_times, deadline_s - now_s
         num_steps = _least_steps(group.request, self._num_tokens_at_once)
         ahead = self._ahead(deadline_s)
         most_tokens = sum(_num_left(one) for one in ahead) + len(group.request.prompt_token_ids)
-        if _SHARE * times.seconds(most_tokens, num_steps) <= left_s:  # also where nothing can be shared
+        if _SHARE * times.seconds(most_tokens, num_steps) <= left_s:  # even if no block is shared
             return None
         num_tokens = _LeastTokens(self._memory, self._block_size).of([*ahead, group], self._scheduler.queues.running)
         least_s = _SHARE * times.seconds(num_tokens, num_steps)
@@ -59,7 +60,7 @@ class Foresight:
         return DeadlineExceeded(f"the request was not begun: {what}, and {left_s:.3f} s are left (refuse_late)")
 
     def _ahead(self, deadline_s: float) -> list[Group]:
-        """Groups whose prompts are computed before that of one that arrives now, whatever happens."""
+        """Return the groups whose prompts are computed before that of a new arrival in any case."""
         queues = self._scheduler.queues
         found = [group for group in queues.running if _num_left(group) > 0]
         if self._scheduler.is_in_order:
@@ -68,7 +69,7 @@ class Foresight:
 
 
 class _LeastTokens:
-    """Counts the tokens that have to run of several prompts, each block once, and none that is known already."""
+    """Counts the tokens of several prompts that must be computed: each block once, and cached blocks not at all."""
 
     def __init__(self, memory: KVMemory, block_size: int) -> None:
         self._prefixes = memory.prefixes
@@ -77,13 +78,13 @@ class _LeastTokens:
         self._num_left = _MAX_BLOCKS
 
     def of(self, groups: list[Group], running: list[Group]) -> int:
-        """Return the sum over the groups, in their order, as far as blocks may be compared."""
+        """Return the sum over the groups, in order, until the limit of compared blocks is reached."""
         total = 0
         if self._prefixes is not None:
             for group in running:
                 leader = group.live[0]
                 if leader.kv.num_registered_blocks * self._block_size <= leader.num_prompt_tokens - self._block_size:
-                    self._counted.update(self._keys(group))  # it has them, or is about to
+                    self._counted.update(self._keys(group))  # the group has computed these blocks or will soon
         for group in groups:
             if self._num_left <= 0:
                 break
@@ -91,7 +92,7 @@ class _LeastTokens:
         return total
 
     def _new_tokens(self, group: Group) -> int:
-        """Tokens of a waiting prompt in blocks that nobody has; one block may be known in part."""
+        """Return the tokens of a waiting prompt in uncached blocks; one block may be cached in part."""
         if self._prefixes is None or group.live[0].kv.root is None:
             return len(group.request.prompt_token_ids)
         new = {key for key in self._keys(group) if key not in self._counted and not self._prefixes.has_prefix(key)}
@@ -106,15 +107,15 @@ class _LeastTokens:
 
 
 def _num_left(group: Group) -> int:
-    """Tokens of a prompt that have not been dispatched."""
+    """Return the number of prompt tokens that have not been dispatched."""
     leader = group.live[0]
     return max(0, leader.num_prompt_tokens - leader.num_computed_tokens)
 
 
 def _may_leave(group: Group, deadline_s: float) -> bool:
-    """A prompt may not be computed first: its own deadline is earlier, or a step takes only so many of its tokens.
+    """Return True if a prompt may not be computed before that of a new arrival.
 
-    Nor, perhaps, that of a request which was begun elsewhere.
+    It has an earlier deadline, its tokens per step are limited by aux outputs, or it was started on another server.
     """
     request = group.request
     is_earlier = request.deadline_s is not None and request.deadline_s < deadline_s
@@ -122,7 +123,7 @@ def _may_leave(group: Group, deadline_s: float) -> bool:
 
 
 def _least_steps(request: Request, num_tokens_at_once: int) -> int:
-    """Steps after the one that ends the prompt without which a request cannot end."""
+    """Return the minimum number of steps after the one that completes the prompt."""
     sampling = request.sampling
     if request.grammar is not None or sampling.beam_width or sampling.stop:
         return 0

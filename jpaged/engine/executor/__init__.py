@@ -1,28 +1,28 @@
-"""What the engine asks of a device: the shapes of one step, and its verbs. Owned by the engine, implemented below it.
+"""Executor interface: the shapes of one step and the methods of a device. Owned by the engine, implemented below it.
 
     forward(StepInputs) ── hidden ──> sample(hidden, SamplingInputs) ── handle ──> collect(handle) ──> StepOutputs
-    decode(StepInputs, SamplingInputs, ...), the two again and again ─ handle ──┤
+    decode(StepInputs, SamplingInputs, ...), the two in a loop ─────── handle ──┤
     decode_fed(StepInputs, SamplingInputs, ...), with a MaskFeed ───── handle ──┤
     speculate(StepInputs, SamplingInputs, ...), with a draft model ─── handle ──┘
 
-The engine decides, the executor computes. Padded numpy arrays go down and come back; what is in between stays on the
-device, and nothing waits before `collect`. The executor never changes what it was told to run, and the engine never
-sees a device array.
+The engine decides, the executor computes. Padded numpy arrays go in and come out; intermediate arrays stay on the
+device, and no call waits before `collect`. The executor never changes its inputs, and the engine never sees a device
+array.
 
     T  tokens packed in the step, padded to a bucket       S  rows of a step, always max_num_seqs
     M  width of a block-table row                          R  rows that the sampler runs on, padded to a bucket
-    G  KV groups, each with block tables of its own        K  top log-probabilities reported
+    G  KV groups, each with separate block tables          K  top log-probabilities reported
     X  token ids that a row may ban
-    n  tokens that a row samples in a dispatch: 1, one in each of its steps, or as many as were accepted
+    n  tokens that a row samples in a dispatch: 1, one in each step, or the number of accepted tokens
 
-shapes.py    sizes, and how long the device takes for what
-record.py    what a field of a record is
-rows.py      how each row's next token is sampled
-edits.py     how logits are changed before
-feed.py      masks for steps that are under way
-telling.py   what is asked of a step besides samples
-steps.py     what goes into a step, and what comes out
-verbs.py     the verbs
+shapes.py    sizes, and measured rates of the device
+record.py    field definition of per-row records
+rows.py      sampling parameters of each row
+edits.py     logits processors of each row
+feed.py      masks for steps in flight
+telling.py   aux outputs: log-probabilities and hidden states beyond the samples
+steps.py     inputs and outputs of a step
+verbs.py     the executor's methods
 """
 
 from jpaged.engine.executor.feed import MaskFeed, Verdict

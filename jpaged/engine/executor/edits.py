@@ -1,7 +1,7 @@
-"""How a row's logits are changed before a token is sampled from them; records like those of `executor.ROW_FIELDS`.
+"""Logits processors: per-row records of how logits are changed before sampling, similar to `executor.ROW_FIELDS`.
 
-Rows of requests that change nothing are sampled by programs that know nothing of this. What is counted of a sequence's
-tokens lies on the device, in a slot (P of them, 1 to P) that the sequence has while it runs.
+Rows without logits processors are sampled by programs that do not contain them. The token counts of a sequence are on
+the device, in a slot (P of them, 1 to P) that the sequence holds while it runs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from jpaged.engine.executor.record import BEYOND_TOKENS, RowField
 from jpaged.engine.executor.shapes import I32
 
 NUM_SINGLES = 576
-"""Tokens of a row whose logits are changed one by one at most (X)."""
+"""Maximum number of token biases of a row (X)."""
 ANY_TOKEN = -1
-"""An edit that does not ask for the token before."""
+"""Condition of a token bias that holds after any token."""
 MASK_BITS = 32
-"""Tokens of a word of a mask; the lowest bit is the first."""
+"""Tokens of a mask word; the lowest bit is the first token."""
 
 EDIT_FIELDS = (
-    RowField("slots_r", "int32", 0),  # where the tokens of the row's sequence are counted; 0 counts nothing
-    RowField("repetition_r", "float32", 1),  # logits of tokens of prompt and output: divided above 0, multiplied below
-    RowField("frequency_r", "float32", 0),  # taken off for each time that a token was generated
-    RowField("presence_r", "float32", 0),  # taken off once for tokens that were generated
-    RowField("top_n_sigma_r", "float32", 0),  # keeps logits so many standard deviations below the largest; 0 keeps all
-    RowField("typical_p_r", "float32", 1),  # keeps the tokens of most typical information with that share; 1 keeps all
+    RowField("slots_r", "int32", 0),  # slot of the sequence's token counts; 0 counts nothing
+    RowField("repetition_r", "float32", 1),  # logits of prompt and output tokens: divided if positive, else multiplied
+    RowField("frequency_r", "float32", 0),  # subtracted for each time that a token was generated
+    RowField("presence_r", "float32", 0),  # subtracted once from tokens that were generated
+    RowField("top_n_sigma_r", "float32", 0),  # keeps logits up to this many deviations below the maximum; 0 keeps all
+    RowField("typical_p_r", "float32", 1),  # keeps the most typical tokens with this total probability; 1 keeps all
 )
 EDIT_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in EDIT_FIELDS])
 _NEUTRAL = np.zeros(1, EDIT_DTYPE)
@@ -37,21 +37,21 @@ for _field in EDIT_FIELDS:
 
 
 SINGLE_DTYPE = np.dtype([("ids", "int32"), ("after", "int32"), ("values", "float32")])
-"""A token whose logit is changed; where the sequence's last token is this one, or ANY_TOKEN; what is added to it."""
+"""A token bias: the token, the last token after which it applies (or ANY_TOKEN), and the added value."""
 NO_SINGLE = np.array((BEYOND_TOKENS, ANY_TOKEN, 0.0), SINGLE_DTYPE)
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Words of a row's mask (W)."""
+    """Return the number of words of a row's mask (W)."""
     return -(-vocab_size // MASK_BITS)
 
 
 class CountDue(NamedTuple):
-    """A sequence whose tokens are counted in a slot from now on, whatever was there.
+    """Initialization of a count slot with the tokens of a sequence.
 
     Attributes:
         slot: 1 to max_num_seqs.
-        num_prompt: the first of the tokens, which are its prompt's.
+        num_prompt: number of prompt tokens, which come first in token_ids.
     """
 
     slot: int
@@ -61,13 +61,13 @@ class CountDue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EditInputs:
-    """How the logits of each row of a sample are changed.
+    """Logits-processor inputs of the rows of a sample.
 
     Attributes:
-        rows_r: of EDIT_DTYPE.
-        singles_rx: of SINGLE_DTYPE, `[R, NUM_SINGLES]`; None where no row has any.
-        due: what is counted before.
-        mask_rw: a bit a token, set for those that may be sampled, `[R, num_mask_words]`; None lets every row have all.
+        rows_r: elements of EDIT_DTYPE.
+        singles_rx: elements of SINGLE_DTYPE, `[R, NUM_SINGLES]`; None if no row has any.
+        due: count slots to initialize before.
+        mask_rw: bitmask of the allowed tokens, `[R, num_mask_words]`; None allows every token in every row.
     """
 
     rows_r: NDArray[np.void]
@@ -77,7 +77,7 @@ class EditInputs:
 
     @classmethod
     def neutral(cls, num_rows: int) -> EditInputs:
-        """Rows of which nothing is changed."""
+        """Return records without effect."""
         return cls(_NEUTRAL.repeat(num_rows))
 
     @property
@@ -86,7 +86,7 @@ class EditInputs:
         return self.rows_r.view(np.int32)
 
     def padded(self, num_rows: int) -> EditInputs:
-        """With more rows of which nothing is changed; itself where it has so many."""
+        """Return the inputs extended by rows without effect to num_rows rows; itself if it has that number."""
         num_more = num_rows - len(self.rows_r)
         if num_more == 0:
             return self
@@ -99,11 +99,14 @@ class EditInputs:
         )
 
     def of_next_step(self) -> EditInputs:
-        """For the same rows a token further, of which nothing is counted; masks let every row have all tokens."""
+        """Return the inputs of the same rows one token later, without count slots to initialize.
+
+        Masks allow every token.
+        """
         return replace(self, mask_rw=None if self.mask_rw is None else np.full_like(self.mask_rw, -1), due=())
 
     def reordered(self, order: list[int]) -> EditInputs:
-        """With the first rows in another order, `order[new] = old`."""
+        """Return the inputs with the first rows reordered, `order[new] = old`."""
         whole = [*order, *range(len(order), len(self.rows_r))]
         singles_rx = None if self.singles_rx is None else self.singles_rx[whole]
         mask_rw = None if self.mask_rw is None else self.mask_rw[whole]
@@ -111,20 +114,20 @@ class EditInputs:
 
     @property
     def single_words(self) -> I32 | None:
-        """The singles as a program takes them: `[R, X, 3]`."""
+        """The token biases as a program takes them: `[R, X, 3]`."""
         return None if self.singles_rx is None else words_of_singles(self.singles_rx)
 
 
 def words_of_singles(singles_rx: NDArray[np.void]) -> I32:
-    """Singles as words: `[R, X, 3]`."""
+    """Return token biases as words: `[R, X, 3]`."""
     return singles_rx.view(np.int32).reshape(*singles_rx.shape, 3)
 
 
 def no_singles(num_rows: int) -> NDArray[np.void]:
-    """Rows without singles, `[R, NUM_SINGLES]`."""
+    """Return rows without token biases, `[R, NUM_SINGLES]`."""
     return np.full((num_rows, NUM_SINGLES), NO_SINGLE, SINGLE_DTYPE)
 
 
 def no_masks(num_rows: int, vocab_size: int) -> I32:
-    """Masks that let every row have all tokens, `[R, num_mask_words]`."""
+    """Return masks that allow every token in every row, `[R, num_mask_words]`."""
     return np.full((num_rows, num_mask_words(vocab_size)), -1, np.int32)

@@ -1,10 +1,10 @@
-"""Masks for steps that are under way: what the host gives to a program between its forward passes and its samples.
+"""Mask channel: the host sends token masks to a running program between its forward passes and its samples.
 
     device   forward 0 ─ sample 0 ─ forward 1 ─ sample 1 ─ ...
     host     give ─────┘       └ wait ─ give ─┘       └ wait ─ ...
 
-So rows with grammars make several steps in one dispatch, as those without do, and the host comes in between for their
-masks alone.
+Rows with grammars thus run several steps in one dispatch, like rows without, and the host works between them only for
+the masks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from jpaged.engine.executor.shapes import I32, Bool
 
 
 class Verdict(enum.IntEnum):
-    """What becomes of a step that is given its masks, and of those behind it."""
+    """Directive to a step that waits for masks, and to the steps after it."""
 
-    VOID = 0  # it is not made, for the feed was closed: the step before was the last
+    VOID = 0  # the step is not executed, because the feed was closed: the previous step was the last
     LAST = 1
     GOES_ON = 2
 
 
 class MaskFeed(Protocol):
-    """Feeds one dispatch."""
+    """Channel of one dispatch."""
 
     def give(self, mask_rw: I32, verdict: Verdict) -> None:
-        """Gives the next step its masks: `EditInputs.mask_rw`, of as many rows as the dispatch was padded to."""
+        """Send the next step its masks: `EditInputs.mask_rw`, with the padded number of rows of the dispatch."""
         ...
 
     def wait(self) -> tuple[I32, Bool] | None:
-        """The tokens of the step that was given masks last, and which are sound, `[R]` each; None where it failed."""
+        """Return the tokens of the last step with masks, and which are finite, `[R]` each; None if it failed."""
         ...
 
     def close(self) -> None:
-        """Ends it; a step that waits for masks is void. Idempotent."""
+        """Close the channel; a step that waits for masks is not executed. Idempotent."""
         ...

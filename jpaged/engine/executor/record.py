@@ -1,4 +1,4 @@
-"""What a field of a row's record is."""
+"""Field definition of per-row records."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class RowField(NamedTuple):
-    """One entry of the record that says how a row's next token is sampled.
+    """One field of the record that controls how a row's next token is sampled.
 
     Attributes:
-        dtype: of 32 bits.
-        neutral: what it holds in padding, in rows that sample nothing, and where the request does not ask for it.
-        width: how many of them a row has; None is one, without an axis.
+        dtype: a 32-bit type.
+        neutral: value in padding, in rows that do not sample, and if the request does not set it.
+        width: number of values per row; None for a single value without an axis.
     """
 
     name: str
@@ -21,4 +21,4 @@ class RowField(NamedTuple):
 
 
 BEYOND_TOKENS = (1 << 31) - 1
-"""A number above every token id and every count of tokens."""
+"""A number greater than every token id and every count of tokens."""

@@ -1,4 +1,4 @@
-"""How each row's next token is sampled: one record a row."""
+"""Sampling parameters of each row: one record per row."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jpaged.engine.executor.shapes import I32
 from jpaged.types import SamplingParams
 
 BANNED_WIDTH = 40
-"""Token ids that a row may ban (X): a request's stop tokens and the model's own end-of-sequence tokens."""
+"""Maximum number of banned token ids of a row (X): a request's stop tokens and the model's end-of-sequence tokens."""
 
 TOP_WIDTH = 32
-"""Top log-probabilities of a row that wants them (K): as many as a request or a beam search may ask for."""
+"""Top log-probabilities computed per row (K): the maximum that a request or a beam search may need."""
 
 
 class Detail(enum.IntEnum):
-    """What a sample tells of each token that it sampled; more does for less, and the tokens are the same."""
+    """Outputs of a sample for each token. A higher level also serves lower ones, with the same tokens."""
 
     TOKENS = 0
     LOGPROBS = 1
@@ -31,7 +31,7 @@ class Detail(enum.IntEnum):
 
     @classmethod
     def of(cls, params: SamplingParams) -> Detail:
-        """What a request needs."""
+        """Return the level that a request needs."""
         if params.logprobs or params.beam_width:
             return cls.TOP_LOGPROBS
         return cls.LOGPROBS if params.needs_logprobs else cls.TOKENS
@@ -39,17 +39,19 @@ class Detail(enum.IntEnum):
 
 ROW_FIELDS = (
     RowField("temperature_r", "float32", 0),  # 0 is greedy
-    RowField("top_k_r", "int32", BEYOND_TOKENS),  # the size of the vocabulary and more keep all
+    RowField("top_k_r", "int32", BEYOND_TOKENS),  # the vocabulary size or more keeps all
     RowField("top_p_r", "float32", 1),  # 1 keeps all
     RowField("min_p_r", "float32", 0),  # 0 keeps all
     RowField("seeds_r2", "uint32", 0, width=2),  # the request's 64-bit seed as (high, low) words
-    RowField("sequence_indices_r", "int32", 0),  # which sequence of its request the row is
+    RowField("sequence_indices_r", "int32", 0),  # index of the row's sequence in its request
     RowField("positions_r", "int32", 0),  # position in the sequence of the token that is sampled
-    RowField("is_padding_r", "int32", 0),  # 1 for the rows behind the last one that is sampled
+    RowField("is_padding_r", "int32", 0),  # 1 for the rows after the last one that is sampled
     RowField("banned_token_ids_rx", "int32", BEYOND_TOKENS, width=BANNED_WIDTH),  # cannot be sampled
 )
-"""Everything that a row of the sampler has. Records, padding, the buffer of a call and what is sent to other processes
-follow from it; `random_columns` and `row_lists` fill it, and `jpaged.kernels.sampling.RowSampling` names it on devices.
+"""All per-row inputs of the sampler.
+
+Records, padding, the buffer of a call and the messages to other processes are derived from it. `random_columns` and
+`row_lists` fill it, and `jpaged.kernels.sampling.RowSampling` names it on devices.
 """
 
 ROW_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in ROW_FIELDS])
@@ -63,7 +65,7 @@ for _field in ROW_FIELDS:
 def random_columns(
     params: Sequence[SamplingParams], sequence_indices: Sequence[int], positions: Sequence[int]
 ) -> dict[str, Sequence[Any]]:
-    """The fields of rows that sample at random, an entry a row; those of greedy rows are neutral."""
+    """Return the fields of rows that sample at random, one entry per row; those of greedy rows stay neutral."""
     return {
         "temperature_r": [one.temperature for one in params],
         "top_k_r": [min(one.top_k, BEYOND_TOKENS) if one.top_k > 0 else BEYOND_TOKENS for one in params],
@@ -76,7 +78,7 @@ def random_columns(
 
 
 def row_lists(params: SamplingParams, eos_token_ids: frozenset[int], output_index: int) -> dict[str, Sequence[Any]]:
-    """The lists of one row, greedy or not, that hold something; the rest of each field stays neutral."""
+    """Return the non-empty list fields of one row, greedy or not; the rest of each field stays neutral."""
     if output_index < params.min_tokens:
         return {"banned_token_ids_rx": sorted(params.ending_ids(eos_token_ids))}
     return {}
@@ -84,12 +86,12 @@ def row_lists(params: SamplingParams, eos_token_ids: frozenset[int], output_inde
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How each row's next token is sampled: records of `ROW_FIELDS`, never static arguments.
+    """Sampling inputs of all rows: records of `ROW_FIELDS`, never static arguments.
 
     Attributes:
-        rows_r: of ROW_DTYPE.
-        detail: what the row that wants most is told; the sampler has a variant for each.
-        edits: how logits are changed before; None where no row asks for that.
+        rows_r: elements of ROW_DTYPE.
+        detail: the highest level that any row needs; the sampler has a variant for each.
+        edits: logits processors; None if no row has any.
     """
 
     rows_r: NDArray[np.void]
@@ -98,11 +100,11 @@ class SamplingInputs:
 
     @classmethod
     def neutral(cls, num_rows: int, *, detail: Detail = Detail.TOKENS) -> SamplingInputs:
-        """Rows that sample the likeliest token, whatever it is."""
+        """Return rows that sample the likeliest token."""
         return cls(_NEUTRAL_ROW.repeat(num_rows), detail)
 
     def padded(self, num_rows: int) -> SamplingInputs:
-        """With more rows, without edits; itself where it has so many."""
+        """Return the inputs padded to num_rows rows, without edits; itself if it has that number."""
         if num_rows == len(self.rows_r):
             return self
         more = _NEUTRAL_ROW.repeat(num_rows - len(self.rows_r))
@@ -110,9 +112,9 @@ class SamplingInputs:
         return SamplingInputs(np.concatenate([self.rows_r, more]), self.detail)
 
     def of_next_step(self) -> SamplingInputs:
-        """The same rows a token further; masks let every row have all tokens."""
+        """Return the inputs of the same rows one token later, with masks that allow every token."""
         rows_r, edits = self.rows_r.copy(), self.edits
-        rows_r["positions_r"] += rows_r["positions_r"] > 0  # others do not sample at random
+        rows_r["positions_r"] += rows_r["positions_r"] > 0  # greedy rows have position 0
         return SamplingInputs(rows_r, self.detail, None if edits is None else edits.of_next_step())
 
     @property
@@ -121,12 +123,12 @@ class SamplingInputs:
         return self.rows_r.view(np.int32)
 
     def fill_columns(self, rows: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
-        """Writes fields of some rows, an entry a row."""
+        """Write fields of some rows, one entry per row."""
         places = np.array(rows)
         for name, values in columns.items():
             self.rows_r[name][places] = values
 
     def fill_lists(self, row: int, lists: Mapping[str, Sequence[Any]]) -> None:
-        """Writes the first entries of fields of one row."""
+        """Write the first entries of list fields of one row."""
         for name, values in lists.items():
             self.rows_r[name][row, : len(values)] = values

@@ -1,4 +1,4 @@
-"""The sizes that engine and executor agree on, and how long the device takes for what."""
+"""Sizes that engine and executor share, and measured rates of the device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MIN_BUCKET = 8
 
 @dataclass(frozen=True, slots=True)
 class BucketTable:
-    """The finite list of shapes: sizes that were compiled, ascending; a step is padded to the smallest that holds it.
+    """Ascending lists of the compiled shapes; a step is padded to the smallest one that holds it.
 
-    Two axes only. The forward is compiled for a number of packed tokens (T), the sampler for a number of rows (R);
-    tables and row arrays have one size. Powers of two keep padding below half; from some tokens on there may be one
-    more halfway between two. `decodes` are rows of programs that decode several steps, if any, and `speculates` rows of
-    those in which a draft model proposes tokens.
+    There are only two axes. The forward is compiled for a number of packed tokens (T), the sampler for a number of rows
+    (R); tables and row arrays have one size. Powers of two keep padding below half; above some size there may also be
+    sizes halfway between two. `decodes` are row counts of multi-step decode programs, if any, and `speculates` those of
+    draft-model programs.
     """
 
     tokens: tuple[int, ...]
@@ -44,19 +44,19 @@ class BucketTable:
         return cls(tokens, rows, rows if max_num_steps > 1 else ())
 
     def num_tokens(self, n: int) -> int:
-        """The bucket for n packed tokens."""
+        """Return the bucket for n packed tokens."""
         return self.tokens[bisect_left(self.tokens, n)]
 
     def num_rows(self, n: int) -> int:
-        """The bucket for n rows."""
+        """Return the bucket for n rows."""
         return self.rows[bisect_left(self.rows, n)]
 
     def num_decode_rows(self, n: int) -> int | None:
-        """The bucket for n rows that decode several steps; None where there is none."""
+        """Return the multi-step decode bucket for n rows, or None."""
         return next((size for size in self.decodes if size >= n), None)
 
     def num_speculate_rows(self, n: int) -> int | None:
-        """The bucket for n rows that a draft model proposes tokens for; None where there is none."""
+        """Return the draft-model bucket for n rows, or None."""
         return next((size for size in self.speculates if size >= n), None)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class BucketTable:
 
 
 def _sizes_up_to(limit: int, halves_from: int | None = None) -> tuple[int, ...]:
-    """8, 16, ... and the limit itself, which need not be a power of two; at least MIN_BUCKET."""
+    """Return 8, 16, ... and the limit itself, which need not be a power of two; at least MIN_BUCKET."""
     powers = [MIN_BUCKET << i for i in range(limit.bit_length()) if MIN_BUCKET << i < limit]
     halves = [size * 3 // 2 for size in powers if halves_from and halves_from <= size < limit * 2 / 3]
     return (*sorted(powers + halves), max(limit, MIN_BUCKET))
@@ -72,26 +72,25 @@ def _sizes_up_to(limit: int, halves_from: int | None = None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The sizes that engine and executor agree on, fixed once the pool is allocated.
+    """Sizes that engine and executor share, fixed once the pool is allocated.
 
     Attributes:
-        num_blocks: usable blocks, the null block not counted (N).
+        num_blocks: usable blocks, without the null block (N).
         block_size: token slots in a block (B).
         max_num_seqs: rows of a step (S).
-        max_model_len: tokens of a sequence at most.
-        vocab_size: token ids are below it (V).
-        num_host_blocks: blocks in host memory that groups can be swapped out to, and cached prefixes kept in.
-        bytes_per_block: of KV memory, all layers of a KV group, both keys and values.
+        max_model_len: maximum tokens of a sequence.
+        vocab_size: upper bound of token ids, exclusive (V).
+        num_host_blocks: blocks in host memory for swapped groups and cached prefixes.
+        bytes_per_block: KV memory of a block, all layers of a KV group, both keys and values.
         buckets: the shapes that were compiled.
-        cascade: what reading a shared prefix once costs; None where the executor does not.
-        max_num_steps: decode steps of one dispatch at most.
-        windows: tokens that the layers of each KV group see; None is everything. A block is of one group.
-        num_sink_tokens: first tokens of a sequence that those with a window see besides.
-        max_loras: adapter slots, 1 to max_loras; 0 where the device takes no adapters.
-        has_fed_steps: several steps can be given masks while they are under way.
-        num_told: tokens of a step of which more than a sample is asked, at most (Q).
-        num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 where there is
-            none.
+        cascade: cost model of cascade attention; None if the executor does not support it.
+        max_num_steps: maximum decode steps of one dispatch.
+        windows: sliding window of each KV group in tokens; None for full attention. A block belongs to one group.
+        num_sink_tokens: first tokens of a sequence that layers with a window also attend to.
+        max_loras: adapter slots, 1 to max_loras; 0 if the device takes no adapters.
+        has_fed_steps: a program of several steps can receive masks while it runs.
+        num_told: maximum prompt tokens of a step with aux outputs (Q).
+        num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 without one.
     """
 
     num_blocks: int
@@ -113,7 +112,7 @@ class Geometry:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens of a step, all rows."""
+        """Maximum tokens of a step, all rows."""
         return self.buckets.tokens[-1]
 
     @property
@@ -123,29 +122,29 @@ class Geometry:
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
-        """What the layers of each KV group see, in blocks."""
+        """Attention window of each KV group, in blocks."""
         sizes = self.block_size, self.max_num_batched_tokens, self.num_sink_tokens
         return tuple(Reach.of(window, *sizes) for window in self.windows)
 
     @property
     def num_blocks_of_longest(self) -> int:
-        """Blocks that a sequence of max_model_len tokens holds at most."""
+        """Maximum number of blocks that a sequence of max_model_len tokens holds."""
         return sum(reach.num_held(self.max_blocks_per_seq) for reach in self.reaches)
 
     def num_blocks_alone(self, num_prompt_tokens: int, max_tokens: int, num_rows: int) -> int:
-        """Blocks that a request holds at most when it runs alone: its prompt's once, and what each row adds."""
+        """Return the maximum number of blocks of a request that runs alone: its prompt once, and each row's output."""
         lens = [num_prompt_tokens + max_tokens] * num_rows
         return sum(reach.num_blocks(num_prompt_tokens, lens) for reach in self.reaches)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What the device does in which time, measured when it starts; for choosing between two ways to the same end.
+    """Device speeds measured at start-up, for choosing between alternatives.
 
     Attributes:
-        forward_s: (tokens, seconds) of a step of so many tokens, padding included, ascending, without what attention
-            takes for its pairs.
-        pair_s: seconds for a pair of a query and a key that it looks at, in all heads and layers; 0 is not known.
+        forward_s: (tokens, seconds) of steps of that padded size, ascending, without the time that attention takes for
+            its (query, key) pairs.
+        pair_s: seconds per (query, key) pair, in all heads and layers; 0 if unknown.
     """
 
     swap_out_bytes_per_s: float
@@ -155,6 +154,6 @@ class DeviceRates:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Tokens of a prompt in a second, in the largest step."""
+        """Prefill tokens per second in the largest step."""
         num_tokens, seconds = self.forward_s[-1]
         return num_tokens / (seconds + self.pair_s * num_tokens**2 / 2)

@@ -1,4 +1,4 @@
-"""One step: what is moved before it, what goes in, what comes out."""
+"""Data of one step: the block moves before it, its inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jpaged.errors import InternalError
 from jpaged.types import PositionLogprobs, TokenLogprob
 
 MAX_NUM_STEPS = 16
-"""Decode steps of one dispatch at most."""
+"""Maximum number of decode steps in one dispatch."""
 
 MAX_NUM_ROUNDS = 16
-"""Rounds of proposals in one dispatch at most."""
+"""Maximum number of draft-model rounds in one dispatch."""
 
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 
 
 class Move(enum.Enum):
-    """Where a block's content goes: within the pool, out to host memory, or back in."""
+    """Direction of a block move: within the pool, out to host memory, or back in."""
 
     COPY = "copy"
     SWAP_OUT = "swap_out"
@@ -46,7 +46,7 @@ class BlockMoves:
 class StepInputs:
     """One step, padded. Row i owns tokens query_starts[i] to query_starts[i + 1] of the packed axis.
 
-    A device gets the fields in this order, in the shapes that end their names.
+    A device gets the fields in this order. The suffixes of the names are their shapes.
 
     Attributes:
         token_ids_t: input tokens; ignored where is_prev_sampled_t.
@@ -55,19 +55,19 @@ class StepInputs:
         prev_sampled_rows_t: a row of the previous step; 0 where not used.
         positions_t: position of each token in its sequence.
         rope_lens_t: max(position + 1, prompt length), for position embeddings that depend on the sequence's length.
-        slots_gt: where the token's keys and values go in each KV group: block * block_size + offset; slot 0 of the null
+        slots_gt: slot for the token's keys and values in each KV group: block * block_size + offset; slot 0 of the null
             block for padding.
         adapters_t: adapter slot of each token; 0 is none.
-        sample_tokens_s: place in the packed axis of each row's last token, from which its next is sampled.
+        sample_tokens_s: index in the packed axis of each row's last token, from which its next is sampled.
         query_starts_s1: [S + 1]; rows beyond num_rows are empty.
-        kv_lens_s: tokens of each row's context, those of this step included; 0 beyond num_rows.
-        block_tables_gsm: block ids of each KV group; the null block beyond a row's context, and where no query of the
-            row sees as far back.
-        told_tokens_q: places in the packed axis of the tokens of which more is asked; 0 where not used.
+        kv_lens_s: tokens of each row's context, including those of this step; 0 beyond num_rows.
+        block_tables_gsm: block ids of each KV group; the null block beyond a row's context, and outside the window of
+            all the row's queries.
+        told_tokens_q: indices in the packed axis of the tokens with aux outputs; 0 where not used.
         num_rows: rows in use.
-        kv_begins_s: tokens that a row shares with the other rows of its run; their block tables begin alike.
+        kv_begins_s: tokens that a row shares with the rest of the run; their block tables start with the same blocks.
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
-        num_runs: runs in use, which cover the rows in use; 0 where no two rows read anything together.
+        num_runs: runs in use, which cover the rows in use; 0 if no two rows share a prefix.
         num_tokens: tokens in use.
     """
 
@@ -90,9 +90,9 @@ class StepInputs:
     num_tokens: int
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
-        """The next steps, so many with this one, of rows that have one token each: it is what the step before sampled.
+        """Yield the inputs of the next `num_steps - 1` steps of rows with one token each, sampled by the step before.
 
-        Every block that they write to is in the tables.
+        The block tables already contain every block that these steps write to.
         """
         num_rows, ahead_k1 = self.num_rows, np.arange(1, num_steps, dtype=np.int32)[:, None]
         rows, is_used_t = np.arange(num_rows), np.arange(len(self.positions_t)) < num_rows
@@ -118,24 +118,24 @@ class StepInputs:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a query and a key that attention looks at, over all rows, in one head of one layer."""
+        """Number of (query, key) pairs that attention computes, over all rows, in one head of one layer."""
         return num_pairs(self.query_starts_s1[: self.num_rows + 1], self.kv_lens_s[: self.num_rows])
 
 
 def num_pairs(query_starts: I32, kv_lens: I32) -> int:
-    """Pairs of a query and a key, where the queries of each row are the last of its context."""
+    """Return the number of (query, key) pairs, if the queries of each row come last in the context."""
     query_lens = np.diff(query_starts).astype(np.int64)
     return int(np.dot(query_lens, kv_lens) - np.dot(query_lens, query_lens - 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """How the rows of a dispatch with proposals came to their tokens.
+    """Counts of a speculative dispatch.
 
     Attributes:
-        num_tokens_r: tokens of each row; what it has in `StepOutputs` behind them means nothing.
-        num_proposed_nr: [rounds, R] proposals that a row had the room to accept; 0 where it had ended before.
-        num_accepted_nr: [rounds, R] those of them that were drawn, also behind an ending token.
+        num_tokens_r: valid tokens of each row in `StepOutputs`; later ones are undefined.
+        num_proposed_nr: [rounds, R] draft tokens that a row could have accepted; 0 if it had ended before.
+        num_accepted_nr: [rounds, R] draft tokens that were accepted, including those after an ending token.
         num_rounds: rounds that were run.
     """
 
@@ -147,18 +147,17 @@ class Speculated:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What one dispatch sampled, n tokens a row in their order, in host memory.
+    """Samples of one dispatch in host memory, n tokens per row in order.
 
     Attributes:
         token_ids_rn: the sampled tokens.
-        is_sound_rn: False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to
-            sample.
-        logprobs_rn: their log-probabilities under the model's own distribution (before temperature and truncation);
-            None of Detail.TOKENS.
-        ranks_rn: 1 for the likeliest token; None of Detail.TOKENS.
-        top_ids_rnk: the likeliest tokens in order; None unless of Detail.TOP_LOGPROBS.
-        top_logprobs_rnk: theirs.
-        speculated: of a dispatch with proposals, whose rows have different numbers of tokens; None of any other.
+        is_sound_rn: False if a token is undefined: the logits hold NaN or plus infinity, or no token is left to sample.
+        logprobs_rn: their log-probabilities under the model's distribution (before temperature and truncation); None
+            for Detail.TOKENS.
+        ranks_rn: 1 for the likeliest token; None for Detail.TOKENS.
+        top_ids_rnk: the likeliest tokens in order; None unless Detail.TOP_LOGPROBS.
+        top_logprobs_rnk: their log-probabilities.
+        speculated: counts of a speculative dispatch, whose rows have different numbers of tokens; otherwise None.
     """
 
     token_ids_rn: I32
@@ -170,29 +169,29 @@ class StepOutputs:
     speculated: Speculated | None = None
 
     def at(self, place: int) -> StepOutputs:
-        """What one step of a dispatch without log-probabilities sampled."""
+        """Return the outputs of one step of a dispatch without log-probabilities."""
         only = slice(place, place + 1)
         return StepOutputs(self.token_ids_rn[:, only], self.is_sound_rn[:, only])
 
     def token(self, row: int, place: int = 0) -> int:
-        """The token that a row sampled in a place."""
+        """Return the token that a row sampled at an index."""
         return self.token_ids_rn.item(row, place)
 
     def logprob(self, row: int, place: int = 0) -> float:
-        """Its log-probability.
+        """Return the log-probability of that token.
 
         Raises:
-            InternalError: the step told of none.
+            InternalError: the step computed no log-probabilities.
         """
         if self.logprobs_rn is None:
             raise InternalError("log-probabilities are wanted of a step that told of none")
         return self.logprobs_rn.item(row, place)
 
     def position(self, row: int, num_top: int, place: int = 0) -> PositionLogprobs:
-        """The token at `place` with its rank, and the num_top likeliest in order, where the step reported them.
+        """Return the token at `place` with its rank, and the num_top likeliest in order, if the step reported them.
 
         Raises:
-            InternalError: the step told of no log-probabilities.
+            InternalError: the step computed no log-probabilities.
         """
         rank = None if self.ranks_rn is None else self.ranks_rn.item(row, place)
         chosen = TokenLogprob(self.token(row, place), self.logprob(row, place), rank)

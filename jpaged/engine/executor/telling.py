@@ -1,9 +1,9 @@
-"""What is asked of a step besides its samples: log-probabilities of given tokens, of all, or the hidden states.
+"""Aux outputs of a step beyond its samples: log-probabilities of given tokens or of all, or hidden states.
 
-    prompt      t0  t1  t2  t3  t4        what follows t1 is told from the hidden state of t1: how likely was t2?
-    hidden      h0  h1  h2  h3  h4        of S rows those that are sampled from, then of num_told tokens those asked of
+    prompt      t0  t1  t2  t3  t4        the log-probability of t2 is computed from the hidden state of t1
+    hidden      h0  h1  h2  h3  h4        of the S sampled rows first, then of num_told requested prompt tokens
 
-A forward leaves both; a tell reads some of them, a bounded number at a time, so that no array is as long as a prompt
+A forward leaves both on the device. An aux call reads a bounded number of them, so that no array is as long as a prompt
 and as wide as the vocabulary.
 """
 
@@ -19,29 +19,29 @@ from jpaged.errors import InternalError
 from jpaged.types import TokenLogprob
 
 TELL_IDS = 33
-"""Tokens whose log-probabilities are told of a hidden state: the next one, and as many as a request may name (K)."""
+"""Maximum token ids per hidden state with log-probabilities: the next token, and those a request names (K)."""
 NO_ID = 0
-"""In place of an id that nobody asked for."""
+"""Padding of token ids."""
 
 
 class Tell(enum.IntEnum):
-    """What is told of a hidden state."""
+    """Kind of an aux output."""
 
     LOGPROBS = 0
-    """The log-probabilities of some tokens, and of the likeliest."""
+    """The log-probabilities of some tokens, and of the likeliest ones."""
     ALL_LOGPROBS = 1
     """The log-probabilities of all tokens of the vocabulary."""
     HIDDEN = 2
-    """The hidden state itself, behind the model's final norm."""
+    """The hidden state itself, after the model's final norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class TellInputs:
-    """Rows of one tell, padded.
+    """Rows of one aux call, padded.
 
     Attributes:
-        places_r: of the hidden states that the step's forward leaves; 0 in padding.
-        ids_rk: `[R, TELL_IDS]`, the tokens asked of; NO_ID where there is none.
+        places_r: indices of the hidden states that the step's forward leaves; 0 in padding.
+        ids_rk: `[R, TELL_IDS]`, the requested tokens; NO_ID in padding.
         num_rows: rows in use.
     """
 
@@ -52,7 +52,7 @@ class TellInputs:
 
     @classmethod
     def padded(cls, tell: Tell, places: list[int], ids: list[list[int]], size: int) -> TellInputs:
-        """So many rows at most."""
+        """Return the inputs of at most `size` rows."""
         places_r, ids_rk = np.zeros(size, np.int32), np.full((size, TELL_IDS), NO_ID, np.int32)
         places_r[: len(places)] = places
         for row, of_row in enumerate(ids):
@@ -61,26 +61,26 @@ class TellInputs:
 
     @classmethod
     def of_words(cls, tell: Tell, words: I32, num_rows: int) -> TellInputs:
-        """The inverse of `words`."""
+        """Return the inputs from packed words, the inverse of `words`."""
         rows = words.reshape(-1, 1 + TELL_IDS)
         return cls(tell, rows[:, 0], rows[:, 1:], num_rows)
 
     @property
     def words(self) -> I32:
-        """As a program takes them: `[R, 1 + TELL_IDS]`, one after the other."""
+        """The inputs packed for a program: `[R, 1 + TELL_IDS]`, row after row."""
         return np.concatenate([self.places_r[:, None], self.ids_rk], axis=1).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class ToldOutputs:
-    """What was told, in host memory; fields that the tell is not of are None.
+    """Aux outputs in host memory; fields that the kind does not have are None.
 
     Attributes:
-        is_sound_r: False where logits hold NaN or plus infinity.
-        ranks_r: of the first id: 1 for the likeliest token.
-        logprobs_rk: of the ids.
-        top_ids_rk, top_logprobs_rk: the likeliest in order.
-        all_logprobs_rv: of every token.
+        is_sound_r: False if logits hold NaN or plus infinity.
+        ranks_r: rank of the first id: 1 for the likeliest token.
+        logprobs_rk: log-probabilities of the ids.
+        top_ids_rk, top_logprobs_rk: the likeliest tokens in order.
+        all_logprobs_rv: log-probability of every token.
         hidden_re: float32.
     """
 
@@ -93,7 +93,7 @@ class ToldOutputs:
     hidden_re: F32 | None = None
 
     def top(self, row: int, num_top: int) -> tuple[TokenLogprob, ...]:
-        """The likeliest tokens of a row; all of them for -1."""
+        """Return the likeliest tokens of a row; all of them for -1."""
         if self.all_logprobs_rv is not None:
             values = self.all_logprobs_rv[row]
             ids = np.argsort(-values, kind="stable")[: len(values) if num_top < 0 else num_top].astype(np.int32)
@@ -106,7 +106,7 @@ class ToldOutputs:
         return tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs)
 
     def chosen(self, row: int, token_id: int) -> TokenLogprob:
-        """The first id of a row."""
+        """Return the log-probability and rank of a row's first id, which is token_id."""
         if self.all_logprobs_rv is not None:
             values = self.all_logprobs_rv[row]
             value = values.item(token_id)

@@ -1,4 +1,4 @@
-"""The verbs of a device, or many, or a fake."""
+"""Executor protocols: the methods of one device, several devices or a fake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.types import Adapter
 
 Hidden = TypeVar("Hidden")
-"""What a forward leaves for its sample. Opaque to the engine, and good until the next forward."""
+"""Output of a forward, for its sample. Opaque to the engine; valid until the next forward."""
 
 Handle = TypeVar("Handle")
 """A dispatched step whose results may not exist yet. Opaque to the engine; collected once, in order of dispatch."""
@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class HostBlocks(Protocol):
-    """The blocks of host memory as bytes: what goes to disk and to other servers, and comes from there."""
+    """Blocks of host memory as bytes, for transfers to and from disk and other servers."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -31,31 +31,32 @@ class HostBlocks(Protocol):
         ...
 
     def view(self, block_id: int) -> memoryview:
-        """The bytes of a block `[bytes_per_block]`, to read or to write.
+        """Return the bytes of a block `[bytes_per_block]`, to read or to write.
 
-        Any thread may, while the caller holds the block in the pool of the host: so nothing is moved to it, and what is
-        moved from it was written before. It is good until `shutdown`, and its memory stays readable after.
+        Any thread may call this while it holds the block in the host pool. Holding ensures that nothing is moved to the
+        block, and that a move from it sees what was written before. The view is valid until `shutdown`, and its memory
+        stays readable after.
         """
         ...
 
     def have_landed(self, block_ids: Sequence[int]) -> bool:
-        """Whether all that was swapped out to these blocks is there; never waits. The engine's thread alone asks."""
+        """Return True if all swap-outs to these blocks have completed. Never waits; for the engine thread alone."""
         ...
 
     def kv_identity(self) -> bytes:
-        """32 bytes that two executors share if the bytes of a block mean the same to both.
+        """Return 32 bytes that are equal for two executors whose blocks are interchangeable.
 
-        It reads every weight the first time, at about a second a gigabyte: not on the engine's thread, and not before
-        somebody needs it. Any other may ask.
+        The first call reads every weight, at about a second per gigabyte. Do not call it on the engine thread, or
+        before it is needed. Any other thread may.
         """
         ...
 
 
 class Executor(Protocol[Hidden, Handle]):
-    """A device, or many, or a fake: holds the weights and the pool, runs steps in the order of their dispatch.
+    """A device, several devices or a fake: holds the weights and the pool, and runs steps in order of dispatch.
 
-    Because steps run in that order, a block may be given to another sequence as soon as the host lets it go, even while
-    an earlier step still writes to it.
+    Because of that order, a block may be given to another sequence as soon as the host frees it, even while an earlier
+    step still writes to it.
     """
 
     @property
@@ -68,68 +69,68 @@ class Executor(Protocol[Hidden, Handle]):
 
     @property
     def host_blocks(self) -> HostBlocks | None:
-        """The blocks of host memory; None where there are none, or no process has a block whole."""
+        """The blocks of host memory; None if there are none, or no process has a whole block."""
         ...
 
     @property
     def num_compiles_after_warm_up(self) -> int:
-        """Programs compiled since `warm_up` returned: 0, or something is wrong."""
+        """Programs compiled since `warm_up` returned; any other value than 0 is an error."""
         ...
 
     def warm_up(self, progress: Progress) -> None:
-        """Compiles every program on the list and runs none of them on real data."""
+        """Compile every program on the list and run none of them on real data."""
         ...
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Starts moving blocks, all layers of their group, as one transfer; before any step that is dispatched later.
+        """Start to move blocks, all layers of their group, as one transfer, before any step that is dispatched later.
 
-        Returns before it is done, also where blocks leave for host memory.
+        Returns before the transfer is done, also for moves to host memory.
         """
         ...
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Starts writing an adapter over what a slot held; before any step that is dispatched later."""
+        """Start to overwrite a slot with an adapter, before any step that is dispatched later."""
         ...
 
     def forward(self, inputs: StepInputs) -> Hidden:
-        """Starts the model over a step's tokens; returns before it is done."""
+        """Start the model on a step's tokens; returns before it is done."""
         ...
 
     def sample(self, hidden: Hidden, inputs: SamplingInputs) -> Handle:
-        """Starts sampling from what the last forward leaves; returns before it is done.
+        """Start to sample from the output of the last forward; returns before it is done.
 
         The next forward finds the sampled tokens on the device, see `StepInputs.prev_sampled_rows_t`.
         """
         ...
 
     def tell(self, hidden: Hidden, inputs: TellInputs) -> Callable[[], ToldOutputs]:
-        """Starts telling more of what the last forward leaves than a sample does; returns before it is done.
+        """Start to compute aux outputs of the last forward; returns before they are done.
 
         Returns:
-            what waits for it and brings its results to the host; called once, in the order of dispatch.
+            a function that waits and returns the results in host memory; call it once, in the order of dispatch.
         """
         ...
 
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Handle:
-        """Starts several steps of rows that decode; returns before they are done. The last tokens are as `sample`'s.
+        """Start several decode steps; returns before they are done. The next forward can use the last tokens.
 
-        Row i has token i and no other in each of them, is of Detail.TOKENS, and its block table has room for all. One
-        that samples an id that ends it (BEYOND_TOKENS is none), or that a decode before has ended so, keeps that token:
-        what it gives afterwards is sound and means nothing. No further step is run when all rows have ended.
+        Row i has only token i in each step, is of Detail.TOKENS, and its block table has room for all steps. A row that
+        samples an ending id (BEYOND_TOKENS is padding) keeps that token, as does a row that an earlier decode ended in
+        this way; the row's later samples are finite and undefined. No further step runs when all rows have ended.
         """
         ...
 
     def decode_fed(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> tuple[Handle, MaskFeed]:
-        """Starts several steps as `decode` does, each of which waits for masks before it samples.
+        """Start several steps like `decode`, each of which waits for masks before it samples.
 
-        Only where `Geometry.has_fed_steps`. Until the feed has given the last step its masks, or is closed, nothing may
-        be asked of the executor but what the feed is asked. The mask of a row that has ended changes nothing.
+        Requires `Geometry.has_fed_steps`. Until the last step has its masks or the feed is closed, only the feed may be
+        used, and no other method of the executor. The mask of a row that has ended has no effect.
 
         Args:
-            sampling: its edits count for nothing.
-            num_steps: at most; the feed may say earlier that a step is the last.
+            sampling: its edits are ignored.
+            num_steps: maximum; the feed may declare an earlier step the last.
         """
         ...
 
@@ -142,33 +143,34 @@ class Executor(Protocol[Hidden, Handle]):
         num_rounds: int,
         unseen: Sequence[StepInputs] = (),
     ) -> Handle:
-        """Starts rounds in which a draft model proposes tokens and the model verifies them; returns before it is done.
+        """Start rounds in which a draft model proposes tokens and the model verifies them; do not wait.
 
-        What a row samples is what `decode` would sample, whatever is proposed; only how many tokens it goes on by in a
-        round depends on that, 1 to `Geometry.num_speculative_tokens` + 1 of them. `StepOutputs.speculated` tells of it.
-        The last tokens are as `sample`'s. There is a program for each of `BucketTable.speculates`.
+        A row samples the same tokens as with `decode`. The proposals only affect the number of tokens per round, 1 to
+        `Geometry.num_speculative_tokens` + 1, which `StepOutputs.speculated` reports. The next forward can use the last
+        tokens. There is a program for each of `BucketTable.speculates`.
 
         Args:
-            inputs: as `decode` takes them; no two rows read anything together.
-            sampling: of Detail.TOKENS, without edits, as many rows as a bucket has.
-            ending_token_ids_rx: ids that end each row; it samples nothing behind one.
-            num_left_r: [R] tokens that a row may still sample. Its block tables have room for as many, the last one's
-                keys not counted: nothing is written behind them.
-            num_rounds: at most, up to MAX_NUM_ROUNDS; no further round is run when all rows have ended or used up
-                what they had left.
-            unseen: steps of tokens that the model has computed and the draft has not, in front of what it is to
-                propose. It runs them alone, before the rounds.
+            inputs: as `decode` takes them; no two rows share a run.
+            sampling: of Detail.TOKENS, without edits, with the number of rows of a bucket.
+            ending_token_ids_rx: ids that end each row; it samples nothing after one.
+            num_left_r: [R] tokens that a row may still sample. Its block tables have room for them, except for the keys
+                of
+                the last one: nothing is written after them.
+            num_rounds: maximum, up to MAX_NUM_ROUNDS; no further round runs when all rows have ended or used up
+                num_left_r.
+            unseen: steps of tokens that the model has computed and the draft model has not. The draft model runs them
+                before the rounds.
         """
         ...
 
     def is_done(self, handle: Handle) -> bool:
-        """Whether `collect` would not wait; asks and never waits itself."""
+        """Return True if `collect` would not wait; never waits itself."""
         ...
 
     def collect(self, handle: Handle) -> StepOutputs:
-        """Waits for a step and brings its results to the host."""
+        """Wait for a step and return its results in host memory."""
         ...
 
     def shutdown(self) -> None:
-        """Gives all device memory back. The executor is spent: any further call raises."""
+        """Free all device memory. Any further call raises."""
         ...

@@ -1,17 +1,17 @@
-"""Who runs in the next step, on how many tokens, and who has to make room.
+"""The scheduler: which rows run in the next step, on how many tokens, and which groups are preempted.
 
 scheduler.py       the decision of one step
-queues.py          where groups are: waiting, running, swapped out
-policies.py        who comes first, and who yields to whom
-rows.py            the rows that decode, as arrays that are edited
-editing.py         rows whose logits are changed, and where their tokens are counted
-tells.py           what is asked of a step besides its samples
-told_budget.py     how many tokens of prompts a step may tell of
-cohorts.py         beams of several requests draw in the same steps
-pace.py            as many tokens of prompts as streams can wait for
-lookahead.py       how many decode steps one dispatch has
-preemption.py      how a group leaves: recompute or swap
-schedule.py        one step, decided, and the padded arrays that it becomes
-scheduled.py       what it is made of: rows, drafts behind them, runs that read together
-shared_prefixes.py rows that begin with the same blocks read them once
+queues.py          queues of groups: waiting, running, swapped out
+policies.py        scheduling policies: order of admission and preemption
+rows.py            persistent decode batch: arrays of the decoding rows, updated incrementally
+editing.py         rows with logits processors, and the device slots of their token counts
+tells.py           aux outputs of a step: log-probabilities and hidden states
+told_budget.py     limit of the prompt tokens with aux outputs in a step
+cohorts.py         aligns beam searches of several requests into the same steps
+pace.py            limit of the prefill tokens in a step, for a bound on inter-token latency
+lookahead.py       number of decode steps in one dispatch
+preemption.py      preemption by recompute or swap
+schedule.py        the decided step, and its conversion to padded arrays
+scheduled.py       parts of a step: rows, their drafts, runs of rows that share a prefix
+shared_prefixes.py cascade attention: finds rows with a common prefix, which is read once
 """

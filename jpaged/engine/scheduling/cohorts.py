@@ -1,13 +1,13 @@
-"""Beams of several requests draw in the same steps, whenever these arrived.
+"""Alignment of the beam searches of several requests into the same steps, independent of their arrival.
 
-Beams go on when the host has seen what all of them sampled, so under overlap they run in every second step. Those whose
-prompts lay a step apart would alternate for ever, in twice as many steps:
+A beam search continues when the host has seen the samples of all its beams, so with overlap it runs in every second
+step. Searches whose prompts ran one step apart would alternate forever, in twice the number of steps:
 
     steps     1  2  3  4  5  6           1  2  3  4  5  6
     a         x     x     x              x        x     x        b is ready for step 3 ... and waits for a, once,
-    b            x     x     x              x     x     x        where step 3 would hold nothing but b
+    b            x     x     x              x     x     x        if step 3 would hold only b
 
-A step that holds anything else runs anyway, and takes along whoever is ready.
+A step that holds anything else runs anyway, with every search that is ready.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jpaged.engine.sequence import Group
 
 
 def draw_with_the_next(wanted: Mapping[Group, Shares]) -> bool:
-    """Nothing is wanted but tokens for beams that decode, and others will be ready when the last step is collected.
+    """Return True if only decoding beams are ready and other beams become ready after the in-flight step.
 
-    Then nothing is in flight, so nobody waits twice in a row.
+    After that step nothing is in flight, so no beam waits twice in a row.
 
     Args:
-        wanted: what the sequences of each running group have to compute.
+        wanted: the tokens that the sequences of each running group have to compute.
     """
     is_ready = is_due = False
     for group, shares in wanted.items():
@@ -38,6 +38,6 @@ def draw_with_the_next(wanted: Mapping[Group, Shares]) -> bool:
 
 
 def _goes_on(group: Group) -> bool:
-    """Beams whose tokens are in flight will want more, unless those are their last."""
+    """Return True if a group's beams, whose tokens are in flight, need more tokens after these."""
     sampling = group.request.sampling
     return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_tokens

@@ -1,10 +1,10 @@
-"""Rows whose logits are changed before sampling: their records, and where on the device their tokens are counted.
+"""Logits processors: per-row records, and the device slots in which a sequence's tokens are counted.
 
-    request    biases, penalties, masks      once: `_Constant`
-    step       slot, bad words that may end  each time that the sequence samples
-    slot       taken when the sequence first samples in a row, given back when it loses the row
+    request    biases, penalties, masks      built once: `_Constant`
+    step       slot, bad words that may end  built whenever the sequence samples
+    slot       acquired when the sequence first samples in a row, freed when it loses the row
 
-A slot holds the tokens that the host knows when it is taken; from then on the device counts what it samples there.
+A slot starts with the tokens that the host knows when it is acquired; then the device counts what it samples there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jpaged.types import Request
 
 
 class CountSlots:
-    """Which sequence's tokens are counted in which slot of the device, 1 to so many."""
+    """Allocation of the device's count slots, numbered from 1, to sequences."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots, 0, -1))
@@ -44,16 +44,16 @@ class CountSlots:
         return len(self._slots)
 
     def find(self, sequence: Sequence) -> int | None:
-        """The slot that a sequence has."""
+        """Return the slot of a sequence, or None."""
         return self._slots.get(sequence)
 
     def take(self, sequence: Sequence) -> int:
-        """Gives a sequence a slot; there are as many as rows."""
+        """Allocate a slot to a sequence; the number of slots equals the number of rows."""
         slot = self._slots[sequence] = self._free.pop()
         return slot
 
     def give_back(self, sequence: Sequence) -> None:
-        """A sequence has lost its row; nothing happens where it has no slot."""
+        """Free the slot of a sequence that has lost its row; no-op without a slot."""
         slot = self._slots.pop(sequence, None)
         if slot is not None:
             self._free.append(slot)
@@ -61,12 +61,12 @@ class CountSlots:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """What is the same in each step of a request.
+    """The part of the records that is the same in each step of a request.
 
     Attributes:
-        record: of EDIT_DTYPE, without a slot.
-        singles_x: of SINGLE_DTYPE: biases, and bad words of one token.
-        mask_w: None where all tokens are allowed.
+        record: element of EDIT_DTYPE, without a slot.
+        singles_x: elements of SINGLE_DTYPE: biases, and bad words of one token.
+        mask_w: None if all tokens are allowed.
         phrases: bad words of several tokens.
     """
 
@@ -92,7 +92,10 @@ class _Constant:
         )
 
     def singles(self, token_ids: list[int], *, is_last_known: bool) -> list[tuple[int, int, float]]:
-        """The bad words of several tokens of which all but the last two are what the sequence ends with."""
+        """Return bans of the last token of each bad word whose start, up to the last two tokens, ends the sequence.
+
+        The ban applies after the word's second to last token.
+        """
         before = token_ids[:-1] if is_last_known else token_ids
         return [
             (word[-1], word[-2], -np.inf)
@@ -102,7 +105,7 @@ class _Constant:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> I32:
-    """A mask that has these tokens alone."""
+    """Return a bitmask that allows exactly these tokens."""
     bits = np.zeros(num_mask_words(vocab_size) * MASK_BITS, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -113,10 +116,10 @@ def nothing_left(
 ) -> InvalidArgument | None:
     """Return the error of a request whose own fields forbid every next token; None if one token is left.
 
-    Its grammar is not looked at: `engine/grammars.py` does that.
+    The grammar is not considered: `engine/grammars.py` does that.
 
     Args:
-        token_ids: of one sequence, the prompt included.
+        token_ids: tokens of one sequence, including the prompt.
     """
     sampling, number = request.sampling, len(token_ids) - len(request.prompt_token_ids)
     banned = {word[-1] for word in request.bad_word_ids if _ends_with(token_ids, word[:-1])}
@@ -145,8 +148,8 @@ class EditedRow(NamedTuple):
     """A row that samples.
 
     Attributes:
-        place: of the row in the step.
-        is_last_known: the host knows the sequence's last token; else it is in flight.
+        place: the row in the step.
+        is_last_known: the host knows the sequence's last token; otherwise it is in flight.
     """
 
     place: int
@@ -157,10 +160,10 @@ class EditedRow(NamedTuple):
 
 @dataclass(slots=True)
 class Editing:
-    """Makes the records of each step.
+    """Builds the logits-processor records of each step.
 
     Attributes:
-        slots: where tokens are counted.
+        slots: slots of token counts.
     """
 
     num_slots: int
@@ -172,7 +175,7 @@ class Editing:
         self.slots = CountSlots(self.num_slots)
 
     def inputs(self, rows: list[EditedRow], num_padded: int, *, has_masks: bool = False) -> EditInputs | None:
-        """How the logits of the rows of a step are changed; None where no row's are.
+        """Return the logits-processor inputs of a step; None if no row has any.
 
         Args:
             has_masks: other rows will have masks.
@@ -201,7 +204,7 @@ class Editing:
         return EditInputs(records, singles_rx, mask_rw, tuple(due))
 
     def forget(self, group: Group) -> None:
-        """A request has ended."""
+        """Drop the constants of a request that has ended."""
         self._constants.pop(group, None)
 
     def _constant(self, group: Group) -> _Constant:

@@ -1,12 +1,12 @@
-"""How many decode steps the next dispatch has.
+"""Number of decode steps in the next dispatch (`--num-scheduler-steps`).
 
-    one step a dispatch       | host | step | host | step | host | step |       what the host does for a dispatch
+    one step a dispatch       | host | step | host | step | host | step |       the host's overhead of a dispatch
     several of them           | host | step   step   step |                     is paid once
 
-Who arrives waits for what is dispatched: unless a number is asked for, a dispatch is no longer than that may take. So
-steps of a large model, beside which the host's part is nothing, go one by one. Longer may be one in which no row may
-end, for what that computes behind its end is in vain: where all rows are taken, so that who arrives has to wait for one
-of them anyhow, and where nobody arrives (`NO_NEWCOMERS`).
+A new request waits for the steps already dispatched. Unless a number of steps is configured, the duration of a dispatch
+is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one. The bound
+is higher if no row may end within the dispatch, because no step is wasted, and all rows are taken, so that a new
+request must wait for a row anyway. There is no bound if no row may end and no request arrives (`NO_NEWCOMERS`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ import numpy as np
 from jpaged.engine.executor import DeviceRates, Geometry
 
 NO_NEWCOMERS = -1
-"""A number of steps that is left to time, where rows may end, and to what there can be, where none does."""
+"""Number of steps: chosen by time if rows may end early, the maximum if none may."""
 _LONGEST_S = 0.02
-"""Seconds of a dispatch of several steps; tokens that come that close together are read as one."""
+"""Maximum seconds of a dispatch of several steps; tokens that arrive this close together are read as one."""
 _LONGEST_WITHOUT_ROOM_S = 0.05
-"""The same where who arrives finds no row: tokens come so close together that they are read as a flow."""
+"""The same if no row is free for a new request: tokens arrive close enough to be read as a flow."""
 _NUM_KEPT = 5
 _JUMPING_SHARE, _JUMPING_SHARE_OF_FED = 0.125, 0.5
-"""Rows without a choice, of those that follow grammars, from which jumps save more than several steps at once do; and
-where those are fed, for they cost less (`python -m benchmarks.structured.jumps`)."""
+"""Share of grammar rows with one allowed token above which jumps save more than multi-step dispatches.
+
+The second is for fed steps, which cost less (`python -m benchmarks.structured.jumps`).
+"""
 _NEWEST_SHARE = 0.02
-"""What the newest step counts in that share."""
+"""Weight of the newest step in that share."""
 _SPARE_SHARE = 0.65
-"""The part of a dispatch in which the next one is not decided yet; in the rest of it that is got ready."""
+"""Share of a dispatch during which the next one is not decided yet; the rest is for preparing it."""
 
 
 class _UnderWay(NamedTuple):
@@ -43,11 +45,11 @@ class _UnderWay(NamedTuple):
 
 
 class Lookahead:
-    """Chooses the number of steps, by what the device was timed at and what dispatches of that size have taken since.
+    """Chooses the number of steps, from the times measured at start-up and the recent durations of dispatches.
 
     Args:
-        num_steps: as many as there can be, whatever they take; 0 leaves it to time, and so may NO_NEWCOMERS.
-        bound_s: of the time between two tokens of a stream; 0 is none.
+        num_steps: fixed maximum, independent of time; 0 chooses by time, and NO_NEWCOMERS may.
+        bound_s: bound of the inter-token latency of streams; 0 for no bound.
     """
 
     def __init__(self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry) -> None:
@@ -63,7 +65,7 @@ class Lookahead:
         self._jumping_share = _JUMPING_SHARE_OF_FED if geometry.has_fed_steps else _JUMPING_SHARE
 
     def has_programs(self, geometry: Geometry) -> None:
-        """Notes which sizes there are by now, and of how many steps."""
+        """Update the available sizes and step counts of compiled programs."""
         chosen, most = self._chosen, geometry.max_num_steps
         self._most = min(chosen, most) if chosen > 0 else most
         self._buckets = geometry.buckets
@@ -77,11 +79,12 @@ class Lookahead:
         has_room: bool = True,
         are_bound: bool = False,
     ) -> int:
-        """Steps of a dispatch of so many rows, each of which may make least_left at least, or end before if it may.
+        """Return the steps of a dispatch of `num_rows` rows, each of which can make at least least_left steps.
 
         Args:
-            has_room: there are rows for others.
-            are_bound: some follow grammars: the dispatch is over where a row ends, and has no jumps.
+            may_end: some row may end earlier.
+            has_room: rows are free for other requests.
+            are_bound: some rows follow grammars: the dispatch stops when a row ends, and has no jumps.
         """
         if are_bound:
             if self._forced_share > self._jumping_share:
@@ -99,27 +102,27 @@ class Lookahead:
         return most if step_s * most <= longest_s else max(1, int(longest_s / step_s))
 
     def longest_s(self, *, may_end: bool, has_room: bool) -> float:
-        """Seconds that a dispatch may take which is left to time."""
+        """Return the maximum seconds of a dispatch whose number of steps is chosen by time."""
         return self._longest_s if has_room or may_end else self._longest_without_room_s
 
     def began(self, num_rows: int, num_steps: int, begin_s: float, *, is_masked: bool = False) -> None:
-        """A dispatch is on its way, for which the first thing was done at begin_s; num_rows is 0 unless all decode.
+        """Record a dispatch that the host started to prepare at begin_s; num_rows is 0 unless all rows decode.
 
         Args:
-            is_masked: masks come between its steps, and what comes next is decided with the last.
+            is_masked: masks are made between its steps, and the next step is decided with the last one.
         """
         self._under_way.append(_UnderWay(num_rows, num_steps, begin_s, is_masked))
 
     def cut_short(self, num_steps: int) -> None:
-        """The newest dispatch that is on its way has no more than so many steps."""
+        """Reduce the newest pending dispatch to num_steps steps."""
         self._under_way[-1] = self._under_way[-1]._replace(num_steps=num_steps)
 
     def saw_choices(self, num_rows: int, num_forced: int) -> None:
-        """In a step so many rows followed grammars, and so many of them had no choice."""
+        """Record the number of rows with grammars in a step, and how many of them had one allowed token."""
         self._forced_share += _NEWEST_SHARE * (num_forced / num_rows - self._forced_share)
 
     def ended(self, now_s: float) -> None:
-        """The oldest dispatch that is on its way is here."""
+        """Record the end of the oldest pending dispatch."""
         num_rows, num_steps, begin_s, _ = self._under_way.popleft()
         seconds, self._last_end_s = now_s - max(begin_s, self._last_end_s), now_s
         size = self._buckets.num_decode_rows(num_rows) if num_rows else None
@@ -127,9 +130,9 @@ class Lookahead:
             self._seen_s.setdefault(size, deque(maxlen=_NUM_KEPT)).append(seconds / num_steps)
 
     def spare_s(self, now_s: float) -> float:
-        """Seconds for which the host need not decide what follows the dispatch under way; 0 and less is none.
+        """Return the seconds until the host must decide the step after the dispatch in flight; 0 or less is now.
 
-        Who arrives in them runs right behind it, and not behind another one.
+        A request that arrives in this time runs right after that dispatch.
         """
         if len(self._under_way) != 1:
             return 0.0
@@ -141,6 +144,6 @@ class Lookahead:
         return max(begin_s, self._last_end_s) + _SPARE_SHARE * num_steps * median(seen_s) - now_s
 
     def _timed_s(self, size: int) -> float:
-        """A step as the device was timed at its start; below the least size in proportion."""
+        """Return the step time measured at start-up; below the least size in proportion."""
         sizes, seconds = zip(*self._forward_s, strict=True)
         return float(np.interp(size, sizes, seconds)) * min(1.0, size / sizes[0])

@@ -1,11 +1,11 @@
-"""How many tokens of prompts a step may hold, so that the streams in it get their next token in time.
+"""Limit of the prefill tokens in a step, so that streams in it keep their inter-token latency.
 
-    tokens of a step     8    16    32    64   128       of which 4 rows decode; the bound is 20 ms:
-    takes                5     5     7    12    30 ms    60 tokens of prompts
+    tokens of a step     8    16    32    64   128       4 rows of them decode; the bound is 20 ms:
+    takes                5     5     7    12    30 ms    60 prefill tokens
                                           ^
 
-A step is padded to a bucket, so that any number of tokens in between costs the same, and a bucket is filled. What one
-takes is what the device was timed at when it started, times what steps of that size have taken of it lately.
+Steps are padded to buckets, so every size within a bucket costs the same, and a bucket is filled. The estimated time of
+a step is the one measured at start-up, times the recent ratio of actual to measured time for steps of that size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jpaged.engine.executor import I32, BucketTable, DeviceRates, StepInputs, nu
 from jpaged.engine.sequence import Group
 
 LEAST_TOKENS = 16
-"""Tokens of prompts that a step may hold however long it takes."""
+"""Prefill tokens that a step may always hold."""
 LEAST_SHARE = 0.5
-"""What prompts may always add to a step: so much of what it takes without them."""
+"""Prefill may always add this share of the time that the step takes without it."""
 _NUM_KEPT = 32
 _ONE_IN = 8
 _NUM_STEPS_TRUSTED = 256
@@ -31,14 +31,14 @@ _SHORTEST_S = 1e-9
 
 
 class RanStep(NamedTuple):
-    """What a step was, and what it took.
+    """Size and duration of an executed step.
 
     Attributes:
         num_padded: its tokens, padded to a bucket.
         query_starts, kv_lens: see `StepInputs`; of the rows in use.
-        begin_s: when the first thing was done for it.
-        seconds: from the end of the step before, where that overlapped with it, to its own.
-        num_steps: of its dispatch, each of which takes so long.
+        begin_s: when the host started to prepare it.
+        seconds: time from the later of `begin_s` and the end of the previous step to its end, per step.
+        num_steps: steps of the dispatch.
     """
 
     num_padded: int
@@ -50,7 +50,7 @@ class RanStep(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """See `StepInputs.num_pairs`: counted where it is asked for, as few steps are."""
+        """See `StepInputs.num_pairs`. Computed on access, because few steps need it."""
         return num_pairs(self.query_starts, self.kv_lens)
 
 
@@ -58,10 +58,10 @@ _MAX_RECENT_STEPS = 64
 
 
 class RecentSteps:
-    """The steps that ran lately, until somebody takes them to learn from them; the oldest are dropped.
+    """Recent steps that have not been read by `take`; the oldest are dropped.
 
     Attributes:
-        buckets: the sizes that steps are padded to by now.
+        buckets: the current sizes that steps are padded to.
     """
 
     def __init__(self, buckets: BucketTable) -> None:
@@ -71,35 +71,35 @@ class RecentSteps:
         self._last_end_s = 0.0
 
     def began(self, inputs: StepInputs, buckets: BucketTable, begin_s: float, num_steps: int = 1) -> None:
-        """A dispatch of some steps is on its way, for which the first thing was done at begin_s."""
+        """Record a dispatch of `num_steps` steps that the host started to prepare at begin_s."""
         self.buckets = buckets
         query_starts = inputs.query_starts_s1[: inputs.num_rows + 1].copy()
         kv_lens = inputs.kv_lens_s[: inputs.num_rows].copy()
         self._under_way.append(RanStep(len(inputs.token_ids_t), query_starts, kv_lens, begin_s, num_steps=num_steps))
 
     def cut_short(self, num_steps: int) -> None:
-        """The newest dispatch that is on its way has no more than so many steps."""
+        """Reduce the newest pending dispatch to num_steps steps."""
         self._under_way[-1] = self._under_way[-1]._replace(num_steps=num_steps)
 
     def ended(self, now_s: float) -> None:
-        """The oldest step that is on its way is here."""
+        """Record the end of the oldest pending dispatch."""
         step = self._under_way.popleft()
         self._ran.append(step._replace(seconds=(now_s - max(step.begin_s, self._last_end_s)) / step.num_steps))
         self._last_end_s = now_s
 
     def take(self) -> list[RanStep]:
-        """Those that nobody has taken, in their order."""
+        """Return and clear the recorded steps, in order."""
         ran = list(self._ran)
         self._ran.clear()
         return ran
 
 
 class _Seen:
-    """What steps of one bucket took of what it was timed at; at first as much as is expected.
+    """Ratios of actual to measured time for steps of one bucket; initially the expected ratio.
 
     Attributes:
-        share: what all but one in eight of them stay below.
-        at: when the last of them ran, as the number of all steps.
+        share: the ratio that seven of eight steps do not exceed.
+        at: the number of the last observed step.
     """
 
     def __init__(self, expected: float) -> None:
@@ -117,13 +117,13 @@ class _Seen:
 
 
 class StepTimes:
-    """What a step of a size takes, in seconds; steps that ran correct what the device was timed at.
+    """Estimates the duration of a step by its size, in seconds; executed steps correct the times from start-up.
 
-        took / timed at     1.1  0.9  1.0  7.3  1.0  1.2  1.0  1.1        of those of a bucket, the last 32 are kept;
-                                           ^ one in eight does not count: somebody else had the processor
+        actual / measured   1.1  0.9  1.0  7.3  1.0  1.2  1.0  1.1        the last 32 ratios of a bucket are kept;
+                                           ^ one in eight is ignored: another process had the processor
 
-    A bucket begins as if it were like the nearest that was seen. One that was not seen for long is forgotten, as what
-    made it slow may be over: it is tried again, and the first step says how it goes on.
+    A bucket starts with the ratio of the nearest observed one. A bucket that has not been observed for long is
+    forgotten, because the cause of slow steps may be gone: it is tried again, and its first step sets the ratio.
     """
 
     def __init__(self, rates: DeviceRates) -> None:
@@ -135,20 +135,20 @@ class StepTimes:
         self._num_seen = 0
 
     def seconds(self, num_padded: int, num_pairs: float) -> float:
-        """What a step takes.
+        """Return the estimated duration of a step.
 
         Args:
             num_padded: its tokens, padded to a bucket.
-            num_pairs: (query, key) pairs that attention looks at, over all rows, in one head of one layer.
+            num_pairs: (query, key) pairs that attention computes, over all rows, in one head of one layer.
         """
         return self._share(num_padded) * self._timed_at(num_padded, num_pairs)
 
     def observe(self, num_padded: int, num_pairs: float, seconds: float) -> None:
-        """Notes what a step took; one that took no time, as where no clock runs, says nothing."""
+        """Record the duration of a step; durations of 0, as without a running clock, are ignored."""
         if seconds <= 0:
             return
         share = seconds / self._timed_at(num_padded, num_pairs)
-        if num_padded not in self._seen:  # who is tried again has to do so well at once
+        if num_padded not in self._seen:  # a bucket that is tried again starts with this ratio
             self._seen[num_padded] = _Seen(share if num_padded in self._forgotten else self._share(num_padded))
         self._num_seen += 1
         self._seen[num_padded].add(share, self._num_seen)
@@ -157,13 +157,13 @@ class StepTimes:
             self._forgotten.add(known)
 
     def _timed_at(self, num_padded: int, num_pairs: float) -> float:
-        """By the device's start: straight lines between the sizes that were timed; beyond them in proportion."""
+        """Interpolate the times measured at start-up linearly; beyond the measured sizes, scale in proportion."""
         nearest = min(max(num_padded, self._tokens[0]), self._tokens[-1])
         seconds = float(np.interp(nearest, self._tokens, self._seconds)) * num_padded / nearest
         return seconds + self._pair_s * num_pairs
 
     def _share(self, num_padded: int) -> float:
-        """Took / timed at, of this bucket or else the nearest; the smaller of two that are as near."""
+        """Return the ratio of this bucket or the nearest observed one; the smaller of two equally near ones."""
         if not self._seen:
             return 1.0
         return self._seen[min(self._seen, key=lambda known: max(known, num_padded) / min(known, num_padded))].share
@@ -174,16 +174,16 @@ _LEAST_SIZE = 8
 
 
 class LeastTimes:
-    """What steps took at the least, in seconds, by how many tokens they had.
+    """Lower bounds of step durations, in seconds, by number of tokens.
 
-        dispatches     64  64  64  64  64  64  64  64 │ 512 512 ...      eight in turn of one size are taken together:
-        took            2   2   9   0   2   2   2   2 │                  one that is seen late makes the next look short
+        dispatches     64  64  64  64  64  64  64  64 │ 512 512 ...      eight consecutive ones of a size are averaged:
+        took            2   2   9   0   2   2   2   2 │                  a late observation makes the next look short
 
-    Steps of sizes that were not seen take no less than smaller ones, and smaller ones no less than their part of larger
-    ones. Before eight dispatches of one size have run nothing is known.
+    A size that was not observed takes at least as long as smaller ones, and at least its proportional part of larger
+    ones. Before eight consecutive dispatches of one size have run, the bound is 0.
 
     Args:
-        max_num_tokens: of a step.
+        max_num_tokens: maximum tokens of a step.
     """
 
     def __init__(self, max_num_tokens: int) -> None:
@@ -193,7 +193,7 @@ class LeastTimes:
         self._seconds = self._token_s = self._step_s = 0.0
 
     def observe(self, num_tokens: int, num_steps: int, seconds: float) -> None:
-        """Takes what a dispatch of some steps took from the end of the one before, where that ran until then."""
+        """Record a dispatch; `seconds` starts at the end of the previous one if they overlapped."""
         size = max(_LEAST_SIZE, 1 << (num_tokens - 1).bit_length())
         if size != self._size:
             self._size, self._num_dispatches, self._num_steps, self._seconds = size, 0, 0, 0.0
@@ -213,17 +213,17 @@ class LeastTimes:
                     self._token_s = min(self._token_s, max(self._least_s.values()) / self._max_num_tokens)
 
     def seconds(self, num_tokens: int, num_steps: int) -> float:
-        """The least time of so many tokens of prompts, and then so many steps; 0 where nothing is known."""
+        """Return the minimum time of `num_tokens` prefill tokens and then `num_steps` steps; 0 if unknown."""
         return num_tokens * self._token_s + num_steps * self._step_s
 
 
 class Pace:
-    """Chooses the tokens of prompts in a step beside streams, under a bound of the time between two tokens.
+    """Chooses the prefill tokens of a step under a bound of the inter-token latency of streams.
 
-    The bound holds where the device can keep it: prompts always get a least part, so that they come to their end.
+    The bound is kept if the device is fast enough: prefill always gets a minimum share, so that prompts finish.
 
     Attributes:
-        steps: is told of each step; what ran is looked at when somebody asks.
+        steps: records the steps; they are evaluated when `within` is called.
     """
 
     def __init__(self, bound_s: float, rates: DeviceRates, buckets: BucketTable) -> None:
@@ -234,13 +234,13 @@ class Pace:
     def within(
         self, budget: int, context_lens: Sequence[int], running: Sequence[Group], prefilling: Sequence[Group]
     ) -> int:
-        """Tokens of prompts that fit beside the rows that decode; the whole budget where none of these is streamed.
+        """Return the prefill tokens that fit next to the decoding rows; the whole budget if none of these is streamed.
 
         Args:
-            budget: how many the step has room for.
-            context_lens: tokens of each row that decodes.
-            running: every group that runs.
-            prefilling: those that compute their prompts, the next one first.
+            budget: tokens that the step has room for.
+            context_lens: tokens of each decoding row.
+            running: every running group.
+            prefilling: groups that compute their prompts, the next one first.
         """
         if not any(group.is_streamed and group not in prefilling for group in running):
             return budget
@@ -258,6 +258,6 @@ class Pace:
         return next((size for size in sizes if seconds(size) <= most_s), sizes[-1])
 
     def _sizes(self, budget: int, num_decoding: int) -> list[int]:
-        """Tokens of prompts that fill a bucket, descending from the budget; none is below the least."""
+        """Return numbers of prefill tokens that fill a bucket, descending from the budget, at least LEAST_TOKENS."""
         filling = [size - num_decoding for size in reversed(self.steps.buckets.tokens)]
         return [budget, *(size for size in filling if LEAST_TOKENS <= size < budget)]

@@ -1,8 +1,8 @@
-"""Who comes first: the order in which waiting groups are admitted, and in which running ones yield.
+"""Scheduling policies: the order in which waiting groups are admitted and running groups are preempted.
 
 fcfs       first come, first served
-priority   lower numbers first; a waiting request takes the place of a running one with a higher number
-fair       the tenant that was served least goes first
+priority   lower numbers first; a waiting request preempts a running one with a higher number
+fair       the tenant that has been served least goes first
 """
 
 from __future__ import annotations
@@ -17,47 +17,46 @@ MAX_OVERTAKES = 256
 PROMPT_TOKEN_WEIGHT = 1
 OUTPUT_TOKEN_WEIGHT = 2
 MAX_TENANTS = 4096
-"""Tenants whose counters are kept at least: callers choose the names, so their number has no bound."""
+"""Number of highest counters that are always kept; clients choose tenant names, so their number is unbounded."""
 
 
 class SchedulingPolicy:
-    """Who comes first: the order in which waiting groups are admitted, and in which running ones yield.
+    """Order in which waiting groups are admitted and running groups are preempted.
 
-    First come, first served, where a policy does not say otherwise. It knows groups and what they were served; it holds
-    no queue.
+    The default is first come, first served. A policy knows groups and the service they received; it holds no queue.
     """
 
     def first_waiting(self, waiting: Collection[Group]) -> Group:
-        """The next to be admitted; `waiting` is not empty and in order of arrival."""
+        """Return the next group to admit; `waiting` is not empty and in order of arrival."""
         return next(iter(waiting))
 
     def running_key(self, group: Group) -> tuple[int, ...]:
-        """Running groups are served in this order, and preempted from its end."""
+        """Return the sort key of a running group: groups are served in this order, and preempted from its end."""
         return (group.arrival,)
 
     def yields_to(self, running: Group, waiting: Group) -> bool:
-        """A running group is preempted to admit a waiting one."""
+        """Return True if the running group may be preempted to admit the waiting one."""
         return False
 
     def yielding_to(self, waiting: Group, running: Sequence[Group]) -> Iterator[Group]:
-        """Those of the running groups that yield to a waiting one, from the end of their order."""
+        """Yield the running groups that may be preempted for a waiting one, from the end of their order."""
         return takewhile(lambda group: self.yields_to(group, waiting), reversed(running))
 
     def arrived(self, group: Group, waiting: Collection[Group]) -> None:
-        """Notes a group that waits from now on, beside these."""
+        """Record a group that starts to wait; `waiting` are the waiting groups."""
 
     def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Notes the tokens that a group was given."""
+        """Record the tokens that a group was served."""
 
     def decoded(self, groups: Iterable[Group]) -> None:
-        """Notes an output token for each of these, as `served` does; a group may be named several times."""
+        """Record one output token for each group, as `served` does; a group may occur several times."""
 
 
 class ByPriority(SchedulingPolicy):
-    """Lower numbers first, then first come.
+    """Lower priority numbers first, then first come, first served.
 
-    A waiting request takes the place of a running one with a higher number. Nobody starves: who was overtaken
-    MAX_OVERTAKES times is served as if its number were the lowest.
+    A waiting request preempts a running one with a higher number. No request starves: after it was overtaken
+    MAX_OVERTAKES times, it is served as if its number were the lowest.
     """
 
     def first_waiting(self, waiting: Collection[Group]) -> Group:
@@ -72,12 +71,12 @@ class ByPriority(SchedulingPolicy):
 
 
 class FairByTenant(SchedulingPolicy):
-    """The tenant that was served least goes first.
+    """The tenant that has been served least goes first.
 
-    It is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., 2024): a prompt token
-    counts 1, a generated one 2; a tenant that comes back after a pause begins at the lowest counter of those who
-    waited, so idleness saves nothing up. Of MAX_TENANTS that were served most the counters are kept; the others begin
-    at the highest of theirs.
+    This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., 2024): a prompt
+    token counts 1, a generated one 2. A tenant that returns after a pause starts at the lowest counter of the waiting
+    tenants, so that idle time gives no credit. The MAX_TENANTS highest counters are always kept; unknown tenants
+    start at the highest counter that was dropped.
     """
 
     def __init__(self) -> None:
@@ -110,7 +109,7 @@ class FairByTenant(SchedulingPolicy):
         return self._served.get(tenant, self._forgotten)
 
     def _forget(self, waiting: set[str]) -> None:
-        """Leaves those who wait, and those who were served most."""
+        """Drop the counters of tenants that do not wait and are not among the most served."""
         by_counter = sorted(self._served, key=lambda tenant: self._served[tenant])
         leaving = [tenant for tenant in by_counter[:-MAX_TENANTS] if tenant not in waiting]
         for tenant in leaving:

@@ -1,4 +1,4 @@
-"""Where groups are before they end: waiting, running, swapped out."""
+"""Queues of unfinished groups: waiting, running, swapped out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jpaged.engine.sequence import Group, Status
 
 
 class Queues:
-    """Every group that has not been forgotten, by its status. Each verb moves a group and sets its status.
+    """Every unfinished group, by status. Each method moves a group and sets its status.
 
     Attributes:
-        fetched_for: groups that wait outside the queue while their prefix comes from disk; others go ahead of them.
+        fetched_for: groups that wait outside the queue while their prefix is loaded from disk; others overtake them.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -21,14 +21,14 @@ class Queues:
         self.fetched_for: dict[Group, None] = {}
         self.running: list[Group] = []  # in the policy's order
         self.swapped: list[Group] = []
-        # Running groups that have ended; in a static batch they keep rows and blocks until all of it has.
+        # Running groups that have ended; in a static batch they keep rows and blocks until the whole batch has ended.
         self.ended: list[Group] = []
         self.num_rows = 0
         self._policy = policy
 
     @property
     def num_waiting(self) -> int:
-        """Groups that wait for rows or blocks, wherever they are."""
+        """Number of groups that wait for rows or blocks, with the swapped ones."""
         return len(self.waiting) + len(self.swapped)
 
     @property
@@ -47,7 +47,11 @@ class Queues:
         yield from self.fetched_for
 
     def next_group(self) -> Group | None:
-        """The next group: a swapped one, or a waiting one that was preempted and comes earlier or that it yields to."""
+        """Return the next group: a swapped one, or a waiting one that comes before it.
+
+        A waiting group comes before if it may preempt the swapped one, or was preempted itself and is earlier in the
+        order.
+        """
         waiting = self._policy.first_waiting(self.waiting) if self.waiting else None
         if not self.swapped:
             return waiting
@@ -58,8 +62,8 @@ class Queues:
         return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped
 
     def has_next_within(self, max_num_rows: int) -> bool:
-        """The next group, if there is one, finds so many rows enough; whether it finds blocks is not asked."""
-        if self.num_rows >= max_num_rows:  # a full queue is not looked through
+        """Return True if there is a next group and its rows fit into max_num_rows; blocks are not checked."""
+        if self.num_rows >= max_num_rows:  # a full batch needs no search of the queue
             return False
         group = self.next_group()
         return group is not None and self.num_rows + group.num_rows <= max_num_rows
@@ -69,18 +73,18 @@ class Queues:
         self.waiting[group] = None
 
     def hold(self, group: Group) -> None:
-        """Keeps a group that has just arrived out of the queue until `let_in`."""
+        """Keep a group that has just arrived out of the queue until `let_in`."""
         self.fetched_for[group] = None
 
     def let_in(self, groups: Iterable[Group]) -> None:
-        """Groups that were held wait from now on, each in its place by arrival."""
+        """Move held groups to the waiting queue, each at its place by arrival."""
         for group in groups:
             del self.fetched_for[group]
             self._policy.arrived(group, self.waiting)
             self._insert(group)
 
     def run(self, group: Group) -> None:
-        """A waiting or swapped group gets its rows."""
+        """Start a waiting or swapped group and reserve its rows."""
         if group.status is Status.SWAPPED:
             self.swapped.remove(group)
         else:
@@ -90,17 +94,17 @@ class Queues:
         self.num_rows += group.num_rows
 
     def stop_running(self, group: Group) -> None:
-        """A running group loses its rows; `put_back` or `put_aside` follows."""
+        """Remove a running group and free its rows; `put_back` or `put_aside` follows."""
         self.running.remove(group)
         self.num_rows -= group.num_rows
 
     def put_aside(self, group: Group) -> None:
-        """A group that ran is in host memory now."""
+        """Add a group that was swapped out."""
         group.move_to(Status.SWAPPED)
         self.swapped.append(group)
 
     def put_back(self, group: Group) -> None:
-        """A group that ran waits again, in its place by arrival."""
+        """Return a preempted group to the waiting queue, at its place by arrival."""
         group.move_to(Status.WAITING)
         self._insert(group)
 
@@ -112,7 +116,7 @@ class Queues:
             self.waiting[other] = None
 
     def end(self, group: Group) -> bool:
-        """Ends a group in whatever state it is; True when it ran, and is kept until `forget_ended`."""
+        """Finish a group in any state. Return True if it was running; it is then kept until `forget_ended`."""
         was_running = group.status is Status.RUNNING
         if was_running:
             self.running.remove(group)
@@ -127,7 +131,7 @@ class Queues:
         return was_running
 
     def forget_ended(self) -> list[Group]:
-        """Running groups that have ended lose their rows."""
+        """Remove and return the running groups that have ended, and free their rows."""
         ended, self.ended = self.ended, []
         self.num_rows -= sum(group.num_rows for group in ended)
         return ended

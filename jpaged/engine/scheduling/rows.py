@@ -1,15 +1,15 @@
-"""The rows of sequences that decode, as arrays that are edited: a step adds one to all of them and rebuilds none.
+"""Persistent decode batch: arrays of the decoding rows. A step adds one to all of them and rebuilds none.
 
     sequences      s0   s1   s2   s3      a place each, from 0 and without a hole
     starts         40   17   64   31      every step adds one
     block tables   [.]  [.]  [.]  [.]     written when a row has filled its last block: s2
     sampling       {.}  {.}  {.}  {.}     written when a row enters
 
-    enter    a sequence that has just been given one token, in a block of its own
-    leave    it ended, was preempted, or its last token is in flight; the last of the rows takes its place
+    enter    a sequence that has just been given one token, in a block that it does not share
+    leave    it ended, was preempted, or its last token is in flight; the last row moves to its place
 
-All of it is known from the sequences as well, which stay the truth, and `check` compares. Not in here are beams, which
-are chosen anew at every step, and sequences that may not end yet or whose logits are changed.
+All values can be derived from the sequences, which are the source of truth; `check` compares them. Excluded are beams,
+which are chosen at every step, sequences below min_tokens, and rows with logits processors.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ def _none() -> I32:
 
 @dataclass(slots=True)
 class Decodes:
-    """The rows of one step that decode: one token in, one sampled.
+    """The decoding rows of one step: one token in, one sampled.
 
     Attributes:
         starts_s: tokens computed before the step, which is the position of the input.
-        are_last_s: what is sampled is the sequence's last token.
-        token_ids: the inputs; empty where they are in flight.
-        prev_rows: the rows of the step before that sampled the inputs; empty where the host knows them.
-        block_tables_gsm, sampling_s: views, good until the rows are edited.
-        adapters_s: a view; the adapter slot of each.
-        is_random_s: who samples at random.
-        are_bound_s: whose text follows a grammar.
+        are_last_s: the sampled token is the sequence's last one.
+        token_ids: the inputs; empty if they are in flight.
+        prev_rows: the rows of the previous step that sampled the inputs; empty if the host knows them.
+        block_tables_gsm, sampling_s: views, valid until the rows are changed.
+        adapters_s: a view; the adapter slot of each row.
+        is_random_s: rows that sample at random.
+        are_bound_s: rows whose text follows a grammar.
         known: places whose token is known before it is sampled.
-        detail: what the row that wants most is told.
-        ending_ids_sx: a view; what ends each row, as `Executor.decode` takes it.
-        num_steps: decode steps of the dispatch; above 1 there are no other rows.
-        num_rounds: of a draft model, in place of steps; above 0 there are no other rows.
-        num_left_s: tokens that each may sample in those rounds, for which it has blocks; empty without.
-        is_in_turn: those steps are started one after another, for masks come between them.
-        is_fed: masks come between them while they are under way.
+        detail: the highest output detail of any row.
+        ending_ids_sx: a view; the stop tokens of each row, as `Executor.decode` takes them.
+        num_steps: decode steps of the dispatch; if above 1, there are no other rows.
+        num_rounds: draft-model rounds in place of steps; if above 0, there are no other rows.
+        num_left_s: tokens that each row has blocks for and may sample in those rounds; empty without rounds.
+        is_in_turn: the steps are dispatched one by one, with masks between them.
+        is_fed: masks are sent while the steps are in flight.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -89,25 +89,25 @@ class Decodes:
 
     @property
     def are_masked(self) -> bool:
-        """Whether masks come between several steps: how many are made shows on the way."""
+        """True if masks are made between several steps; the number of steps is then known only at the end."""
         return self.is_in_turn or self.is_fed
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def cut_short(self, num_steps: int) -> None:
-        """The dispatch has no more than so many steps, which are fewer than it was to have."""
+        """Reduce the dispatch to fewer steps than planned."""
         self.num_steps = num_steps
         self.are_last_s[:] = False
 
 
 class Ahead(NamedTuple):
-    """What is known of the steps that rows make next.
+    """Limits of the next steps of the rows.
 
     Attributes:
-        least_left: steps that every row may make before one has all its tokens, or begins again; 0 without rows.
-        go_singly: some row is told of more than tokens.
-        are_bound: some row follows a grammar, which is asked at every step.
+        least_left: steps until the first row has all its tokens or must be recomputed; 0 without rows.
+        go_singly: some row needs more output than tokens.
+        are_bound: some row follows a grammar, which is evaluated at every step.
         may_end: some row may end before it has all its tokens.
     """
 
@@ -118,16 +118,17 @@ class Ahead(NamedTuple):
 
 
 class DecodingRows:
-    """Edits the rows, for the scheduler alone, which tells it of all that happens to their sequences.
+    """Maintains the decoding rows, for the scheduler alone, which reports every change of their sequences.
 
     Attributes:
-        editing: of rows that are not in here but on the device.
-        told: of prompts that are told of.
+        editing: logits processors of rows that are not in this batch.
+        told: limit of the prompt tokens with aux outputs.
         settled: groups all of whose live sequences have rows here.
-        outgrowing: how far sequences may go before they begin again; None where keys serve at any length.
+        outgrowing: how far sequences may grow before they are recomputed (LongRoPE); None if keys stay valid at any
+            length.
 
     Args:
-        eos_token_ids: the model's.
+        eos_token_ids: EOS tokens of the model.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class DecodingRows:
         most = geometry.max_num_seqs
         self._starts_s = np.zeros(most, np.int32)
         self._prompt_lens_s = np.zeros(most, np.int32)
-        self._num_left_s = np.zeros(most, np.int32)  # steps that may be made still
+        self._num_left_s = np.zeros(most, np.int32)  # steps until max_tokens or a recompute
         self._block_tables_gsm = np.zeros((len(geometry.windows), most, geometry.max_blocks_per_seq), np.int32)
         self._adapters_s = np.zeros(most, np.int32)
         self._sampling = SamplingInputs.neutral(most)
@@ -165,16 +166,16 @@ class DecodingRows:
 
     @property
     def lens_s(self) -> I32:
-        """Tokens computed of each, once every dispatched step has run."""
+        """Number of computed tokens of each row, once every dispatched step has run."""
         return self._starts_s[: len(self._sequences)]
 
     def others(self, groups: Iterable[Group]) -> list[Sequence]:
-        """The sequences of some groups that have no rows here."""
+        """Return the sequences of some groups that have no rows here."""
         rest = [group for group in groups if group not in self.settled]
         return [sequence for group in rest for sequence in group.sequences if sequence not in self._places]
 
     def enter(self, entrants: list[tuple[Group, Sequence]]) -> None:
-        """Gives rows to sequences that have none, each of which has written its last token in a block of its own."""
+        """Add rows for sequences, each of which has written its last token to a block that it does not share."""
         random = []
         for group, sequence in entrants:
             place, params = len(self._sequences), group.request.sampling
@@ -203,7 +204,7 @@ class DecodingRows:
             self._judge(group)
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes a sequence's row, if it has one, and its slot; the last of the rows moves to its place."""
+        """Remove a sequence's row, if it has one, and free its count slot; the last row moves to its place."""
         self.editing.slots.give_back(sequence)
         place = self._places.pop(sequence, None)
         if place is None:
@@ -219,27 +220,27 @@ class DecodingRows:
         self._judge(group)
 
     def clear(self) -> None:
-        """Takes every row."""
+        """Remove every row."""
         self.settled.clear()
         self._places.clear()
         self._sequences.clear()
         self._groups.clear()
 
     def spent(self) -> list[Sequence]:
-        """Those whose last token is in flight, or that have to begin again."""
+        """Return the sequences whose last token is in flight, or that must be recomputed."""
         return self._where(self._num_left_s[: len(self._sequences)] <= 0)
 
     def due(self, num_steps: int = 1) -> list[Sequence]:
-        """Those whose blocks have no place yet for what they write in the next steps."""
+        """Return the sequences that need new blocks for the next `num_steps` steps."""
         return self._where(-self.lens_s % self._block_size < num_steps)
 
     def left(self, most: int) -> list[tuple[Sequence, int]]:
-        """Each, and the steps that it may make before it has all its tokens, or begins again; `most` is enough."""
+        """Return each sequence with its steps until it has all its tokens or is recomputed, capped at `most`."""
         return list(zip(self._sequences, np.minimum(self._num_left_s[: len(self)], most).tolist(), strict=True))
 
     @property
     def ahead(self) -> Ahead:
-        """What is known of the steps that come next."""
+        """Limits of the next steps."""
         num_rows = len(self)
         return Ahead(
             least_left=int(self._num_left_s[:num_rows].min()) if self else 0,
@@ -249,10 +250,10 @@ class DecodingRows:
         )
 
     def grown(self, sequence: Sequence, num_accepted: int = 0) -> None:
-        """A sequence has other blocks than before: it has got some, or its windows have moved on, or it had a draft.
+        """Update the row of a sequence whose block tables have changed, or which had a draft.
 
         Args:
-            num_accepted: tokens of the draft, by which it is further than the step took it.
+            num_accepted: accepted draft tokens, by which it is ahead of the step.
         """
         place = self._places[sequence]
         self._starts_s[place] += num_accepted
@@ -260,17 +261,18 @@ class DecodingRows:
         self._block_tables_gsm[:, place] = sequence.kv.ids_gm
 
     def group_of(self, sequence: Sequence) -> Group:
-        """The group of a sequence that has a row."""
+        """Return the group of a sequence that has a row."""
         return self._groups[self._places[sequence]]
 
     def take(self, num_steps: int = 1, rounds: tuple[int, list[int]] | None = None) -> Decodes:
-        """Every row as it goes into the next dispatch, and advances all of them past its steps.
+        """Return every row as input of the next dispatch, and advance all of them past its steps.
 
         Args:
-            rounds: in place of steps, as many, and the tokens that each row may sample in them; it surely samples one.
+            rounds: number of draft-model rounds in place of steps, and the tokens that each row may sample in them; a
+                row samples at least one.
         """
         num_rows, sequences = len(self._sequences), list(self._sequences)
-        # Each was in the step before, and in no other since: the tokens of all of them are in flight, or of none.
+        # Each row was in the previous step and in no later one, so the tokens of all rows are in flight, or of none.
         are_masked = num_steps > 1 and bool(self._are_bound_s[:num_rows].any())
         is_in_flight = num_rows > 0 and sequences[0].num_in_flight_tokens > 0
         decodes = Decodes(
@@ -300,14 +302,14 @@ class DecodingRows:
         return decodes
 
     def go_back(self, num_steps: int) -> None:
-        """So many steps, the last of those that they were taken for, are not made."""
+        """Undo the last `num_steps` steps of the last dispatch, which are not executed."""
         num_rows = len(self._sequences)
         self._starts_s[:num_rows] -= num_steps
         self._num_left_s[:num_rows] += num_steps
         not_dispatched_each(self._sequences, num_steps)
 
     def check(self) -> None:
-        """Raises InternalError where a row is not what its sequence says."""
+        """Raise InternalError if a row differs from its sequence."""
         for place, (sequence, group) in enumerate(zip(self._sequences, self._groups, strict=True)):
             kept = self._starts_s[place], self._num_left_s[place], self._places[sequence]
             num_left = _num_left(group, sequence, self.outgrowing)
@@ -346,7 +348,7 @@ class DecodingRows:
 
 
 def settle(sequence: Sequence, memory: KVMemory) -> None:
-    """Makes known what a running sequence has filled, and takes back what nobody sees of it any more."""
+    """Register the full blocks of a running sequence in the prefix cache, and free those outside its windows."""
     if memory.prefixes is not None:
         memory.prefixes.register_full_blocks(sequence)
     if memory.windows is not None:

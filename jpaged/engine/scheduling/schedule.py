@@ -1,4 +1,4 @@
-"""One step, decided: its rows, what has to be moved before they run, and the padded numpy arrays that they become."""
+"""The scheduler's decision for one step: rows and block moves, and their conversion to padded numpy arrays."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from jpaged.structured import GrammarState
 
 @dataclass(slots=True)
 class Schedule:
-    """What to dispatch, and who left for it.
+    """The rows to dispatch, and the groups admitted and preempted for them.
 
     Attributes:
-        decodes: the rows that come first: one token each, as they were in the step before.
-        rows: the others, in the order in which they were entered.
-        order: the place of each row among all that were entered, in the device's order; empty where that is the same.
-        runs: cover the rows in their order; none where no two rows read anything together.
-        drafts: what is proposed, in rows behind the others; the results of such a step are waited for.
+        decodes: the rows of the persistent decode batch, which come first: one token each.
+        rows: the other rows, in the order in which they were added.
+        order: for each device row its index in the order of addition; empty if the orders are equal.
+        runs: runs of rows, covering all rows in device order; empty if no two rows share a prefix.
+        drafts: draft tokens, in rows after the others; the host waits for the results of such a step.
     """
 
     decodes: Decodes = field(default_factory=Decodes)
@@ -65,20 +65,20 @@ class Schedule:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequence of each row, as they were entered."""
+        """The sequence of each row, in the order of addition."""
         return [*self.decodes.sequences, *(row.sequence for row in self.rows)]
 
     def decode(self, decodes: Decodes) -> None:
-        """Enters the rows that come first."""
+        """Set the rows of the persistent decode batch, which come first."""
         self.decodes = decodes
 
     def add_row(
         self, group: Group, sequence: Sequence, num_tokens: int, *, sample_row: int | None = None
     ) -> ScheduledRow:
-        """Enters the next tokens of a sequence, and advances it past the step.
+        """Add the next tokens of a sequence, and advance it past the step.
 
         Args:
-            sample_row: where the last token is that is sampled from; None is the row itself.
+            sample_row: row whose last token the sample reads; None for the row itself.
         """
         place, start = self.num_rows, sequence.num_computed_tokens
         samples_token = start + num_tokens == sequence.num_tokens
@@ -101,7 +101,7 @@ class Schedule:
     def add_draft(
         self, group: Group, sequence: Sequence, place: int, token_ids: list[int], states: list[GrammarState | None]
     ) -> None:
-        """Enters proposals, each with a row, and where the grammar is behind it; the sequence stays as it is."""
+        """Add a row for each draft token, with the grammar state after it; the sequence is not changed."""
         start, first = sequence.num_computed_tokens, self.num_rows
         for number, (token_id, state) in enumerate(zip(token_ids, states, strict=True)):
             row = ScheduledRow(
@@ -121,7 +121,7 @@ class Schedule:
         self.num_tokens += len(token_ids)
 
     def rerun(self, group: Group, sequence: Sequence, start: int, num_tokens: int) -> None:
-        """Enters tokens of a sequence that have gone through the model; the sequence stays as it is."""
+        """Add a row that computes tokens again; the sequence is not changed."""
         row = ScheduledRow(
             group=group,
             sequence=sequence,
@@ -135,23 +135,23 @@ class Schedule:
         self.rows.append(row)
 
     def recomputes(self, num_tokens: int) -> None:
-        """Counts tokens that run again: of a preempted group, or of one that has outgrown its keys."""
+        """Count tokens that are recomputed: of a preempted group, or of one past its LongRoPE length."""
         self.num_recomputed_tokens += num_tokens
 
     def close(self) -> None:
-        """Every row is there, but for those of drafts."""
+        """Complete the rows; only those of drafts may follow."""
         self.num_tokens = len(self.decodes) + sum(row.num_tokens for row in self.rows)
 
     def move_first(self, ops: MemoryOps) -> None:
-        """These moves come before its rows."""
+        """Set the block moves that run before the rows."""
         self.ops = ops
 
     def share(self, runs: list[SharedPrefixGroup]) -> None:
-        """Has neighbouring rows read the beginnings of their contexts together."""
+        """Set the runs of neighboring rows that read a common prefix together."""
         self.runs = runs
 
     def reorder(self, order: list[int]) -> None:
-        """Gives the device the rows in another order, `order[new] = place entered`."""
+        """Reorder the rows on the device: `order[new] = index of addition`."""
         self.order = order
         num_decodes = len(self.decodes)
         for new, place in enumerate(order):
@@ -162,27 +162,27 @@ class Schedule:
 
     @property
     def device_rows(self) -> list[int]:
-        """Where the device has each row, as they were entered."""
+        """The device row of each row, in the order of addition."""
         return np.argsort(self.order).tolist() if self.order else list(range(self.num_rows))
 
     def entered(self, place: int) -> ScheduledRow:
-        """A row besides those that decode as they did in the step before, by the place where it was entered."""
+        """Return the row added at an index that is not in the persistent decode batch."""
         return self.rows[place - len(self.decodes)]
 
     def num_usable(self, draft: Draft) -> int:
-        """How many of a draft's tokens may be accepted: up to the first behind which nothing can be sampled."""
+        """Return how many of a draft's tokens may be accepted: those before the first one that allows no next token."""
         rows = map(self.entered, draft.rows)
         return next((number for number, row in enumerate(rows) if not row.is_usable), len(draft.rows))
 
     def know_token(self, place: int) -> None:
-        """The token of the row that was entered there is known before it is sampled: its sample is nobody's."""
+        """Mark the next token of a row as known, so that the row's sample is discarded."""
         if place < len(self.decodes):
             self.decodes.known.add(place)
         else:
             self.entered(place).samples_for_nobody()
 
     def row_at(self, row: int, step: int = 0) -> ScheduledRow:
-        """What the device has in a row, in one of the steps."""
+        """Return the row at a device index, in one of the steps of the dispatch."""
         place, decodes = self.order[row] if self.order else row, self.decodes
         if place >= len(decodes):
             return self.rows[place - len(decodes)]
@@ -199,10 +199,10 @@ class Schedule:
         )
 
     def live_tokens(self, step: int = 0) -> tuple[Sampled, Sampled]:
-        """Who samples a token and has not ended since: sequences that go on with it, and beams that are chosen from.
+        """Return the rows that sampled a token and have not ended since: plain sequences, and beams to choose from.
 
         Args:
-            step: of the dispatch.
+            step: index in the dispatch.
         """
         decodes, is_last_step = self.decodes, step + 1 == self.num_steps
         live = [place for place, one in enumerate(decodes.sequences) if one.status is not Status.FINISHED]
@@ -225,14 +225,14 @@ class Schedule:
         return tokens, beams
 
     def told_tokens(self) -> Iterator[tuple[int, ScheduledRow, int]]:
-        """Each token of a prompt that is told of, in the device's order: row of the device, row, and position."""
+        """Yield each prompt token with aux outputs in device order: device row, row, and position."""
         for row in range(self.num_rows) if any(row.told for row in self.rows) else ():
             one = self.row_at(row)
             yield from ((row, one, position) for position in one.told)
 
     @property
     def num_tokens_shared(self) -> int:
-        """Tokens of context that are not read again, because another row of a run has read them."""
+        """Context tokens that are not read again, because another row of the run has read them."""
         return sum((run.num_rows - 1) * run.num_tokens for run in self.runs)
 
 
@@ -240,15 +240,15 @@ _KNOWN = -1
 
 
 def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
-    """Packs the rows of a schedule in the device's order; every field is described at `StepInputs`.
+    """Pack the rows of a schedule in device order; the fields are described at `StepInputs`.
 
         rows      r0 (3 tokens)   r1 (1)   r2 (4)            then empty rows up to max_num_seqs
         tokens    a0 a1 a2        b7       c0 c1 c2 c3  0 0  packed, padded to a bucket
         slots     block * block_size + offset of each, in each KV group; the null block's slot 0 for padding
         starts    0  3  4  8 8 8 ...
 
-    Rows that decode come as columns. Values of the others are gathered in lists and written a column at a time: one
-    write into an array costs as much as ten into a list.
+    Decoding rows are columns already. The values of the other rows are gathered in lists and written one column at a
+    time: one write into an array costs as much time as ten into a list.
     """
     block_size, max_rows = geometry.block_size, geometry.max_num_seqs
     num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
@@ -293,7 +293,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
 
 
 def build_ending_ids(schedule: Schedule, num_padded: int) -> I32:
-    """What ends each row of a dispatch of several steps or rounds, as `Executor.decode` takes it."""
+    """Return the stop token ids of each row of a dispatch of several steps or rounds, for `Executor.decode`."""
     ending_ids_rx = np.full((num_padded, BANNED_WIDTH), BEYOND_TOKENS, np.int32)
     ending_ids_sx = schedule.decodes.ending_ids_sx
     ending_ids_rx[: schedule.num_rows] = ending_ids_sx[schedule.order] if schedule.order else ending_ids_sx
@@ -301,14 +301,14 @@ def build_ending_ids(schedule: Schedule, num_padded: int) -> I32:
 
 
 def build_num_left(schedule: Schedule, num_padded: int) -> I32:
-    """What each row may sample in rounds, as `Executor.speculate` takes it."""
+    """Return the number of tokens that each row may sample in rounds, for `Executor.speculate`."""
     return _padded(schedule.decodes.num_left_s, num_padded)
 
 
 def build_sampling_inputs(
     schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int], editing: Editing
 ) -> SamplingInputs:
-    """How the rows of a schedule are sampled, in the device's order."""
+    """Return the sampling parameters of the rows of a schedule, in device order."""
     decodes, num_rows = schedule.decodes, schedule.num_rows
     sampled = [
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
@@ -336,7 +336,7 @@ def build_sampling_inputs(
 
 
 def _num_padded_rows(schedule: Schedule, buckets: BucketTable) -> int | None:
-    """Rows of the program of several steps, or of rounds, that a dispatch runs; None where it is of single steps."""
+    """Return the padded rows of a multi-step or draft-model program; None for a dispatch of single steps."""
     if schedule.decodes.num_rounds:
         return buckets.num_speculate_rows(schedule.num_rows)
     is_one_program = schedule.num_steps > 1 and not schedule.decodes.is_in_turn
@@ -344,7 +344,7 @@ def _num_padded_rows(schedule: Schedule, buckets: BucketTable) -> int | None:
 
 
 class _Columns(NamedTuple):
-    """Numbers of each row, in the device's order; `prev_rows` is _KNOWN where the host knows the input."""
+    """Columns of all rows, in device order; `prev_rows` is _KNOWN if the host knows the input."""
 
     starts: I32
     lens: I32
@@ -358,7 +358,7 @@ def _columns(schedule: Schedule) -> _Columns:
     columns = _Columns(
         _column(decodes.starts_s, [row.start for row in rows]),
         _column(np.ones(num_decodes, np.int32), [row.num_tokens for row in rows]),
-        _column(decodes.prompt_lens_s, [row.sequence.rope_len for row in rows]),  # who decodes is longer than either
+        _column(decodes.prompt_lens_s, [row.sequence.rope_len for row in rows]),  # decoding rows are longer than both
         _column(
             decodes.prev_rows or np.full(num_decodes, _KNOWN, np.int32),
             [_KNOWN if row.prev_sampled_row is None else row.prev_sampled_row for row in rows],
@@ -373,13 +373,13 @@ def _columns(schedule: Schedule) -> _Columns:
 
 
 def _told_tokens(schedule: Schedule, geometry: Geometry, starts: I32) -> I32:
-    """Where the tokens are that are told of, in the order of `Schedule.told_tokens`."""
+    """Return the packed indices of the tokens with aux outputs, in the order of `Schedule.told_tokens`."""
     places = [starts.item(row) + position - one.start for row, one, position in schedule.told_tokens()]
     return _padded(places, geometry.num_told)
 
 
 def _adapters(schedule: Schedule, geometry: Geometry, rows_t: NDArray[np.int64], num_padded: int) -> I32:
-    """The adapter slot of each token, whose rows are told."""
+    """Return the adapter slot of each token, given the row of each token."""
     adapters_t = np.zeros(num_padded, np.int32)
     if geometry.max_loras:
         slots = _column(schedule.decodes.adapters_s, [row.group.adapter_slot for row in schedule.rows])
@@ -402,7 +402,7 @@ def _block_tables(schedule: Schedule, geometry: Geometry) -> I32:
 
 
 def _runs(schedule: Schedule, max_rows: int) -> tuple[I32, I32]:
-    """What each row shares with its run, and where the runs begin."""
+    """Return the tokens that each row shares with its run, and the starts of the runs."""
     kv_begins_s = np.zeros(max_rows, np.int32)
     run_starts_s1 = np.full(max_rows + 1, schedule.num_rows, np.int32)
     begin = 0
@@ -414,7 +414,7 @@ def _runs(schedule: Schedule, max_rows: int) -> tuple[I32, I32]:
 
 
 def _known_tokens(schedule: Schedule) -> list[int]:
-    """The packed tokens, 0 where one is in flight."""
+    """Return the packed tokens, with 0 for a token in flight."""
     token_ids = schedule.decodes.token_ids or [0] * len(schedule.decodes)
     if not schedule.order:
         return [*token_ids, *(token_id for row in schedule.rows for token_id in _tokens(row))]

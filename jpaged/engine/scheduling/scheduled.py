@@ -1,4 +1,4 @@
-"""What a step is made of: rows, drafts behind them, runs that read together; and which of them sampled."""
+"""Parts of a step: rows, their drafts, runs of rows that share a prefix; and the rows that sampled."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from jpaged.structured import GrammarState
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """A sequence's part in a step: tokens start to start + num_tokens of it go through the model.
+    """A sequence's part in a step: its tokens start to start + num_tokens go through the model.
 
-    A sequence that has just been forked has a row of no tokens: its first token comes of what its leader computed.
+    A sequence that has just been forked has a row without tokens: its first token is sampled from the leader's row.
 
     Attributes:
         samples_token: the step samples the sequence's next token in this row.
-        sample_row: the row whose last token the sample reads; the row itself, but for a fresh fork.
-        prev_sampled_row: the last input token is in flight: it is what the step before sampled in this row. None when
+        sample_row: the row whose last token the sample reads; differs from the row itself only for a fresh fork.
+        prev_sampled_row: the row of the previous step that sampled the last input token, which is in flight. None if
             the host knows it.
-        output_index: which output token of the sequence is sampled; 0 is the first.
-        told: positions of its tokens that are told of.
-        proposed: the input token, which is not the sequence's yet: what is sampled is the sequence's if that was drawn.
-        grammar: where its text is then; None without one.
-        is_usable: a token that is sampled behind a proposal may be the sequence's.
+        output_index: index of the sampled output token; 0 is the first.
+        told: prompt positions with aux outputs.
+        proposed: the draft token that is the input; the row's sample counts only if that token is accepted.
+        grammar: grammar state after the draft token; None without a grammar.
+        is_usable: a token sampled after the draft token may be accepted.
     """
 
     group: Group
@@ -40,21 +40,21 @@ class ScheduledRow:
     is_usable: bool = True
 
     def samples_for_nobody(self) -> None:
-        """Its token is known before it is sampled."""
+        """Mark the next token as known, so that the sample is discarded."""
         self.samples_token = False
 
     def cannot_sample(self) -> None:
-        """Nothing may come behind what is proposed."""
+        """Mark that no token is allowed after the draft token."""
         self.is_usable = False
 
 
 @dataclass(slots=True)
 class Draft:
-    """Tokens that are proposed behind the row of a sequence, each in a row of its own; see `drafts.py`.
+    """Draft tokens after the row of a sequence, each in a separate row; see `drafts.py`.
 
     Attributes:
-        place: of the sequence's row, as it was entered.
-        rows: places of the others.
+        place: index of the sequence's row, in the order of addition.
+        rows: indices of the draft rows.
     """
 
     group: Group
@@ -66,11 +66,11 @@ class Draft:
 
 @dataclass(slots=True)
 class Sampled:
-    """Rows that sampled a token, a column a field.
+    """Columns of the rows that sampled a token.
 
     Attributes:
-        rows: of the device.
-        are_last: the sequence has as many tokens with it as it may have.
+        rows: device rows.
+        are_last: the sequence reaches max_tokens with this token.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -79,18 +79,18 @@ class Sampled:
     are_last: list[bool] = field(default_factory=list)
 
     def add(self, place: int, row: ScheduledRow) -> None:
-        """Enters a row that is at a place."""
+        """Add a row with its index."""
         self.rows.append(place)
         self.groups.append(row.group)
         self.sequences.append(row.sequence)
         self.are_last.append(row.output_index + 1 >= row.group.request.sampling.max_tokens)
 
     def move(self, new_places: dict[int, int]) -> None:
-        """The device has the rows in other places."""
+        """Map the rows to their places on the device."""
         self.rows = [new_places[place] for place in self.rows]
 
     def by_group(self) -> dict[Group, dict[Sequence, int]]:
-        """The row of each sequence of each group."""
+        """Return the row of each sequence of each group."""
         rows: dict[Group, dict[Sequence, int]] = {}
         for row, group, sequence in zip(self.rows, self.groups, self.sequences, strict=True):
             rows.setdefault(group, {})[sequence] = row
@@ -99,16 +99,16 @@ class Sampled:
 
 @dataclass(slots=True)
 class SharedPrefixGroup:
-    """Neighbouring rows that read the first tokens of their contexts together.
+    """Run of neighboring rows that read the first tokens of their contexts together.
 
     Attributes:
-        num_rows: of the run.
-        num_tokens: full blocks that begin every one of their tables; 0 where rows share nothing.
+        num_rows: rows of the run.
+        num_tokens: tokens of the full blocks that all their tables start with; 0 if the rows share nothing.
     """
 
     num_rows: int
     num_tokens: int
 
     def add_row(self) -> None:
-        """The next row reads with these."""
+        """Extend the run by the next row."""
         self.num_rows += 1

@@ -1,12 +1,12 @@
-"""Who runs in the next step, on how many tokens, and who has to make room.
+"""Scheduler: chooses the rows of the next step, their tokens, and the groups to preempt.
 
-    running  [ g1  g2  g3 ]   in the policy's order; every decoding row gets its token first, prompts share what is left
-                       ^      of max_num_batched_tokens; when blocks run out the last of the order is preempted
-    swapped  [ g4 ]           comes back first, by the policy's order; while one is out no new group is admitted
-    waiting  [ g5  g6 ... ]   admitted while the whole prompt finds free blocks; a group that is to be recomputed waits
-                              here in its place by arrival
+    running  [ g1  g2  g3 ]   in the policy's order; every decoding row gets its token first, prompts share the rest
+                       ^      of max_num_batched_tokens; when blocks run out, the last group is preempted
+    swapped  [ g4 ]           resumed first, in the policy's order; while one is out, no new group is admitted
+    waiting  [ g5  g6 ... ]   admitted if the whole prompt finds free blocks; a group that is to be recomputed waits
+                              here at its place by arrival
 
-Policy only: it asks the memory for blocks and knows no arrays, no device and no text.
+Policy only: it allocates blocks from the memory and knows no arrays, no device and no text.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from jpaged.engine.speculation.rounds.rows import RoundRows
 
 
 class Scheduler:
-    """Decides each step, and is the only one that asks for blocks.
+    """Decides each step. No other class allocates blocks for rows.
 
     Attributes:
-        max_num_seqs: rows of a step.
-        pace: bounds what prompts add to the steps of streams, and is told of each step; None without a bound.
-        least_times: what steps take at the least; is told of each dispatch.
-        is_in_order: nobody is admitted before who waited longer.
-        rows: those that decode, which every step takes as they are.
-        lookahead: chooses how many steps of them go in one dispatch, and is told of each.
-        drafts: enters what is proposed behind rows that decode.
-        rounds: enters rows that decode for rounds of a draft model.
-        adapters: where on the device those of running groups are.
+        max_num_seqs: maximum rows of a step.
+        pace: limits prefill tokens for the latency of streams, and observes each step; None without a bound.
+        least_times: minimum step times; observes each dispatch.
+        is_in_order: groups are admitted in the order of arrival.
+        rows: the persistent decode batch.
+        lookahead: chooses the number of steps of a dispatch, and observes each dispatch.
+        drafts: adds rows for draft tokens.
+        rounds: adds decoding rows for draft-model rounds.
+        adapters: LoRA slots of running groups.
 
     Args:
-        eos_token_ids: the model's.
-        outgrown_len: tokens beyond which all keys of a sequence are computed again; None is never.
+        eos_token_ids: EOS tokens of the model.
+        outgrown_len: tokens beyond which all keys of a sequence are recomputed (LongRoPE); None for never.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Scheduler:
         self.adapters = AdapterSlots(geometry.max_loras)
 
     def schedule(self, proposals: Proposals | None = None, num_rounds: int = 0) -> Schedule:
-        """Decides the next step and enters it into the sequences: what it returns must be dispatched.
+        """Decide the next step and advance the sequences: the returned schedule must be dispatched.
 
         Args:
-            proposals: for sequences that decode, of which no token is in flight.
-            num_rounds: of a draft model, where all rows decode, of which no token is in flight.
+            proposals: draft tokens of decoding sequences that have no token in flight.
+            num_rounds: draft-model rounds, if all rows decode and no token is in flight.
         """
         schedule = Schedule()
         spent = self.rows.spent()
@@ -102,15 +102,15 @@ class Scheduler:
             is_alone = not (is_joined or proposals is not None or any(parts.values()) or self.rows.ahead.go_singly)
             has_rounds = is_alone and num_rounds > 0 and self.rounds.enter(schedule, num_rounds)
             if not has_rounds and not self._decode(parts, schedule, is_alone=is_alone):
-                # Somebody has to leave: the rows are looked at one by one.
+                # Some group must be preempted: schedule every row individually.
                 self.rows.clear()
                 parts, budget = self._share_tokens()
             self._grow_running(parts, schedule)
-            # Nobody had to leave for want of blocks, nor goes on for several steps: those have changed who is next.
+            # Admit only if no group was preempted for blocks and there is one step: both change which group is next.
             if len(schedule.preempted) == num_yielded and schedule.num_steps == 1 and not has_rounds:
                 self._resume_and_admit(budget, schedule)
         schedule.close()
-        if not self._is_static:  # in a batch that is, who has ended keeps its blocks
+        if not self._is_static:  # in a static batch, ended sequences keep their blocks
             self.rows.enter([(row.group, row.sequence) for row in schedule.rows if _decodes(row)])
         if proposals is not None:
             self.drafts.add(schedule, proposals)
@@ -118,7 +118,7 @@ class Scheduler:
         return schedule
 
     def has_made(self, schedule: Schedule, num_steps: int) -> None:
-        """Notes how many steps a schedule had, between which masks came."""
+        """Record how many steps of a masked multi-step schedule were executed."""
         self._policy.decoded(schedule.decodes.groups * (num_steps - 1))
         if num_steps < schedule.num_steps:
             self.rows.go_back(schedule.num_steps - num_steps)
@@ -128,7 +128,7 @@ class Scheduler:
             schedule.decodes.cut_short(num_steps)
 
     def finish(self, group: Group) -> None:
-        """Ends a group in whatever state it is; its blocks are free at once (steps run in order of dispatch)."""
+        """Finish a group in any state; its blocks are free at once (steps run in order of dispatch)."""
         was_running = self.queues.end(group)
         if group.adapter_slot:
             self.adapters.give_back(group)
@@ -139,25 +139,25 @@ class Scheduler:
         self._release_ended()
 
     def finish_sequence(self, group: Group, sequence: Sequence) -> None:
-        """Ends one sequence of a group whose others go on."""
+        """Finish one sequence of a group whose other sequences continue."""
         sequence.move_to(Status.FINISHED)
         self.rows.leave(sequence)
         if not self._is_static or group.status is not Status.RUNNING:
             self._memory.release(sequence)
 
     def drop_beam(self, sequence: Sequence) -> None:
-        """Ends a beam that leaves its group; in a static batch as well, others of the group take its place."""
+        """Finish a pruned beam; its blocks are freed even in a static batch, because other beams replace it."""
         sequence.move_to(Status.FINISHED)
         self._memory.release(sequence)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
-        """A new sequence that shares everything with its parent."""
+        """Return a new sequence that shares all blocks with its parent."""
         child = parent.branch(index)
         self._memory.fork(parent, child)
         return child
 
     def _release_ended(self) -> None:
-        """Gives back what ended groups kept: at once, or with the last of their static batch."""
+        """Free the blocks of ended groups: at once, or with the last group of their static batch."""
         if not self._is_static or not self.queues.running:
             for ended in self.queues.forget_ended():
                 _release(ended, self._memory)
@@ -165,7 +165,7 @@ class Scheduler:
     # --- a step's parts ---------------------------------------------------------------------------------------------
 
     def _make_way(self, schedule: Schedule) -> None:
-        """Preempts running groups, from the end of the order, for one that they yield to and that finds no room."""
+        """Preempt running groups, from the end of the order, if the next group outranks them and finds no room."""
         queues = self.queues
         while queues.running and not self._is_static:
             group = queues.next_group()
@@ -180,7 +180,7 @@ class Scheduler:
                 self._preempt(each, schedule)
 
     def _share_tokens(self) -> tuple[dict[Group, Shares], int]:
-        """Tokens for the sequences of running groups that have no rows yet, and how many are left for others."""
+        """Return the tokens for running sequences outside the decode batch, and the budget left for other groups."""
         self.rows.told.begin_step()
         parts, prefilling = dict[Group, Shares](), list[Group]()
         budget = self._max_num_batched_tokens - len(self.rows)
@@ -202,9 +202,10 @@ class Scheduler:
         return parts, budget
 
     def _decode(self, parts: dict[Group, Shares], schedule: Schedule, *, is_alone: bool) -> bool:
-        """Enters every row that decodes; False, and nothing, where these and the others do not all find blocks.
+        """Schedule the decode batch. Return False, without changes, if its rows and the others do not all find blocks.
 
-        For several steps where they are alone: no others run, all are told of tokens alone, and nobody may join them.
+        With `is_alone` it may schedule several steps: no other rows run, all rows need tokens only, and no group can
+        join.
         """
         rows, ahead, num_steps = self.rows, self.rows.ahead, 1
         if is_alone:
@@ -232,7 +233,7 @@ class Scheduler:
         return True
 
     def _grow_running(self, parts: dict[Group, Shares], schedule: Schedule) -> None:
-        """Finds blocks for every running row, in the policy's order, by preempting from its end."""
+        """Allocate blocks for every running row, in the policy's order; preempt from its end."""
         running = self.queues.running
         for group, shares in parts.items():
             while group.status is Status.RUNNING and not self._memory.can_grow(shares):
@@ -241,12 +242,12 @@ class Scheduler:
                 self._enter(group, shares, schedule)
 
     def _resume_and_admit(self, budget: int, schedule: Schedule) -> None:
-        """Brings groups back and admits new ones while rows, tokens and blocks are there."""
+        """Resume swapped groups and admit new ones while rows, tokens and blocks are available."""
         queues = self.queues
         if not queues.num_waiting:
             return
         is_batch_open = not self._is_static or not queues.running
-        # With every row taken blocks are not the question, and a full queue need not cost a step anything.
+        # If every row is taken, blocks do not matter, and a full batch costs the step nothing.
         outstanding = self._num_outstanding_blocks() if queues.num_rows < self.max_num_seqs else 0
         while budget > 0 and is_batch_open:
             group = self._entering(outstanding)
@@ -269,7 +270,7 @@ class Scheduler:
             outstanding += self._memory.num_outstanding_blocks(group)
 
     def _entering(self, outstanding: int) -> Group | None:
-        """The next group to run, if it may now: not without rows and blocks, nor while its prefix is computed."""
+        """Return the next group if it can run now: rows and blocks are free, and no group computes its prefix."""
         group, prefixes = self.queues.next_group(), self._memory.prefixes
         if group is None or not self._has_room(group, outstanding):
             return None
@@ -281,19 +282,19 @@ class Scheduler:
         return group
 
     def _num_outstanding_blocks(self) -> int:
-        """Blocks that running groups will still take for tokens that they have."""
+        """Return the number of blocks that running groups still need for tokens that they have."""
         settled = self.rows.settled
         growing = {group for group in self.queues.running if group not in settled}
-        growing.update(self.rows.group_of(sequence) for sequence in self.rows.due())  # others of them lack none
+        growing.update(self.rows.group_of(sequence) for sequence in self.rows.due())  # the other batched rows need none
         return sum(self._memory.num_outstanding_blocks(group) for group in growing)
 
     def _has_room(self, group: Group, outstanding: int) -> bool:
-        """Rows, blocks and a slot for all of a group that is not running, besides what running groups will take."""
+        """Return True if rows, blocks and an adapter slot are free for a whole group, beyond running groups' needs."""
         if self.queues.num_rows + group.num_rows > self.max_num_seqs:
             return False
         if group.request.adapter is not None and not self.adapters.can_take(group.request.adapter):
             return False
-        # Room that growing rows find without preempting is kept free while others run.
+        # While others run, keep blocks free so that growing rows need no preemption.
         spare = outstanding + (max(1, self._memory.limit // 100) if self.queues.running else 0)
         if group.status is Status.SWAPPED and self._memory.swapping is not None:
             return self._memory.swapping.can_swap_in(group, spare)
@@ -314,7 +315,7 @@ class Scheduler:
         schedule.admitted.append(group)
 
     def _preempt(self, group: Group, schedule: Schedule) -> None:
-        """Takes a running group's blocks: to host memory, or to be computed again."""
+        """Preempt a running group: swap its blocks to host memory, or free them for recompute."""
         swapping = self._memory.swapping
         schedule.preempted.append(group)
         self.queues.stop_running(group)
@@ -327,7 +328,7 @@ class Scheduler:
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
         for sequence in group.live:
-            settle(sequence, self._memory)  # what its windows have left behind would never find room again
+            settle(sequence, self._memory)  # blocks outside its windows would never find room again
         if swapping is not None and self._preemption.prefers_swap(group) and swapping.can_swap_out(group):
             swapping.swap_out(group)
             self.queues.put_aside(group)
@@ -340,7 +341,7 @@ class Scheduler:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def _enter(self, group: Group, parts: Shares, schedule: Schedule) -> None:
-        """Gives a group's sequences their blocks and rows, and advances them past the step."""
+        """Allocate blocks and rows for a group's sequences, and advance them past the step."""
         for sequence, num_tokens in parts:
             self._memory.grow(sequence, num_tokens)
             if schedule.add_row(group, sequence, num_tokens).samples_token:
@@ -349,7 +350,7 @@ class Scheduler:
             self._fork(group, schedule)
 
     def _fork(self, group: Group, schedule: Schedule) -> None:
-        """The prompt is computed: the others share it and sample their first token from the leader's row."""
+        """Fork the other sequences from the leader, whose prompt is computed; they sample from the leader's row."""
         leader, *others = group.live
         leader_row = schedule.num_rows - 1
         group.forked()
@@ -366,7 +367,7 @@ def _release(group: Group, memory: KVMemory) -> None:
 
 
 def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:
-    """Every token that waits to go through the model, of the sequences that may run and have no row yet."""
+    """Return the pending tokens of the runnable sequences that are not in the decode batch."""
     wanted = []
     for sequence in group.runnable:
         if sequence in rows:
@@ -381,9 +382,9 @@ def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:
 
 
 def _decodes(row: ScheduledRow) -> bool:
-    """A row that will be as it is until its sequence ends, one token further at every step.
+    """Return True if the row can enter the decode batch: it gains one token at every step until it ends.
 
-    Its block is its own, for it has just been written; what it has filled is known to the prefix cache.
+    Its last block is not shared, because it has just been written; its full blocks are in the prefix cache.
     """
     sequence, sampling = row.sequence, row.group.request.sampling
     return (
@@ -397,10 +398,10 @@ def _decodes(row: ScheduledRow) -> bool:
 
 
 def _num_to_run(group: Group, sequence: Sequence) -> int:
-    """Tokens of a sequence that wait to go through the model."""
+    """Return the number of tokens of a sequence that wait to go through the model."""
     sampling = group.request.sampling
     if sampling.beam_width and sequence.num_in_flight_tokens:
-        return 0  # which beams go on is decided when all of them have been seen
+        return 0  # the surviving beams are chosen when all samples are collected
     if not group.is_forked:
         return sequence.num_prompt_tokens - sequence.num_computed_tokens
     if sequence.num_output_tokens >= sampling.max_tokens:
@@ -409,8 +410,8 @@ def _num_to_run(group: Group, sequence: Sequence) -> int:
 
 
 def _within(budget: int, group: Group, wanted: Shares) -> Shares:
-    """Cuts what a group wants to the tokens that are left."""
-    # Beams are ranked together, so they sample in one step: where they cannot, each stops short of its last token.
+    """Cap the tokens of a group to the remaining budget."""
+    # Beams are ranked together, so they sample in one step: if they cannot, each stops one token short.
     num_short = int(bool(group.request.sampling.beam_width) and _num_tokens(wanted) > budget)
     parts = []
     for sequence, num_tokens in wanted:

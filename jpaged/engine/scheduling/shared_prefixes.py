@@ -1,17 +1,17 @@
-r"""Finds the rows of a step that begin with the same blocks, and decides which of them read these once for all.
+r"""Cascade attention: finds rows of a step with the same first blocks, and selects runs that read them once.
 
     tables     r0 [ 4 5 6 | 9 ]   r1 [ 4 5 6 | 7 ]   r2 [ 8 ]   r3 [ 4 5 2 ]
 
     by their first blocks          4 5          r0 r1 r3 share two blocks, r0 and r1 three: one level is chosen, the
-                                  /   \         one that saves most; it becomes a run of neighbouring rows
+                                  /   \         one that saves most; it becomes a run of neighboring rows
                                  6     2
                                 / \    r3
                               r0   r1
 
-Forked samples and beams, and prompts that were found in the prefix cache, all look like that; nothing else needs to be
-known of them. Physical blocks are compared, so that what is shared is shared by construction. Only blocks count that
-were full before the step: nobody writes to those. Of several KV groups the first is compared, whose blocks stay while
-others' windows move on: where two rows have one block of it, those of the other groups hold the same tokens.
+Forked samples, beams and prompt prefixes found in the prefix cache all share blocks this way. The search compares
+physical blocks, so it needs no other information. It considers only blocks that were full before the step, because no
+row writes to those. It compares only the tables of the first KV group, whose blocks stay while the windows of other
+groups move: if two rows share a block there, the corresponding blocks of the other groups hold the same tokens.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from jpaged.engine.scheduling.scheduled import SharedPrefixGroup
 from jpaged.engine.sequence import Sequence
 
 _WINDOW_MOVES = 64
-"""Tokens by which rows may grow before it is asked again how much of a prefix their windows hold."""
+"""Tokens by which rows may grow before the visible part of a prefix in their windows is evaluated again."""
 
 Places = list[int]
-"""The places of rows in the schedule, ascending."""
+"""Places of rows in the schedule, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Rows that have the first `num_tokens` in common: some share no more with anybody, others go on in children.
+    """Tree node: rows that share their first `num_tokens` tokens.
 
     Attributes:
-        plans: the best one for each number of tokens that rows may share further up.
+        leaves: rows that share no more with any other row.
+        children: subsets that share more.
+        plans: the best plan for each number of tokens that the rows may share at an ancestor.
     """
 
     num_tokens: int
@@ -50,7 +52,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Runs, as rows and the tokens that they share, what they save, and the rows that are in none."""
+    """Runs as (rows, shared tokens), their gain, and the rows that are in no run."""
 
     runs: list[tuple[Places, int]]
     gain: float
@@ -58,17 +60,17 @@ class _Plan:
 
 
 class PrefixSharing:
-    """Moves rows that read a prefix together next to each other, and enters the runs into the schedule.
+    """Moves rows that share a prefix next to each other, and enters the runs into the schedule.
 
-    It costs a step in which nobody shares anything a look at one block of each row. What was found for a step of rows
-    that decode is good for the next while they are the same: each of them writes to blocks of its own.
+    A step without shared prefixes costs a check of one block per row. The result for a step of decoding rows stays
+    valid for later steps with the same rows, because each row writes only to blocks that it does not share.
     """
 
     def __init__(self) -> None:
         self._found: _Found | None = None
 
     def share(self, schedule: Schedule, geometry: Geometry) -> None:
-        """Orders the rows of a schedule and enters its runs, where that pays."""
+        """Order the rows of a schedule and set its runs, if that saves time."""
         costs, sequences = geometry.cascade, schedule.decodes.sequences
         if costs is None or schedule.num_rows < 2 or schedule.decodes.num_rounds:  # rounds read row by row
             return
@@ -86,10 +88,10 @@ class PrefixSharing:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What was found for a step of rows that decode, and what it depends on.
+    """The result for a step of decoding rows, and the inputs that it depends on.
 
     Attributes:
-        end: the position up to which it is good, where windows move out of prefixes as rows grow.
+        end: the position up to which it is valid, because windows move out of prefixes as rows grow.
     """
 
     sequences: list[Sequence]
@@ -99,7 +101,7 @@ class _Found:
     runs: list[SharedPrefixGroup]
 
     def holds(self, schedule: Schedule, width: int) -> bool:
-        """Whether it would be found again."""
+        """Return True if the search would give the same result."""
         if self.sequences != schedule.decodes.sequences or self.width != width:
             return False
         return self.end is None or int(schedule.decodes.starts_s.max()) <= self.end
@@ -117,7 +119,7 @@ def _share_prefixes(schedule: Schedule, costs: CascadeCosts, block_size: int, wi
 
 
 def _rows_by_prefix(schedule: Schedule, granule_tokens: int, block_size: int) -> list[Places]:
-    """Places of rows that may share a granule: the last block of the first one is the same."""
+    """Return places of rows that may share a granule: those whose first granule ends with the same block."""
     decodes, last = schedule.decodes, granule_tokens // block_size - 1
     where = np.flatnonzero(decodes.starts_s >= granule_tokens)
     block_ids = decodes.block_tables_gsm[0, where, last].tolist() if len(where) else []
@@ -130,13 +132,13 @@ def _rows_by_prefix(schedule: Schedule, granule_tokens: int, block_size: int) ->
         return []
     places: dict[int, Places] = {}
     for place, block_id in zip(all_places, block_ids, strict=True):
-        if block_id != NULL_BLOCK:  # a model of windows alone has given up the first one
+        if block_id != NULL_BLOCK:  # with sliding windows in all layers, the first granule may have been freed
             places.setdefault(block_id, []).append(place)
     return [found for found in places.values() if len(found) > 1]
 
 
 class _Finder:
-    """Grows the tree of common blocks, granule by granule, and chooses one level of it for each row."""
+    """Builds the tree of common blocks, granule by granule, and chooses one level of it for each row."""
 
     def __init__(self, schedule: Schedule, costs: CascadeCosts, width: int, block_size: int) -> None:
         rows = schedule.rows
@@ -149,7 +151,7 @@ class _Finder:
         self._granule_blocks = costs.granule_tokens // block_size
 
     def tree(self, places: Places, depth: int) -> _Node:
-        """The tree of rows that are known to have `depth` granules in common."""
+        """Return the tree of rows that have at least `depth` granules in common."""
         fulls = [self._starts[place] // self._costs.granule_tokens for place in places]
         tables = self._tables(places, max(fulls))
         depth = self._common_granules(tables, depth, min(fulls))
@@ -166,10 +168,10 @@ class _Finder:
         return _Node(depth * self._costs.granule_tokens, leaves, children)
 
     def best(self, node: _Node, num_tokens: int) -> _Plan:
-        """The plan that saves most when each row in none of its runs may join one that shares num_tokens.
+        """Return the plan that saves most if each row outside its runs may join a run that shares num_tokens.
 
-        Where a node has a run of its own, the rows beneath choose between that and deeper ones; else what they may join
-        lies further up.
+        If a node has its own run, the rows below choose between that run and deeper ones; otherwise they may join one
+        of an ancestor.
         """
         if num_tokens not in node.plans:
             node.plans[num_tokens] = self._choose(node, num_tokens)
@@ -196,34 +198,34 @@ class _Finder:
         return np.stack([self._sequences[place].kv.ids_gm[0, :end] for place in places])
 
     def _common_granules(self, tables: NDArray[np.int32], depth: int, limit: int) -> int:
-        """Granules that all tables have in common, at least `depth` (as is known) and at most `limit`."""
+        """Return the number of granules that all tables share, at least `depth` (already known) and at most `limit`."""
         begin = depth * self._granule_blocks
         differ = np.flatnonzero((tables[:, begin:] != tables[0, begin:]).any(axis=0))
         common = (begin + int(differ[0])) // self._granule_blocks if len(differ) else limit
         return min(common, limit)
 
     def _gain(self, places: Places, num_tokens: int) -> float:
-        """What rows save by reading so many tokens together; see `CascadeCosts`."""
+        """Return the gain of reading num_tokens tokens together; see `CascadeCosts`."""
         num_queries = len(places) if self._only_decodes else sum(self._lens[place] for place in places)
         together = self._costs.tile_cost(num_queries, self._width)
         saved = (self._alone(places) - together) * self._seen(places, num_tokens)
         return saved - num_queries * self._costs.query_tokens
 
     def _seen(self, places: Places, num_tokens: int) -> float:
-        """How many of so many tokens are read together."""
+        """Return how many of num_tokens tokens are read together."""
         if not self._costs.windows or not places:
             return num_tokens
         return self._costs.seen_tokens(num_tokens, max(self._starts[place] + self._lens[place] for place in places))
 
     def _alone(self, places: Places) -> float:
-        """What the rows pay for a token when each of them reads it by itself."""
+        """Return the cost of a token if each row reads it separately."""
         if self._only_decodes:
             return float(len(places))
         return sum(self._costs.tile_cost(self._lens[place], self._width) for place in places)
 
 
 def _arrange(schedule: Schedule, chosen: list[tuple[Places, int]]) -> None:
-    """Puts the rows of a run where the first of them is; the others keep their order, in runs that share nothing."""
+    """Move the rows of a run to its first row; the others keep their order, in runs that share nothing."""
     runs_at = {places[0]: (places, num_tokens) for places, num_tokens in chosen}
     taken = {place for places, _ in chosen for place in places}
     order: list[int] = []

@@ -1,7 +1,7 @@
-"""What is asked of a step besides its samples: how much of it there may be, and in which rows of which tell it is.
+"""Aux outputs of a step: what is computed from its hidden states in addition to the samples.
 
-positions    of a prompt, each once, in chunks of at most as many a step as the device has room for
-samples      log-probabilities of named tokens, or of more than a sample tells, of the tokens that it draws
+positions    of a prompt, each once, in chunks of at most the positions per step that the device has room for
+samples      log-probabilities of given token ids, or of more tokens than a sample reports
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence
 
 TELL_SIZES = {Tell.LOGPROBS: 64, Tell.ALL_LOGPROBS: 8, Tell.HIDDEN: 64}
-"""Rows of one tell."""
+"""Rows of one aux call."""
 
 
 class Asked(NamedTuple):
-    """A hidden state that something is asked of.
+    """A hidden state from which an aux output is requested.
 
     Attributes:
-        position: of a token of the prompt; None where it is what the row samples from.
-        row: the device's, where it is what that samples from; 0 else.
+        position: position of a prompt token; None for the token that the row samples from.
+        row: the device row of a sample; 0 for a prompt token.
     """
 
     group: Group
@@ -35,14 +35,14 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTell:
-    """One tell of a step, and who asked for each of its rows."""
+    """One aux call of a step, and the origin of each row."""
 
     inputs: TellInputs
     asked: list[Asked]
 
 
 def build_tells(schedule: Schedule, geometry: Geometry) -> list[StepTell]:
-    """Every tell of a step, each of a bounded number of rows."""
+    """Return every aux call of a step, each with a bounded number of rows."""
     if not schedule.rows:
         return []
     asked: dict[Tell, list[tuple[int, list[int], Asked]]] = {}

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may tell of."""
+"""Limit of the prompt tokens with aux outputs (log-probabilities or hidden states) in a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jpaged.engine.sequence import Sequence
 
 
 class ToldBudget:
-    """How many more tokens of the step that is put together may be told of."""
+    """Number of prompt tokens with aux outputs that the current step still has room for."""
 
     def __init__(self, num_told: int) -> None:
         self._num_told = self._num_left = num_told
@@ -15,7 +15,7 @@ class ToldBudget:
         self._num_left = self._num_told
 
     def within(self, sequence: Sequence, num_tokens: int) -> int:
-        """As many of the next tokens of a sequence as what is to be told of them leaves; they are taken off."""
+        """Cap the next tokens of a sequence to the remaining budget; charge those with aux outputs to it."""
         start = sequence.num_computed_tokens
         begin = max(start, sequence.told_from)
         end = min(start + num_tokens, sequence.told_end)

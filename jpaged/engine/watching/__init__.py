@@ -1,5 +1,5 @@
-"""What somebody who watches the pool is shown. Costs nothing while nobody does.
+"""Inspection of the KV pool for the dashboard. Free while no viewer is connected.
 
-eyes.py   what any thread may ask
-watch.py  notes what happens to blocks, and takes pictures between two steps
+eyes.py   thread-safe inspector of the pools
+watch.py  records events of blocks, and takes snapshots between two steps
 """

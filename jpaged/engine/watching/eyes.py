@@ -1,4 +1,4 @@
-"""What any thread may ask about the pools of a server, to look at them and to make them smaller."""
+"""Thread-safe inspector of a server's pools: snapshots, and limits of their size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jpaged.pool import PoolPicture
 
 
 class Eye:
-    """One pool.
+    """Inspector of one pool.
 
     Args:
-        ask: has something done on the engine's thread, between two steps.
-        groups: what is in flight; read on that thread.
+        ask: posts a callable to the engine thread, to run between two steps.
+        groups: groups in flight; read on that thread.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Eye:
         return self._memory.num_blocks
 
     def picture(self) -> Future[PoolPicture]:
-        """Has a picture taken before the next step."""
+        """Return a future snapshot, taken before the next step."""
         future: Future[PoolPicture] = Future()
         future.set_running_or_notify_cancel()
         self._ask(lambda: future.set_result(self._watch.picture(self._stats.snapshot(0))))
         return future
 
     def limit(self, num_blocks: int) -> Future[int]:
-        """Leaves so many blocks to requests and pins; see `Eyes.limit`."""
+        """Limit the blocks available to requests and pins; see `Eyes.limit`."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
 
@@ -81,10 +81,10 @@ class Eye:
 
 
 class Eyes:
-    """Every pool of a server: one, or one of each replica. Any thread may ask.
+    """Inspectors of all pools of a server, one per replica. Thread-safe.
 
     Attributes:
-        limited_to: blocks of each pool that a viewer has left to requests; None is all of them.
+        limited_to: limit of each pool, set by a viewer; None for no limit.
     """
 
     def __init__(self, each: Iterable[Eye]) -> None:
@@ -92,19 +92,19 @@ class Eyes:
         self.limited_to: int | None = None
 
     def note_limit(self, num_blocks: int | None) -> None:
-        """Note the limit that all pools have taken."""
+        """Record the limit that all pools have accepted."""
         self.limited_to = num_blocks
 
     def pictures(self) -> tuple[Future[PoolPicture], ...]:
-        """Has a picture taken of each pool, once its engine comes by; of an engine that hangs none comes."""
+        """Return a future snapshot of each pool; that of a hanging engine never completes."""
         return tuple(eye.picture() for eye in self.each)
 
     def limit(self, num_blocks: int | None) -> Sequence[Future[int]]:
-        """Leaves so many blocks of each pool to requests, in place of all that there are; None is all.
+        """Limit the blocks of each pool that requests may use; None removes the limit.
 
         Returns:
-            for each pool the number of blocks that have yet to come free before the limit holds; who asks again has
-            them set aside then. Or the error: InvalidArgument where requests in flight or pins need more, and
-            Unsupported for memory that reserves.
+            for each pool the number of blocks that must still be freed before the limit holds; a repeated call reserves
+            them. Or the error: InvalidArgument if requests in flight or pins need more, and Unsupported for a KV memory
+            that reserves contiguous regions.
         """
         return [eye.limit(eye.num_blocks if num_blocks is None else num_blocks) for eye in self.each]

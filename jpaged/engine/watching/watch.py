@@ -1,9 +1,9 @@
-"""Takes pictures of the pool between two steps, and notes what happens from one to the next.
+"""Pool snapshots between two steps, and the events between snapshots.
 
-    picture ──── note ── note ── note ──── picture         the first picture begins the notes
-                └───── what has happened ──┘               without another for some seconds they end
+    picture ──── note ── note ── note ──── picture         the first snapshot starts the recording
+                └──── recorded events ─────┘               without another for some seconds it stops
 
-Everything here runs on the engine's thread, and copies: what grows with the pool is numpy's.
+Everything here runs on the engine thread and copies; work that grows with the pool is in numpy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jpaged.pool import Chain, Happening, Occupant, PoolPicture
 from jpaged.pool.picture import I32
 
 _NOTES_S = 3.0
-"""How long after a picture what happens is noted for the next."""
+"""Seconds after a snapshot during which events are recorded for the next one."""
 _MAX_NOTES = 500
 _MAX_WAITING = 100
-"""Waiting requests that a picture names."""
+"""Maximum number of waiting requests in a snapshot."""
 _MAX_BLOCKS_TOLD = 64
 _TOTALS = (
     "num_steps",
@@ -44,10 +44,10 @@ _TOTALS = (
 
 
 class Watch:
-    """The eyes on one engine.
+    """Snapshotter of one engine's pool.
 
     Attributes:
-        is_on: what happens is noted; the loop looks at it once a step.
+        is_on: events are recorded; the loop reads it once a step.
     """
 
     def __init__(self, geometry: Geometry, memory: KVMemory, scheduler: Scheduler, clock: Callable[[], float]) -> None:
@@ -64,7 +64,7 @@ class Watch:
         self._holding: dict[Group, frozenset[Sequence]] = {}
 
     def note(self, schedule: Schedule) -> None:
-        """Notes what a step that was just decided has changed."""
+        """Record the events of a step that was just decided."""
         if self._clock() > self._until_s:
             self._end()
             return
@@ -80,10 +80,10 @@ class Watch:
         self._note_ends()
 
     def picture(self, load: EngineLoad) -> PoolPicture:
-        """The pool as it is, and what has happened since the last picture.
+        """Return a snapshot of the pool, with the events since the last one.
 
         Args:
-            load: the counts of the last step.
+            load: counters of the last step.
         """
         if not self.is_on:
             self._begin()
@@ -118,7 +118,7 @@ class Watch:
         self._holding = {group: _holders(group) for group in [*queues.running, *queues.swapped] if group.num_rows > 1}
 
     def _end(self) -> None:
-        """Nobody has asked for a picture for a while."""
+        """Stop recording: no snapshot was requested for some seconds."""
         self.is_on = False
         self._notes.clear()
         self._known.clear()
@@ -133,7 +133,7 @@ class Watch:
         self._notes.append(Happening(self._num_notes, kind, request, count, told, why))
 
     def _note_forks(self) -> None:
-        """Notes sequences that hold blocks now and did not in the step before, beside one that did."""
+        """Record forks: sequences that now hold blocks and did not in the previous step, in a group that did."""
         queues = self._scheduler.queues
         for group in queues.running:
             if group.num_rows == 1:
@@ -206,5 +206,5 @@ def _occupant(group: Group) -> Occupant:
 
 
 def _copied(tables: tuple[BlockTable, ...]) -> tuple[I32, ...]:
-    """The places in use of each."""
+    """Return copies of the used part of each table."""
     return tuple([table.ids_m[: table.num_blocks].copy() for table in tables])

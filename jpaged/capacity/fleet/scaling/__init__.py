@@ -1,5 +1,5 @@
-"""How many replicas there are: the autoscaler of Kubernetes over simulated pods.
+"""Number of replicas: the autoscaler of Kubernetes over simulated pods.
 
 autoscaler.py    its rules
-deploy_files.py  what deploy/ sets them to
+deploy_files.py  its settings, from deploy/
 """

@@ -1,13 +1,13 @@
-"""The horizontal pod autoscaler of Kubernetes, as deploy/ sets it up, over simulated pods.
+"""The horizontal pod autoscaler of Kubernetes, as deploy/ configures it, over simulated pods.
 
     replica's gauge ──every scrape──> Prometheus ──mean over [1m]──> adapter ──every sync──> autoscaler ──> replicas
 
-    wanted = ceil(mean of the pods' values / target * pods), but the same within a tenth
-    up     the least that was wanted within the window of scaleUp, and no faster than its policies
-    down   the most that was wanted within the window of scaleDown, and no faster than its policies
+    desired = ceil(mean of the pods' values / target * pods), but unchanged within the tolerance of a tenth
+    up      the minimum of desired in the window of scaleUp, limited by its policies
+    down    the maximum of desired in the window of scaleDown, limited by its policies
 
 The rules are those of the controller (pkg/controller/podautoscaler of Kubernetes): a pod that is not ready yet has no
-value, and counts as 0 where more are wanted, as the target where fewer are. Sync period and tolerance are the
+value, and counts as 0 for scaling up, and as the target for scaling down. Sync period and tolerance are the
 controller's defaults.
 """
 
@@ -25,7 +25,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """So many pods, or so many percent of them, within a period."""
+    """Limit of changes within a period: a number of pods, or a percentage of them."""
 
     kind: Literal["Pods", "Percent"]
     value: int
@@ -34,11 +34,11 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """How fast replicas come, or go.
+    """Limits of scaling in one direction.
 
     Attributes:
-        window_s: of stabilisation.
-        takes_most: of several policies the one that changes most, else the one that changes least.
+        window_s: stabilization window.
+        takes_most: select the policy with the largest change; otherwise the smallest.
     """
 
     window_s: float
@@ -49,13 +49,13 @@ class Direction:
 
 @dataclass(frozen=True, slots=True)
 class Autoscaling:
-    """What deploy/ says.
+    """Autoscaling settings of deploy/.
 
     Attributes:
         metric: a field of `PoolLoad`.
-        target: its mean over pods.
-        scrape_s, mean_s: how often it is read, and over how long its mean is taken.
-        drain_s: what a pod has from its end on, for what it has in flight.
+        target: target of the mean over pods.
+        scrape_s, mean_s: scrape interval, and range of the mean.
+        drain_s: time limit of a stopping pod for its requests in flight.
     """
 
     min_replicas: int
@@ -70,7 +70,7 @@ class Autoscaling:
 
 
 class Gauges:
-    """What Prometheus has of each pod's gauge."""
+    """Recent gauge values of each pod, as in Prometheus."""
 
     def __init__(self, scrape_s: float, mean_s: float) -> None:
         self._scrape_s = scrape_s
@@ -79,25 +79,25 @@ class Gauges:
         self._next_s = 0.0
 
     def is_due(self, now_s: float) -> bool:
-        """Whether pods are to be read now."""
+        """Return True if the pods are to be scraped now."""
         if now_s < self._next_s:
             return False
         self._next_s += self._scrape_s
         return True
 
     def read(self, values: dict[int, float]) -> None:
-        """Takes a value of each pod that is ready; others are forgotten."""
+        """Record a value for each ready pod; other pods are dropped."""
         self._seen = {pod: self._seen.get(pod, deque(maxlen=self._most)) for pod in values}
         for pod, value in values.items():
             self._seen[pod].append(value)
 
     def means(self, pods: Sequence[int]) -> list[float]:
-        """The mean of each of these that has values."""
+        """Return the mean of each of these pods that has values."""
         return [sum(seen) / len(seen) for pod in pods if (seen := self._seen.get(pod))]
 
 
 class Autoscaler:
-    """Decides how many pods there are to be."""
+    """Decides the number of pods."""
 
     def __init__(self, options: Autoscaling) -> None:
         self._options = options
@@ -106,18 +106,18 @@ class Autoscaler:
         self._changes = deque[tuple[float, int]]()
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it looks now."""
+        """Return True if it is time for a decision."""
         if now_s < self._next_s:
             return False
         self._next_s += SYNC_S
         return True
 
     def decide(self, now_s: float, values: Sequence[float], current: int) -> int:
-        """How many pods there are to be.
+        """Return the number of pods to run.
 
         Args:
-            values: of the pods that have one.
-            current: pods, those that are not ready included.
+            values: gauge values of the pods that have one.
+            current: number of pods, including those that are not ready.
         """
         options = self._options
         wanted = wanted_pods(values, current, options.target)
@@ -147,7 +147,7 @@ class Autoscaler:
         return min(max(current, up), down)
 
     def _changed(self, now_s: float, period_s: float) -> tuple[int, int]:
-        """Pods that came, and that went, within a period."""
+        """Return the pods added and removed within a period."""
         recent = [change for at_s, change in self._changes if at_s > now_s - period_s]
         return sum(change for change in recent if change > 0), -sum(change for change in recent if change < 0)
 
@@ -177,7 +177,10 @@ class Autoscaler:
 
 
 def wanted_pods(values: Sequence[float], current: int, target: float) -> int:
-    """Pods for which the mean would be the target; as many as there are where it nearly is, or nothing is known."""
+    """Return the number of pods for which the mean would be the target.
+
+    It is the current number within the tolerance, or without values.
+    """
     if not values:
         return current
     ratio = sum(values) / len(values) / target

@@ -1,9 +1,9 @@
-"""Reads what deploy/ says of autoscaling: the rules of the autoscaler, how its metric is made, how pods end.
+"""Autoscaling settings from deploy/: rules of the autoscaler, definition of the metric, termination of pods.
 
-kubernetes/horizontalpodautoscaler.yaml      how many, by which metric, how fast
-kubernetes/prometheus-adapter-config.yaml    which of the server's gauges that is, and the mean over how long
-prometheus/kubernetes.yaml                   read how often
-kubernetes/deployment.yaml                   how long a pod has that is to end
+kubernetes/horizontalpodautoscaler.yaml      limits, metric and policies
+kubernetes/prometheus-adapter-config.yaml    source gauge of the metric, and range of the mean
+prometheus/kubernetes.yaml                   scrape interval
+kubernetes/deployment.yaml                   termination time of a pod
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GAUGES = {
     for field in dataclasses.fields(ReplicaLoad)
     if field.name in PoolLoad._fields and (metric := field.metadata.get("gauge")) is not None
 }
-"""The server's metric -> what a simulated replica has of it."""
+"""The server's metric -> the field of a simulated replica."""
 _DURATION = re.compile(r"(\d+)(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m?)")
@@ -34,10 +34,10 @@ _DEFAULT_DOWN = (Policy("Percent", 100, 15.0),)
 
 
 def read_autoscaling(folder: Path) -> Autoscaling:
-    """What a folder like deploy/ says.
+    """Read the settings from a folder like deploy/.
 
     Raises:
-        InvalidArgument: a file is missing or no YAML, or says what is not simulated; names file and field.
+        InvalidArgument: a file is missing or no YAML, or has unsupported settings; names file and field.
     """
     scaler = _document(folder / "kubernetes" / "horizontalpodautoscaler.yaml", "HorizontalPodAutoscaler")
     where = "horizontalpodautoscaler.yaml: spec"
@@ -102,7 +102,7 @@ def _policy(rule: dict[str, Any], where: str) -> Policy:
 
 
 def _drain_s(pod: dict[str, Any]) -> float:
-    """How long a pod goes on that is to end: preStop sleeps, then the server drains, and both within the grace."""
+    """Return how long a stopping pod runs: preStop sleep, then the server's drain, limited by the grace period."""
     where = "deployment.yaml: spec.template.spec"
     (container, *_) = _get(pod, "containers", list, where) or [{}]
     words = [str(word) for word in container.get("args", ())]
@@ -126,7 +126,7 @@ def _scrape_s(path: Path) -> float:
 
 
 def _adapted(path: Path, name: str) -> tuple[str, float]:
-    """The server's gauge that a metric is made of, and the seconds of the query's range: `avg_over_time(...[1m])`."""
+    """Return the source gauge of a metric, and the seconds of the query's range: `avg_over_time(...[1m])`."""
     text = _get(_get(_document(path, "ConfigMap"), "data", dict, path.name), "config.yaml", str, f"{path.name}: data")
     where = f"{path.name}: rules"
     documents = _parsed(text, path)
@@ -165,7 +165,7 @@ def _documents(path: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(text: str, path: Path) -> list[dict[str, Any]]:
-    yaml = importlib.import_module("yaml")  # comes with transformers
+    yaml = importlib.import_module("yaml")  # a dependency of transformers
     try:
         documents = list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
