@@ -221,7 +221,7 @@ class JaxExecutor:
 
     @property
     def rates(self) -> DeviceRates:
-        """The rates that `warm_up` measured."""
+        """Rates that `warm_up` measured."""
         if self._rates is None:
             raise InternalError("rates are measured by warm_up, which has not run")
         return self._rates
