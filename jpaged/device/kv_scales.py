@@ -1,11 +1,9 @@
 """Scales of keys and values stored in 8 bits: one per layer, head, and key or value.
 
-    pool holds round(k / scale)        scale = MARGIN * largest |k| of the head on a probe / largest representable
-    number
+    pool holds round(k / scale)        scale = MARGIN * largest |k| of the head on a probe / largest stored number
 
 The probe is a fixed row of tokens sampled uniformly from the vocabulary, with full attention: the range of a head's
-keys
-depends far more on its weights than on the text. Larger numbers saturate.
+keys depends far more on its weights than on the text. Larger numbers saturate.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ def whole_bytes(params: Params) -> Params:
     """Return the tree with 4-bit numbers converted to 8-bit types, which represent all of them.
 
     On CPUs a 4-bit number takes a whole byte anyway, and JAX assumes different layouts for the arrays and for the
-    programs
-    compiled for them.
+    programs compiled for them.
     """
 
     def widen(leaf: Any) -> Any:

@@ -5,8 +5,7 @@
     model    parts of one copy: heads, feed-forward width, vocabulary
 
 Every array of the serving programs has a sharding that is made here. An array that is not split over `model` is whole
-on
-every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all.
+on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all.
 """
 
 from __future__ import annotations
@@ -168,11 +167,11 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
 
     The tree is that of `model.abstract_params(layer_mode)`.
 
-    A TPU multiplies with a slice of stacked matrices in place if tiles consist of a row and a column of the matmul: [L,
-    E, 2, F] must have E next to last in memory, or last if F is no multiple of 128. In the default layout, every step
-    would first copy the slice (libtpu's own choice of layout: 224 MiB a layer of Llama-3-8B on a v6e, read, written and
-    read again). All others stay row-major. libtpu would choose otherwise if columns are few or no multiple of 128,
-    because it pads the last axis: every step would first copy an embedding 1600 wide.
+    A TPU multiplies with a slice of stacked matrices in place if tiles consist of a row and a column of the matmul:
+    [L, E, 2, F] must have E next to last in memory, or last if F is no multiple of 128. In the default layout, every
+    step would first copy the slice (libtpu's own choice of layout: 224 MiB a layer of Llama-3-8B on a v6e, read,
+    written and read again). All others stay row-major. libtpu would choose otherwise if columns are few or no multiple
+    of 128, because it pads the last axis: every step would first copy an embedding 1600 wide.
 
     GPUs multiply 8-bit numbers by 8-bit rows if the numbers of a column are contiguous: cuBLAS accepts no other layout,
     and XLA would transpose the matrix in every step.

@@ -3,13 +3,15 @@
 The minima are the platform's defaults of `block_size`, `max_num_seqs` and `max_num_batched_tokens` in `jpaged.config`.
 Options that are not set follow this rule:
 
-1. As many rows as sequences of 1024 tokens fit next to the weights, rounded up to a power of two, up to 512 and to a
-   MiB of block tables, which go to the device whole with every step. 2. As many tokens as matmuls need to take twice
-   the time of reading the weights, rounded up to a power of two, up to 4096, and no fewer than four times the rows, so
-   that prompts have room next to decoding rows. If the device is not in the table of `jpaged.hardware`, both are the
-   platform's. 3. A step has a token for every row: more tokens than these if more rows were chosen, and fewer rows if
-   fewer tokens were. 4. On a TPU blocks of 128 if one device's part of a smaller one is below 64 KiB, or if the block
-   tables of the platform's rows take a MiB already.
+1. Rows: as many as sequences of 1024 tokens fit next to the weights, rounded up to a power of two, up to 512 and to a
+   MiB of block tables, which go to the device whole with every step.
+2. Tokens: as many as matmuls need to take twice the time of reading the weights, rounded up to a power of two, up to
+   4096. They are at least four times the rows, so that prompts have room next to decoding rows. If the device is not
+   in the table of `jpaged.hardware`, rows and tokens are the platform's.
+3. A step has a token for every row: more tokens than these if more rows were chosen, and fewer rows if fewer tokens
+   were.
+4. On a TPU blocks of 128 if one device's part of a smaller one is below 64 KiB, or if the block tables of the
+   platform's rows take a MiB already.
 
 If the platform's own attention kernel does not support these sizes, other options or the device, another backend runs:
 `passed_over` gives the reason, and the option that would enable the kernel.

@@ -7,8 +7,8 @@
     experts X, if they are parallel     X / n, whole
     vocabulary V                        V / n, the last part padded
 
-`pad_for_sharding` puts padding and repeated heads into the config: programs and shardings see a model whose
-sizes all divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
+`pad_for_sharding` puts padding and repeated heads into the config: programs and shardings see a model whose sizes all
+divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
       programs.json          the target of the programs, field by field, and the list of them
       forward-512.program   one executable: bytes of the device's compiler, with the trees of the arguments
 
-A program runs only on the exact target that it was compiled for: every field of `Target` must match the server's;
-an error names the one that does not. The files are pickles: load only folders that you trust as you trust code.
+A program runs only on the exact target that it was compiled for: every field of `Target` must match the server's; an
+error names the one that does not. The files are pickles: load only folders that you trust as you trust code.
 """
 
 from __future__ import annotations

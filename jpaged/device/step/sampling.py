@@ -18,8 +18,8 @@ All reductions over a row use `Vocabulary`, so the same code runs if the columns
 exact there too, and gathers nothing: a pass of a search takes fifteen numbers per row from each device, 2 KB for 32
 rows; the logits of 32 rows over a vocabulary of 128k would be 16 MB.
 
-On CPUs and TPUs a kernel does all of this if one device has all columns (`jpaged.kernels.sampling`). The code here
-is its specification, and runs elsewhere.
+On CPUs and TPUs a kernel does all of this if one device has all columns (`jpaged.kernels.sampling`). The code here is
+its specification, and runs elsewhere.
 
 No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6. Stages that no
 row of the batch needs are skipped.

@@ -1,8 +1,8 @@
 """Experts by grouped matmuls of rows sorted by expert.
 
-On TPUs XLA implements `jax.lax.ragged_dot` by a Mosaic kernel whose tiles cover only groups with rows, so that
-the matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every expert. The
-package's own kernel (`jpaged.kernels.product.triton`) replaces it there.
+On TPUs XLA implements `jax.lax.ragged_dot` by a Mosaic kernel whose tiles cover only groups with rows, so that the
+matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every expert. The package's
+own kernel (`jpaged.kernels.product.triton`) replaces it there.
 """
 
 from __future__ import annotations

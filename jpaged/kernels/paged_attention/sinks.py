@@ -4,8 +4,8 @@ With a query's log-sum-exp (lse) sinks can be added after the kernel, and after 
 
     weights with a sink     e^s_i / (e^sink + sum of e^s_j)  =  e^s_i / sum of e^s_j  x  1 / (1 + e^(sink - lse))
 
-Learned sinks are those of gpt-oss (OpenAI, 2025); for the reasons see Xiao et al., "Efficient Streaming
-Language Models with Attention Sinks" (2023).
+Learned sinks are those of gpt-oss (OpenAI, 2025); for the reasons see Xiao et al., "Efficient Streaming Language Models
+with Attention Sinks" (2023).
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
 | float4_e2m1fn     | gpt-oss (MXFP4)                              | two in a byte         | one in a byte      |
 
 A matrix replaces its array in the tree. It may have leading axes, of layers or experts, which a scan or an index
-removes from all arrays. So the contracted axis is counted from the end, and every array has the rank of the
-leaf. Scales of tensors and of blocks are repeated over the columns: they are always `[groups, *out]`, at 3 percent of
-the bytes for blocks of 128.
+removes from all arrays. So the contracted axis is counted from the end, and every array has the rank of the leaf.
+Scales of tensors and of blocks are repeated over the columns: they are always `[groups, *out]`, at 3 percent of the
+bytes for blocks of 128.
 
 Rows are rounded first only if a checkpoint requires that, and to 8-bit floats only on devices that multiply those. XLA
 is the specification here; the packed kernel of CPUs has its own form (`jpaged.kernels.product.packed`).

@@ -6,9 +6,9 @@
     packed tokens | a a a a a a a b | c d d d d d - - |        segments of the second call: a/0 b/0, d/1
                     └ tile 0 ───────┘ └ tile 1 ───────┘        of the first: c
 
-XLA computes the list of segments from the rows, once per step (lists.py); the grid is as long as the list. The
-first call also stores the new keys and values: both see them. Its outputs are the array that the second writes into,
-tile by tile: results of other rows in a tile are read first, and preserved.
+XLA computes the list of segments from the rows, once per step (lists.py); the grid is as long as the list. The first
+call also stores the new keys and values: both see them. Its outputs are the array that the second writes into, tile by
+tile: results of other rows in a tile are read first, and preserved.
 
 Verified by interpretation, with checks for races, and by compiling for v5e, v5p, v6e and tpu7x. If a device has two
 cores, as in a v5p, they share the rows of one query and the heads of chunks: half of the key/value heads each, or half

@@ -12,8 +12,8 @@
                     q k, scaled, masked    | maximum, 2^x, sums       | p v, added to the faded output
                     ──► s                  | s ──► p, fade            | p, fade ──► o
 
-The pipeline continues from chunk to chunk of a segment and is drained at its end. Items after the last one work on
-an unused slot. A part that sees nothing of a chunk has no items in it, and the scores of chunks that all of their parts
+The pipeline continues from chunk to chunk of a segment and is drained at its end. Items after the last one work on an
+unused slot. A part that sees nothing of a chunk has no items in it, and the scores of chunks that all of their parts
 see completely are not masked.
 
 Each core of a device has its own query heads, all segments, and their lanes of the queries and outputs:
