@@ -1,8 +1,8 @@
-"""Adapter slots: beside each matrix of the parameters those of its adapters, and the program that fills a slot.
+"""LoRA adapter slots: the adapter matrices next to each parameter matrix, and the program that fills a slot.
 
-    load_adapter    (matrices of all slots, slot, one adapter) -> matrices      donated: nothing but the slot is written
+    load_adapter    (matrices of all slots, slot, one adapter) -> matrices      donated: writes only the slot
 
-A slot is zeros until it is filled, and a slot that no row names costs one CPU device nothing.
+A slot is zeros until it is filled. On a single CPU device, a slot that no row uses costs nothing.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ Matrices = tuple[Any, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """How many adapters a device has room for. Static under jit.
+    """Adapter capacity of a device. Static under jit.
 
     Attributes:
-        num_slots: adapters beside each matrix.
-        max_rank: of each.
+        num_slots: number of adapter slots of each matrix.
+        max_rank: maximum rank of an adapter.
     """
 
     num_slots: int
     max_rank: int
 
     def shapes(self, model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_slots: bool) -> dict[LeafPath, Matrices]:
-        """Shapes of the matrices of all slots, or of one adapter, by their places in the parameters.
+        """Return the shapes of the matrices of all slots, or of one adapter, by their paths in the parameters.
 
-        An axis of layers comes first where those are stacked, then that of slots.
+        The leading axes are layers (if layers are stacked), then slots (if `has_slots`).
 
         Args:
             model: padded for the mesh.
+            has_slots: shapes of all slots; otherwise of one adapter.
         """
         found = {}
         for place in adapted_places(model.config, layer_mode):
@@ -62,7 +63,7 @@ class AdapterRoom:
         return found
 
     def add_to(self, params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
-        """The parameters with empty slots beside their matrices; shapes where those are shapes."""
+        """Return the parameters with empty slots next to their matrices; shapes if the parameters are shapes."""
         shapes = self.shapes(model, layer_mode, mesh, has_slots=True)
         matrices: dict[LeafPath, Matrices] = shapes
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
@@ -74,27 +75,27 @@ class AdapterRoom:
 
 
 def matrices_of(params: Params) -> dict[LeafPath, Matrices]:
-    """The matrices of all slots, by their places."""
+    """Return the matrices of all slots, by path."""
     found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix))
     return {_keys(path): (leaf.a, leaf.b) for path, leaf in found if isinstance(leaf, AdaptedMatrix)}
 
 
 def with_matrices(params: Params, matrices: Mapping[LeafPath, Matrices]) -> Params:
-    """The parameters with these in the places of those that they had."""
+    """Return the parameters with their adapter matrices replaced by `matrices`."""
     adapted = {path: dataclasses.replace(_at(params, path), a=a, b=tuple(b)) for path, (a, b) in matrices.items()}
     return _replaced(params, adapted)
 
 
 def arguments_of(adapter: HostAdapter, params: Params) -> list[Matrices]:
-    """An adapter as the program takes it: in the order of the slots' matrices."""
+    """Return an adapter's matrices as the program's arguments, in the order of the slots' matrices."""
     return [adapter.matrices[path] for path in matrices_of(params)]
 
 
 def fill_slot(all_slots: list[Matrices], index: jax.Array, adapter: list[Matrices]) -> list[Matrices]:
-    """Writes an adapter's matrices over those of a slot; slot s has index s - 1."""
+    """Write an adapter's matrices over those of a slot; slot s has index s - 1."""
 
     def fill(stack: jax.Array, one: jax.Array) -> jax.Array:
-        axis = stack.ndim - 3  # slots, rank, columns; layers before them where they are stacked
+        axis = stack.ndim - 3  # slots, rank, columns; preceded by layers if they are stacked
         return jax.lax.dynamic_update_index_in_dim(stack, one.astype(stack.dtype), index, axis)
 
     filled: list[Matrices] = jax.tree.map(fill, all_slots, adapter)
@@ -121,7 +122,7 @@ def _at(tree: Any, path: LeafPath) -> Any:
 
 
 def _replaced(params: Params, leaves: Mapping[LeafPath, Any]) -> Params:
-    """A tree of its own, which shares all other leaves."""
+    """Return a new tree with these leaves replaced; all other leaves are shared."""
 
     def copy(tree: Any, path: LeafPath) -> Any:
         if isinstance(tree, dict):

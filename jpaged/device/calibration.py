@@ -1,4 +1,4 @@
-"""What the device does in a second, timed when it starts: on idle blocks and a row of the null block."""
+"""Device rates, timed at startup on idle blocks and on rows of the null block."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Samp
 
 _NUM_RUNS = 3
 _ENOUGH_S = 0.03
-"""No further run is made after so long: touching memory for the first time is a small part of that."""
+"""Time after which no further run is made. The first-touch cost of memory is a small part of it."""
 _CONTEXT_SHARE = 4
-"""Tokens that are looked back at where attention is timed, for each that looks: more take long on a slow device."""
+"""Context tokens per query token when attention is timed. A larger context would take too long on a slow device."""
 NO_RATE = 1.0
-"""The rate of swapping, in bytes a second, without host memory to swap to: recomputing is then always quicker."""
+"""The swap rate in bytes per second without host memory: recomputing is then always faster than swapping."""
 
 
 def measure_rates(runner: StepRunner, mover: BlockMover, programs: ProgramStore, geometry: Geometry) -> DeviceRates:
-    """Times steps of the sizes that are there by now, and swaps of blocks that nobody uses yet."""
+    """Time steps of the sizes compiled so far, and swaps of blocks that are not in use yet."""
 
     def step_s(inputs: StepInputs) -> float:
         sampling = SamplingInputs.neutral(geometry.buckets.num_rows(inputs.num_rows))
@@ -43,19 +43,19 @@ def measure_rates(runner: StepRunner, mover: BlockMover, programs: ProgramStore,
 
             return count * geometry.bytes_per_block / _seconds_of(swap)
 
-        swap_out, swap_in = rate_of(Move.SWAP_OUT), rate_of(Move.SWAP_IN)  # in what is there already
+        swap_out, swap_in = rate_of(Move.SWAP_OUT), rate_of(Move.SWAP_IN)  # swaps existing contents
     return DeviceRates(swap_out, swap_in, forward_s, pair_s)
 
 
 def measure_steps(
     geometry: Geometry, step_s: Callable[[StepInputs], float]
 ) -> tuple[tuple[tuple[int, float], ...], float]:
-    """Find `DeviceRates.forward_s` and `pair_s`, by steps of the least, the middle and the largest size.
+    """Measure `DeviceRates.forward_s` and `pair_s` with steps of the smallest, the middle and the largest size.
 
-    Attention is timed in the middle one, whose tokens look back once at nothing and once at a long context.
+    Attention is timed in the middle size: once without a context, once with a long one.
 
     Args:
-        step_s: seconds of a step.
+        step_s: runs a step and returns its seconds.
     """
     sizes = geometry.buckets.tokens
     middle = sizes[len(sizes) // 2]
@@ -64,14 +64,16 @@ def measure_steps(
     far = null_prefill(geometry, middle, min(_CONTEXT_SHARE * middle, geometry.max_model_len // 2))
     num_more = far.num_pairs - steps[middle].num_pairs
     pair_s = max(0.0, step_s(far) - timed[middle]) / num_more if num_more > 0 else 0.0
-    pair_s = min(pair_s, *(timed[size] / 2 / inputs.num_pairs for size, inputs in steps.items()))  # else it was noise
+    # a larger value is noise
+    pair_s = min(pair_s, *(timed[size] / 2 / inputs.num_pairs for size, inputs in steps.items()))
     return tuple((size, timed[size] - pair_s * inputs.num_pairs) for size, inputs in steps.items()), pair_s
 
 
 def _seconds_of(act: Callable[[], object]) -> float:
-    """The quickest of a few runs, the first of which also touches memory for the first time; of a long act one.
+    """Return the fastest of up to `_NUM_RUNS` runs; a run that takes `_ENOUGH_S` is the last one.
 
-    Several processes run all of them: they wait for each other inside of a step, and their clocks may not agree.
+    The first run also touches memory for the first time.
+    Several processes make all runs: they wait for each other inside a step, and their clocks may differ.
     """
     quickest, start, is_alone = float("inf"), time.perf_counter(), jax.process_count() == 1
     for _ in range(_NUM_RUNS):
@@ -85,11 +87,11 @@ def _seconds_of(act: Callable[[], object]) -> float:
 
 
 def null_prefill(geometry: Geometry, num_padded: int, start: int = 0) -> StepInputs:
-    """A step of a size whose prompts lie in the null block: it computes as any and disturbs nothing.
+    """Build a prefill step of a given size whose prompts use only the null block, so that it disturbs no cached block.
 
     Args:
         num_padded: one of the geometry's buckets.
-        start: tokens of every prompt that were computed before; below its `max_model_len`.
+        start: number of computed tokens of every prompt; below `max_model_len`.
     """
     max_rows, row_len = geometry.max_num_seqs, geometry.max_model_len - start
     num_tokens = min(num_padded, max_rows * row_len)

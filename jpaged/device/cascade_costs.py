@@ -1,21 +1,21 @@
-"""What reading a shared prefix once costs on a device, for the scheduler to decide by.
+"""Costs of reading a shared prefix once (cascade attention) on a device, as input for the scheduler's decisions.
 
-    cpu   measured on one core, 1024 shared tokens: up to 4, 8, 16, 32 and 64 queries together cost as much as 3.2, 4.0,
-          6.6, 12.5 and 22 that read alone (head size 32; 128 gains more: 2.1, 3.0 and 4.6), so 3.2 for every 8. Below
+    cpu   measured on one core, 1024 shared tokens: up to 4, 8, 16, 32 and 64 queries together cost 3.2, 4.0, 6.6, 12.5
+          and 22 times one that reads alone (head size 32; 128 gains more: 2.1, 3.0 and 4.6), so 3.2 for every 8. Below
           a block or two the second call and the merging show: 16 tokens a query, 220 a step
-    xla   on CPUs, measured likewise: a tile of 8, 16 and 64 places costs 2.3, 3.0 and 6.8, whether or not a query is in
-          each; merging, about 16 tokens a query and 100 a step
-    tpu   reckoned: the chip's one core reads a prefix at the full rate for one row as for many, so a tile costs 1; two
+    xla   measured on CPUs, in the same way: a tile of 8, 16 and 64 places costs 2.3, 3.0 and 6.8, whether or not every
+          place has a query; merging costs about 16 tokens a query and 100 a step
+    tpu   estimated: the chip's one core reads a prefix at the full rate for one row as for many, so a tile costs 1; two
           outputs of H heads are written, read and merged, 2.5 H / K tokens; starting a kernel takes some 5 us, in which
           800 GB/s read about 4 MB
-    gpu   reckoned: a tile has room for 64 query heads of a key/value head, in Triton's kernel for 32 (16 where they are
-          wide), and costs what a row that decodes alone does, which fills it less. On Hopper a query's second output
-          is written in 32 bits, read and merged, 2 H / K tokens; Triton's kernel does so with both, 4 H / K. No kernel
-          is started for it, but more blocks of threads: 0.3 us at 3.3 TB/s, or 0.5 us at 2 TB/s
+    gpu   estimated: a tile has room for 64 query heads of a key/value head, in the Triton kernel for 32 (16 if they
+          are wide). It costs the same as a row that decodes alone, which fills the tile less. On Hopper a query's
+          second output is written in 32 bits, read and merged, 2 H / K tokens; the Triton kernel does so with both
+          outputs, 4 H / K. No extra kernel is started, but more thread blocks: 0.3 us at 3.3 TB/s, or 0.5 us at 2 TB/s
 
-In layers with a sliding window there is a third pass, over what only some queries see; it is empty or a block or two.
-What that shares is the part of a prefix that all windows hold. XLA's loop does not share on GPUs: the number of runs
-would go to the host for a decision in every layer of every step.
+Layers with a sliding window have a third pass, over the tokens that only some queries see: at most a block or two.
+Only the part of a prefix inside all windows is shared. The XLA loop does not share on GPUs: the number of runs would
+have to reach the host for a decision in every layer of every step.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from jpaged.kernels.paged_attention.triton.work import group_of, shared_rows
 _TPU_START_BYTES = 4e6
 _GPU_START_BYTES = 1e6
 _THIRD_PASS = 1.5
-"""What a pass over the edges of windows adds to the costs of the second, where it is a call of its own."""
+"""Cost factor of the pass over the edges of windows, if it is a call separate from the second pass."""
 
 
 def cascade_costs(
     backend: Backend, layout: KVLayout, kinds: Sequence[AttentionKind], num_heads: int, num_context_parts: int = 1
 ) -> CascadeCosts | None:
-    """The costs on a backend; None where rows do not share.
+    """Return the costs on a backend; None if rows do not share prefix reads there.
 
     Args:
-        backend: that runs attention.
+        backend: the attention backend.
         layout: one device's part of the pool.
-        kinds: of attention, a layer each.
+        kinds: attention kind of each layer.
         num_heads: query heads of one device.
-        num_context_parts: devices that share each context: what takes one of them as long as some tokens do, takes as
-            long as so many times the tokens of a whole context.
+        num_context_parts: devices that share each context. A cost that equals n tokens on one device equals `n *
+            num_context_parts` tokens of a whole context.
     """
     joint = IMPLEMENTATIONS[backend].attend_parts is not None
-    has_sinks = any(kind.num_sink_tokens for kind in kinds)  # whose second pass reads each row's own first tokens
+    has_sinks = any(kind.num_sink_tokens for kind in kinds)  # their second pass reads each row's own sink tokens
     if has_sinks or (layout.form == "gpu" and not joint):
         return None
     costs = _full_costs(backend, layout, num_heads)
@@ -78,7 +78,7 @@ def cascade_costs(
 
 
 def _full_costs(backend: Backend, layout: KVLayout, num_heads: int) -> CascadeCosts:
-    """Without a window."""
+    """Return the costs of attention without a sliding window."""
     block_size, group = layout.block_size, num_heads // layout.num_kv_heads
     if layout.form == "gpu":
         is_triton = backend == "pallas-triton"

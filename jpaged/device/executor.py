@@ -4,12 +4,12 @@
     load_adapter a slot and an adapter -> load_adapter -> the slot's matrices                returns at once
     forward      StepInputs -> one buffer -> forward[T] -> hidden states                     returns at once
     sample       hidden states, SamplingInputs -> sample[R] -> copy to host begins           returns at once
-    decode       StepInputs, ... -> one buffer -> decode[R] -> copy to host begins              returns at once
-    decode_fed   the same, and a feed for which its steps wait                                  returns at once
-    speculate    StepInputs, ... -> one buffer -> speculate[R] -> copy to host begins           returns at once
-    collect      waits for that copy -> StepOutputs; lands what has been swapped out
+    decode       StepInputs, ... -> one buffer -> decode[R] -> copy to host begins           returns at once
+    decode_fed   the same, with a channel of masks for which its steps wait                  returns at once
+    speculate    StepInputs, ... -> one buffer -> speculate[R] -> copy to host begins        returns at once
+    collect      waits for that copy -> StepOutputs; finishes completed swap-outs
 
-Nothing is traced here: the verbs call executables that `warm_up` compiled, with numpy buffers as they are.
+No method traces: they call executables that `warm_up` compiled and pass numpy buffers as they are.
 """
 
 from __future__ import annotations
@@ -83,15 +83,16 @@ from jpaged.types import Adapter
 _LOG = logging.getLogger(__name__)
 
 Least = Callable[[int], int]
-"""The smallest of what all processes say. Every process asks, in the same order, and waits for the others."""
+"""Return the minimum of a value over all processes. Every process calls it, in the same order, and waits for the
+others."""
 
 
 class JaxExecutor:
-    """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's.
+    """Implements `engine.executor.Executor` on the devices of a mesh. Used only by the engine thread.
 
     Attributes:
-        step: what runs: the model, its kernels and how it multiplies.
-        host_blocks: the blocks of host memory; None where this process has none, or parts of them.
+        step: the traced step: the model, its kernels and its matmul backend.
+        host_blocks: the blocks of host memory; None if this process has none, or only parts of each block.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class JaxExecutor:
         least: Least,
         waits_for_all: bool = True,
     ) -> None:
-        """Allocates the pool. `create` is the way in; this takes what it decided."""
+        """Allocate the pool. Call `create` instead; it decides these arguments."""
         step, geometry = served.step, served.geometry
         params, draft_params = split_params(params)
         self._served, self.step = served, step
@@ -147,23 +148,23 @@ class JaxExecutor:
         keep: Path | None = None,
         draft: tuple[Model, Params] | None = None,
     ) -> JaxExecutor:
-        """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
+        """Put the parameters on the devices, decide the number of blocks and allocate the pool.
 
         Args:
             model: the network.
             params: of the model padded for the mesh (`jpaged.models.sharding`), in either layer mode.
             options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
-            mesh: where it runs; jax's first devices, as many as one copy of the model takes, when left out.
-            num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
-                many executors less one that are made after it.
-            least: settles a size with the other processes that the mesh is of; None where there are none.
-            keep: a folder in which compiled programs are kept for the next time; None keeps none. The programs of
-                several processes are not kept.
-            draft: the model that proposes tokens, and its parameters, where `options.speculation` asks for one.
+            mesh: the devices to run on; by default JAX's first devices, enough for one copy of the model.
+            num_pools: executors that share the host's free memory if devices use host memory: this one and those
+                created later.
+            least: agrees on a size with the other processes of the mesh; None for a single process.
+            keep: a folder that caches compiled programs for the next start; None caches none. Several processes do not
+                use it.
+            draft: the draft model and its parameters, if `options.speculation` requires one.
 
         Raises:
             InvalidArgument: options that contradict the model or the memory, parameters of other shapes, or a draft
-                that does not go with the model.
+                model that does not match the model.
         """
         folder = options.startup.compiled
         saved = None if folder is None else SavedPrograms.open(Path(folder))
@@ -183,7 +184,7 @@ class JaxExecutor:
         smallest = assemble(1)
         where = Placement.of(model, mesh, layer_mode)
         check_params(params, where.abstract_params())
-        params = where.put(params)  # a tree of its own: the next line takes it apart
+        params = where.put(params)  # a new tree: the next line takes it apart
         params = params_for(smallest[0], params)
         if smallest[0].layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(smallest[0], params)}
@@ -195,7 +196,7 @@ class JaxExecutor:
         probe_blocks = least(request.probe_blocks(memory))
 
         def programs() -> ProgramMemory:
-            # Those that were saved are for one size of the pool.
+            # Saved programs are compiled for one pool size.
             probe = ServerPrograms.of(
                 *assemble(probe_blocks if saved is None else saved.target.num_blocks), params, saved, keep
             )
@@ -205,7 +206,7 @@ class JaxExecutor:
         memory_plan = plan_memory(request, memory, programs)
         memory_plan = dataclasses.replace(memory_plan, num_blocks=least(memory_plan.num_blocks))
         served = ServerPrograms.of(*assemble(memory_plan.num_blocks), params, saved, keep)
-        # Steps are padded to what process 0 has: the others need to have it too.
+        # Process 0 pads steps to the shapes that it has ready: the other processes need them, too.
         waits_for_all = options.startup.wait_for_all_programs or jax.process_count() > 1
         return cls(served, params, memory_plan, least=least, waits_for_all=waits_for_all)
 
@@ -215,24 +216,24 @@ class JaxExecutor:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """Where each byte of a device goes; after `warm_up` with what the compiled programs take."""
+        """Planned memory use of a device; after `warm_up` includes the memory of compiled programs."""
         return self._memory_plan
 
     @property
     def rates(self) -> DeviceRates:
-        """The rates that `warm_up` measured."""
+        """Rates that `warm_up` measured."""
         if self._rates is None:
             raise InternalError("rates are measured by warm_up, which has not run")
         return self._rates
 
     def warm_up(self, progress: Progress) -> None:
-        """Compiles what any step can be padded to, times some of it, and has the rest compiled in the background.
+        """Compile the programs that any step can be padded to, measure rates, and compile the rest in the background.
 
-        With `wait_for_all_programs` there is no rest. Blocks are as they were when it returns.
+        With `wait_for_all_programs` all programs are compiled before it returns. Blocks keep their contents.
 
         Raises:
-            InvalidArgument: the compiler finds no room for one.
-            InternalError: together they take more memory than the plan has.
+            InvalidArgument: the compiler finds no memory for a program.
+            InternalError: together the programs take more memory than planned.
         """
         _require_alive(self._is_shut_down)
         buckets, layout = self._geometry.buckets, self.step.layout
@@ -243,16 +244,19 @@ class JaxExecutor:
         with memory_refusals():
             self._programs.compile(specs, progress)
         self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
-        self._least(0)  # what runs from here on waits inside of collectives
+        self._least(0)  # all processes wait here: the following calls wait inside collectives
         with self._calling("measuring rates failed"):
             self._rates = measure_rates(self._runner, self._mover, self._programs, self._geometry)
         self._programs.compile_rest(progress)
 
     def _note_ready(self) -> None:
-        """Lets steps have the shapes that are ready. A sample that tells most does for one that tells less."""
+        """Let steps use the shapes that are ready.
+
+        A sample program with more log-probabilities also serves requests for fewer.
+        """
         sizes = self._programs.sizes
         tokens, rows = sizes("forward"), sizes("sample", detail=Detail.TOP_LOGPROBS)
-        if self.step.draft is not None:  # which is to be shown whatever the model runs
+        if self.step.draft is not None:  # the draft model sees all tokens that the model runs
             tokens = tuple(size for size in tokens if size in sizes("draft"))
         if tokens and rows:
             buckets = BucketTable(tokens, rows, sizes("decode"), sizes("speculate"))
@@ -260,14 +264,14 @@ class JaxExecutor:
         if len(self._programs.ready) == len(self._programs.specs):
             try:
                 self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
-            except InternalError as error:  # requests are running: they may yet end well
+            except InternalError as error:  # requests are running and may still succeed
                 _LOG.error("%s", error)
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Starts moving blocks; a block that is on its way to the host is waited for only when it is to come back.
+        """Start moving blocks. A swap-out still in flight is only waited for if a swap-in needs its block.
 
         Raises:
-            InternalError: an id names no block, or a fault of the device, after which the pool is spent.
+            InternalError: an id names no block, or the device failed, after which the pool is lost.
         """
         with self._calling(f"{moves.move.value} of {len(moves.sources)} blocks failed"):
             self._mover.run(moves, self._programs)
@@ -275,10 +279,10 @@ class JaxExecutor:
                 self._drafter.move(moves)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Starts writing an adapter over what a slot held; no step that is dispatched earlier sees it.
+        """Start writing an adapter over the contents of a slot. Steps dispatched earlier still use the old contents.
 
         Raises:
-            InternalError: there is no such slot, or a fault of the device, after which the parameters are spent.
+            InternalError: there is no such slot, or the device failed, after which the parameters are lost.
         """
         if not 1 <= slot <= self._geometry.max_loras or not isinstance(adapter, HostAdapter):
             raise InternalError(f"{adapter} for adapter slot {slot}; there are {self._geometry.max_loras}")
@@ -286,20 +290,20 @@ class JaxExecutor:
             self._runner.load_adapter(slot, adapter)
 
     def forward(self, inputs: StepInputs | PackedForward) -> jax.Array:
-        """Starts a forward; the arrays of `inputs` are copied before it returns.
+        """Start a forward; the arrays of `inputs` are copied before it returns.
 
         Args:
-            inputs: or what `pack` of an executor of the same geometry made of them.
+            inputs: a step, or the result of `pack` of an executor of the same geometry.
 
         Raises:
-            InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
+            InternalError: shapes of no compiled program, or the device failed, after which the pool is lost.
         """
         packed = inputs if isinstance(inputs, PackedForward) else self.pack(inputs)
         with self._calling(f"a forward of {packed.num_tokens} tokens failed"):
             return self._runner.forward(packed) if self._drafter is None else self._drafter.forward(packed)
 
     def pack(self, inputs: StepInputs) -> PackedForward:
-        """A step's inputs in a fresh buffer.
+        """Pack a step's inputs into a new buffer.
 
         Raises:
             InternalError: shapes of no compiled program.
@@ -308,10 +312,10 @@ class JaxExecutor:
         return self._runner.pack(inputs)
 
     def sample(self, hidden: jax.Array, inputs: SamplingInputs) -> jax.Array:
-        """Starts sampling from what a forward left, and the copy of the tokens to the host.
+        """Start sampling from a forward's hidden states, and the copy of the tokens to the host.
 
         Raises:
-            InternalError: a number of rows of no compiled program, or a fault of the device.
+            InternalError: a number of rows of no compiled program, or the device failed.
         """
         with self._calling(f"a sample of {len(inputs.rows_r)} rows failed"):
             outputs = self._runner.sample(hidden, inputs)
@@ -322,10 +326,10 @@ class JaxExecutor:
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> jax.Array:
-        """Starts several steps of rows that decode, and the copy of their tokens to the host.
+        """Start several decode steps, and the copy of their tokens to the host.
 
         Raises:
-            InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
+            InternalError: shapes of no compiled program, or the device failed, after which the pool is lost.
         """
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
             return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
@@ -333,10 +337,10 @@ class JaxExecutor:
     def decode_fed(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> tuple[jax.Array, ProgramFeed]:
-        """Starts several steps that wait for masks, and the copy of their tokens to the host.
+        """Start several decode steps that wait for grammar masks, and the copy of their tokens to the host.
 
         Raises:
-            InternalError: as `decode`; also where steps cannot be fed.
+            InternalError: as `decode`; also if the device does not support such steps.
         """
         num_rows = len(sampling.rows_r)
         if not self._geometry.has_fed_steps:
@@ -359,11 +363,11 @@ class JaxExecutor:
         num_rounds: int,
         unseen: Sequence[StepInputs] = (),
     ) -> jax.Array:
-        """Starts rounds of proposals, and the copy of what they gave to the host.
+        """Start rounds of speculative decoding with the draft model, and the copy of their tokens to the host.
 
         Raises:
-            InternalError: there is no draft model, shapes of no compiled program, or a fault of the device, after which
-                the pools are spent.
+            InternalError: there is no draft model, shapes of no compiled program, or the device failed, after which the
+                pools are lost.
         """
         if self._drafter is None or not 0 < num_rounds <= MAX_NUM_ROUNDS:
             raise InternalError(f"{num_rounds} rounds of proposals, of {MAX_NUM_ROUNDS} at most with a draft model")
@@ -373,10 +377,10 @@ class JaxExecutor:
             return self._drafter.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds)
 
     def tell(self, hidden: jax.Array, inputs: TellInputs) -> Callable[[], ToldOutputs]:
-        """Starts telling of what a forward left, and the copy to the host; see `Executor.tell`.
+        """Start computing log-probabilities or hidden states from a forward's result, and their copy to the host.
 
         Raises:
-            InternalError: a fault of the device, also when the results are waited for.
+            InternalError: the device failed; the returned function may raise it, too.
         """
         with self._calling(f"telling of {inputs.num_rows} hidden states failed"):
             wait = self._told.add(self._runner.tell(hidden, inputs))
@@ -388,15 +392,15 @@ class JaxExecutor:
         return collect
 
     def is_done(self, handle: jax.Array) -> bool:
-        """Whether the step has run; whether its results are on the host already is not asked."""
+        """Return True if the step has run. Its results may not have reached the host yet."""
         array: Any = handle  # jax's annotations lack the method
         return bool(array.is_ready())
 
     def collect(self, handle: jax.Array) -> StepOutputs:
-        """Waits for a step, and lands what has been swapped out.
+        """Wait for a step's results, and finish the swap-outs that have arrived.
 
         Raises:
-            InternalError: the device failed in it.
+            InternalError: the device failed in the step.
         """
         with self._calling("the device failed in a step"):
             array, has_draft = np.asarray(handle), self._drafter is not None
@@ -406,9 +410,9 @@ class JaxExecutor:
             return outputs
 
     def shutdown(self) -> None:
-        """Frees parameters, pool and programs; steps that were not collected are lost. Idempotent."""
+        """Free parameters, pool and programs; steps that were not collected are lost. Idempotent."""
         self._is_shut_down = True
-        self.host_blocks = None  # which would keep the parameters
+        self.host_blocks = None  # it references the parameters
         self._pool.release()
         self._host.release()
         self._runner.release()
@@ -419,7 +423,11 @@ class JaxExecutor:
 
     @contextmanager
     def _calling(self, failure: str) -> Iterator[None]:
-        """Counts the compiles of a call of programs, and raises an error of the device as ours, with what failed."""
+        """Count compilations during a call of programs, and convert device errors to `InternalError`.
+
+        Args:
+            failure: begins the error's message.
+        """
         _require_alive(self._is_shut_down)
         num_before = told.num_compiled
         try:

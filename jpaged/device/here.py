@@ -1,4 +1,4 @@
-"""What jax finds on this machine. Asking may take seconds, or for ever where an accelerator's runtime hangs."""
+"""The devices that JAX finds on this machine. The query may take seconds, or hang if an accelerator's runtime hangs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jpaged.hardware import find_hardware
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Devices of the platform that jax chose, and the host's memory.
+    """The devices of the platform that JAX chose, and the host's memory.
 
     Attributes:
-        platform: as jax calls it: cpu, gpu or tpu.
-        hardware: what `jpaged plan` calls such a device; None where it is not in the table.
-        available_bytes: that this process may still have of the host.
-        physical_bytes: of the host.
+        platform: JAX's name for it: cpu, gpu or tpu.
+        hardware: the device's name in `jpaged plan`; None if it is not in the table.
+        available_bytes: host memory available to this process.
+        physical_bytes: physical memory of the host.
     """
 
     platform: str
@@ -30,10 +30,10 @@ class Here:
 
 
 def look() -> Here:
-    """Asks jax for its devices.
+    """Query JAX for its devices.
 
     Raises:
-        RuntimeError: no platform could be started; says which.
+        RuntimeError: no platform could be started; names the platform.
     """
     devices = jax.devices()
     known = find_hardware(devices[0].device_kind)

@@ -1,7 +1,7 @@
-"""Memory of the machine that this process may still have: what is free, and no more than its container is allowed.
+"""Host memory available to this process: free memory, within the container's limits.
 
-A container's limit is its control group's, or that of a group above it: version 2 (one tree) and version 1 (a tree for
-memory). What a group uses counts without the pages of files that the kernel would drop first.
+A container's limit is that of the control group or of an ancestor group: version 2 (one tree) or version 1 (a tree for
+memory). The usage of a group excludes page-cache pages that the kernel would drop first.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ _V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
 
 
 def physical_host_bytes() -> int:
-    """Memory that the machine has, used or not."""
+    """Return the physical memory of the machine, used or not."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_host_bytes(root: Path = _ROOT) -> int:
-    """Memory that can be had now without swapping.
+    """Return the memory available without swapping.
 
     Args:
-        root: of the file system that tells.
+        root: of the file system to read `/proc` and `/sys` from.
     """
     free = _fields(root / "proc/meminfo").get("MemAvailable:")
-    # Not Linux: all physical memory is the best that is known.
+    # Not Linux: physical memory is the best available estimate.
     available = physical_host_bytes() if free is None else free * 1024
     return min([available, *_left_to_groups(root)])
 
 
 def _left_to_groups(root: Path) -> list[int]:
-    """The bytes left to each control group of this process that has a limit."""
+    """Return the bytes left to each control group of this process that has a limit."""
     left = []
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -50,13 +50,13 @@ def _left_to_groups(root: Path) -> list[int]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or it says `max`."""
+    """Return the number in a file; None if the file is missing or contains `max`."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Parse lines of a name and a number."""
     words = [line.split() for line in _lines(path)]
     return {line[0]: int(line[1]) for line in words if len(line) >= 2 and line[1].isdecimal()}
 

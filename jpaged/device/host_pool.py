@@ -1,10 +1,10 @@
-"""Blocks in host memory: where groups are swapped out to, and where cached prefixes outlive the device pool.
+"""Blocks in host memory: swapped-out groups, and cached prefixes offloaded from the device pool.
 
-    swap out   device ── copy begins ──> on its way ── lands when it has arrived ──> blocks
-    swap in    device <── one transfer ── blocks          after what is on its way to those blocks has landed
+    swap out   device ── copy begins ──> in flight ── written when it has arrived ──> blocks
+    swap in    device <── one transfer ── blocks          after transfers in flight to those blocks were written
 
-Of several processes, each keeps what its own devices have of every block. The memory is asked for at once and touched
-only where blocks land, so the system gives it as it is used.
+With several processes, each one stores the parts of every block that its own devices hold. The memory is allocated at
+once, but pages are touched only as blocks are written, so the system provides them on demand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 
 MAX_ON_THE_WAY = 4
-"""Transfers that may be under way at once, each with device memory of its own."""
+"""Maximum transfers in flight; each takes device memory."""
 _GIB = 1 << 30
 
 
@@ -38,7 +38,7 @@ class _Transfer:
 
 
 class HostPool:
-    """Owns the blocks and the transfers that are on their way to them. Block 0 is not used, as in the device's pool."""
+    """Owns the blocks and the transfers in flight to them. Block 0 is not used, as in the device pool."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, sharding: NamedSharding) -> None:
         self.num_blocks = num_blocks
@@ -54,7 +54,7 @@ class HostPool:
         self.on_the_way: deque[_Transfer] = deque()
 
     def receive(self, contents: jax.Array, block_ids: list[int]) -> None:
-        """Starts the copy of device blocks to the host blocks of these ids; padding behind them is left out."""
+        """Start the copy of device blocks to the host blocks with these ids. Padding after them is ignored."""
         while len(self.on_the_way) >= MAX_ON_THE_WAY:
             self._land()
         if self._staging is not None:
@@ -64,38 +64,38 @@ class HostPool:
         self.on_the_way.append(_Transfer(contents, block_ids))
 
     def land_ready(self) -> None:
-        """Lands what has arrived. Transfers land in order: a later one may be to the same block."""
+        """Write the transfers that have arrived, in order: a later one may be to the same block."""
         while self.on_the_way and _has_arrived(self.on_the_way[0].contents):
             self._land()
 
     def land_all(self) -> None:
-        """Waits for everything that is on its way."""
+        """Wait for all transfers in flight, and write them."""
         while self.on_the_way:
             self._land()
 
     def read(self, block_ids: Sequence[int], num_padded: int) -> NDArray | jax.Array:
-        """A fresh array of these blocks, once they have all landed; what is in the padding does not matter."""
+        """Return a new array of these blocks, after waiting for transfers in flight to them. Padding is zeros."""
         wanted = set(block_ids)
         while any(not wanted.isdisjoint(transfer.block_ids) for transfer in self.on_the_way):
             self._land()
         contents = np.empty((num_padded, *self._blocks.shape[1:]), self._blocks.dtype)
-        # "clip" writes straight into `out`, "raise" by way of a copy; ids were checked before.
+        # "clip" writes straight into `out`, "raise" through a copy; ids were checked before.
         np.take(self._blocks, block_ids, axis=0, out=contents[: len(block_ids)], mode="clip")
         contents[len(block_ids) :] = 0
         return self._parts.to_devices(contents, (num_padded, *self._block_shape))
 
     @property
     def is_whole(self) -> bool:
-        """Blocks are here, each with all of its parts."""
+        """True if there are blocks and this process holds every block completely."""
         return self.num_blocks > 0 and self._blocks.shape[1:] == self._block_shape
 
     @property
     def blocks(self) -> NDArray:
-        """`[blocks + 1, *block]`, what this process has of each."""
+        """Array `[blocks + 1, *block]` of this process's parts of each block."""
         return self._blocks
 
     def release(self) -> None:
-        """Frees the memory. Idempotent."""
+        """Free the memory. Idempotent."""
         self.on_the_way.clear()
         self._blocks = self._blocks[:0].copy()
 
@@ -109,10 +109,10 @@ class HostPool:
 
 
 class WholeHostBlocks:
-    """Implements `engine.executor.HostBlocks` over a pool whose blocks are here with all of their parts.
+    """Implements `engine.executor.HostBlocks` over a pool of which this process holds all parts of each block.
 
     Args:
-        identity: tells what the bytes depend on; asked once, when somebody asks.
+        identity: computes the KV identity (`jpaged.device.identity`); called once, at the first use.
     """
 
     def __init__(self, pool: HostPool, identity: Callable[[], bytes]) -> None:
@@ -124,11 +124,11 @@ class WholeHostBlocks:
 
     @property
     def bytes_per_block(self) -> int:
-        """All layers of a block of one KV group."""
+        """Bytes of a block of one KV group, all its layers."""
         return self._blocks.itemsize * math.prod(self._blocks.shape[1:])
 
     def view(self, block_id: int) -> memoryview:
-        """The bytes of a block.
+        """Return the bytes of a block.
 
         Raises:
             InternalError: the id names no block.
@@ -138,13 +138,13 @@ class WholeHostBlocks:
         return self._blocks[block_id].reshape(-1).view(np.uint8).data
 
     def have_landed(self, block_ids: Sequence[int]) -> bool:
-        """Whether nothing is on its way to these blocks."""
+        """Return True if no transfer to these blocks is in flight."""
         self._pool.land_ready()
         wanted = set(block_ids)
         return all(wanted.isdisjoint(transfer.block_ids) for transfer in self._pool.on_the_way)
 
     def kv_identity(self) -> bytes:
-        """What the bytes depend on; whoever asks first waits until every weight is read."""
+        """Return the digest that the bytes depend on; the first call waits until every weight is read."""
         with self._lock:
             if self._make_identity is not None:
                 self._identity, self._make_identity = self._make_identity(), None
@@ -152,10 +152,10 @@ class WholeHostBlocks:
 
 
 def num_host_blocks(swap_space_gib: float, layout: KVLayout, num_pools: int = 1) -> int:
-    """Blocks of each of so many pools that fit into so much host memory together.
+    """Return the blocks of each pool if `num_pools` pools share this much host memory.
 
     Raises:
-        InvalidArgument: the host does not have it.
+        InvalidArgument: the host has less memory.
     """
     num_bytes, physical = int(swap_space_gib * _GIB), physical_host_bytes()
     if num_bytes > physical:
@@ -164,12 +164,12 @@ def num_host_blocks(swap_space_gib: float, layout: KVLayout, num_pools: int = 1)
 
 
 def _has_arrived(contents: Any) -> bool:
-    """Every jax array has `is_ready`; the declared type leaves it out."""
+    """Return True if the copy has arrived. Every jax array has `is_ready`; the declared type lacks it."""
     return bool(contents.is_ready())
 
 
 def _staging_sharding(sharding: NamedSharding) -> NamedSharding | None:
-    """Page-locked host memory, which an accelerator writes to by itself; None on a CPU, whose memory is the host's."""
+    """Return a sharding in pinned host memory, which accelerators write to directly; None on CPUs."""
     device: jax.Device = next(iter(sharding.addressable_devices))
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or "pinned_host" not in kinds:

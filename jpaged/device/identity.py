@@ -1,10 +1,10 @@
-"""What the bytes of a block of keys and values depend on, as one digest.
+"""Digest of everything that the bytes of a KV block depend on.
 
-    model, type of its numbers ── layout of a block ── which code computed it, where ── every weight
+    model, its dtype ── layout of a block ── the code that computed it, the device ── every weight
 
-Two servers of one digest may hand blocks to each other, and a server finds those that it left on disk. What is computed
-by other kernels, with another version of the compiler, or by a CPU with other instructions, differs in the last bits:
-then it is another digest, so that tokens do not depend on where a prefix comes from.
+Servers with the same digest may exchange blocks, and a server may reuse its own blocks on disk. Other kernels, another
+compiler version, or a CPU with other instructions change the last bits of keys and values. The digest then differs, so
+that tokens do not depend on the source of a prefix.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NUM_THREADS = 4
 
 
 def kv_identity(step: Step, params: Params) -> bytes:
-    """The digest, 32 bytes.
+    """Return the digest, 32 bytes.
 
     Args:
-        params: as programs take them; adapters that lie beside them do not count, for keys name theirs.
+        params: as programs take them; adapters next to them do not count, because block hashes name the adapter.
     """
     device = first_device(step.mesh)
     layout = dataclasses.replace(step.layout, num_blocks=1)
@@ -59,7 +59,7 @@ def _leaves(params: Params) -> Iterator[tuple[str, Any]]:
 
 
 def _digest(named: tuple[str, Any]) -> bytes:
-    """A hash of the parts of a leaf on this process's devices; hashing gives the interpreter's lock away."""
+    """Hash the parts of a leaf on this process's devices. Hashing releases the GIL."""
     name, leaf = named
     found = hashlib.sha256(repr((name, leaf.shape, np.dtype(leaf.dtype).name)).encode())
     parts = {str(shard.index): shard.data for shard in leaf.addressable_shards}

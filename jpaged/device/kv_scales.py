@@ -1,9 +1,9 @@
-"""Scales for keys and values that are kept in 8 bits: one for each layer, head, and of the two.
+"""Scales of keys and values stored in 8 bits: one per layer, head, and key or value.
 
-    pool holds round(k / scale)        scale = MARGIN * the largest |k| of the head on a probe / the largest number
+    pool holds round(k / scale)        scale = MARGIN * largest |k| of the head on a probe / largest stored number
 
-The probe is a fixed row of tokens sampled evenly from the vocabulary, attended in full: what a head's keys can be is
-far more a matter of its weights than of the text. Larger numbers saturate.
+The probe is a fixed row of tokens sampled uniformly from the vocabulary, with full attention: the range of a head's
+keys depends far more on its weights than on the text. Larger numbers saturate.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _FP8 = "float8_e4m3fn"
 
 
 def kv_dtype(name: str, model_dtype: np.dtype) -> np.dtype:
-    """The element type that the option `kv_cache_dtype` names."""
+    """Return the element type that the option `kv_cache_dtype` names."""
     return model_dtype if name == "auto" else jnp.dtype(_FP8 if name == "fp8" else name)
 
 
 def name_of_kv_dtype(dtype: np.dtype) -> str:
-    """The inverse of `kv_dtype`."""
+    """Return the option value of an element type; the inverse of `kv_dtype`."""
     return "fp8" if dtype.name == _FP8 else dtype.name
 
 
 def measure_scales(step: Step, params: Params) -> jax.Array:
-    """Runs the probe; float32 `[G * L, K, 2]` for keys and values, each on the device that holds its head."""
+    """Run the probe and return float32 scales `[G * L, K, 2]` of keys and values, on the devices of their heads."""
     probe_len = min(PROBE_LEN, step.model.config.max_model_len)
     token_ids = np.random.default_rng(0).integers(0, step.vocab_size, probe_len, dtype=np.int32)
     sharding = NamedSharding(step.mesh, SCALES_SPEC)
@@ -49,7 +49,7 @@ def measure_scales(step: Step, params: Params) -> jax.Array:
 
 
 def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
-    """Largest magnitudes `[G * L, K, 2]` of keys and values while the model reads the tokens."""
+    """Return the largest magnitudes `[G * L, K, 2]` of keys and values while the model reads the tokens."""
     num_tokens, layout = token_ids_t.shape[0], step.layout
     is_seen_qk = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
@@ -66,7 +66,7 @@ def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
         s_kgqt = jnp.einsum("qkgd,tkd->kgqt", q_tkgd, k_tkd, preferred_element_type=jnp.float32) * place.attention.scale
         p_kgqt = jax.nn.softmax(jnp.where(is_seen_qk, s_kgqt, -jnp.inf)).astype(v_tkd.dtype)
         o_thd = jnp.einsum("kgqt,tkd->qkgd", p_kgqt, v_tkd).reshape(*q_thd.shape[:2], -1)
-        # A latent is stored once, with one scale for all that it is used for.
+        # A latent is stored once, with one scale for all its uses.
         stored = (k_tkd, v_tkd if layout.value_dim is None else k_tkd)
         found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in stored], axis=-1)
         return o_thd, carry.at[place.group * layout.num_layers + place.index].set(found_k2)

@@ -1,4 +1,4 @@
-"""What multiplies with a model's weights: XLA, or on one CPU device the kernel that reads them packed."""
+"""Choice of the matmul backend for a model's weights: XLA, or on one CPU device the kernel for packed weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _EXPERTS = "experts"
 
 
 def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> LinearBackend:
-    """The backend of an option, for a model on these devices.
+    """Resolve the option `linear_backend` for a model on these devices.
 
     Raises:
-        Unsupported: cpu was chosen, and cannot run.
+        Unsupported: cpu was chosen but cannot run.
     """
     reason = None if chosen == "xla" else _unsupported_reason(mesh, layer_mode)
     if chosen == "cpu" and reason is not None:
@@ -41,7 +41,7 @@ def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> Lin
 
 
 def params_for(step: Step, params: Params) -> Params:
-    """The parameters, or shapes of them, as the programs of a step take them; see `pack_params` and `AdapterRoom`."""
+    """Return the parameters, or their shapes, as a step's programs take them; see `pack_params` and `AdapterRoom`."""
     if step.linear_backend == "cpu":
         params = pack_params(params, step.model.config, product.loaded().packer(replicated(step.mesh)))
     if first_device(step.mesh).platform == "cpu":
@@ -50,10 +50,10 @@ def params_for(step: Step, params: Params) -> Params:
 
 
 def whole_bytes(params: Params) -> Params:
-    """The tree with numbers of 4 bits in types of 8 bits, which have them all.
+    """Return the tree with 4-bit numbers converted to 8-bit types, which represent all of them.
 
-    On CPUs they take a byte as it is, and jax takes their arrays and the programs that were compiled for them to be of
-    different layouts.
+    On CPUs a 4-bit number takes a whole byte anyway, and JAX assumes different layouts for the arrays and for the
+    programs compiled for them.
     """
 
     def widen(leaf: Any) -> Any:
@@ -71,12 +71,11 @@ def whole_bytes(params: Params) -> Params:
 
 
 def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
-    """The tree, of layers in a list, with its matrices packed; its leaves may be shapes alone.
+    """Return the tree, with layers in a list, with its matrices packed; its leaves may be shapes.
 
-    Quantised matrices of experts, or whose groups the kernel does not have, stay as they are, and are XLA's.
+    Quantized matrices of experts, or with group sizes that the kernel lacks, are not packed; XLA multiplies with them.
 
-    The tree that comes in is taken apart: each leaf is let go of when it is packed, so that a model is never in memory
-    twice.
+    The input tree is taken apart: each leaf is freed when it is packed, so that a model is never in memory twice.
     """
     output = ("embed" if config.tie_word_embeddings else "lm_head", "embedding")
 
@@ -93,7 +92,7 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
 
     def walk(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
         packed: dict[str, Any] = {}
-        for name in sorted(tree):  # the order in which jax flattens it, and so that of every process
+        for name in sorted(tree):  # JAX's flattening order, the same in every process
             leaf = tree.pop(name)
             if isinstance(leaf, dict):
                 packed[name] = walk(leaf, (*path, name))
@@ -108,7 +107,7 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
 
 
 def _swapped(experts_xio: Any) -> Any:
-    """The matrices of experts as one of X parts, `[in, X, out]`."""
+    """Return the experts' matrices as one matrix of X parts, `[in, X, out]`."""
     if isinstance(experts_xio, jax.ShapeDtypeStruct):
         num_experts, width, num_columns = experts_xio.shape
         return jax.ShapeDtypeStruct((width, num_experts, num_columns), experts_xio.dtype)

@@ -1,11 +1,11 @@
-"""Devices as a mesh, and where each logical axis of an array goes on it.
+"""Devices as a mesh, and the mesh axis of each logical axis of an array.
 
-    data     always 1: copies of the model (replicas) have meshes of their own
-    context  parts of every context: the slots of a block (`jpaged.device.step.context`); weights are whole in each
+    data     always 1: each copy of the model (replica) has its own mesh
+    context  parts of every context: the slots of a block (`jpaged.device.step.context`); each part has whole weights
     model    parts of one copy: heads, feed-forward width, vocabulary
 
-Every array of the serving programs has a sharding that is made here; what is not split over `model` is whole on every
-device, but for the pool. All parts of the pool have the same blocks, so one block table serves them all.
+Every array of the serving programs has a sharding that is made here. An array that is not split over `model` is whole
+on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all.
 """
 
 from __future__ import annotations
@@ -50,34 +50,34 @@ LOGICAL_AXES: Mapping[str, str | None] = {
     "expert_parts": MODEL_AXIS,
     "vocab": MODEL_AXIS,
 }
-"""Mesh axis of each logical axis; None is whole on every device."""
+"""Mesh axis of each logical axis; None means whole on every device."""
 
 
 def build_mesh(devices: Sequence[jax.Device], context_parallel_size: int = 1) -> Mesh:
-    """One copy of the model over the devices; those of a topology description make a mesh to compile for.
+    """Build a mesh of one copy of the model. Devices of a topology description give a mesh to compile for.
 
-    Devices that share heads, and so meet in most collectives, are neighbours.
+    Devices that share heads, and so meet in most collectives, are neighbors.
     """
     return Mesh(np.asarray(devices).reshape(1, context_parallel_size, -1), MESH_AXES)
 
 
 def serving_mesh(tensor_parallel_size: int, context_parallel_size: int = 1) -> Mesh:
-    """A mesh of so many of jax's devices, the first ones; `serving_meshes` says of which, where processes are several.
+    """Return a mesh of JAX's first devices; see `serving_meshes` for the devices of several processes.
 
     Raises:
-        InvalidArgument: there are not so many.
+        InvalidArgument: there are too few devices.
     """
     return serving_meshes(tensor_parallel_size, 1, context_parallel_size)[0]
 
 
 def serving_meshes(tensor_parallel_size: int, data_parallel_size: int, context_parallel_size: int = 1) -> list[Mesh]:
-    """A mesh for each copy of the model: jax's devices in their order, none of them in two.
+    """Return a mesh for each copy of the model: JAX's devices in order, each in at most one mesh.
 
-    Several processes have one copy, and each of them a part of it: as many devices of each, all of them where
-    tensor_parallel_size is 1. Contexts are split over the devices of one process alone.
+    Several processes run one copy together. Each contributes the same number of devices; all its devices if
+    tensor_parallel_size is 1. Contexts can only be split over the devices of a single process.
 
     Raises:
-        InvalidArgument: there are not so many, or the processes cannot share them evenly.
+        InvalidArgument: there are too few devices, or the processes cannot share them evenly.
     """
     devices, size, num_processes = jax.devices(), tensor_parallel_size, jax.process_count()
     if context_parallel_size > 1 and num_processes > 1:
@@ -124,17 +124,17 @@ def _of_each_process(devices: Sequence[jax.Device], size: int, num_processes: in
 
 
 def num_shards(mesh: Mesh) -> int:
-    """Parts that one copy of the model is in."""
+    """Return the number of parts that one copy of the model is split into."""
     return mesh.shape[MODEL_AXIS]
 
 
 def num_context_parts(mesh: Mesh) -> int:
-    """Parts that every context is in."""
+    """Return the number of parts that every context is split into."""
     return mesh.shape[CONTEXT_AXIS]
 
 
 def first_device(mesh: Mesh) -> jax.Device:
-    """Stands for all of them: they are of one kind. Of several processes' devices it is one of this process."""
+    """Return one device as representative, since all are of one kind; among several processes, one of this process."""
     device: jax.Device = mesh.devices.flat[0]
     if jax.distributed.is_initialized():
         own = jax.process_index()
@@ -143,13 +143,13 @@ def first_device(mesh: Mesh) -> jax.Device:
 
 
 def partition_spec(*logical_axes: str | None) -> PartitionSpec:
-    """The spec of an array whose axes are named; None names an axis that is never split."""
+    """Return the spec of an array with these logical axes; None names an axis that is never split."""
     return PartitionSpec(*(None if axis is None else LOGICAL_AXES[axis] for axis in logical_axes))
 
 
 POOL_SPEC = partition_spec("blocks", "slots", "kv_heads")
 CONTENTS_SPEC = partition_spec("blocks", "layers", "slots", "kv_heads")
-"""How the result of `KVLayout.read_blocks` is split."""
+"""Sharding of the result of `KVLayout.read_blocks`."""
 SCALES_SPEC = partition_spec("layers", "kv_heads", None)
 HEADS_SPEC = partition_spec("tokens", "heads", None)
 SINKS_SPEC = partition_spec("heads")
@@ -158,21 +158,23 @@ LOGITS_SPEC = partition_spec("rows", "vocab")
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that is whole on every device of the mesh."""
+    """Return the sharding of an array that is whole on every device of the mesh."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
-    """The sharding of every leaf of `model.abstract_params(layer_mode)`, where TPUs are particular with its layout.
+    """Return the sharding of every parameter, with a layout where TPUs or GPUs need one.
 
-    A TPU multiplies with a slice of stacked matrices as it lies if tiles are of a row and a column of the product:
-    [L, E, 2, F] must lie with E next to last, or last where F is no multiple of 128. As it comes, every step would
-    first copy the slice (libtpu's own choice of layout: 224 MiB a layer of Llama-3-8B on a v6e, read, written and
-    read again). All others lie as they are written, row by row. Where columns are few or no multiple of 128, libtpu
-    would choose otherwise, because it pads the last axis: every step would first copy an embedding 1600 wide.
+    The tree is that of `model.abstract_params(layer_mode)`.
 
-    GPUs multiply numbers of 8 bits by rows of 8 bits if those of a column lie beside each other: cuBLAS takes no
-    others, and XLA would turn the matrix around in every step.
+    A TPU multiplies with a slice of stacked matrices in place if tiles consist of a row and a column of the matmul:
+    [L, E, 2, F] must have E next to last in memory, or last if F is no multiple of 128. In the default layout, every
+    step would first copy the slice (libtpu's own choice of layout: 224 MiB a layer of Llama-3-8B on a v6e, read,
+    written and read again). All others stay row-major. libtpu would choose otherwise if columns are few or no multiple
+    of 128, because it pads the last axis: every step would first copy an embedding 1600 wide.
+
+    GPUs multiply 8-bit numbers by 8-bit rows if the numbers of a column are contiguous: cuBLAS accepts no other layout,
+    and XLA would transpose the matrix in every step.
     """
     axes = logical_axes(model.config, layer_mode, model.dtype)
     shardings: Params = jax.tree.map(
@@ -197,7 +199,7 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
 
 
 def _order(axes: LogicalAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of a device's part of a matrix, from the outermost in memory to the lanes."""
+    """Return the axes of a device's part of a matrix, from the outermost in memory to the lanes."""
     own, last = 1 if axes[0] == "layers" else 0, len(axes) - 1
     if last == own + 1 or axes[own] in _EXPERTS:
         return tuple(range(len(axes)))
@@ -210,7 +212,7 @@ def _is_quantised(leaf: Any) -> bool:
 
 
 def _by_columns(leaf: Any, shardings: Any) -> Any:
-    """The shardings of a leaf; numbers that lie by columns have a format."""
+    """Return the shardings of a leaf; column-major numbers get a format."""
     if not _is_quantised(leaf) or not lies_by_columns(_part(leaf, shardings)):
         return shardings
     place = leaf.ndim + leaf.axis
@@ -219,7 +221,7 @@ def _by_columns(leaf: Any, shardings: Any) -> Any:
 
 
 def _part(leaf: QuantisedMatrix, shardings: QuantisedMatrix) -> QuantisedMatrix:
-    """A matrix with the shape of what one device has of its numbers."""
+    """Return a matrix with the shape of one device's part of the numbers."""
     shape = shardings.values.shard_shape(leaf.shape)
     return dataclasses.replace(leaf, values=jax.ShapeDtypeStruct(shape, leaf.values.dtype))
 
@@ -229,12 +231,12 @@ _EXPERTS = ("experts", "expert_parts")
 
 
 def _is_of_groups(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
-    """Whether a place is that of the scales or the zero points of a quantised matrix."""
+    """Return True if the path names the scales or the zero points of a quantized matrix."""
     return path[-1] in (jax.tree_util.GetAttrKey("scales"), jax.tree_util.GetAttrKey("zeros"))
 
 
 def _is_matrix(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
-    """Whether a place is that of a kernel or an embedding, or of what a quantised one has of its rank."""
+    """Return True if the path names a kernel or an embedding, or an array of the same rank of a quantized one."""
     if path[-1] == jax.tree_util.GetAttrKey("values") or _is_of_groups(path):
         path = path[:-1]
     return path[-1] in (jax.tree_util.DictKey("kernel"), jax.tree_util.DictKey("embedding"))
@@ -242,13 +244,13 @@ def _is_matrix(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A model on a mesh: what there is of it, and where.
+    """A model's placement on a mesh.
 
     Attributes:
         mesh: the devices.
         model: padded for their number (`jpaged.models.sharding`).
-        layer_mode: how its layers run there, and so how its parameters are stacked.
-        shardings: of its parameters, leaf by leaf, or formats, which have a layout too.
+        layer_mode: how the layers run, and so how the parameters are stacked.
+        shardings: of the parameters, leaf by leaf, or formats, which have a layout too.
     """
 
     mesh: Mesh
@@ -258,10 +260,10 @@ class Placement:
 
     @classmethod
     def of(cls, model: Model, mesh: Mesh, layer_mode: LayerMode | None = None) -> Placement:
-        """The placement of a model as published; layers run as suits the devices unless a mode is given.
+        """Return the placement of a model as published; by default the layer mode suits the devices.
 
         Raises:
-            InvalidArgument: it cannot be split so; the numbers that work are named.
+            InvalidArgument: the model cannot be split this way; names the numbers that work.
         """
         layer_mode = layer_mode or layer_mode_for(first_device(mesh))
         if not can_stack(model.config):
@@ -271,16 +273,16 @@ class Placement:
 
     @property
     def num_parts(self) -> int:
-        """Parts that one copy of the model is in."""
+        """Number of parts that one copy of the model is split into."""
         return num_shards(self.mesh)
 
     def put(self, params: Params) -> Params:
-        """The parameters on these devices; those that are elsewhere are copied, from device to device."""
+        """Return the parameters on these devices; those on other devices are copied from device to device."""
         placed: Params = jax.device_put(params, self.shardings)
         return placed
 
     def abstract_params(self) -> Params:
-        """Shapes, types and shardings of the parameters."""
+        """Return shapes, types and shardings of the parameters."""
         params: Params = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             self.model.abstract_params(self.layer_mode),
@@ -290,7 +292,7 @@ class Placement:
 
 
 def check_params(params: Params, expected: Params) -> None:
-    """Holds a parameter tree to its description.
+    """Check a parameter tree against its description.
 
     Raises:
         InvalidArgument: names the first leaf that is missing, unknown, or of another shape or type.
@@ -308,7 +310,7 @@ def check_params(params: Params, expected: Params) -> None:
 
 
 def local_bytes(params: Params) -> int:
-    """What one device holds of a tree of arrays; numbers of 4 bits take half a byte, but on CPUs a whole one."""
+    """Return the bytes that one device holds of a tree of arrays; 4-bit numbers take half a byte, or one on CPUs."""
     return sum(_local_bytes(leaf) for leaf in jax.tree.leaves(params))
 
 
@@ -320,13 +322,13 @@ def _local_bytes(leaf: jax.Array) -> int:
 
 
 def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """The function run by each device on its own parts; on one device the function as it is."""
+    """Return the function run by each device on its own shards; on one device the function itself."""
     if mesh.size == 1:
         return function
-    # Kernels do not say over which axes their results vary, so that cannot be checked.
+    # Kernels do not declare over which axes their results vary, so that cannot be checked.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def layer_mode_for(device: jax.Device) -> LayerMode:
-    """The better way to run layers: `scan` on TPUs, compiled 5 times as fast; `loop` where a scan copies weights."""
+    """Return the faster mode: `scan` on TPUs, compiled 5 times as fast; `loop` where a scan copies weights."""
     return "scan" if device.platform == "tpu" else "loop"

@@ -1,23 +1,23 @@
-"""Sizes of a step that nobody chose: they belong to the platform, the model's length and the attention kernel.
+"""Default sizes of a step: they depend on the platform, the model's length and the attention kernel.
 
-The least are the platform's own defaults of `block_size`, `max_num_seqs` and `max_num_batched_tokens`, as
-`jpaged.config` has them. What is left out is found by this rule:
+The minima are the platform's defaults of `block_size`, `max_num_seqs` and `max_num_batched_tokens` in `jpaged.config`.
+Options that are not set follow this rule:
 
-1. As many rows as sequences of 1024 tokens fit beside the weights, rounded up to a power of two, up to 512 and to a
+1. Rows: as many as sequences of 1024 tokens fit next to the weights, rounded up to a power of two, up to 512 and to a
    MiB of block tables, which go to the device whole with every step.
-2. As many tokens as products need to take twice the time of reading the weights, rounded up to a power of two, up to
-   4096, and no fewer than four times the rows, so that prompts have room beside rows that decode.
-   Where the device is not in the table of `jpaged.hardware`, both are the platform's.
-3. A step has a token for every row: more tokens than these where more rows were chosen, and fewer rows where fewer
-   tokens were.
-4. On a TPU blocks of 128 where one device's part of a smaller one is below 64 KiB, or where the block tables of the
-   platform's rows have a MiB already.
+2. Tokens: as many as matmuls need to take twice the time of reading the weights, rounded up to a power of two, up to
+   4096. They are at least four times the rows, so that prompts have room next to decoding rows. If the device is not
+   in the table of `jpaged.hardware`, rows and tokens are the platform's.
+3. A step has a token for every row: more tokens than these if more rows were chosen, and fewer rows if fewer tokens
+   were.
+4. On a TPU blocks of 128 if one device's part of a smaller one is below 64 KiB, or if the block tables of the
+   platform's rows take a MiB already.
 
-Where the platform's own attention kernel does not run with them, because of what was chosen or of the device, it is
-passed over: `passed_over` says why, and which option would bring it back.
+If the platform's own attention kernel does not support these sizes, other options or the device, another backend runs:
+`passed_over` gives the reason, and the option that would enable the kernel.
 
-Why: a TPU starts a copy for each block, 15 to 58 cycles, and 64 KiB are 70 cycles of a v6e's memory. Rows share the
-reading of weights, and cost little where they are empty; the tokens of a step share it too.
+Reasons: a TPU starts a copy for each block, 15 to 58 cycles, and 64 KiB take 70 cycles of a v6e's memory. Rows share
+the reading of weights, and cost little if they are empty; the tokens of a step share it too.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from jpaged.models.sharding import pad_for_sharding
 
 _LARGER_BLOCKS = {"tpu": 128}
 _LEAST_BLOCK_BYTES = 64 << 10
-"""A TPU's block in one layer: less takes the kernel longer to fetch than the memory."""
+"""Bytes of a TPU's block in one layer below which starting its copy takes longer than the copy."""
 _LEAST_ROWS, _MOST_ROWS = 8, 512
 _MOST_TABLE_ENTRIES = 1 << 18
 _MOST_TOKENS, _TOKENS_OF_ROW = 4096, 4
 _SEQUENCE_TOKENS = 1024
-"""The length of a sequence whose keys and values a row is counted with."""
+"""Length of a sequence in the estimate of how many rows fit into memory."""
 _BLOCK_SIZES = (16, 32, 64, 128)
-"""The block sizes that `passed_over` tries."""
+"""Block sizes that `passed_over` tries."""
 _BFLOAT16 = "--dtype bfloat16"
 _READ = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What decides the shapes of a step; the fields have the options' names."""
+    """The sizes that decide the shapes of a step; the fields have the options' names."""
 
     block_size: int
     max_num_seqs: int
@@ -76,12 +76,12 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one device, which a backend and sizes are found for.
+    """The attention of one device, for the choice of a backend and of sizes.
 
     Attributes:
         model: as published.
         options: `attention_backend`, `kv_cache_dtype` and the sizes are read.
-        device: of the kind that it is for; it need not be there.
+        device: of the kind to run on; it need not be attached.
         num_parts: devices that share the heads.
         num_context_parts: devices that share the slots of every block.
     """
@@ -94,14 +94,14 @@ class Attention:
 
     @classmethod
     def on(cls, model: Model, options: EngineConfig, mesh: Mesh) -> Attention:
-        """The attention of each device of a mesh."""
+        """Return the attention of each device of a mesh."""
         return cls(model, options, first_device(mesh), num_shards(mesh), num_context_parts(mesh))
 
     def sizes(self) -> StepSizes:
-        """The sizes that were chosen, and those of the rule where none was.
+        """Return the chosen sizes, and those of the rule for options that are not set.
 
         Raises:
-            InvalidArgument: max_model_len is beyond the model's, or blocks or windows cannot be cut into parts.
+            InvalidArgument: max_model_len is beyond the model's, or blocks or windows cannot be divided into parts.
         """
         scheduler = self.options.scheduler
         limit = self.model.config.max_model_len
@@ -116,10 +116,10 @@ class Attention:
         return StepSizes(block_size, rows, tokens or max(rows, own_tokens), max_model_len)
 
     def choose(self, sizes: StepSizes) -> Choice:
-        """The backend for steps of these sizes.
+        """Return the backend for steps of these sizes.
 
         Raises:
-            Unsupported: the one that was named cannot run; says which option would let it.
+            Unsupported: the chosen one cannot run; names the option that would let it.
         """
         try:
             return self._choice(sizes)
@@ -127,7 +127,7 @@ class Attention:
             raise Unsupported(f"{error}{self._remedy()}") from error
 
     def passed_over(self) -> list[str]:
-        """A line for each backend made for the platform that `auto` passes over: why, and what would bring it back."""
+        """Return a line for each backend made for the platform that `auto` passes over: the reason, and the remedy."""
         if self.options.model.attention_backend != "auto":
             return []
         choice = self._choice(self.sizes())
@@ -137,7 +137,7 @@ class Attention:
         ]
 
     def reasons(self) -> list[str]:
-        """A line on what the sizes that nobody chose were made of; none where all were chosen, and none on a CPU."""
+        """Return a line that explains the default sizes; empty if all sizes were chosen, and on a CPU."""
         scheduler = self.options.scheduler
         chosen = (self.options.cache.block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if self.device.platform == "cpu" or None not in chosen:
@@ -159,7 +159,7 @@ class Attention:
         ]
 
     def _block_size(self, max_model_len: int) -> int:
-        """The block size that was chosen, or the rule's."""
+        """Return the chosen block size, or the rule's."""
         num_parts = self.num_context_parts
         if (chosen := self.options.cache.block_size) is not None:
             if chosen % num_parts:
@@ -175,7 +175,7 @@ class Attention:
         return num_parts * (larger if larger and (is_small or num_entries >= _MOST_TABLE_ENTRIES) else default)
 
     def _of_device(self, max_model_len: int, table_width: int) -> tuple[int, int]:
-        """The rows and tokens of a step that fit the device, or its platform where it is not in the table."""
+        """Return the rows and tokens of a step that fit the device, or the platform's if the device is unknown."""
         platform = self.device.platform
         least_rows = platform_default("max_num_seqs", platform)
         least_tokens = platform_default("max_num_batched_tokens", platform)
@@ -189,7 +189,7 @@ class Attention:
         return rows, max(of_products, _TOKENS_OF_ROW * (self.options.scheduler.max_num_seqs or rows))
 
     def _num_fitting(self, hardware: Hardware, max_model_len: int) -> int:
-        """Sequences of 1024 tokens that one device's memory holds beside its weights."""
+        """Return how many sequences of 1024 tokens fit into one device's memory next to its weights."""
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
         held = weight_bytes(self.model.config, self.model.dtype.itemsize) / self.num_parts
         sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
@@ -220,20 +220,26 @@ class Attention:
         return choose(self.options.model.attention_backend, self.device, layout, queries)
 
     def _runs(self, sizes: StepSizes) -> bool:
-        """Whether the backend that was named runs, or for `auto` the one made for the platform."""
+        """Return True if the chosen backend runs, or for `auto` the one made for the platform."""
         try:
             return not self._choice(sizes).passed_over
         except Unsupported:
             return False
 
     def _remedy(self) -> str:
-        """Words for the change that would bring the backend back: one option if that is enough; "" if nothing would."""
+        """Return a text about the change that would enable the backend; "" if there is none.
+
+        It is a single option if that suffices.
+        """
         ways = itertools.chain(self._others(), self._without())
         found = next((words for words, other in ways if other._runs(other.sizes())), None)
         return "" if found is None else f"; {found} would bring it back"
 
     def _others(self) -> Iterator[tuple[str, Attention]]:
-        """This with one option changed, and its flag; of limits the highest that would do, larger blocks first."""
+        """Yield this attention with one option changed, and its flag.
+
+        Of limits it tries the highest that works, of block sizes the larger ones first.
+        """
         sizes = self.sizes()
         own = sizes.block_size // self.num_context_parts
         for of_device in sorted(_BLOCK_SIZES, key=lambda size: (size < own, abs(size - own))):
@@ -246,7 +252,7 @@ class Attention:
         yield _BFLOAT16, self._in_bfloat16()
 
     def _without(self) -> Iterator[tuple[str, Attention]]:
-        """This with several options left out that were chosen, the fewest first; and in bfloat16 at last."""
+        """Yield this attention with some chosen options unset, the fewest first, each also in bfloat16."""
         defaults = {name: (section, spec.default) for name, section, spec in iter_options() if name in _READ}
         chosen = [n for n, (section, value) in defaults.items() if getattr(getattr(self.options, section), n) != value]
         for count in range(1, len(chosen) + 1):
@@ -260,7 +266,7 @@ class Attention:
         return dataclasses.replace(self, model=Model(self.model.config, jnp.dtype("bfloat16")))
 
     def _highest(self, name: str, value: int) -> int:
-        """The largest value of an option, up to its own, with which the backend runs; the least where with none."""
+        """Return the largest value of an option, up to its own, with which the backend runs, or else the least."""
         least = self.sizes().max_num_seqs if name == "max_num_batched_tokens" else _LEAST_ROWS
         runs, fails = min(least, value), value + 1
         while fails - runs > 1:
@@ -274,7 +280,7 @@ class Attention:
 
 
 def _power_of_two(least: int) -> int:
-    """The least power of two that is not below a number."""
+    """Return the smallest power of two that is not below a number."""
     return 1 << max(0, least - 1).bit_length()
 
 

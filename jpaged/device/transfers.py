@@ -4,8 +4,8 @@
     swap_out  (pool, ids [C]) -> contents [C, L, B, 2K, D]      the pool stays
     swap_in   (pool, contents, ids [C]) -> pool
 
-Padding names the null block: it is read, and what was to be written to it is dropped. Where a program returns the pool
-it was donated and is updated in place.
+Padding names the null block: reads of it are harmless, and writes to it are dropped. A program that returns the pool
+gets it donated and updates it in place.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from jpaged.kernels.kv_layout import KVLayout
 
 _SIZES = (8, 64, 512)
 _MAX_CONTENT_BYTES = 32 << 20
-"""What one call holds beside the pool: at the 20 to 50 GB/s of a host link its start is no longer felt."""
+"""Maximum device memory of one call next to the pool.
+
+At 20 to 50 GB/s of a host link the start-up cost of a call is negligible.
+"""
 
 
 def move_sizes(layout: KVLayout) -> tuple[int, ...]:
-    """Blocks that one call may move, ascending: no more than the pool has use for, and than memory beside it allows."""
+    """Return the sizes of a call in blocks, ascending, limited by the pool's size and by memory."""
     smaller = (0, *_SIZES)
     return tuple(
         size for size, last in zip(_SIZES, smaller, strict=False) if _fits(size, layout) and last < layout.num_blocks
@@ -40,7 +43,7 @@ def move_sizes(layout: KVLayout) -> tuple[int, ...]:
 
 
 def content_bytes(layout: KVLayout) -> int:
-    """The bytes of the largest call that a pool of any size makes."""
+    """Return the bytes of the largest call that a pool of any size makes."""
     return max(size for size in _SIZES if _fits(size, layout)) * layout.bytes_per_block
 
 
@@ -49,7 +52,7 @@ def _fits(size: int, layout: KVLayout) -> bool:
 
 
 class BlockMover:
-    """Runs moves as calls of those programs. Holds neither pool, but the host's transfers go through it."""
+    """Runs moves as calls of those programs. Owns neither pool; transfers to and from the host use it."""
 
     def __init__(self, layout: KVLayout, pool: KVPool, host: HostPool) -> None:
         self._layout = layout
@@ -57,7 +60,7 @@ class BlockMover:
         self._host = host
 
     def run(self, moves: BlockMoves, programs: ProgramStore) -> None:
-        """Starts the moves.
+        """Start the moves.
 
         Raises:
             InternalError: an id names no block, or a copy reads what it writes; nothing was moved.
@@ -83,7 +86,7 @@ class BlockMover:
                 self._pool.put(executable(self._pool.take(), contents, _padded(destinations, size)))
 
     def wait(self) -> None:
-        """Returns when every move has run, and what left for the host is there."""
+        """Wait until every move has run, and swapped-out blocks are in host memory."""
         self._host.land_all()
         self._pool.wait()
 
@@ -99,7 +102,7 @@ class BlockMover:
 
 
 def copies_of(moves: BlockMoves, sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """The calls that copy blocks: the size of each one's program, and the ids of sources and destinations [2, C]."""
+    """Yield the calls that copy blocks: the size of each program, and the ids of sources and destinations [2, C]."""
     for begin in range(0, len(moves.sources), sizes[-1]):
         part = slice(begin, begin + sizes[-1])
         sources, destinations = moves.sources[part], moves.destinations[part]
@@ -120,7 +123,7 @@ def _check_ids(name: str, block_ids: list[int], num_blocks: int) -> None:
 
 
 def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lowered:
-    """Traces and lowers the program of a move. Every device moves its own part of the blocks."""
+    """Trace and lower the program of a move. Every device moves its own part of the blocks."""
     local, whole = layout.local, PartitionSpec()
 
     def copy(pool: jax.Array, ids_2c: jax.Array) -> jax.Array:

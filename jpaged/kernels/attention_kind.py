@@ -1,4 +1,4 @@
-"""What attention computes in a layer, apart from where its keys and values lie."""
+"""The attention of a layer, independent of the layout of keys and values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jpaged.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """A kind of attention: hashable, static under jit. Layers of a model may differ in it.
+    """A kind of attention: hashable, static under jit. Layers of a model may have different kinds.
 
     Attributes:
         scale: scores are q . k * scale.
-        sliding_window: a token sees itself and so many before it that the window is full; None sees all.
-        num_sink_tokens: first tokens of a context that every query sees besides its window: the way of StreamingLLM.
+        sliding_window: number of tokens that a token sees, itself included; None sees all.
+        num_sink_tokens: first tokens of a context that every query sees in addition to its window (StreamingLLM).
         soft_cap: scores become cap * tanh(score / cap); None leaves them.
     """
 

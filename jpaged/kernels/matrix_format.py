@@ -1,4 +1,4 @@
-"""How a matrix is quantised: a value that a model's config can have, and that needs no arrays."""
+"""The format of a quantized matrix: a value for a model's config, without arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 Values = Literal["int8", "int4", "fp8", "mxfp4"]
 Activations = Literal["int8", "fp8", "fp8-groups"]
-"""What rows are rounded to before a product: int8 or fp8 with a scale a row, or fp8 with a scale a row and group."""
+"""Types that rows are rounded to before a matmul: int8 or fp8 with a scale per row, or fp8 with one per group."""
 
 VALUE_DTYPES: Mapping[Values, np.dtype] = {
     "int8": np.dtype(np.int8),
@@ -22,22 +22,22 @@ VALUE_DTYPES: Mapping[Values, np.dtype] = {
     "mxfp4": np.dtype(ml_dtypes.float4_e2m1fn),
 }
 LARGEST: Mapping[Values, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp4": 6.0}
-"""The largest number of each kind, which the largest weight of a group becomes."""
+"""The largest number of each type, to which the largest weight of a group is scaled."""
 NUM_BITS: Mapping[Values, int] = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixFormat:
-    """How a matrix is quantised, as far as its shapes and its product go.
+    """The format of a quantized matrix, as far as shapes and matmuls depend on it.
 
     Attributes:
-        values: the type of its numbers.
+        values: the type of the numbers.
         group_size: numbers of a column that share a scale; None is all of them.
-        has_zeros: groups have zero points (of integers alone).
-        has_whole_zeros: which are whole numbers, int8; float32 otherwise, as GGUF's least numbers of groups make them.
-        has_group_ids: the group of a number is listed rather than counted (GPTQ's desc_act).
-        activations: what rows are rounded to before the product.
-        has_input_scale: with one scale that the checkpoint brings, rather than with what each row asks for.
+        has_zeros: groups have zero points (integers only).
+        has_whole_zeros: zero points are int8; otherwise float32, as from the minima of groups in GGUF.
+        has_group_ids: the group of each number is listed, not derived from its position (GPTQ's desc_act).
+        activations: the type that rows are rounded to before the matmul.
+        has_input_scale: rows have one scale from the checkpoint, instead of a scale per row.
     """
 
     values: Values
@@ -50,22 +50,23 @@ class MatrixFormat:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the values."""
+        """Type of the values."""
         return VALUE_DTYPES[self.values]
 
     @property
     def zeros_dtype(self) -> np.dtype:
-        """The type of the zero points."""
+        """Type of the zero points."""
         return np.dtype(np.int8 if self.has_whole_zeros else np.float32)
 
     def num_groups(self, depth: int) -> int:
-        """Groups of a column of this depth."""
+        """Return the number of groups of a column of this depth."""
         return 1 if self.group_size is None else -(-depth // self.group_size)
 
     def split(self, depth: int, num_parts: int) -> MatrixFormat:
-        """The same with groups so small that none is cut where the depth ends, or is split into so many parts.
+        """Return the format with smaller groups, so that none crosses the end of the depth or of a part.
 
-        The scales of a group that is cut are repeated. Groups that are listed are not split: scales are whole then.
+        The scales of a group that is cut are repeated. Listed groups are not split: their scales are whole on every
+        device.
         """
         if self.group_size is None or self.has_group_ids or depth % num_parts:
             return self

@@ -1,4 +1,4 @@
-"""How a mixture of experts chooses among them, and what their gates are: descriptions, without arrays."""
+"""Routing and gates of a mixture of experts: descriptions, without arrays."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jpaged.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a row chooses its experts. Hashable, static under jit.
+    """Rule by which rows choose experts. Hashable, static under jit.
 
     Attributes:
         num_experts: X.
         top_k: experts of each row, K.
-        scores: what logits become: `softmax` over all experts, `sigmoid` of each, or `chosen`, a softmax over those
+        scores: function of the logits: `softmax` over all experts, `sigmoid` of each, or `chosen`, a softmax over those
             that were chosen by their logits.
-        normalises: whether the weights of a row are divided by their sum.
-        scale: what they are multiplied by behind that.
-        num_groups: groups of neighbouring experts; with one there is no choice of groups.
+        normalises: the weights of a row are divided by their sum.
+        scale: factor of the weights after that.
+        num_groups: groups of consecutive experts; with one there is no choice of groups.
         top_groups: groups that a row may choose from.
-        num_best: scores of a group whose sum is the group's own.
+        num_best: number of a group's best scores whose sum is the group's score.
 
     Raises:
         InvalidArgument: the numbers contradict each other.
@@ -54,11 +54,11 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """How a gate and an up become one number. Hashable, static under jit.
+    """Function that combines a gate and an up into one number. Hashable, static under jit.
 
     Attributes:
-        kind: `silu`, silu(gate) * up; or `clamped`, (up + 1) * gate * sigmoid(alpha * gate), of gates that are at most
-            `limit` and ups between minus it and it (gpt-oss).
+        kind: `silu`, silu(gate) * up; or `clamped`, (up + 1) * gate * sigmoid(alpha * gate), with gates clamped to at
+            most `limit` and ups to [-limit, limit] (gpt-oss).
     """
 
     kind: Literal["silu", "clamped"] = "silu"

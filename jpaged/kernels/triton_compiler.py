@@ -1,4 +1,4 @@
-"""Whether jax still has Pallas Triton, which some of the kernels for GPUs are written in."""
+"""Availability of Pallas Triton in jax, which some GPU kernels are written in."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _TRITON = "jax.experimental.pallas.triton"
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether this jax has the compiler; it was announced that one will not."""
+    """Return True if this jax has the compiler; jax has announced its removal."""
     return importlib.util.find_spec(_TRITON) is not None

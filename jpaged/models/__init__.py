@@ -1,22 +1,22 @@
 """Models as pure functions over plain parameter trees, and families of them.
 
-model.py        what every model is to those who run it
-tokens.py       what a token brings
+model.py        a model as its callers see it
+tokens.py       packed tokens and their attributes
 registry.py     architecture names -> families
-family.py       what a family is to the others
+family.py       the interface of a family
 config.py       the shape of a model
-layer_kinds.py  what a layer is, and the stretches in which kinds repeat
+layer_kinds.py  kinds of layers, and the stretches of a stack in which kinds repeat
 hf_config.py    that shape, read from a config.json and written to one
 json_fields.py  a JSON object of which every key is read or refused
 layers.py       matrices, norms, projections, embeddings
-matmul.py       the matrix product, accumulated in float32
-stack.py        the one way through a stack of layers
-kv_groups.py    which layers share block tables
+matmul.py       the matmul, accumulated in float32
+stack.py        the loop over a stack of layers
+kv_groups.py    layers that share block tables
 leaves.py       leaves of a parameter tree <-> tensors of a Hugging Face checkpoint
 sharding.py     how parameters are split over devices
 rope/           rotary position embedding
-lora/           what adapters add to
-decoder/        the decoder that most families are
-families/       one file or room a family
+lora/           matrices that adapters apply to
+decoder/        the decoder that most families use
+families/       one file or folder per family
 heads/          EAGLE-3 heads, which propose tokens for a model
 """

@@ -13,16 +13,16 @@ from jpaged.models.quantisation.rules import Quantisation
 
 MAX_LAYERS = 2**12
 MAX_WIDTH = 2**20
-"""The limit of hidden state, feed-forward and heads: far above any model's, and little enough to be allocated."""
+"""Limit of hidden state, feed-forward and heads: far above any model's, and small enough to allocate."""
 MAX_VOCAB_SIZE = 2**24
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-"""gelu is the exact one, by the error function; gelu_tanh its usual approximation."""
+"""gelu is the exact one, by the error function; gelu_tanh is its usual approximation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What every model has: what memory, sampling and attention need. A family's own shape is its subclass.
+    """Fields of every model that memory, sampling and attention need. Each family subclasses it.
 
     Equal configs share compiled programs.
 
@@ -35,14 +35,14 @@ class ModelConfig:
         num_heads: query heads, H.
         num_kv_heads: key and value heads, K; divides H.
         head_dim: D, even.
-        max_position_embeddings: length named by the checkpoint; `max_model_len` is what the model makes of it.
+        max_position_embeddings: length in the checkpoint; `max_model_len` is derived from it.
         tie_word_embeddings: the embedding is also the output matrix.
-        eos_token_ids: tokens that end a sequence; may be empty. One beyond the vocabulary is never sampled: it is left
-            out, as checkpoints that took their class's default have it.
-        bos_token_id: token that begins a prompt, if the checkpoint names one that there is.
-        checkpoint_dtype: what the checkpoint says its weights are: float32, bfloat16 or float16.
-        quantisation: which matrices have fewer bits, and how; None has none.
-        mixture: the experts of layers that are sparse; None where none is.
+        eos_token_ids: tokens that end a sequence; may be empty. Ids beyond the vocabulary, which some checkpoints
+            inherit as defaults, are removed.
+        bos_token_id: token that begins a prompt; None if the checkpoint has none within the vocabulary.
+        checkpoint_dtype: dtype of the weights in the checkpoint's config: float32, bfloat16 or float16.
+        quantisation: which matrices are quantized, and how; None has none.
+        mixture: the experts of sparse layers; None if there are none.
     """
 
     architecture: str
@@ -75,46 +75,46 @@ class ModelConfig:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, in tokens, that the model is meant for."""
+        """Maximum sequence length of the model, in tokens."""
         return self.max_position_embeddings
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is."""
+        """Kind of each layer."""
         return (LayerKind(AttentionKind(self.head_dim**-0.5)),) * self.num_layers
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """What attention computes in each layer."""
+        """Attention kind of each layer."""
         return tuple(kind.attention for kind in self.layer_kinds)
 
     @property
     def value_dim(self) -> int | None:
-        """Numbers that keys begin with and that are the values; None where values are projected beside keys."""
+        """Length of the prefix of keys that serves as values; None if values are projected separately."""
         return None
 
     @property
     def kv_width(self) -> int:
-        """Numbers that a token keeps in a layer."""
+        """Numbers that a token stores in a layer."""
         return (2 if self.value_dim is None else 1) * self.num_kv_heads * self.head_dim
 
     @property
     def query_width(self) -> int:
-        """Numbers that a token's scores with a key, and the sum of values, are products of: the mean of the two."""
+        """Mean of the numbers that a query multiplies with a key, and those of the sum of values, in all heads."""
         value_dim = self.head_dim if self.value_dim is None else self.value_dim
         return self.num_heads * (self.head_dim + value_dim) // 2
 
     @property
     def fuses_gate(self) -> bool:
-        """Whether a product kernel may gate as it multiplies: it knows silu alone."""
+        """True if a matmul kernel may apply the gate; kernels support only silu."""
         return True
 
     @property
     def max_prefix_len(self) -> int | None:
-        """Tokens up to which the keys of a prefix do not depend on what follows; None is without a limit."""
+        """Longest prefix whose keys do not depend on later tokens; None means no limit."""
         return None
 
     @property
     def outgrown_len(self) -> int | None:
-        """Tokens beyond which all keys of a sequence are computed again; None is never."""
+        """Length beyond which all keys of a sequence are recomputed; None means never."""
         return None

@@ -1,4 +1,4 @@
-"""What a family of models is to the others."""
+"""The interface of a family of models."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 
 def model_prefix(stored: Iterable[str]) -> str:
-    """The prefix of most families."""
+    """Return the prefix of most families."""
     return "model."
 
 
 @dataclass(frozen=True, slots=True)
 class Modules(Generic[ConfigT]):
-    """What a model of a family is built of.
+    """The modules of a family's models.
 
     Attributes:
-        ends: makes the module of what is around the layers.
-        layer: makes the module of one layer of a kind, called with (x, what all share, attend, carry, its place).
+        ends: makes the module around the layers.
+        layer: makes the module of one layer of a kind, called with (x, shared values, attend, carry, its place).
     """
 
     ends: Callable[[ConfigT, np.dtype, EndsKeys], Ends]
@@ -41,24 +41,23 @@ class Modules(Generic[ConfigT]):
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[ConfigT]):
-    """All that is asked of a family: what a room, such as `jpaged.models.llama`, hands to the registry.
+    """The complete interface of a family, such as `jpaged.models.families.llama`, for the registry.
 
     Attributes:
-        model_type: the `model_type` of its config.json.
-        read: the config of an architecture, read from the fields of a config.json; token ids and the type of weights,
-            which all families have alike, are read by `jpaged.models.hf_config`: those of `read` are for a config
-            that has no such key.
-        to_hf: the fields of a config.json that are the family's own, for `read`.
-        modules: imports what its models are built of, and jax with it: a config is read and planned for without.
-        outer_leaves: the leaves around the layers with a prefix of tensors' names, the embedding first.
+        model_type: the `model_type` of config.json.
+        read: reads the config of an architecture from the fields of a config.json. Token ids and the dtype of weights
+            are read by `jpaged.models.hf_config` for all families; `read` sets the defaults of missing keys.
+        to_hf: the family's own fields of a config.json, for `read`.
+        modules: imports the modules of the family's models, and so jax; reading a config and planning do not need them.
+        outer_leaves: the leaves around the layers, with a prefix of tensors' names, the embedding first.
         layer_leaves: the leaves of a layer of a kind, with its prefix; paths start inside the layer.
-        layers_prefix: what the names of a layer's tensors begin with, behind the other prefix and before its number.
-        ignored: parts of the names of tensors that are in checkpoints and without effect.
+        layers_prefix: prefix of a layer's tensors, after the other prefix and before its number.
+        ignored: parts of tensor names that are in checkpoints and without effect.
         lm_head: the name of the output matrix.
-        name_prefix: what all names but that of the output matrix begin with, given those that a checkpoint holds.
-        ignores_later_layers: checkpoints have layers behind those of the model, which draft.
-        language: of a model that reads more than text, the fields of its language model alone, given those of the
-            whole, of which it reads what tells of text.
+        name_prefix: prefix of all names except the output matrix, given the names in a checkpoint.
+        ignores_later_layers: checkpoints have layers after those of the model, for drafts.
+        language: for a multimodal model, returns the fields of the language model, given those of the whole; it also
+            marks the fields that it reads of the whole.
     """
 
     model_type: str

@@ -18,7 +18,7 @@ from jpaged.models.registry import ARCHITECTURES, find_family, unsupported
 
 _LOG = logging.getLogger(__name__)
 
-# Keys that say nothing about what the model computes in inference.
+# Keys without effect on inference.
 _HARMLESS = (
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -71,7 +71,7 @@ _HARMLESS = (
     "use_flash_attn",
 )
 
-# Sampling defaults of old checkpoints, as transformers 5 sets them aside: a request states its own.
+# Sampling defaults of old checkpoints, which transformers 5 separates: a request has its own.
 _GENERATION_DEFAULTS = (
     "assistant_confidence_threshold",
     "assistant_lookbehind",
@@ -128,22 +128,22 @@ _MODELING = (
     *("stride", "structure", "swa", "swiglu", "temperature", "text", "theta", "tie", "token", "top", "transform"),
     *("type", "value", "video", "vision", "visual", "vocab", "weight", "wide", "width", "window", "yarn"),
 )
-"""Beginnings of words that name parts of models: a key with one of them could change the output."""
+"""Prefixes of words that name parts of models: a key with one of them could change the output."""
 _SWITCHES = ("apply", "do", "enable", "has", "no", "use", "with")
 """First words of keys that turn something on."""
 _NAMES_OF_DTYPES = {"half": "float16", "float": "float32"}
 
 
 def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
-    """Reads a Hugging Face config.json; the result is of the architecture's subclass.
+    """Read a Hugging Face config.json; the result has the architecture's subclass.
 
     Args:
-        generation: the parsed generation_config.json beside it. Only its `eos_token_id` is read, which wins
-            over that of config.json, as in transformers' generate; its sampling defaults belong to requests.
-            Where neither has the key, the family's is taken; null is none.
+        generation: the parsed generation_config.json next to it. Only its `eos_token_id` is read, which overrides that
+            of config.json, as in transformers' generate; its sampling defaults belong to requests. If neither has the
+            key, the family's default applies; null means none.
 
     Raises:
-        Unsupported: an architecture or a setting that this model code does not compute.
+        Unsupported: an architecture or a setting that is not implemented.
         InvalidArgument: a missing or malformed value.
     """
     whole = JsonFields(config, "config.json")
@@ -154,10 +154,10 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
 
 
 def head_from_hf(config: Mapping[str, object]) -> EagleConfig:
-    """Reads the config.json of an EAGLE-3 head; which tensors it has is not known yet.
+    """Read the config.json of an EAGLE-3 head; its optional tensors are not known yet.
 
     Raises:
-        Unsupported: another kind of head, or a setting that this model code does not compute.
+        Unsupported: another kind of head, or a setting that is not implemented.
         InvalidArgument: a missing or malformed value.
     """
     whole = JsonFields(config, "config.json")
@@ -192,7 +192,7 @@ def _finish(fields: JsonFields, config: ModelConfig) -> list[str]:
     """Accept keys that restate what the model computes, and return those that no code reads.
 
     Raises:
-        Unsupported: a key could change the output; it is named.
+        Unsupported: a key could change the output; names it.
     """
     unread, restated = fields.unread(), _restatements(config)
     private = [key for key, value in unread.items() if not _could_matter(key, value)]
@@ -203,7 +203,10 @@ def _finish(fields: JsonFields, config: ModelConfig) -> list[str]:
 
 
 def _could_matter(key: str, value: object) -> bool:
-    """Return True if a key may name something that a model computes, by its words; transformers ignores the others."""
+    """Return True if the words of a key may name something that a model computes.
+
+    Other keys are ignored, as transformers does.
+    """
     if _TRAINING.search(key.lower()):
         return False
     words = [word for word in re.split(r"[\W_]+", key.lower()) if word]
@@ -218,7 +221,7 @@ def _is_same(value: object, computed: object) -> bool:
 
 
 def _restatements(config: ModelConfig) -> Mapping[str, tuple[object, ...]]:
-    """The values of keys that families do not read but that state what is computed, by the names that others use."""
+    """Return the accepted values of keys that families do not read but that restate what is computed."""
     mixture, kinds = config.mixture, config.layer_kinds
     windows = [kind.attention.sliding_window for kind in kinds]
     is_windowed = any(window is not None for window in windows)
@@ -258,7 +261,7 @@ def _restatements(config: ModelConfig) -> Mapping[str, tuple[object, ...]]:
 
 
 def _restatements_of_decoder(config: DecoderConfig) -> dict[str, tuple[object, ...]]:
-    """The values of keys that state choices of `DecoderConfig`."""
+    """Return the accepted values of keys that restate choices of `DecoderConfig`."""
     biases = {config.attention_bias, config.attention_output_bias}
     all_biases = biases | {config.mlp_bias}
     has_rope = bool(config.ropes)
@@ -293,7 +296,7 @@ def _report(keys: tuple[str, ...]) -> None:
 
 
 def to_hf(config: ModelConfig) -> dict[str, object]:
-    """The config.json that `from_hf` reads back to an equal value (transformers 5 layout)."""
+    """Return the config.json that `from_hf` reads back to an equal value (transformers 5 layout)."""
     family = find_family(config.architecture)
     return {
         "architectures": [config.architecture],
@@ -321,7 +324,7 @@ def _architecture(fields: JsonFields) -> str:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.bad("architectures", f"is {names!r}; it must be a list of one name")
     name = next((name for name in names if name in ARCHITECTURES or name in HEADS or name in NAMES), names[0])
-    # A model that was saved without its head: the class that has one computes the same layers.
+    # A model saved without its head: the class with a head computes the same layers.
     if name.endswith("Model") and of_type and _stem(of_type[0]) == _stem(name):
         return of_type[0]
     return name

@@ -1,4 +1,4 @@
-"""Typed reading of one JSON object, where every key is read, declared harmless or refused by name."""
+"""Typed reading of one JSON object, in which every key is read, declared harmless or refused by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MAX_SHOWN = 200
 
 
 class JsonFields:
-    """A JSON object that remembers which of its keys were read.
+    """A JSON object that records which keys were read.
 
-    A key whose value is null counts as absent, as in the transformers library. `finish` refuses every key that
-    nobody read: a setting that would change the output is never passed over.
+    A key whose value is null counts as absent, as in the transformers library. `finish` refuses every key that no code
+    read, so that no setting that would change the output is ignored.
 
     Args:
-        name: what errors call it: `config.json`, `config.json rope_scaling`.
+        name: the object's name in errors: `config.json`, `config.json rope_scaling`.
     """
 
     def __init__(self, fields: Mapping[str, object], name: str) -> None:
@@ -29,20 +29,20 @@ class JsonFields:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the object in errors."""
         return self._name
 
     def has(self, key: str) -> bool:
-        """Whether the key holds something other than null."""
+        """Return True if the key has a value other than null."""
         return self._fields.get(key) is not None
 
     def value(self, key: str, missing: object = None) -> object:
-        """The raw value; `missing` when there is no such key, None when it holds null."""
+        """Return the raw value; `missing` if there is no such key, None if it holds null."""
         self._read.add(key)
         return self._fields.get(key, missing)
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
-        """An integer from `minimum` to `maximum`; absent and without a default is an error."""
+        """Read an integer from `minimum` to `maximum`; raise if it is absent and has no default."""
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.bad(key, f"is {_shown(value)}; it must be an integer of at least {minimum}")
@@ -51,7 +51,7 @@ class JsonFields:
         return value
 
     def number(self, key: str, default: float | None = None, *, is_signed: bool = False) -> float:
-        """A finite number greater than 0, or any where `is_signed`; absent and without a default is an error."""
+        """Read a finite number above 0, or any if `is_signed`; raise if it is absent and has no default."""
         value = self._required(key, default)
         if (
             isinstance(value, bool)
@@ -63,7 +63,7 @@ class JsonFields:
         return float(value)
 
     def numbers(self, key: str, *, maximum: int) -> tuple[float, ...]:
-        """A list of finite numbers above 0, of at most `maximum`; absent is an error."""
+        """Read a list of 1 to `maximum` finite numbers above 0; raise if it is absent."""
         values = self._required(key, None)
         if not isinstance(values, list) or not values or len(values) > maximum:
             raise self.bad(key, f"is {_shown(values)}; it must be a list of 1 to {maximum} numbers")
@@ -73,7 +73,7 @@ class JsonFields:
         return tuple(map(float, values))
 
     def texts(self, key: str, *allowed: str, count: int) -> tuple[str, ...]:
-        """A list of so many of the words that are allowed; empty when it is absent."""
+        """Read a list of `count` of the allowed words; empty if it is absent."""
         values = self.value(key)
         if values is None:
             return ()
@@ -85,28 +85,28 @@ class JsonFields:
         return tuple(values)
 
     def flag(self, key: str, default: bool) -> bool:
-        """A boolean."""
+        """Read a boolean."""
         value = self._required(key, default)
         if not isinstance(value, bool):
             raise self.bad(key, f"is {_shown(value)}; it must be true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string; absent and without a default is an error."""
+        """Read a string; raise if it is absent and has no default."""
         value = self._required(key, default)
         if not isinstance(value, str):
             raise self.bad(key, f"is {_shown(value)}; it must be a string")
         return value
 
     def mapping(self, key: str) -> Mapping[str, object]:
-        """A nested object; empty when it is absent."""
+        """Read a nested object; empty if it is absent."""
         value = self._required(key, {})
         if not isinstance(value, Mapping):
             raise self.bad(key, f"is {_shown(value)}; it must be an object")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty when it is absent."""
+        """Read one token id or a list of them; empty if it is absent."""
         value = self.value(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token_id in ids:
@@ -115,7 +115,7 @@ class JsonFields:
         return tuple(ids)
 
     def names(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty when it is absent."""
+        """Read a list of strings; empty if it is absent."""
         value = self.value(key)
         if value is None:
             return ()
@@ -124,11 +124,11 @@ class JsonFields:
         return tuple(value)
 
     def ignore(self, keys: Iterable[str]) -> None:
-        """Declares keys harmless: they change nothing in inference."""
+        """Declare keys harmless: they change nothing in inference."""
         self._read.update(keys)
 
     def only(self, key: str, *allowed: object, why: str) -> None:
-        """Accepts a key when it is absent or holds one of `allowed`, and refuses any other value."""
+        """Accept a key that is absent or holds one of `allowed`, and refuse any other value."""
         value = self.value(key)
         if value is not None and not any(
             value is one or (type(value) is type(one) and value == one) for one in allowed
@@ -140,7 +140,7 @@ class JsonFields:
         return {key: self._fields[key] for key in sorted(self._fields) if key not in self._read and self.has(key)}
 
     def finish(self) -> None:
-        """Refuses the keys that were neither read nor ignored, unless they are null."""
+        """Refuse the keys that were neither read nor ignored, unless they are null."""
         unknown = self.unread()
         if unknown:
             listed = ", ".join(f"{key}={_shown(value)}" for key, value in unknown.items())
@@ -149,7 +149,7 @@ class JsonFields:
             )
 
     def bad(self, key: str, problem: str) -> InvalidArgument:
-        """The error for one key; the caller raises it."""
+        """Return the error for one key; the caller raises it."""
         return InvalidArgument(f"{self._name} {key}", problem)
 
     def _required(self, key: str, default: object) -> object:
@@ -163,6 +163,6 @@ class JsonFields:
 
 
 def _shown(value: object) -> str:
-    """A value in an error, which it must not drown."""
+    """Return the text of a value for an error, shortened."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

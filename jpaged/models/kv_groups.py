@@ -1,4 +1,4 @@
-"""Which layers share block tables: those that see equally far, in groups of one size.
+"""KV groups: layers with the same window share block tables, in groups of one size.
 
     layers    w w w g w w w g w w      w sees a window, g everything
 
@@ -9,8 +9,8 @@
     group 4   w w          a window
 
 A sequence of T tokens holds T tokens of a group that sees everything, and no more than the window of any other. Small
-groups waste no places, but each has tables and work on the host, so the fewest groups are taken whose tokens cost
-nearly as little as those of groups of one layer.
+groups leave no layer of a block unused, but each has tables and work on the host. So the fewest groups are taken whose
+tokens cost nearly as little as those of groups of one layer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 KVPlace = tuple[int, int]
-"""Where a layer keeps its keys and values: its group, and which layer of that group it is."""
+"""Place of a layer's keys and values: its group, and its index in that group."""
 
 Units = Sequence[Sequence[int]]
-"""Layers that have to be in one group, next to each other: those at one place of a period that is scanned."""
+"""Layers that must be adjacent in one group: those at one place of a period that is scanned."""
 
 _MOST_OVER_LEAST = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """Groups of layers; one for a model whose layers all see equally far.
+    """Groups of layers; one for a model whose layers all have the same window.
 
     Attributes:
-        windows: tokens that the queries of each group see, themselves included; None is everything. Groups without a
+        windows: tokens that the queries of each group see, including themselves; None is everything. Groups without a
             window come first.
         num_layers: of the largest group (Lg): the layers of a block.
         places: of each layer.
@@ -44,12 +44,12 @@ class KVGroups:
 
 
 def group_layers(windows: Sequence[int | None], max_model_len: int, units: Units | None = None) -> KVGroups:
-    """Groups the layers of a model.
+    """Group the layers of a model.
 
     Args:
-        windows: of each layer, as `AttentionKind.sliding_window` says.
-        max_model_len: tokens of a sequence at most; a window that holds so many is none.
-        units: every layer once, each with others of its window; None is each layer alone.
+        windows: `AttentionKind.sliding_window` of each layer.
+        max_model_len: maximum tokens of a sequence; a window of at least this length counts as none.
+        units: every layer once, each with others of the same window; None is each layer alone.
     """
     units = [[layer] for layer in range(len(windows))] if units is None else units
     seen: dict[int | None, list[Sequence[int]]] = {}
@@ -78,7 +78,7 @@ def group_layers(windows: Sequence[int | None], max_model_len: int, units: Units
 
 
 def _pack(units: Iterable[Sequence[int]], num_layers: int) -> list[list[Sequence[int]]]:
-    """Units in groups of at most so many layers: each, the largest first, into the first group with room for it."""
+    """Pack units into groups of at most `num_layers` layers: first fit, with the largest units first."""
     groups: list[list[Sequence[int]]] = []
     for unit in units:
         fitting = (group for group in groups if _num_layers(group) + len(unit) <= num_layers)

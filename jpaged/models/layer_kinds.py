@@ -1,9 +1,9 @@
-"""What a layer of a stack is, and the stretches of a stack in which kinds of layers repeat.
+"""Kinds of layers of a stack, and the stretches of a stack in which kinds repeat.
 
     Gemma 3, 62 layers     w w w w w g  w w w w w g  ...  w w w w w g   |  w w
                            └ a period ┘ repeated 10 times, six stacks   |  repeated twice, one stack
 
-Layers that stand at one place of a period are stacked in one array, so that a scan runs a period at a time.
+Layers at the same place of a period are stacked in one array, so that a scan runs a period at a time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class LayerKind:
     """A kind of layer: hashable, static under jit. Layers of one kind have parameters of the same shapes.
 
     Attributes:
-        attention: what attention computes.
-        rope: which of the model's rotary embeddings turns queries and keys; None is none.
-        is_sparse: a mixture of experts stands where others have a dense feed-forward.
+        attention: the attention kind.
+        rope: index of the model's rotary embedding for queries and keys; None is none.
+        is_sparse: a mixture of experts replaces the dense feed-forward.
     """
 
     attention: AttentionKind
@@ -36,10 +36,10 @@ class Segment:
     """A stretch of layers in which a period of kinds repeats.
 
     Attributes:
-        first: the number of its first layer.
+        first: the number of the first layer.
         kinds: of one period.
         num_repeats: periods.
-        first_stack: the number of its first stack; it has one for each place of the period.
+        first_stack: the number of the first stack; there is one for each place of the period.
     """
 
     first: int
@@ -49,23 +49,23 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """The number of the layer behind its last one."""
+        """Number of the layer after its last one."""
         return self.first + len(self.kinds) * self.num_repeats
 
     def layers_at(self, place: int) -> range:
-        """The layers that stand at one place of the period."""
+        """Return the layers at one place of the period."""
         return range(self.first + place, self.end, len(self.kinds))
 
     def stack_at(self, place: int) -> str:
-        """The name under which the layers at one place of the period are stacked."""
+        """Return the name of the stack with the layers at one place of the period."""
         return str(self.first_stack + place)
 
 
 @functools.lru_cache(maxsize=64)
 def segments_of(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
-    """The segments of a stack, with as few stacks as there can be: what is compiled is one layer for each."""
+    """Return the segments of a stack, with the fewest stacks possible: one layer is compiled for each stack."""
     num_layers, most = len(kinds), min(_MAX_PERIOD, len(kinds))
-    # runs[p][i]: layers from i on that equal the layer p further.
+    # runs[p][i]: number of consecutive layers from i on that equal the layer p later.
     runs = [[0] * (num_layers + 1) for _ in range(most + 1)]
     for period in range(1, most + 1):
         for i in range(num_layers - period - 1, -1, -1):
@@ -88,7 +88,7 @@ def segments_of(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
 
 
 def stacks_of(kinds: tuple[LayerKind, ...]) -> dict[str, range]:
-    """The layers of each stack, by its name."""
+    """Return the layers of each stack, by its name."""
     return {
         segment.stack_at(place): segment.layers_at(place)
         for segment in segments_of(kinds)

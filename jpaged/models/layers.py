@@ -1,4 +1,4 @@
-"""What models are made of: matrices, norms, the grouped query/key/value projection, embeddings, all random at first."""
+"""Building blocks of models: matrices, norms, the grouped query/key/value projection and embeddings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
 
 
 class Attend(Protocol):
-    """Attention over whatever the carry holds."""
+    """Attention over the contents of the carry."""
 
     def __call__(
         self,
@@ -34,15 +34,16 @@ class Attend(Protocol):
         sinks_h: jax.Array | None = None,
         /,
     ) -> tuple[jax.Array, Any]:
-        """Queries, keys and values of a layer -> (what is attended `[T, H, D]`, carry).
+        """Map queries, keys and values of a layer to (attention outputs `[T, H, D]`, carry).
 
-        Keys that begin with their values (`ModelConfig.value_dim`) come alone; of outputs as many numbers count.
-        Sinks are scores of each head that take their share of the weights and have no value.
+        If values are a prefix of keys (`ModelConfig.value_dim`), v is None, and only that prefix of the outputs is
+        valid. Sinks are scores of each head that take a share of the attention weights and have no value.
         """
         ...
 
 
-# Nested dictionaries of arrays; under "layers" a list of them in loop mode, in scan mode one of each stack by its name.
+# Nested dictionaries of arrays. "layers" is a list of trees in loop mode, and a dict of stacked trees by name in scan
+# mode.
 Params = dict[str, Any]
 
 _INIT_STD = 0.02
@@ -51,7 +52,7 @@ _INIT_STD = 0.02
 class RMSNorm(nnx.Module):
     """Computes x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in x's type.
 
-    Where there is an offset, what is stored is the scale less that: Gemma's weights are near 0, not near 1.
+    The stored weight is the scale less the offset, if there is one: Gemma's weights are near 0, not near 1.
     """
 
     def __init__(self, width: int, eps: float, dtype: np.dtype, offset: float = 0.0) -> None:
@@ -60,7 +61,7 @@ class RMSNorm(nnx.Module):
         self.offset = offset
 
     def __call__(self, x: jax.Array, squares: jax.Array | None = None) -> jax.Array:
-        """Normalises the last axis; the sum of its squares may be there already."""
+        """Normalize the last axis, whose sum of squares may be given."""
         x32 = x.astype(jnp.float32)
         squares = self.measure(x) if squares is None else squares
         x32 = x32 * jax.lax.rsqrt(squares[..., None] / x.shape[-1] + self.eps)
@@ -68,26 +69,26 @@ class RMSNorm(nnx.Module):
 
     @property
     def weights(self) -> jax.Array:
-        """The whole scale, float32: with an offset it has more digits than it is stored with."""
+        """The scale with the offset, float32: it has more digits than the stored weights."""
         return self.scale[...].astype(jnp.float32) + self.offset
 
     @property
     def for_kernel(self) -> product.Norm | None:
-        """What a product kernel does in its place; it knows scales of the rows' own type alone."""
+        """Equivalent norm of a matmul kernel; None with an offset: kernels take scales of the rows' own type."""
         return None if self.offset else product.Norm("rms", self.eps, self.scale[...])
 
     @staticmethod
     def measure(x: jax.Array) -> jax.Array:
-        """The sum of the squares of the last axis, in float32."""
+        """Return the sum of the squares of the last axis, in float32."""
         return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Hidden states on their way to the next layer, and what its norm asks of them, measured where they arise.
+    """Hidden states for the next layer, with the sum of squares that its norm needs, computed at their source.
 
-    XLA for TPUs then adds and measures in one pass; what is on the two sides of a loop's end it does not join.
+    XLA for TPUs then adds and measures in one pass; it does not fuse across the end of a loop.
 
     Attributes:
         x_te: the states.
@@ -99,7 +100,7 @@ class Measured:
 
     @classmethod
     def of(cls, x_te: jax.Array, *, is_measured: bool) -> Measured:
-        """States, measured or not."""
+        """Return states, measured or not."""
         return cls(x_te, RMSNorm.measure(x_te) if is_measured else None)
 
 
@@ -111,19 +112,19 @@ class MeasuredNorm:
     squares_t: jax.Array | None
 
     def __call__(self, x_te: jax.Array) -> jax.Array:
-        """Normalises the states that were measured."""
+        """Normalize the states that were measured."""
         return self.norm(x_te, self.squares_t)
 
     @property
     def for_kernel(self) -> product.Norm | None:
-        """What a product kernel does in its place; it measures by itself."""
+        """Equivalent norm of a matmul kernel, which measures by itself."""
         return self.norm.for_kernel
 
 
 class LayerNorm(nnx.Module):
     """Computes (x - mean) / sqrt(var + eps) * scale + bias over the last axis, in float32, returned in x's type.
 
-    One that is not affine has neither scale nor bias.
+    A norm that is not affine has neither scale nor bias.
     """
 
     def __init__(self, width: int, eps: float, is_affine: bool, dtype: np.dtype) -> None:
@@ -132,7 +133,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises the last axis."""
+        """Normalize the last axis."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
@@ -142,7 +143,7 @@ class LayerNorm(nnx.Module):
 
     @property
     def for_kernel(self) -> product.Norm:
-        """What a product kernel does in its place."""
+        """Equivalent norm of a matmul kernel."""
         scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))
         return product.Norm("layer", self.eps, scale, bias)
 
@@ -151,7 +152,7 @@ Norm = RMSNorm | MeasuredNorm | LayerNorm
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """The activation in float32, returned in x's type."""
+    """Apply the activation in float32; returns x's type."""
     x32 = x.astype(jnp.float32)
     if activation == "silu":
         return jax.nn.silu(x32).astype(x.dtype)
@@ -161,7 +162,7 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def _fused(norm: Norm | None, x: jax.Array) -> tuple[product.Norm | None, jax.Array]:
-    """A norm as a product kernel takes it, and the rows; they are normalised before where it cannot."""
+    """Return a matmul kernel's norm, and the rows; normalizes them here if the kernel cannot."""
     before = None if norm is None else norm.for_kernel
     return before, x if norm is None or before is not None else norm(x)
 
@@ -169,8 +170,8 @@ def _fused(norm: Norm | None, x: jax.Array) -> tuple[product.Norm | None, jax.Ar
 class Linear(nnx.Module):
     """`norm(x)[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type.
 
-    The kernel may be packed (`jpaged.kernels.product`): what is around the product is then computed with it. It may
-    have adapters (`jpaged.kernels.lora`), which add to the sums before anything else does.
+    The kernel may be packed (`jpaged.kernels.product`): the operations around the matmul are then fused into it. It may
+    have adapters (`jpaged.kernels.lora`), which add to the sums before anything else.
     """
 
     def __init__(self, width: int, out: tuple[int, ...], use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs) -> None:
@@ -179,7 +180,7 @@ class Linear(nnx.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether a product kernel multiplies, on one CPU device."""
+        """True if a matmul kernel with packed weights multiplies, on one CPU device."""
         kernel = self.kernel.get_value()
         return isinstance(kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, product.PackedMatrix)
 
@@ -192,9 +193,9 @@ class Linear(nnx.Module):
         residual: jax.Array | None = None,
         norm_after: Norm | None = None,
     ) -> jax.Array:
-        """`[T, in]` to `[T, *out]`.
+        """Map `[T, in]` to `[T, *out]`.
 
-        A residual `[T, out]` is added, and the sum may be normalised again.
+        Adds a residual `[T, out]`, if given, and may normalize the sum.
         """
         kernel = self.kernel.get_value()
         if self.is_packed:
@@ -217,7 +218,7 @@ class Linear(nnx.Module):
         return y if norm_after is None else norm_after(y)
 
     def activate(self, y: jax.Array) -> jax.Array:
-        """What becomes of the float32 sums."""
+        """Map the float32 sums to the output; the identity here."""
         return y
 
     def _multiply(
@@ -233,7 +234,7 @@ class Linear(nnx.Module):
         before, x_te = _fused(norm, x_te)
         packed, delta = kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, None
         if isinstance(kernel, lora.AdaptedMatrix) and rows.adapters_t is not None:
-            # Both products are of what the norm makes.
+            # Both matmuls read the normalized rows.
             x_te, before = x_te if before is None else run.normalise(x_te, before, num_rows), None
             delta = product.Delta(lora.loaded().adapt(x_te, rows.adapters_t, num_rows, kernel), rows.adapters_t)
         y = run.multiply(x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta)
@@ -241,7 +242,7 @@ class Linear(nnx.Module):
 
 
 class GatedLinear(Linear):
-    """act(first half) * second half of a product whose kernel is `[E, 2, F]`: `[T, E]` to `[T, F]`."""
+    """act(first half) * second half of a matmul whose kernel is `[E, 2, F]`: `[T, E]` to `[T, F]`."""
 
     def __init__(
         self, width: int, inner: int, use_bias: bool, activation: Activation, dtype: np.dtype, rngs: nnx.Rngs
@@ -250,7 +251,7 @@ class GatedLinear(Linear):
         self.activation = activation
 
     def activate(self, y: jax.Array) -> jax.Array:
-        """Both halves are rounded as a product of their own would be."""
+        """Apply the gate; both halves are rounded as separate matmuls would be."""
         dtype = self.kernel.get_value().dtype
         gate, up = (x.squeeze(1).astype(dtype).astype(jnp.float32) for x in jnp.split(y, 2, axis=1))
         return activate(gate, self.activation) * up
@@ -285,7 +286,7 @@ class QKVLinear(Linear):
         super().__init__(num_inputs or config.hidden_size, (math.prod(self.groups),), use_bias, dtype, rngs)
 
     def project(self, x_te: jax.Array, rows: Rows, norm: Norm | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(q_thd, k_tkd, v_tkd), queries not scaled."""
+        """Return (q_thd, k_tkd, v_tkd), queries not scaled."""
         qkv = self._grouped(self(x_te, rows, norm=norm))
         num_rows, num_groups, of_group, head_dim = qkv.shape
         q, k, v = jnp.split(qkv, (of_group - 2, of_group - 1), axis=2)
@@ -300,12 +301,12 @@ class QKVLinear(Linear):
         head_norms: tuple[RMSNorm, RMSNorm] | None,
         heads: HeadsKernel | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`project` with queries and keys normalised, where there are norms for them, and turned by their angles.
+        """Return `project` with queries and keys normalized, if there are norms for them, and rotated.
 
-        The angles are cosines and sines `[T, D/2]`, or what the kernel made of them.
+        The angles are cosines and sines `[T, D/2]`, or the kernel's form of them.
         """
         if heads is not None:
-            # Behind the barrier XLA for TPUs leaves rows of heads, where it may have put tokens into the lanes.
+            # The barrier keeps XLA for TPUs from putting tokens into the lanes instead of rows of heads.
             qkv = self._grouped(jax.lax.optimization_barrier(self(x_te, rows, norm=norm)))
             if head_norms is None:
                 return heads.turn(qkv, angles, None)
@@ -325,29 +326,30 @@ class QKVLinear(Linear):
         return rope.apply(q_thd, *angles), rope.apply(k_tkd, *angles), v_tkd
 
     def _grouped(self, qkv: jax.Array) -> jax.Array:
-        """`[T, K, G + 2, D]`."""
+        """Return `[T, K, G + 2, D]`."""
         return qkv.reshape(len(qkv), *self.groups)
 
 
-# The keys of what is before the layers, and of what is behind them.
+# The random keys of the modules before and after the layers.
 EndsKeys = tuple[jax.Array, jax.Array]
 
 
 class Embedding(nnx.Module):
-    """A matrix with a row for each id: rows of ids, and of hidden states their products with all rows."""
+    """A matrix with a row for each id: an embedding of ids, and an output matrix for hidden states."""
 
     def __init__(self, size: int, width: int, dtype: np.dtype, key: jax.Array) -> None:
         self.embedding = nnx.Param(normal(key, (size, width), dtype))
 
     def __call__(self, ids_t: jax.Array) -> jax.Array:
-        """`[T]` to `[T, width]`."""
-        # CPUs gather bfloat16 from float32: XLA would widen it all ahead of a loop, did that not need the ids.
+        """Map `[T]` to `[T, width]`."""
+        # CPUs gather bfloat16 from float32: without a dependency on the ids, XLA would widen the whole matrix before a
+        # loop.
         embedding, ids_t = jax.lax.optimization_barrier((self.embedding.get_value(), ids_t))
         is_array = isinstance(embedding, jax.Array)
         return embedding[ids_t] if is_array else embedding.rows(ids_t)
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array, norm: Norm | None) -> jax.Array:
-        """`[R, width]`, of which the first rows are in use, to float32 `[R, size]`; a norm comes first."""
+        """Map `[R, width]`, of which the first rows are in use, to float32 `[R, size]`; applies a norm first."""
         embedding = self.embedding.get_value()
         if isinstance(embedding, product.PackedMatrix):
             before, hidden_re = _fused(norm, hidden_re)
@@ -357,9 +359,9 @@ class Embedding(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What is around the layers: the embedding before them and the output matrix behind them, which may be one.
+    """The modules around the layers: the embedding before them and the output matrix after them, which may be tied.
 
-    Each family has its own, which adds what else it has there.
+    Families subclass it to add their other modules there.
     """
 
     def __init__(self, config: ModelConfig, width: int, dtype: np.dtype, keys: EndsKeys) -> None:
@@ -369,30 +371,30 @@ class Ends(nnx.Module):
 
     @abc.abstractmethod
     def begin(self, tokens: TokenBatch) -> tuple[Any, Any]:
-        """What goes into the first layer, hidden states `[T, E]` as a rule, and what all layers share: two trees."""
+        """Return the input of the first layer (usually hidden states `[T, E]`) and the values that all layers share."""
 
     def end(self, x: Any) -> jax.Array:
-        """The hidden states `[T, E]` of what comes out of the last layer."""
+        """Return the hidden states `[T, E]` of the last layer's output."""
         return x
 
     @property
     @abc.abstractmethod
     def final_norm(self) -> Norm | None:
-        """The norm between the last layer and the output matrix, if there is one."""
+        """Norm between the last layer and the output matrix, if there is one."""
 
     def normed(self, hidden_re: jax.Array) -> jax.Array:
-        """The last layer's states behind the model's last norm, `[R, E]`: what it calls its hidden states."""
+        """Return the last layer's states after the final norm, `[R, E]`: the model's hidden states in APIs."""
         return hidden_re if self.final_norm is None else self.final_norm(hidden_re)
 
     def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:
-        """What a head takes beside tokens, `[T, E]`, of hidden states of the model that it proposes for."""
+        """Return a head's input states `[T, E]` from hidden states of the target model."""
         raise InternalError(f"{type(self).__name__} takes no hidden states of another model")
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
-        """The last layer's states `[R, E]`, of which the first rows are in use, to float32 logits `[R, V]`."""
+        """Map the last layer's states `[R, E]`, of which the first rows are in use, to float32 logits `[R, V]`."""
         return (self.lm_head or self.embed).logits(hidden_re, num_rows, self.final_norm)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Random parameters with a standard deviation of 0.02."""
+    """Return random parameters with a standard deviation of 0.02."""
     return (jax.random.normal(key, shape) * _INIT_STD).astype(dtype)

@@ -1,4 +1,4 @@
-"""The leaves of a parameter tree: their places, shapes and axes, and the tensors of a checkpoint that they are made of.
+"""The leaves of a parameter tree: their places, shapes and axes, and their tensors in a checkpoint.
 
 Linear weights are `[out, in]` in a Hugging Face checkpoint and `[in, *out]` here; query, key and value are one kernel
 here, grouped by key/value head (see `jpaged.models.layers`).
@@ -16,23 +16,23 @@ from jpaged.models.config import ModelConfig
 LM_HEAD = "lm_head.weight"
 
 LogicalAxes = tuple[str | None, ...]
-"""A name for each axis of a leaf, which says how it is split over devices; None is whole everywhere."""
+"""A name for each axis of a leaf, which determines how it is split over devices; None is whole everywhere."""
 
 _STRIP = 64  # rows of a transposed strip: 128 bytes of bfloat16, two cache lines
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of our tree and the checkpoint tensors that it is made of.
+    """One leaf of the parameter tree and its checkpoint tensors.
 
     Attributes:
         path: keys from the root of the tree, or of one layer.
         tensors: name and shape of each tensor.
-        pack: tensors in that order, and an empty leaf that it fills, casting where types differ. A part of the leaf
-            along an axis is filled from the parts of the tensors that follow it.
-        tensor_axes: for each axis of the leaf the one that follows it in every tensor, in equal steps; None for none.
-        heads: that lie along its axis named "kv_heads".
-        dtype: of its numbers, whatever the model's; None is the model's.
+        pack: fills an empty leaf from the tensors, in that order, casting if types differ. A part of the leaf along an
+            axis is filled from the parts of the tensors along their corresponding axis.
+        tensor_axes: for each axis of the leaf the corresponding axis of every tensor, in equal steps; None for none.
+        heads: the heads along the axis named "kv_heads".
+        dtype: of the numbers, whatever the model's; None is the model's.
     """
 
     path: tuple[str, ...]
@@ -46,7 +46,7 @@ class Leaf:
 
 
 def same(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:
-    """A leaf that is a tensor as it is."""
+    """Return a leaf that equals a tensor."""
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         leaf[...] = tensors[0]
@@ -55,17 +55,17 @@ def same(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, 
 
 
 def whole(path: tuple[str, ...], name: str, width: int) -> Leaf:
-    """A vector as wide as the hidden state: a norm's, or a bias added once to the sum of all parts' products."""
+    """Return a vector as wide as the hidden state: a norm's, or a bias added once after the sum over devices."""
     return same(path, name, ("embed",), (width,))
 
 
 def embedding(config: ModelConfig, width: int, name: str) -> Leaf:
-    """The embedding of tokens."""
+    """Return the embedding of tokens."""
     return same(("embed", "embedding"), name, ("vocab", "embed"), (config.vocab_size, width))
 
 
 def output_matrix(config: ModelConfig, width: int, name: str = LM_HEAD) -> list[Leaf]:
-    """The matrix that makes logits; none where the embedding is it."""
+    """Return the output matrix of the logits; empty if it is tied to the embedding."""
     if config.tie_word_embeddings:
         return []
     return [same(("lm_head", "embedding"), name, ("vocab", "embed"), (config.vocab_size, width))]
@@ -73,10 +73,10 @@ def output_matrix(config: ModelConfig, width: int, name: str = LM_HEAD) -> list[
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Linear layers of a checkpoint whose outputs lie beside each other in one kernel here.
+    """Linear layers of a checkpoint whose outputs are concatenated in one kernel here.
 
     Attributes:
-        names: without `.weight` and `.bias`; one may have the outputs of all.
+        names: without `.weight` and `.bias`; a single one may have the outputs of all.
         is_transposed: weights are `[in, out]`, not `[out, in]`.
     """
 
@@ -84,29 +84,29 @@ class Linears:
     is_transposed: bool = False
 
     def weights(self, num_outputs: Sequence[int], width: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and shape of the weights of parts with so many outputs each."""
+        """Return name and shape of the weights of parts with these numbers of outputs."""
         outputs = num_outputs if len(self.names) > 1 else (sum(num_outputs),)
         shapes = ((width, num) if self.is_transposed else (num, width) for num in outputs)
         return tuple((f"{name}.weight", shape) for name, shape in zip(self.names, shapes, strict=True))
 
     def biases(self, num_outputs: Sequence[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and shape of their biases."""
+        """Return name and shape of the biases."""
         outputs = num_outputs if len(self.names) > 1 else (sum(num_outputs),)
         return tuple((f"{name}.bias", (num,)) for name, num in zip(self.names, outputs, strict=True))
 
     def by_output(self, tensors: Sequence[np.ndarray], num_outputs: Sequence[int]) -> list[np.ndarray]:
-        """Weights of each part as `[out, in]`, or biases `[out]`, of tensors that were stored as above."""
+        """Return weights of each part as `[out, in]`, or biases `[out]`, from tensors stored as above."""
         rows = [tensor.T if self.is_transposed and tensor.ndim > 1 else tensor for tensor in tensors]
         return rows if len(rows) > 1 else np.split(rows[0], np.cumsum(num_outputs)[:-1])
 
     @property
     def out_axis(self) -> int:
-        """The axis of outputs in a stored weight."""
+        """Axis of outputs in a stored weight."""
         return 1 if self.is_transposed else 0
 
 
 def stacked_kernel(path: tuple[str, ...], linears: Linears, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:
-    """Weights as one kernel `[in, out]`, or of several parts `[in, parts, out]`."""
+    """Return weights as one kernel `[in, out]`, or `[in, parts, out]` for several parts."""
     num_outputs = (shape[-1],) * (shape[1] if len(shape) == 3 else 1)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
@@ -121,7 +121,7 @@ def stacked_kernel(path: tuple[str, ...], linears: Linears, axes: LogicalAxes, s
 
 
 def stacked_bias(path: tuple[str, ...], linears: Linears, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:
-    """Biases as one leaf `[out]`, or of several parts `[parts, out]`."""
+    """Return biases as one leaf `[out]`, or `[parts, out]` for several parts."""
     num_outputs = (shape[-1],) * (shape[0] if len(shape) == 2 else 1)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
@@ -135,22 +135,22 @@ def stacked_bias(path: tuple[str, ...], linears: Linears, axes: LogicalAxes, sha
 
 
 def transposed(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, int]) -> Leaf:
-    """A linear weight, `[in, out]` here."""
+    """Return a linear weight, `[in, out]` here."""
     return stacked_kernel(path, Linears((name.removesuffix(".weight"),)), axes, shape)
 
 
 def split_projections(prefix: str) -> Linears:
-    """Query, key and value as most families name them."""
+    """Return query, key and value under their names in most families."""
     return Linears(tuple(f"{prefix}{part}_proj" for part in "qkv"))
 
 
 def rotated_first(head_dim: int, num_rotated: int) -> np.ndarray:
-    """The order of a head's dimensions in which those that are rotated are the first of both halves.
+    """Return an order of a head's dimensions in which the rotated ones come first in both halves.
 
-        as published   a a a b b b c c c c       a turns against b, c is not rotated
-        here           a a a c c b b b c c       dimension i turns against i + D/2, some of them by nothing
+        as published   a a a b b b c c c c       a rotates against b, c is not rotated
+        here           a a a c c b b b c c       dimension i rotates against i + D/2, some of them by an angle of zero
 
-    Scores stay what they are, as queries and keys are reordered alike.
+    Scores are unchanged, because queries and keys are reordered in the same way.
     """
     half, rest = num_rotated // 2, np.arange(num_rotated, head_dim)
     first, second = np.split(rest, [len(rest) // 2])
@@ -160,11 +160,11 @@ def rotated_first(head_dim: int, num_rotated: int) -> np.ndarray:
 def qkv_kernel(
     config: ModelConfig, linears: Linears, *, is_grouped: bool = False, order: np.ndarray | None = None
 ) -> Leaf:
-    """Query `[H*D, E]`, key and value `[K*D, E]` -> `[E, K * (G + 2) * D]`.
+    """Return the kernel from query `[H*D, E]`, key and value `[K*D, E]` -> `[E, K * (G + 2) * D]`.
 
     Args:
         is_grouped: one linear layer has each key/value head's queries, key and value together.
-        order: of the dimensions of queries and keys, where it is not as published.
+        order: of the dimensions of queries and keys, if it is not as published.
     """
     width, heads = config.hidden_size, Heads.of(config)
 
@@ -187,7 +187,7 @@ def qkv_kernel(
 def qkv_bias(
     config: ModelConfig, linears: Linears, *, is_grouped: bool = False, order: np.ndarray | None = None
 ) -> Leaf:
-    """Query `[H*D]`, key and value `[K*D]` -> `[K * (G + 2) * D]`; see `qkv_kernel`."""
+    """Return the bias from query `[H*D]`, key and value `[K*D]` -> `[K * (G + 2) * D]`; see `qkv_kernel`."""
     heads = Heads.of(config)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
@@ -201,7 +201,7 @@ def qkv_bias(
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of grouped-query attention in the columns of a leaf: of each key/value head its queries, key and value.
+    """The heads of grouped-query attention in the columns of a leaf, each with its queries, key and value.
 
     Attributes:
         num_kv_heads: K.
@@ -215,7 +215,7 @@ class Heads:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Heads:
-        """The heads of a model."""
+        """Return the heads of a model."""
         return cls(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
 
     @property
@@ -225,11 +225,11 @@ class Heads:
 
     @property
     def size(self) -> int:
-        """Columns of all."""
+        """Columns of all heads."""
         return self.num_kv_heads * self.group_size
 
     def repeated(self, repeats: int) -> Heads:
-        """Each key/value head so many times, with its share of the queries."""
+        """Return the heads with each key/value head repeated, with its share of the queries."""
         return Heads(self.num_kv_heads * repeats, self.group // repeats, self.head_dim)
 
     @property
@@ -241,7 +241,7 @@ class Heads:
     def parts(
         self, tensors: Sequence[np.ndarray], linears: Linears, is_grouped: bool, order: np.ndarray | None
     ) -> Iterator[tuple[slice, np.ndarray]]:
-        """(its columns, its rows in the projections) of each head, of all or of a part of the key/value heads."""
+        """Yield (columns, rows of the projections) of each head, for all or a part of the key/value heads."""
         if is_grouped and len(linears.names) == 1:
             (rows,) = linears.by_output(tensors, (0,))
             groups = rows.reshape(-1, self.group + 2, self.head_dim, *rows.shape[1:])
@@ -263,6 +263,6 @@ class Heads:
 
 
 def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
-    """Writes `[out, in]` as `[in, out]`, in strips that stay in cache: five times as fast as in one assignment."""
+    """Write `[out, in]` as `[in, out]`, in strips that stay in cache: five times as fast as in one assignment."""
     for start in range(0, len(tensor), _STRIP):
         leaf[:, start : start + _STRIP] = tensor[start : start + _STRIP].T

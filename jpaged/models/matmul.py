@@ -1,4 +1,4 @@
-"""The matrix product of the models, accumulated in float32, and its gradient."""
+"""The matmul of the models, accumulated in float32, and its gradient."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jpaged.kernels.product.stacked import StackedMatrix
 
 
 def dot(x_te: jax.Array, matrix: jax.Array | QuantisedMatrix | StackedMatrix | PartedMatrix, axis: int) -> jax.Array:
-    """Contracts x's last axis with one axis of a matrix, the first or the last; the result is float32.
+    """Contract x's last axis with one axis of a matrix, the first or the last; returns float32.
 
-    A quantised matrix knows its axis, and has no gradient.
+    A quantized matrix has its own axis, and no gradient.
     """
     if isinstance(matrix, QuantisedMatrix | StackedMatrix | PartedMatrix):
         return multiply_on_device(x_te, matrix)
@@ -26,11 +26,11 @@ def dot(x_te: jax.Array, matrix: jax.Array | QuantisedMatrix | StackedMatrix | P
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _dot(x_te: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """The product with an array.
+    """Multiply with an array.
 
-    The accumulator is named even for bfloat16: XLA's CPU backend is ten times slower without it. Full precision is
-    named for float32: TPUs and GPUs would otherwise round the operands to bfloat16 and TF32. On a GPU sums are in parts
-    where XLA would pad the matrix for its own.
+    The accumulator type is set even for bfloat16: XLA's CPU backend is ten times slower without it. Full precision is
+    set for float32: TPUs and GPUs would otherwise round the operands to bfloat16 and TF32. On a GPU the sum is split
+    into parts if XLA would otherwise pad the matrix.
     """
     if axis == 0 and x_te.ndim == 2 and (parts := parts_on_device(x_te, matrix)) > 1:
         x_tsk, matrices = x_te.reshape(len(x_te), parts, -1), matrix.reshape(parts, -1, *matrix.shape[1:])
@@ -44,16 +44,16 @@ def accumulate(
     contracted: tuple[tuple[int, ...], tuple[int, ...]],
     batched: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
 ) -> jax.Array:
-    """`dot_general` of two arrays of one type, with a float32 result."""
+    """Return `dot_general` of two arrays of one type, with a float32 result."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, (contracted, batched), precision, jnp.float32)
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """Exchanges the last two axes, and keeps XLA from folding that into a product before or behind it.
+    """Swap the last two axes, and keep XLA from folding the transposition into an adjacent matmul.
 
-    On CPUs a bfloat16 product that contracts the leading axes of both matrices takes six times as long as the copy
-    and a plain product, and where the folding comes late, it is refused.
+    On CPUs a bfloat16 matmul that contracts the leading axes of both matrices takes six times as long as the copy and a
+    plain matmul, and if XLA folds late, it fails to compile.
     """
     as_is = Layout(tuple(range(x.ndim)))
     return with_layout_constraint(jnp.swapaxes(with_layout_constraint(x, as_is), -1, -2), as_is)

@@ -1,4 +1,4 @@
-"""A model, as those who run it see it: random parameters, tokens to hidden states, hidden states to logits."""
+"""A model as its callers see it: random parameters, tokens to hidden states, hidden states to logits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from jpaged.models.tokens import Rows, TokenBatch
 class Model:
     """A model as a description: hashable, without arrays, static under jit.
 
-    It knows nothing of blocks, batches or sampling: tokens come packed in one axis T, and attention is injected.
-    T is at least 2 in bfloat16, where a product with one row is ten times slower on CPUs than one with two.
+    It is independent of blocks, batches and sampling: tokens come packed in one axis T, and attention is injected.
+    T is at least 2 in bfloat16: on CPUs a matmul with one row is ten times slower than with two.
 
     Attributes:
         dtype: type of parameters and activations, float32 or bfloat16.
@@ -47,17 +47,17 @@ class Model:
         object.__setattr__(self, "dtype", dtype)
 
     def abstract_params(self, layer_mode: LayerMode) -> Params:
-        """Shapes and types of the parameter tree, with its quantised matrices."""
-        key = jax.eval_shape(jax.random.key, 0)  # a real one would be a program to compile
+        """Return shapes and types of the parameter tree, with its quantized matrices."""
+        key = jax.eval_shape(jax.random.key, 0)  # a real key would need a program to be compiled
         params: Params = jax.eval_shape(functools.partial(self.init_params, layer_mode=layer_mode), key)
         if self.config.quantisation is not None:
             put_quantised(params, self.config, layer_mode, self.dtype)
         return params
 
     def init_params(self, key: jax.Array, layer_mode: LayerMode) -> Params:
-        """Random parameters: normal with a standard deviation of 0.02, norms of one, biases of zero; none is quantised.
+        """Return random parameters: normal with a standard deviation of 0.02, norms of one, biases of zero.
 
-        Both layer modes sample the same numbers.
+        None is quantized. Both layer modes sample the same numbers.
         """
         config, dtype, modules = self.config, self.dtype, find_family(self.config.architecture).modules()
         begin_key, end_key, layers_key = jax.random.split(key, 3)
@@ -81,17 +81,17 @@ class Model:
         layer_mode: LayerMode,
         kv_places: Sequence[KVPlace] | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Tokens to the hidden states of the last layer.
+        """Map tokens to the hidden states of the last layer.
 
-        A pure function of its arrays: it can be jitted, differentiated, and mapped over a batch with vmap.
+        A pure function of the arrays: it can be jitted, differentiated, and mapped over a batch with vmap.
 
         Args:
             params: the tree of `abstract_params(layer_mode)`.
-            attend: attention. It stores k and v where the carry keeps them, and computes what the layer's kind says;
-                query head h reads key/value head h // (H / K).
-            carry: what attend threads through the layers: the KV pool when serving, `()` when training.
+            attend: attention. It stores k and v in the carry, and computes the layer's attention kind; query head h
+                reads key/value head h // (H / K).
+            carry: state that attend threads through the layers: the KV pool when serving, `()` when training.
             layer_mode: how the layers run; see `run_layers`.
-            kv_places: where each layer keeps its keys and values; None is one group of all layers in order.
+            kv_places: place of each layer's keys and values; None is one group of all layers in order.
 
         Returns:
             hidden states `[T, E]` in the model's type, and the carry.
@@ -109,10 +109,10 @@ class Model:
         watched: Sequence[int],
         kv_places: Sequence[KVPlace] | None = None,
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """As `run`, and with the hidden states `[T, E]` that go into some layers.
+        """Run as `run`, and also return the hidden states `[T, E]` that some layers take as input.
 
         Args:
-            watched: numbers of layers; that of all layers is what comes out of the last one.
+            watched: numbers of layers; the number of layers stands for the last one's output.
         """
         ends, config = self._ends(params), self.config
         x, shared = ends.begin(tokens)
@@ -128,21 +128,21 @@ class Model:
         return ends.end(x), carry, [ends.end(one) for one in seen]
 
     def combine(self, params: Params, features_tf: jax.Array, num_rows: jax.Array) -> jax.Array:
-        """What a head takes beside tokens, `[T, E]`, of the hidden states `[T, F]` that it watches, side by side.
+        """Return a head's input states `[T, E]` from the model's hidden states `[T, F]` that it takes, concatenated.
 
-        So many rows are in use, the first ones.
+        The first `num_rows` rows are in use.
         """
         return self._ends(params).combine(features_tf, Rows(num_rows))
 
     def logits(self, params: Params, hidden_re: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-        """Hidden states `[R, E]` to float32 logits `[R, V]`, by the final norm and the output matrix.
+        """Map hidden states `[R, E]` to float32 logits `[R, V]`, by the final norm and the output matrix.
 
-        Reads no parameters of layers. So many rows are in use, the first ones; None is all.
+        Reads no parameters of layers. The first `num_rows` rows are in use; None is all.
         """
         return self._ends(params).logits(hidden_re, jnp.int32(len(hidden_re)) if num_rows is None else num_rows)
 
     def normed(self, params: Params, hidden_re: jax.Array) -> jax.Array:
-        """Hidden states `[R, E]` of the last layer behind the final norm."""
+        """Return hidden states `[R, E]` of the last layer after the final norm."""
         return self._ends(params).normed(hidden_re)
 
     def _ends(self, params: Params) -> Ends:
@@ -154,7 +154,7 @@ def _arrays(module: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.state(module))
 
 
-# The structure of modules without their arrays; parameters are merged into it while tracing only.
+# The structure of modules without their arrays; parameters are merged into it only while tracing.
 @functools.lru_cache(maxsize=64)
 def _layer_graph(config: ModelConfig, dtype: np.dtype, kind: LayerKind) -> nnx.GraphDef:
     layer = find_family(config.architecture).modules().layer
@@ -163,7 +163,7 @@ def _layer_graph(config: ModelConfig, dtype: np.dtype, kind: LayerKind) -> nnx.G
 
 @functools.lru_cache(maxsize=32)
 def _ends_graph(config: ModelConfig, dtype: np.dtype) -> tuple[nnx.GraphDef, tuple[str, ...]]:
-    """The structure, and the names of the trees that belong in it."""
+    """Return the structure, and the names of the parameter trees that belong in it."""
     ends = find_family(config.architecture).modules().ends
 
     def make() -> Ends:

@@ -1,4 +1,4 @@
-"""The families that are served, by the architecture names of Hugging Face checkpoints."""
+"""The supported families, by the architecture names of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ ARCHITECTURES: Mapping[str, AnyFamily] = {
 
 
 def find_family(architecture: str) -> AnyFamily:
-    """The family of an architecture, or of a head.
+    """Return the family of an architecture, or of a head.
 
     Raises:
-        Unsupported: the architecture is not served; the message lists those that are.
+        Unsupported: the architecture is not supported; the message lists those that are.
     """
     family = ARCHITECTURES.get(architecture) or HEADS.get(architecture)
     if family is None:
@@ -46,7 +46,7 @@ def find_family(architecture: str) -> AnyFamily:
 
 
 def unsupported(field: str, name: str) -> Unsupported:
-    """Return the error for a model that is not served, with the architecture whose name is closest."""
+    """Return the error for a model that is not supported, with the architecture whose name is closest."""
     by_name = {architecture.lower(): architecture for architecture in ARCHITECTURES}
     if field == "model_type":
         by_name = {family.model_type: architecture for architecture, family in ARCHITECTURES.items()}

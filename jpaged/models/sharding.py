@@ -1,14 +1,14 @@
-"""How a model is split over devices: the logical axes of its leaves, and the model that is wide enough for all parts.
+"""Sharding of a model over devices: the logical axes of leaves, and the padded model that splits evenly.
 
     one copy of the model in n parts    each part holds
     query heads H                       H / n, with the key/value heads that they read
-    key/value heads K                   K / n; where K < n one, and each is kept by n / K parts
+    key/value heads K                   K / n; if K < n one, and each is stored by n / K parts
     feed-forward width F                F / n, of each expert, too
-    experts X, where they are parallel  X / n, whole
+    experts X, if they are parallel     X / n, whole
     vocabulary V                        V / n, the last part padded
 
-`pad_for_sharding` makes padding and repeated heads a matter of the config: programs and shardings see a model whose
-sizes all divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
+`pad_for_sharding` puts padding and repeated heads into the config: programs and shardings see a model whose sizes all
+divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def logical_axes(config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype = _FLOAT32) -> Params:
-    """The parameter tree with the names of each leaf's axes in its place.
+    """Return the parameter tree with the names of each leaf's axes in its place.
 
     In `scan` the leaves of layers have an axis of layers first.
 
     Args:
-        dtype: of the model, which is a part of its quantised matrices.
+        dtype: of the model, which its quantized matrices depend on.
     """
     axes: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     for path, (leaf, *_) in placed_leaves(config, layer_mode):
@@ -45,7 +45,7 @@ def logical_axes(config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype = _
 
 
 def insert(tree: Any, path: Sequence[str | int], value: Any) -> None:
-    """Put a value at its place in a tree: into lists that are there, and dictionaries that are made."""
+    """Set a value at a path in a tree; lists must exist, dictionaries are created."""
     for key in path[:-1]:
         tree = tree[key] if isinstance(key, int) else tree.setdefault(key, {})
     tree[path[-1]] = value
@@ -53,14 +53,14 @@ def insert(tree: Any, path: Sequence[str | int], value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaddedAxis:
-    """The one axis along which a leaf is split, between the model as published and the same padded.
+    """The one axis along which a leaf is split, between the model as published and the padded one.
 
     Attributes:
-        axis: its place in the leaf, the axis of layers not counted.
+        axis: its index in the leaf, not counting an axis of layers.
         size: of the published model.
         wide_size: of the padded one.
-        heads: of the published model, where they lie along it.
-        repeats: copies of each key/value head in the padded model; its queries are dealt out to them.
+        heads: of the published model, if they lie along it.
+        repeats: copies of each key/value head in the padded model; its queries are distributed over them.
     """
 
     axis: int
@@ -71,18 +71,21 @@ class PaddedAxis:
     repeats: int = 1
 
     def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the leaf in the padded model."""
+        """Return the shape of the leaf in the padded model."""
         return (*shape[: self.axis], self.wide_size, *shape[self.axis + 1 :])
 
     def source(self, begin: int, end: int) -> tuple[int, int]:
-        """The part of the published leaf that holds a part of the padded one."""
+        """Return the range of the published leaf that holds a range of the padded one."""
         if self.heads is not None:
             of_group, of_copies = self.heads.group_size, self.repeats * self.heads.repeated(self.repeats).group_size
             return begin // of_copies * of_group, -(-end // of_copies) * of_group
         return min(begin, self.size), min(end, self.size)
 
     def padded(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """`source` as an array, the axis of layers before it or not -> the part of the padded leaf."""
+        """Convert the array of a `source` range to the range of the padded leaf.
+
+        An axis of layers may come first.
+        """
         if self.name == "vocab":
             padded = np.zeros((end - begin, *array.shape[1:]), array.dtype)
             padded[: len(array)] = array
@@ -94,7 +97,7 @@ class PaddedAxis:
 
 
 def padded_axis(leaf: Leaf, num_parts: int) -> PaddedAxis | None:
-    """How a leaf of the published model is split into the parts of a copy of it; None if it is whole everywhere."""
+    """Return how a leaf of the published model is split into parts; None if it is whole everywhere."""
     for axis, (name, size) in enumerate(zip(leaf.axes, leaf.shape, strict=True)):
         if leaf.heads is not None and name == "kv_heads":
             repeats = max(1, num_parts // leaf.heads.num_kv_heads)
@@ -107,11 +110,11 @@ def padded_axis(leaf: Leaf, num_parts: int) -> PaddedAxis | None:
 
 
 def repeat_groups(qkv: np.ndarray, heads: Heads, repeats: int) -> np.ndarray:
-    """Columns of some key/value heads, with each r times and its share of the queries: G / r.
+    """Return columns of key/value heads with each head repeated, each copy with its share of the queries, G / repeats.
 
     Args:
         qkv: `[..., k * (G + 2) * D]`.
-        heads: of which they are a part.
+        heads: of the model; the columns may be a part of them.
     """
     if repeats == 1:
         return qkv
@@ -123,10 +126,10 @@ def repeat_groups(qkv: np.ndarray, heads: Heads, repeats: int) -> np.ndarray:
 
 
 def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
-    """The config whose key/value heads and vocabulary divide evenly, as described above; itself for one part.
+    """Return the config whose key/value heads and vocabulary divide evenly, as described above; itself for one part.
 
     Raises:
-        InvalidArgument: the heads or the feed-forward width cannot be divided; the numbers that work are named.
+        InvalidArgument: the heads or the feed-forward width cannot be divided; names the numbers that work.
     """
     if not _divides(config, num_parts):
         working = [n for n in range(1, config.num_heads + 1) if _divides(config, n)]
@@ -146,7 +149,7 @@ def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
 
 
 def largest_split(config: ModelConfig, num_devices: int) -> int:
-    """The most parts that the model can be in, of so many devices at most."""
+    """Return the largest number of parts that the model can be split into, up to `num_devices`."""
     return max(n for n in range(1, num_devices + 1) if n == 1 or _divides(config, n))
 
 
@@ -162,10 +165,10 @@ def _divides(config: ModelConfig, num_parts: int) -> bool:
 
 
 def with_parallel_experts(config: ModelConfig) -> ModelConfig:
-    """The config of a model whose devices have some of the experts each, rather than a part of each expert.
+    """Return the config with expert parallelism: each device has some whole experts, instead of a part of each.
 
     Raises:
-        InvalidArgument: it has no experts.
+        InvalidArgument: the model has no experts.
     """
     if config.mixture is None:
         raise InvalidArgument("enable_expert_parallel", f"is on, and {config.architecture} has no experts")

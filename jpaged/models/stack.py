@@ -1,4 +1,4 @@
-"""The one way through a stack of layers: rolled up in scans, or unrolled over a layer that is traced once a kind."""
+"""The loop over a stack of layers: as scans, or unrolled over a layer that is traced once per kind."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LayerMode = Literal["scan", "loop"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Which layer of the stack it is.
+    """The place of a layer in the stack.
 
     Attributes:
-        index: int32 scalar: the layer of the pool that is its own.
+        index: int32 scalar: the layer's index in the pool, within its group.
         kind: static.
-        group: whose block tables say where its blocks are; static.
+        group: the KV group whose block tables locate its blocks; static.
     """
 
     index: jax.Array
@@ -37,7 +37,7 @@ class LayerPlace:
 
     @property
     def attention(self) -> AttentionKind:
-        """What attention computes there."""
+        """Attention kind of the layer."""
         return self.kind.attention
 
 
@@ -56,24 +56,24 @@ def run_layers(
     mode: LayerMode,
     watched: Sequence[int] = (),
 ) -> tuple[Any, Any, list[Any]]:
-    """Runs x and the carry through every layer in order.
+    """Run x and the carry through every layer in order.
 
     The carry (the whole KV pool when serving) stays one donated value in both modes: it is never sliced by layer.
 
     Args:
         layer: one layer; may close over values of the surrounding trace.
         layer_params: `scan`: a tree for each stack, by its name, with leaves stacked on axis 0; `loop`: a list with one
-            tree a layer.
+            tree per layer.
         carry: any tree; its shapes must not change.
-        kinds: one a layer.
-        kv_places: one a layer; those of a stack are of one group, and equally far apart.
+        kinds: one per layer.
+        kv_places: one per layer; those of a stack are in one group, at equal distances.
         mode: `scan` compiles one layer for each stack whatever the depth, but XLA copies each slice of the weights on
             CPU and GPU (2 to 3 times the traffic, measured); `loop` gives every layer its own arrays, and the jitted
             layer is traced and lowered once for each kind and group.
-        watched: layers whose input comes besides; a number of layers is the last one's output.
+        watched: layers whose input is also returned; the number of layers stands for the last one's output.
 
     Returns:
-        x, the carry, and what went into each of the layers that are watched.
+        x, the carry, and the input of each of the watched layers.
     """
     seen: dict[int, Any] = {}
     if mode == "scan":
@@ -104,7 +104,7 @@ def _scan(
 
     stacks = [layer_params[segment.stack_at(i)] for i in range(len(segment.kinds))]
 
-    # A layer's number is counted: read off an array it is an operation of its own.
+    # The layer index is counted: reading it from an array would be a separate operation.
     def body(state: tuple[Any, Any, list[jax.Array], list[Any]], params: Any) -> tuple[Any, None]:
         x, carry, (repeat, *indices), seen = state
         for i, kind in enumerate(segment.kinds):
@@ -123,7 +123,7 @@ def _scan(
 
 
 def _kept(found: Any, x: Any, repeat: jax.Array, layers: range, number: int) -> Any:
-    """What goes into a layer if it is the one with that number, else what was found before."""
+    """Return x if this repeat is the layer with that number, otherwise the value found before."""
     if number not in layers:
         return found
     is_it = repeat == layers.index(number)
@@ -140,19 +140,19 @@ def _is_leaf(tree: Any) -> bool:
 
 
 def _stays_whole(path: tuple[Any, ...], leaf: Any) -> bool:
-    """Whether a layer takes its part of a stack where it lies: see `StackedExperts` and `StackedMatrix`."""
+    """Return True if a layer reads its slice of a stack in place: see `StackedExperts` and `StackedMatrix`."""
     return _is_of_experts(path) or (isinstance(leaf, QuantisedMatrix) and leaf.num_groups > 1)
 
 
 def _without_whole(stack: Any) -> Any:
-    """The parameters of a stack that a scan may slice."""
+    """Return the parameters of a stack that a scan may slice."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: None if _stays_whole(path, leaf) else leaf, stack, is_leaf=_is_leaf
     )
 
 
 def _with_whole(sliced: Any, stack: Any, repeat: jax.Array) -> Any:
-    """A layer's parameters, with what stays whole in the places of its own."""
+    """Return a layer's parameters, with unsliced stacks in their places."""
 
     def placed(path: tuple[Any, ...], own: Any, whole: Any) -> Any:
         if not _stays_whole(path, whole):
@@ -163,5 +163,5 @@ def _with_whole(sliced: Any, stack: Any, repeat: jax.Array) -> Any:
 
 
 def _step(of_stack: list[KVPlace]) -> int:
-    """How far apart the layers of a stack are in their group."""
+    """Return the distance between the layers of a stack in their group."""
     return of_stack[1][1] - of_stack[0][1] if len(of_stack) > 1 else 1

@@ -1,4 +1,4 @@
-"""What packed tokens bring to a model."""
+"""Packed tokens as the input of a model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jpaged.kernels.experts import ExpertsKernel
 
 @dataclass(frozen=True, slots=True)
 class HeadsKernel:
-    """What takes the projection of queries, keys and values apart and turns them, in place of XLA.
+    """A kernel that splits the projection of queries, keys and values and rotates them, instead of XLA.
 
     Attributes:
-        angles: (cos, sin) `[T, D/2]` -> the angles as `turn` takes them: made once for all layers.
-        turn: (projection `[T, K, G + 2, D]`, angles, scales of the norms of queries' and keys' heads and their epsilon,
-            or None) -> (q_thd, k_tkd, v_tkd).
+        angles: (cos, sin) `[T, D/2]` -> the angles as `turn` takes them: computed once for all layers.
+        turn: (projection `[T, K, G + 2, D]`, angles, scales and epsilon of the norms of queries' and keys' heads, or
+            None) -> (q_thd, k_tkd, v_tkd).
     """
 
     angles: Callable[[jax.Array, jax.Array], Any]
@@ -34,11 +34,11 @@ HeadNorms = tuple[jax.Array, jax.Array, float]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the rows of a product are, besides their numbers.
+    """Attributes of the rows of a matmul.
 
     Attributes:
-        num_in_use: int32 scalar: the first ones. What the others become is undefined.
-        adapters_t: int32 `[T]`, the adapter slot of each row, 0 is none; None where there are no slots.
+        num_in_use: int32 scalar: the first rows. Outputs of the others are undefined.
+        adapters_t: int32 `[T]`, the adapter slot of each row, 0 is none; None if there are no slots.
     """
 
     num_in_use: jax.Array
@@ -52,13 +52,14 @@ class TokenBatch:
 
     Attributes:
         ids_t: int32 `[T]`, all below vocab_size.
-        positions_t: int32 `[T]`, the token's place in its sequence.
+        positions_t: int32 `[T]`, the token's position in its sequence.
         rope_lens_t: int32 `[T]`, see `jpaged.models.rope.angles.cos_sin`; learned positions do not depend on it.
-        num_tokens: int32 scalar, how many are in use, the first ones; None is all. What the others become is undefined.
-        heads: what turns heads there; None is XLA, or the kernel that belongs to packed weights. Static.
-        experts: what multiplies with the matrices of experts; None is one CPU device's. Static.
+        num_tokens: int32 scalar, the number of tokens in use, the first ones; None is all. Outputs of the others are
+            undefined.
+        heads: the kernel that rotates heads; None is XLA, or the kernel of packed weights. Static.
+        experts: the function that computes experts; None is that of one CPU device. Static.
         adapters_t: see `Rows`.
-        states_te: what a head takes beside the tokens, `[T, E]`; None where a model takes tokens alone.
+        states_te: a head's input states, `[T, E]`; None for a model that takes only tokens.
     """
 
     ids_t: jax.Array
@@ -72,5 +73,5 @@ class TokenBatch:
 
     @property
     def rows(self) -> Rows:
-        """The tokens as rows of products."""
+        """The tokens as rows of matmuls."""
         return Rows(jnp.int32(len(self.ids_t)) if self.num_tokens is None else self.num_tokens, self.adapters_t)

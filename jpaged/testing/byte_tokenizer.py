@@ -1,4 +1,4 @@
-"""A tokenizer without a vocabulary: a token is a byte of UTF-8, and one more ends a text."""
+"""A tokenizer without a vocabulary: a token is a byte of UTF-8, plus one end-of-sequence token."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ByteTokenizer:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int) -> list[int]:
-        """Lay out tools, a line each, and messages, whose calls follow what is said."""
+        """Format tools, a line each, and messages, whose calls follow their content."""
         tools = "".join(f"tool: {json_text.dumps(tool.as_json())}\n" for tool in options.shown_tools)
         turns = "".join(f"{message['role']}: {_said(message)}\n" for message in messages)
         text = turns.removesuffix("\n") if options.continue_final_message else turns

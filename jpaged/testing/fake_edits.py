@@ -1,10 +1,10 @@
-"""What a fake executor makes of edits: counts that are held against the rows' own tokens, and tokens that they change.
+"""Logits processors of a fake executor: token counts that are checked against the rows' own tokens, and changed tokens.
 
 A token t that a row would sample becomes the first of t + shift, t + shift + 1, ... that is allowed, where
 
-    shift = 4 (repetition - 1) * different tokens + 4 frequency * generated ones + 4 presence * different ones of them
+    shift = 4 (repetition - 1) * distinct tokens + 4 frequency * generated tokens + 4 presence * distinct generated ones
 
-so that a token which is missed, or counted twice, shows.
+so that a token that is missed or counted twice changes the output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CountedTokens:
     _num_prompt: dict[int, int] = field(default_factory=dict)
 
     def count(self, due: Sequence[CountDue], num_slots: int) -> None:
-        """Forgets what slots had, and counts these."""
+        """Reset these slots, and count their tokens."""
         for slot, token_ids, num_prompt in due:
             if not 1 <= slot <= num_slots:
                 raise InternalError(f"tokens are to be counted in slot {slot} of {num_slots}")
@@ -45,10 +45,10 @@ class CountedTokens:
 
         Args:
             context: all tokens of the row's sequence.
-            banned_ids: tokens that the row may not sample besides.
+            banned_ids: further tokens that the row may not sample.
 
         Raises:
-            InternalError: its slot counts others.
+            InternalError: the slot counts other tokens than the context.
         """
         record = edits.rows_r[row]
         slot, last = int(record["slots_r"]), int(context[-1])

@@ -1,18 +1,18 @@
 """An executor without a model, whose tokens can be computed by hand and depend on every slot of the context.
 
-The pool is real: a step writes its tokens into the slots that it is told, and reads the context back through the block
-table; rows of a run read what they share through the table of its first. The next token of a context c[0], c[1], ... is
+The pool is real: a step writes its tokens into their slots, and reads the context back through the block table. Rows of
+a run read the shared prefix through the table of the run's first row. The next token of a context c[0], c[1], ... is
 
     (1 * c[0] + 2 * c[1] + 3 * c[2] + ...  + noise) mod vocab_size
 
-with a sum for each KV group, of what its window holds of the context: once the first group's, twice the second's, ...
-So a wrong slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a number made of
-(seed, sequence index, position). Keys depend on everything in front of them, so a slot holds a digest of that beside
-its token: the right tokens after another prefix are a mistake as well, and reading them raises. A slot may be NaN, see
-`Faults`: a row that reads it samples nothing.
+with a sum for each KV group over its window of the context: once the first group's, twice the second's, ... So a wrong
+slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a function of (seed,
+sequence index, position). Keys depend on all previous tokens, so a slot stores their digest next to its token. The
+right tokens after another prefix are therefore an error, too, and reading them raises. A slot may be NaN, see `Faults`:
+a row that reads it samples nothing.
 
-An adapter is a number that is added to the noise and to what is digested of each token: to read keys that another
-adapter made is a mistake as well.
+An adapter is a number that is added to the noise and to the digest of each token. Reading keys that another adapter
+computed is therefore an error, too.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ _ANY_SHARING_PAYS = CascadeCosts(1, 1, tile_tokens=1.0, query_share=0.0, query_t
 
 @dataclass(frozen=True, slots=True)
 class FakeAdapter:
-    """An adapter that changes tokens by a number, which is its weight."""
+    """An adapter that changes tokens by a number, its weight."""
 
     weight: int
     num_bytes: int = 1
 
     @property
     def digest(self) -> bytes:
-        """A hash of its weight."""
+        """Hash of the weight."""
         return hashlib.sha256(str(self.weight).encode()).digest()
 
 
 @dataclass(slots=True)
 class Faults:
-    """What goes wrong, and when.
+    """Injected faults.
 
     Attributes:
-        fail_at_step: the forward of this step (counted from 0) raises, as a device that was lost would.
-        nan_token_ids: what is written for these tokens is NaN, and so are the logits of a row that reads it.
+        fail_at_step: the forward of this step (counted from 0) raises, as for a lost device.
+        nan_token_ids: NaN is written for these tokens, which makes the logits of a row that reads them NaN, too.
         gate: collect waits until it is set, so that a test can hold the engine inside a step.
     """
 
@@ -93,18 +93,18 @@ class Faults:
         self.gate.set()
 
     def hold_after(self, num_steps: int) -> None:
-        """Clears the gate once so many more steps are collected, whichever of test and engine is the slower."""
+        """Clear the gate after `num_steps` more steps are collected; the outcome does not depend on timing."""
         with self._lock:
             self._num_free = num_steps
 
     def release(self) -> None:
-        """Opens the gate for good, also where `hold_after` would still clear it."""
+        """Open the gate permanently, even if `hold_after` would still clear it."""
         with self._lock:
             self._num_free = None
             self.gate.set()
 
     def wait(self) -> None:
-        """Waits at the gate; called by collect."""
+        """Wait at the gate; called by collect."""
         with self._lock:
             if self._num_free == 0:
                 self._num_free = None
@@ -117,19 +117,19 @@ class Faults:
 class FakeExecutor:
     """Implements `jpaged.engine.executor.Executor` in numpy.
 
-    To read a slot that was never written, or that was written after another prefix, raises.
+    Reading a slot that was never written, or that was written after another prefix, raises.
 
     Attributes:
-        max_num_steps: decode steps of a dispatch at most.
+        max_num_steps: maximum decode steps of a dispatch.
         has_fed_steps: they can wait for masks.
-        num_speculative_tokens: that its draft model proposes; 0 has none.
-        draft: what its draft model has seen.
-        windows: of its KV groups.
-        num_sink_tokens: that they see besides.
-        max_loras: its adapter slots.
-        num_compiles_after_warm_up: it compiles nothing.
+        num_speculative_tokens: proposals of the draft model; 0 has none.
+        draft: the state of the draft model.
+        windows: of the KV groups.
+        num_sink_tokens: first tokens that the KV groups see in addition.
+        max_loras: number of adapter slots.
+        num_compiles_after_warm_up: 0, because it compiles nothing.
         host_blocks: the tokens in host memory, as bytes.
-        sampled: the token that a row samples.
+        sampled: returns the token that a row samples.
         last_tokens, have_ended: see `fake_feed.RunsSteps`.
     """
 
@@ -175,7 +175,7 @@ class FakeExecutor:
             if self.num_sink_tokens
             else dataclasses.replace(_ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens),
         )
-        # Of each slot the token, and the digest of the tokens up to it.
+        # For each slot the token, and the digest of the tokens up to it.
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         identity = repr((type(self).__name__, self.windows, self.num_sink_tokens, block_size)).encode()
@@ -186,7 +186,7 @@ class FakeExecutor:
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._counted = CountedTokens()
         self.draft = FakeDraft(self._geometry, _UNWRITTEN)
-        self._told: list[Seen] = []  # of the last step's tokens that may be told of
+        self._told: list[Seen] = []  # for the last step's positions with auxiliary outputs
         self._is_shut_down = False
 
     @property
@@ -195,14 +195,14 @@ class FakeExecutor:
 
     @property
     def rates(self) -> DeviceRates:
-        """Made up: swapping a block costs as much as computing its tokens again."""
+        """Fixed rates: swapping a block costs the same as recomputing its tokens."""
         return DeviceRates(swap_out_bytes_per_s=16e6, swap_in_bytes_per_s=16e6, forward_s=((1, 1e-6),))
 
     def warm_up(self, progress: Progress) -> None:
         progress("programs", 1, 1)
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Moves at once, all sources read before any destination is written."""
+        """Move blocks at once; all sources are read before any destination is written."""
         if set(moves.sources) & set(moves.destinations) and moves.move is Move.COPY:
             raise InternalError(f"a copy reads what it writes: {moves}")
         source, destination = {
@@ -216,7 +216,7 @@ class FakeExecutor:
         self.draft.move(moves)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Takes its place at once."""
+        """Load the adapter at once."""
         if not 1 <= slot <= self.max_loras:
             raise InternalError(f"adapter slot {slot}; there are {self.max_loras}")
         if not isinstance(adapter, FakeAdapter):
@@ -224,7 +224,7 @@ class FakeExecutor:
         self._weights[slot] = adapter.weight
 
     def forward(self, inputs: StepInputs) -> list[Seen]:
-        """Runs it at once: what each row may look at when it samples."""
+        """Run the forward at once; return what each row may look at when it samples."""
         if self._is_shut_down:
             raise InternalError("the executor was shut down")
         if self.num_steps == self.faults.fail_at_step:
@@ -242,7 +242,7 @@ class FakeExecutor:
         return [self._seen(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
 
     def sample(self, hidden: list[Seen], inputs: SamplingInputs) -> StepOutputs:
-        """Samples at once; the handle is the result."""
+        """Sample at once; the handle is the result."""
         token_ids_r = np.zeros(len(inputs.rows_r), np.int32)
         is_sound_r = np.ones(len(token_ids_r), np.bool_)
         if inputs.edits is not None:
@@ -261,7 +261,7 @@ class FakeExecutor:
         return _outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail, self._geometry.vocab_size)
 
     def tell(self, hidden: list[Seen], inputs: TellInputs) -> Callable[[], ToldOutputs]:
-        """Tells at once."""
+        """Compute log-probabilities or hidden states at once."""
         num_rows, vocab_size = self._geometry.buckets.rows[-1], self._geometry.vocab_size
         seen = [
             hidden[place] if place < num_rows else self._told[place - num_rows]
@@ -273,13 +273,13 @@ class FakeExecutor:
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> StepOutputs:
-        """Runs one step after the other at once, until every row has ended."""
+        """Run one step after the other at once, until every row has ended."""
         return FakeFeed(self, inputs, sampling, ending_token_ids_rx, num_steps).run()
 
     def decode_fed(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> tuple[FakeFeed, FakeFeed]:
-        """Runs each step when its masks are there; the feed is the handle, too."""
+        """Run each step when its masks arrive; the mask channel is also the handle."""
         feed = FakeFeed(self, inputs, sampling, ending_token_ids_rx, num_steps)
         return feed, feed
 
@@ -292,10 +292,10 @@ class FakeExecutor:
         num_rounds: int,
         unseen: Sequence[StepInputs] = (),
     ) -> StepOutputs:
-        """Runs all rounds at once; see `fake_rounds` for what is accepted.
+        """Run all rounds at once; see `fake_rounds` for what is accepted.
 
         Raises:
-            InternalError: it has no draft model, or no program for so many rows.
+            InternalError: it has no draft model, or no program for this number of rows.
         """
         if len(sampling.rows_r) not in self._geometry.buckets.speculates:
             raise InternalError(f"no program speculate[{len(sampling.rows_r)}]")
@@ -332,7 +332,7 @@ class FakeExecutor:
         self._is_shut_down = True
 
     def _write_digests(self, inputs: StepInputs, row: int) -> None:
-        """Continues, in the slots that a row has written, the digest of what it reads in front of them."""
+        """Continue, in the slots that a row has written, the digest of the tokens before them."""
         begin, end = inputs.query_starts_s1[row], inputs.query_starts_s1[row + 1]
         if begin == end:
             return
@@ -341,7 +341,7 @@ class FakeExecutor:
         for group in range(len(self._geometry.windows)):
             slots = self._slots_of(inputs, row, group, max(0, start - 1))
             if start:
-                # A window of one token does not see the one in front of it; the first group, if it sees all, does.
+                # A window of one token does not include the previous one; the first group, with full attention, does.
                 before = self._pool[slots[0], 1] if not group or self._geometry.windows[0] else before
                 slots = slots[1:]
             self._pool[slots, 1] = _digests(self._pool[slots, 0], self._factors[start:], weight) + before
@@ -349,21 +349,22 @@ class FakeExecutor:
     def _slots_of(
         self, inputs: StepInputs, row: int, group: int, begin: int, places: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
-        """The slots of a row's tokens from a position on, or at places.
+        """Return the slots of a row's tokens from a position on, or at places.
 
-        By its run's block table those that the run shares and all see, the others by its own.
+        Shared tokens that all rows of the run see use the run's block table, the others the row's own.
         """
         positions = np.arange(begin, inputs.kv_lens_s[row]) if places is None else places
         block_size, window, shared = self._geometry.block_size, self._geometry.windows[group], inputs.kv_begins_s[row]
         first, end = run_of(inputs, row)
-        far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0  # where the last one's window begins
+        # the beginning of the last row's window
+        far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0
         is_shared = (positions >= -(-far // block_size) * block_size) & (positions < shared)
         blocks = inputs.block_tables_gsm[group, np.where(is_shared, first, row), positions // block_size]
         slots: NDArray[np.int64] = blocks * block_size + positions % block_size
         return slots
 
     def _seen(self, inputs: StepInputs, row: int, *, is_checked: bool) -> Seen:
-        """What a row's last token sees, read back from the slots that attention would read."""
+        """Return what a row's last token sees, read back from the slots that attention would read."""
         end = int(inputs.kv_lens_s[row])
         seen = Seen([], [], self._weights.item(adapter_slot(inputs, row)))
         if is_checked and inputs.positions_t[inputs.sample_tokens_s[row]] != end - 1:
@@ -376,7 +377,7 @@ class FakeExecutor:
         return seen
 
     def _seen_at(self, inputs: StepInputs, place: int) -> Seen:
-        """What the token at a place of the packed axis sees."""
+        """Return what the token at a place of the packed axis sees."""
         row = int(np.searchsorted(inputs.query_starts_s1[1 : inputs.num_rows + 1], place, side="right"))
         position = int(inputs.positions_t[place])
         windows = [(window, self.num_sink_tokens) if window else None for window in self._geometry.windows]
@@ -386,7 +387,7 @@ class FakeExecutor:
         return Seen.of(whole.tolist(), windows, self._weights.item(adapter_slot(inputs, row)))
 
     def _check_reads(self, inputs: StepInputs, row: int, group: int) -> None:
-        """Raises where any of a row's tokens sees what was never written, or keys of another prefix."""
+        """Raise if any of a row's tokens sees a slot that was never written, or keys of another prefix."""
         windows = self._geometry.windows
         num_queries = inputs.query_starts_s1[row + 1] - inputs.query_starts_s1[row]
         start = int(inputs.kv_lens_s[row] - max(1, num_queries))
@@ -399,10 +400,10 @@ class FakeExecutor:
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
         weight = self._weights.item(adapter_slot(inputs, row))
         expected = _digests(tokens, self._factors[begin:], weight)
-        if windows[0] is None and group:  # the first group has what came before
+        if windows[0] is None and group:  # the first group has all previous tokens
             whole = self._slots_of(inputs, row, 0, 0)
             expected = _digests(self._pool[whole, 0], self._factors, weight)[begin:]
-        elif begin:  # at least each follows the one in front of it
+        elif begin:  # at least each digest follows the previous one
             expected = expected - expected[0] + digests[0]
         if np.any(is_wrong := digests != expected):
             place = begin + int(np.argmax(is_wrong))
@@ -413,13 +414,13 @@ class FakeExecutor:
 
 
 class SeveralStepsExecutor(FakeExecutor):
-    """A fake that decodes several steps in one dispatch, where the engine asks for them."""
+    """A fake that decodes several steps in one dispatch, at the engine's request."""
 
     max_num_steps = MAX_NUM_STEPS
 
 
 class FedExecutor(SeveralStepsExecutor):
-    """A fake whose several steps can wait for masks."""
+    """A fake whose multi-step decodes can wait for masks."""
 
     has_fed_steps = True
 
@@ -431,19 +432,19 @@ class SpeculatingExecutor(SeveralStepsExecutor):
 
 
 def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
-    """Make a kind of fake that has so many adapter slots."""
+    """Return a kind of fake with `max_loras` adapter slots."""
     return type(f"{kind.__name__}WithAdapters", (kind,), {"max_loras": max_loras})
 
 
 def seeing(windows: tuple[Window, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
-    """Make a kind of fake whose KV groups have these windows, all with as many first tokens besides or none."""
+    """Return a kind of fake whose KV groups have these windows; all windows have equally many sink tokens, or none."""
     pairs = [window if isinstance(window, tuple) else (window, 0) for window in windows]
     sees = {"windows": tuple(width for width, _ in pairs), "num_sink_tokens": max(sinks for _, sinks in pairs)}
     return type(f"{kind.__name__}Seeing", (kind,), sees)
 
 
 def scripted(*answers: str, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
-    """Make a kind of fake that answers chats of a `ByteTokenizer` with these texts, one for each sequence in turn."""
+    """Return a kind of fake that answers chats of a `ByteTokenizer` with these texts, one for each sequence in turn."""
     script = Script([list(answer.encode()) for answer in answers], list(b"assistant: "), ByteTokenizer.EOS)
     return type(f"{kind.__name__}Scripted", (kind,), {"sampled": staticmethod(script)})
 
@@ -458,7 +459,7 @@ def _buckets(
 
 
 def _digests(tokens: NDArray[np.int64], factors: NDArray[np.int64], weight: int) -> NDArray[np.int64]:
-    """Return the digest of each token and those in front of it, modulo 2^64; factors are of their positions."""
+    """Return the digest of each token and all before it, modulo 2^64; `factors` belong to their positions."""
     digests: NDArray[np.int64] = np.cumsum((tokens + 1 + weight) * factors[: len(tokens)])
     return digests
 
@@ -488,7 +489,7 @@ def top_logprobs(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]
 
 
 def slots_of_blocks(block_ids: list[int], block_size: int) -> NDArray[np.int64]:
-    """Return every slot of the blocks; the null block takes no part in moves."""
+    """Return every slot of the blocks; raise for the null block, which is never moved."""
     if NULL_BLOCK in block_ids:
         raise InternalError(f"the null block is moved: {block_ids}")
     return (np.array(block_ids)[:, None] * block_size + np.arange(block_size)).reshape(-1)

@@ -1,4 +1,4 @@
-"""Several steps of a fake in one dispatch, each of which runs when it is given its masks, or at once without."""
+"""Several steps of a fake in one dispatch; each runs when its masks arrive, or at once without masks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jpaged.testing.single_steps import step_at
 
 
 class RunsSteps(Protocol):
-    """What runs single steps.
+    """Interface of a fake that runs single steps.
 
     Attributes:
         last_tokens: of each row.
-        have_ended: rows that ended in the last dispatch of several steps: not all that they read was written.
+        have_ended: rows that ended in the last multi-step dispatch, which may read slots that were never written.
     """
 
     last_tokens: NDArray[np.int64]
@@ -52,18 +52,18 @@ class FakeFeed:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step is run."""
+        """True if no further step is run."""
         return self._place >= self._num_steps
 
     @property
     def outputs(self) -> StepOutputs:
-        """What the steps sampled."""
+        """Outputs of the steps."""
         if not self.is_over:
             raise InternalError(f"{self._num_steps} steps are collected, {self._place} of which were given their masks")
         return StepOutputs(self._token_ids_rn, self._is_sound_rn)
 
     def run(self) -> StepOutputs:
-        """Runs all steps without masks."""
+        """Run all steps without masks."""
         while not self.is_over:
             self._step(None, Verdict.GOES_ON)
         return self.outputs

@@ -1,9 +1,9 @@
-"""A grammar over token ids that needs no text: what may come depends on those before, and often there is no choice.
+"""A grammar over token ids without text: the allowed tokens depend on the previous ones, and often there is only one.
 
     tokens so far   0      1      2      3 ... length
-    may come        some   one    one    some  the end alone
+    allowed         some   one    one    some  only the end
 
-Which ones is a hash of those before, so that a token that is taken for another shows.
+A hash of the previous tokens selects them, so that a wrong token changes the output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FakeGrammarState:
         return self.is_complete
 
     def allowed(self) -> list[int]:
-        """The tokens that may come next."""
+        """Return the tokens that may come next."""
         return self.grammar.allowed_after(self.token_ids)
 
     def fill(self, mask_w: NDArray[np.int32]) -> None:
@@ -80,9 +80,9 @@ class FakeGrammar:
 
     Attributes:
         length: tokens before the end.
-        salt: another number, another grammar.
-        fails_after: tokens after which it takes too much.
-        is_free: there is a choice everywhere but at the end.
+        salt: another number gives another grammar.
+        fails_after: number of tokens after which the grammar fails; None never fails.
+        is_free: several tokens are allowed everywhere except at the end.
     """
 
     vocab_size: int
@@ -96,7 +96,7 @@ class FakeGrammar:
         return FakeGrammarState(self)
 
     def allowed_after(self, token_ids: list[int]) -> list[int]:
-        """The tokens that may come after these."""
+        """Return the tokens that may follow these."""
         if len(token_ids) >= self.length:
             return [self.eos_token_id]
         digest = zlib.crc32(repr((self.salt, token_ids)).encode())

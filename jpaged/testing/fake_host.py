@@ -12,7 +12,7 @@ from jpaged.errors import InternalError
 
 
 class FakeHostBlocks:
-    """Implements `jpaged.engine.executor.HostBlocks`: what is swapped out is there at once."""
+    """Implements `jpaged.engine.executor.HostBlocks`; swap-outs complete at once."""
 
     def __init__(self, host: NDArray[np.int64], block_size: int, identity: bytes) -> None:
         self._host = host
@@ -21,7 +21,7 @@ class FakeHostBlocks:
         self.bytes_per_block = block_size * host.shape[1] * host.itemsize
 
     def view(self, block_id: int) -> memoryview:
-        """The tokens of a block and their digests."""
+        """Return the tokens of a block and their digests."""
         rows = self._host[block_id * self._block_size : (block_id + 1) * self._block_size]
         if block_id < 1 or len(rows) < self._block_size:
             raise InternalError(f"there is no host block {block_id}")
@@ -31,5 +31,5 @@ class FakeHostBlocks:
         return True
 
     def kv_identity(self) -> bytes:
-        """A hash that all fakes share that write the same numbers."""
+        """Return a hash shared by all fakes that write the same numbers."""
         return hashlib.sha256(self._identity).digest()

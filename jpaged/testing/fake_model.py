@@ -1,4 +1,4 @@
-"""The model of the fakes: the next token of a context, in numbers that can be computed by hand."""
+"""The model of the fakes: the next token of a context, computable by hand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ NAN = 1 << 40
 """Added to the token in a slot whose keys and values are NaN."""
 
 Window = int | tuple[int, int] | None
-"""Tokens that a KV group sees; a pair is of a window, and of first tokens that are seen besides."""
+"""Tokens that a KV group sees; a pair is a window and a number of sink tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a row's last token sees in each KV group: tokens and their positions; its adapter's weight."""
+    """The tokens that a row's last token sees in each KV group, with their positions, and the adapter's weight."""
 
     places: list[NDArray[np.int64]]
     tokens: list[NDArray[np.int64]]
@@ -25,18 +25,18 @@ class Seen:
 
     @classmethod
     def of(cls, context: list[int], windows: Sequence[Window], weight: int) -> Seen:
-        """Everything that the last token of a context sees."""
+        """Return everything that the last token of a context sees."""
         places = [places_seen(len(context), window) for window in windows]
         return cls(places, [np.array(context, np.int64)[of_group] for of_group in places], weight)
 
     @property
     def context(self) -> list[int]:
-        """All that the first KV group sees."""
+        """All tokens that the first KV group sees."""
         tokens: list[int] = (self.tokens[0] % NAN).tolist()
         return tokens
 
     def next_token(self, vocab_size: int) -> int:
-        """The token that comes next."""
+        """Return the next token."""
         total = self.weight
         for group, (places, tokens) in enumerate(zip(self.places, self.tokens, strict=True)):
             total += (group + 1) * int(np.sum((places + 1) * (tokens % NAN)))
@@ -44,14 +44,14 @@ class Seen:
 
 
 def places_seen(end: int, window: Window) -> NDArray[np.int64]:
-    """The positions that the last of `end` tokens sees."""
+    """Return the positions that the last of `end` tokens sees."""
     width, num_sinks = window if isinstance(window, tuple) else (window, 0)
     begin = max(0, end - width) if width else 0
     return np.concatenate([np.arange(min(num_sinks, begin)), np.arange(begin, end)])
 
 
 def sampled(seen: Seen, row: np.void, vocab_size: int) -> int:
-    """The token that a row samples."""
+    """Return the token that a row samples."""
     token_id = seen.next_token(vocab_size)
     if row["temperature_r"] > 0:
         high, low = (int(word) for word in row["seeds_r2"])
@@ -65,12 +65,12 @@ def sampled(seen: Seen, row: np.void, vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Samples, instead of `sampled`, an answer that is known, and then the token that ends it.
+    """Samples a given answer instead of `sampled`, and then the token that ends it.
 
     Args:
         answers: the tokens of the answer of each sequence of a request, in turn.
-        marker: what a prompt ends with; no answer has it.
-        end: the token behind an answer.
+        marker: the end of a prompt; no answer contains it.
+        end: the token after an answer.
     """
 
     answers: Sequence[Sequence[int]]
@@ -101,12 +101,12 @@ def expected_tokens(
     windows: Sequence[Window] = (None,),
     weight: int = 0,
 ) -> list[int]:
-    """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.
+    """Return what a FakeExecutor generates for a prompt: up to num_tokens, or through an end-of-sequence token.
 
     Args:
-        seed: the request's seed where its temperature is above 0; None is greedy.
-        windows: of its KV groups.
-        weight: of its adapter; 0 is none.
+        seed: the request's seed if its temperature is above 0; None is greedy.
+        windows: of the KV groups.
+        weight: of the adapter; 0 is none.
     """
     context = list(prompt_token_ids)
     while len(context) - len(prompt_token_ids) < num_tokens:

@@ -1,7 +1,6 @@
-"""Rounds of proposals of a fake: the tokens of single steps, dealt out in rounds as if some had been proposed.
+"""Speculative rounds of a fake: tokens of single steps, grouped into rounds as if some had been proposed.
 
-How many of a round's proposals are accepted is made up of the position behind which they stand, so that rows go on at
-different paces.
+The number of accepted proposals of a round is a function of the position, so that rows progress at different rates.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ RunStep = Callable[[StepInputs, SamplingInputs], StepOutputs]
 
 @dataclass(frozen=True, slots=True)
 class FakeRounds:
-    """A dispatch.
+    """A dispatch of rounds.
 
     Attributes:
-        inputs: of its first round; row i has token i.
-        first_ids: of each row, whose keys are not in the pool.
+        inputs: of the first round; row i has token i.
+        first_ids: last token of each row, whose keys are not in the pool.
         ending_token_ids_rx: ids that end each row.
         num_left_r: tokens that each row may still sample.
-        num_proposed: tokens of a round.
+        num_proposed: proposals per round.
     """
 
     inputs: StepInputs
@@ -51,7 +50,7 @@ class FakeRounds:
     block_size: int
 
     def run(self, run_step: RunStep, has_ended: list[bool], num_rounds: int) -> StepOutputs:
-        """Runs every row to its end, or to the end of the rounds."""
+        """Run every row to its end, or to the end of the rounds."""
         num_rows = len(self.sampling.rows_r)
         counts, proposed, accepted = (np.zeros((MAX_NUM_ROUNDS, num_rows), np.int32) for _ in range(3))
         tokens: list[list[tuple[int, bool]]] = [[] for _ in range(num_rows)]
@@ -80,7 +79,7 @@ class FakeRounds:
         return StepOutputs(token_ids_rn, is_sound_rn, speculated=speculated)
 
     def _token(self, run_step: RunStep, row: int, before: list[int]) -> tuple[int, bool]:
-        """What a row samples behind tokens of this dispatch, and whether it is sound."""
+        """Return the token that a row samples after tokens of this dispatch, and whether its logits are finite."""
         inputs, place = self.inputs, len(before)
         position = int(inputs.positions_t[row]) + place
         num_padded, num_rows = len(inputs.token_ids_t), len(inputs.kv_lens_s)
@@ -120,12 +119,12 @@ class FakeRounds:
 
 
 class FakeDraft:
-    """What a draft model has seen: of each slot what the model had there when it did.
+    """State of a draft model: for each slot, the model's contents at the time when the draft ran the token.
 
-    Raises where it is shown other tokens than the model has computed, or is to propose behind what it has not seen.
+    Raises if it runs other tokens than the model, or proposes after tokens that it has not run.
 
     Attributes:
-        num_tokens: that it ran alone, so far.
+        num_tokens: tokens that it has run outside rounds.
     """
 
     def __init__(self, geometry: Geometry, unwritten: int) -> None:
@@ -136,13 +135,13 @@ class FakeDraft:
         )
 
     def move(self, moves: BlockMoves) -> None:
-        """Copies blocks; what comes from the host, it does not get."""
+        """Copy blocks; swaps do not move the draft's contents."""
         if moves.move is Move.COPY:
             blocks = self._pool.reshape(-1, self._geometry.block_size, 2)
             blocks[moves.destinations] = blocks[moves.sources]
 
     def show(self, inputs: StepInputs, pool: NDArray[np.int64]) -> None:
-        """Runs tokens that the model has in its pool."""
+        """Run tokens that the model has in its pool."""
         if len(inputs.token_ids_t) not in self._geometry.buckets.tokens or inputs.is_prev_sampled_t.any():
             raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of tokens that are known")
         used = slice(0, inputs.num_tokens)
@@ -154,14 +153,14 @@ class FakeDraft:
         self.num_tokens += inputs.num_tokens
 
     def begin(self, inputs: StepInputs, pool: NDArray[np.int64]) -> None:
-        """It is to propose behind the tokens in front of each row's."""
+        """Check that the draft has run all tokens before each row's."""
         for row in range(inputs.num_rows):
             slots = self._slots(inputs, row, 0, int(inputs.positions_t[row]))
             if not np.array_equal(self._pool[slots], pool[slots]):
                 raise InternalError(f"the draft has not seen all in front of row {row}: {pool[slots, 0]}")
 
     def end(self, inputs: StepInputs, num_tokens_r: I32, pool: NDArray[np.int64]) -> None:
-        """It has run what each row went on by."""
+        """Record that the draft has run each row's new tokens."""
         for row, start in enumerate(inputs.positions_t[: inputs.num_rows].tolist()):
             slots = self._slots(inputs, row, start, start + int(num_tokens_r[row]))
             self._pool[slots] = pool[slots]
@@ -173,5 +172,5 @@ class FakeDraft:
 
 
 def accepted_behind(position: int, num_proposed: int) -> int:
-    """How many of the proposals behind a token at a position are accepted."""
+    """Return how many proposals after a token at a position are accepted."""
     return (position * 7 + position // 3) % (num_proposed + 1)

@@ -1,4 +1,4 @@
-"""What the inputs of a step say of one of its rows."""
+"""Properties of a row of step inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jpaged.errors import InternalError
 
 
 def run_of(inputs: StepInputs, row: int) -> tuple[int, int]:
-    """Return the first row of the run that a row is in, and the one behind it; itself where there are no runs."""
+    """Return the first row and the end of the run that a row is in; the row alone if there are no runs."""
     if not inputs.num_runs:
         return row, row + 1
     run = int(np.searchsorted(inputs.run_starts_s1[: inputs.num_runs + 1], row, side="right")) - 1
@@ -23,7 +23,7 @@ def run_of(inputs: StepInputs, row: int) -> tuple[int, int]:
 
 
 def adapter_slot(inputs: StepInputs, row: int) -> int:
-    """Return the adapter slot of a row, which is that of all its tokens."""
+    """Return the adapter slot of a row, which all its tokens share."""
     slots = inputs.adapters_t[inputs.query_starts_s1[row] : inputs.query_starts_s1[row + 1]]
     slot = int(inputs.adapters_t[inputs.sample_tokens_s[row]])
     if np.any(slots != slot):

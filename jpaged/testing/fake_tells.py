@@ -1,4 +1,4 @@
-"""What a fake executor tells of hidden states: a token is the less likely the further it is behind the next one."""
+"""Log-probabilities and hidden states of a fake executor: likelihood falls with the distance from the next token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGPROB_STEP = -0.125
 
 
 def tell_of(inputs: TellInputs, contexts: Sequence[Sequence[int]], next_ids: Sequence[int], size: int) -> ToldOutputs:
-    """What is told, of rows in use.
+    """Return log-probabilities or hidden states of the rows in use.
 
     Args:
         contexts: all tokens up to that of each hidden state.

@@ -1,4 +1,4 @@
-"""The steps of a decode, one by one: what each of them would be as a step of its own."""
+"""The single steps of a multi-step decode."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jpaged.engine.executor import SamplingInputs, StepInputs
 def step_at(
     place: int, step: StepInputs, sampling: SamplingInputs, block_size: int
 ) -> tuple[StepInputs, SamplingInputs]:
-    """One of the steps that begin with this one; each but the first finds its inputs among the last tokens.
+    """Return one of the steps of a decode; each except the first takes its inputs from the last tokens.
 
     Args:
-        place: of the step, from 0.
+        place: index of the step, from 0.
         step: the first. Row i has token i and no other.
         sampling: of the first.
         block_size: token slots in a block.

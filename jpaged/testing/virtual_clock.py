@@ -1,10 +1,10 @@
-"""A clock that moves when it is told to."""
+"""A clock that only moves by calls."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """Call it for the time in seconds; `advance` is the only thing that moves it."""
+    """Returns the time in seconds when called; only `advance` moves it."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -1,8 +1,8 @@
-"""A server on devices that are not there: its memory planned, its programs compiled, and nothing run.
+"""A server on devices that are not attached: plans its memory and compiles its programs, but runs nothing.
 
-    hungriest programs, a pool of a GiB -> what programs take -> the number of blocks -> the programs of that pool
+    largest programs, a pool of a GiB -> memory of programs -> the number of blocks -> the programs of that pool
 
-It never fails for want of memory: what does not fit is a result, with the compiler's own words where it has spoken.
+Lack of memory is no error: the result describes what does not fit, with the compiler's message if it refused a program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WHAT = "what programs may use of a device of this kind"
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A model as published, and the one that proposes tokens for it, where the options ask for one."""
+    """A model as published, and its draft model if the options require one."""
 
     model: Model
     draft: Model | None = None
@@ -45,7 +45,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class PlannedProgram:
-    """A program that was compiled: its name, the seconds that it took, and what the compiler says of its memory."""
+    """A compiled program: its name, the seconds of compilation, and the compiler's report on its memory."""
 
     name: str
     seconds: float
@@ -54,23 +54,23 @@ class PlannedProgram:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What a server would be on some devices; all bytes are of one of them.
+    """A server planned on some devices; all bytes are of one device.
 
     Attributes:
-        memory: where each byte goes; of what does not fit, with the pool that was asked for, or the least that serves.
-        most_blocks: the largest pool that fits; 0 where none does.
-        problem: why it does not fit, and what to change; None where it fits.
-        refusal: what the compiler said where it refused a program; else None.
-        programs: that were compiled with the pool.
-        num_programs: that a server runs.
-        seconds: for all that was compiled, by the clock.
-        geometry: sizes of its steps.
+        memory: how memory is used; if it does not fit, with the requested pool, or else the smallest one that serves.
+        most_blocks: the largest pool that fits; 0 if none does.
+        problem: why it does not fit, and what to change; None if it fits.
+        refusal: the compiler's error if it refused a program; otherwise None.
+        programs: programs compiled with the pool.
+        num_programs: number of programs that a server runs.
+        seconds: wall-clock time of all compilations.
+        geometry: sizes of a step.
         block_layers: layers of a block, which are those of a KV group.
-        backend: whose attention kernel runs.
-        passed_over: lines on backends made for the devices that do not run: why, and what would bring them back.
-        adapter_bytes: of the weights, what adapters in their slots take.
-        number_bytes: of each number that devices add up in a step, as the compiled program exchanges them; None where
-            they exchange none, or nothing was compiled.
+        backend: the attention backend.
+        passed_over: a line for each backend made for these devices that does not run: the reason, and the remedy.
+        adapter_bytes: the part of the weights that adapter slots take.
+        number_bytes: bytes of each number in a step's sums over devices (all-reduce), as compiled; None if there are
+            none or nothing was compiled.
     """
 
     memory: MemoryPlan
@@ -103,22 +103,24 @@ def compile_deployment(
     save: Path | None = None,
     num_threads: int | None = None,
 ) -> Deployment:
-    """Plans the memory and compiles.
+    """Plan the memory and compile the programs.
 
     Args:
         models: the model, and its draft.
         options: of the server.
-        mesh: of devices that need not be there.
-        hbm_bytes: that programs may use of one of them.
-        all_programs: compiles every program of the server, not only the hungriest and the one that decodes.
-        progress: told what is compiled.
-        save: a folder that every program is written to, for `jpaged serve --compiled`; nothing that does not fit is.
-        num_threads: programs that are compiled at a time; None is as a server does.
+        mesh: its devices need not be attached.
+        hbm_bytes: memory of one device that programs may use.
+        all_programs: compile every program of the server, not only the largest ones and the decode step.
+        progress: reports each compilation.
+        save: a folder that every program is written to, for `jpaged serve --compiled`; nothing is saved if it does not
+            fit.
+        num_threads: programs compiled concurrently; None for a server's default.
 
     Raises:
-        InvalidArgument, Unsupported: the model cannot be served so, whatever the memory, or the compiler fails.
+        InvalidArgument, Unsupported: the model cannot be served with these options, whatever the memory, or the
+            compiler fails.
     """
-    set_up_compile_cache(None)  # seconds are the compiler's, and what comes from a cache cannot be saved
+    set_up_compile_cache(None)  # compile times must be the compiler's, and a program from a cache cannot be saved
     begin = time.perf_counter()
 
     def served(num_blocks: int) -> ServerPrograms:
@@ -129,7 +131,7 @@ def compile_deployment(
     def compile_some(
         server: ServerPrograms, specs: Collection[ProgramSpec]
     ) -> tuple[Mapping[ProgramSpec, CompiledProgram], CompilerOutOfMemory | None]:
-        """The programs that were compiled, and the compiler's word if it refused one for want of memory."""
+        """Return the compiled programs, and the compiler's error if it refused one for lack of memory."""
         try:
             return server.compile(specs, progress, num_threads), None
         except jax.errors.JaxRuntimeError as error:
@@ -171,7 +173,7 @@ def compile_deployment(
         )
 
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
-        return result(plan, (), str(too_large(plan)))  # nothing need be compiled to say so
+        return result(plan, (), str(too_large(plan)))  # compilation is not needed to know
     compiled, refusal = compile_some(probe, probe.decisive_specs)
     if refusal is not None:
         return result(plan, compiled.values(), refusal.problem, refusal)
@@ -185,7 +187,7 @@ def compile_deployment(
         return result(plan, compiled.values(), str(error), refusal)
     server = served(plan.num_blocks)
     specs = list(server.sources) if all_programs or save is not None else _telling_specs(server)
-    # What samples knows nothing of the pool.
+    # Sampling programs do not depend on the pool.
     known = {spec: program for spec, program in compiled.items() if spec.kind == "sample"}
     compiled, refusal = compile_some(server, [spec for spec in specs if spec not in known])
     every = {**known, **compiled}
@@ -199,7 +201,7 @@ def compile_deployment(
 
 
 def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
-    """The bytes of a number in the largest step's sums over devices, on average: not all need be of one type."""
+    """Return the average bytes of a number in the all-reduces of the largest step; types may differ."""
     forwards = [program for program in programs if program.spec.kind == "forward"]
     largest = max(forwards, key=lambda program: program.spec.size, default=None)
     num_bytes = num_numbers = 0
@@ -212,6 +214,6 @@ def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
 
 
 def _telling_specs(server: ServerPrograms) -> list[ProgramSpec]:
-    """The decisive programs, and the step that decodes as many rows as there may be."""
+    """Return the decisive programs, and the step that decodes the maximum number of rows."""
     decode = ProgramSpec("forward", server.geometry.buckets.num_tokens(server.geometry.max_num_seqs))
     return [spec for spec in server.sources if spec in (decode, *server.decisive_specs)]

@@ -1,4 +1,4 @@
-"""The description of a GPU in the words of XLA's compiler, and such devices that are not there."""
+"""Compile-only GPU devices, from descriptions of GPUs in the format of XLA's compiler."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from jax.experimental import topologies
 from jpaged.errors import Unsupported
 
 GPUS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.txtpb")))
-"""Names of the GPUs that are described here."""
+"""Names of the GPUs with a description."""
 
 
 def description(name: str) -> str:
-    """What is written about a GPU, one of `GPUS`."""
+    """Return the description of a GPU, one of `GPUS`."""
     return Path(__file__).with_name(f"{name}.txtpb").read_text(encoding="utf-8")
 
 
 def device_kind(name: str) -> str:
-    """What jax calls the devices of a description, one of `GPUS`."""
+    """Return JAX's device kind of a description, one of `GPUS`."""
     (kind,) = re.findall(r'^device_description_str: "(.+)"$', description(name), re.MULTILINE)
     return str(kind)
 
 
 def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
-    """GPUs of one machine that programs can be lowered and compiled for, and nothing else.
+    """Return GPUs of one machine that programs can only be lowered and compiled for.
 
     Args:
-        num_devices: how many they are.
-        name: which they are, one of `GPUS`.
+        num_devices: number of GPUs.
+        name: the kind of GPU, one of `GPUS`.
 
     Raises:
-        Unsupported: jax has no CUDA packages here.
+        Unsupported: JAX has no CUDA packages in this Python.
     """
     try:
         topology = topologies.get_topology_desc(

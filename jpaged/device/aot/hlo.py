@@ -1,4 +1,4 @@
-"""What devices exchange in a compiled program, and in which loops, read off its text."""
+"""Collectives of a compiled program, and the loops around them, parsed from its text."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _CONSTANT = re.compile(r" constant\((\d+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A place in a program where devices exchange arrays.
+    """A collective operation in a program's text.
 
-    The compiler may combine several exchanges into one instruction: each of its arrays is one that the model asks for.
+    The compiler may combine several exchanges into one instruction; each array of it is one exchange of the model.
 
     Attributes:
-        opcode: such as `all-reduce`; that of an asynchronous one is without `-start`.
-        dims: the shape of each array that comes of it.
+        opcode: such as `all-reduce`; for an asynchronous one without `-start`.
+        dims: the shape of each result array.
         num_bytes: of those arrays together, on one device.
-        loop_trips: how often each loop around it runs, outermost first; None for one that does not say.
-        instruction: its name in the program's text.
+        loop_trips: trip count of each enclosing loop, outermost first; None if unknown.
+        instruction: the instruction's name in the program's text.
     """
 
     opcode: str
@@ -54,12 +54,12 @@ class Collective:
 
 
 def collectives(executable: jax.stages.Compiled) -> list[Collective]:
-    """Every exchange between devices in a program, those in loops, branches and fusions included."""
+    """Return every collective of a program, including those in loops, branches and fusions."""
     return list(collectives_in(executable.as_text() or ""))
 
 
 def collectives_in(text: str) -> Iterator[Collective]:
-    """`collectives` of a program's text. What is called from two places is there twice."""
+    """Yield the collectives of a program's text. A computation called from two places is yielded twice."""
     computations = computations_of(text)
     called = {name for body in computations.values() for found in body for name in found.all_called}
     for name in computations:
@@ -82,7 +82,10 @@ def _collectives_from(
 
 
 def _exchanged(instruction: Instruction) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and bytes of each result; what starts an exchange may give its operands before, and counters after."""
+    """Return shape and bytes of each result of a collective.
+
+    The result of an asynchronous start may also list its operands first, and counters last.
+    """
     arrays = []
     for array in _TYPED_ARRAY.finditer(instruction.type):
         dims = tuple(int(size) for size in array["dims"].split(",") if size)
@@ -95,7 +98,10 @@ def _exchanged(instruction: Instruction) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _trips(loop: Instruction, computations: Mapping[str, Sequence[Instruction]]) -> int | None:
-    """How often a loop runs, by the compiler's note, or by the one constant that its counter is compared with."""
+    """Return a loop's trip count; None if unknown.
+
+    It comes from the compiler's annotation, or from the only constant that the counter is compared with.
+    """
     if known := _KNOWN_TRIPS.search(loop.line.replace("\\", "")):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", loop.line)
@@ -116,12 +122,12 @@ class Instruction:
 
     @property
     def all_called(self) -> list[str]:
-        """Every computation that it runs, a reduction's operator included."""
+        """Every computation that it calls, including the operator of a reduction."""
         return [name for match in _CALLED.finditer(self.line) for name in _NAMES.findall(match["names"])]
 
 
 def computations_of(text: str) -> dict[str, list[Instruction]]:
-    """The instructions of each computation of a program's text."""
+    """Return the instructions of each computation of a program's text."""
     computations: dict[str, list[Instruction]] = {}
     body: list[Instruction] = []
     for line in text.splitlines():

@@ -1,13 +1,13 @@
-"""TPUs that programs are compiled for without having them: libtpu compiles on any Linux machine.
+"""Compile-only TPU devices: libtpu compiles for them on any Linux machine.
 
-| generation | jax calls it | devices a chip |
+| generation | JAX's device kind | devices per chip |
 |---|---|---|
 | v5e | TPU v5 lite | 1 |
 | v5p | TPU v5 | 1 |
 | v6e | TPU v6 lite | 1 |
 | tpu7x | TPU7x | 2 |
 
-A topology is named as libtpu names it: `v6e:2x4`, chips along each axis. Nothing here needs a device; only
+Topologies have libtpu's names: `v6e:2x4`, chips along each axis. Nothing here needs a device; only
 `compile_only_devices` needs libtpu.
 """
 
@@ -28,13 +28,13 @@ from jpaged.errors import InvalidArgument, Unsupported
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A kind of TPU.
+    """A TPU generation.
 
     Attributes:
-        name: as topologies begin.
-        device_kind: as `jax.Device.device_kind` has it.
-        devices_per_chip: jax devices on one chip.
-        max_host_chips: chips of the largest machine that is one host.
+        name: prefix of the topologies' names.
+        device_kind: `jax.Device.device_kind`.
+        devices_per_chip: JAX devices on one chip.
+        max_host_chips: chips of the largest single-host slice.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Topology:
 
     Attributes:
         name: `<generation>:<chips along each axis>`.
-        generation: of its chips.
+        generation: the TPU generation.
         shape: chips along each axis, two or three.
     """
 
@@ -77,7 +77,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices, as jax counts them."""
+        """Number of devices, as JAX counts them."""
         return self.num_chips * self.generation.devices_per_chip
 
     @property
@@ -99,10 +99,10 @@ TOPOLOGIES: Mapping[str, Topology] = {
 
 
 def find_topology(name: str) -> Topology:
-    """The topology of a name.
+    """Return the topology with this name.
 
     Raises:
-        InvalidArgument: there is none; the message lists those that are known.
+        InvalidArgument: there is none; the message lists the known ones.
     """
     topology = TOPOLOGIES.get(name)
     if topology is None:
@@ -111,12 +111,12 @@ def find_topology(name: str) -> Topology:
 
 
 def compile_only_devices(topology: Topology) -> list[jax.Device]:
-    """Devices that programs can be lowered and compiled for, and nothing else; make a mesh of them.
+    """Return devices that programs can only be lowered and compiled for; make a mesh of them.
 
-    They need libtpu in this process, and jax on another platform: see `compiler_environment`.
+    They need libtpu in this process, and JAX on another platform: see `compiler_environment`.
 
     Raises:
-        Unsupported: libtpu is not here, or does not know the topology.
+        Unsupported: libtpu is missing, or does not know the topology.
     """
     try:
         described = topologies.get_topology_desc(
@@ -132,10 +132,10 @@ def compile_only_devices(topology: Topology) -> list[jax.Device]:
 
 
 def find_library(chosen: Path | None) -> Path:
-    """The libtpu.so to compile with: the one that was chosen, an installed package's, or that of `make aot`.
+    """Return the libtpu.so to compile with: the chosen one, an installed package's, or that of `make aot`.
 
     Raises:
-        Unsupported: there is none; the message says how to get it.
+        Unsupported: there is none; the message explains how to get it.
     """
     package = importlib.util.find_spec("libtpu")
     places = [Path(sys.prefix) / "aot" / "libtpu" / "libtpu.so"]
@@ -152,10 +152,10 @@ def find_library(chosen: Path | None) -> Path:
 
 
 def compiler_environment(library: Path) -> dict[str, str]:
-    """Variables under which a process compiles for TPUs with this libtpu.so and takes itself for a CPU's."""
+    """Return the environment of a process that compiles for TPUs with this libtpu.so while JAX runs on the CPU."""
     return {
         "TPU_LIBRARY_PATH": str(library),
         "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server what machine this is, for minutes
+        "TPU_SKIP_MDS_QUERY": "1",  # otherwise libtpu queries a metadata server for minutes
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }

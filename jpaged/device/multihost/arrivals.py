@@ -1,7 +1,7 @@
-"""Other processes as they come to process 0. Whoever connects is greeted beside the others: a stranger holds up nobody.
+"""Incoming connections of other processes to process 0, each greeted on its own thread, so strangers block no one.
 
-Until it has said who it is, the other end has few seconds for all of it, and may send little. Where there are too many
-of those, the one that has been silent longest goes.
+Until it has identified itself, the other end has a few seconds in total and may send little. If too many connections
+wait at once, the oldest one is closed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _MAX_HELLO_BYTES = 1 << 16
 """Limit of the message with facts that must be the same everywhere, from a process that knows the secret."""
 _LOOK_S = 0.1
 _FAREWELL_S = 1.0
-"""How long processes that are about to say who they are may take for it where all are told why nothing comes of it."""
+"""How long a failing `end` waits for processes that are still identifying themselves, so that they receive the reason.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A process that has said who it is."""
+    """A process that has identified itself."""
 
     channel: Channel
     process: int
@@ -41,17 +42,17 @@ class Arrival:
 
 
 class Arrivals:
-    """Those who come to a listener, in the order in which they have said who they are.
+    """The processes that connect to a listener, in the order in which they identified themselves.
 
     Args:
-        secret: what they have to know; None where anybody may come.
+        secret: that processes must prove to know; None accepts any process.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
         self._listener = listener
         self._secret = secret
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._greeted: dict[Channel, None] = {}  # in the order in which they came
+        self._greeted: dict[Channel, None] = {}  # in the order of their connections
         self._lock = threading.Lock()
         self._was_greeted = threading.Condition(self._lock)
         self._has_ended = threading.Event()
@@ -60,14 +61,18 @@ class Arrivals:
         self._acceptor.start()
 
     def next(self, timeout_s: float) -> Arrival:
-        """Wait for the next one; raises queue.Empty when none came in time."""
+        """Wait for the next arrival.
+
+        Raises:
+            queue.Empty: none came in time.
+        """
         return self._arrived.get(timeout=max(0.0, timeout_s))
 
     def end(self, why: str = "") -> None:
-        """Take no more; those that nobody has taken are closed.
+        """Stop accepting; close the connections that were not taken.
 
         Args:
-            why: told to those among them that have said who they are, also to those that are just saying it.
+            why: sent to those that have identified themselves, including those that are doing so now.
         """
         self._has_ended.set()
         self._acceptor.join()
@@ -87,7 +92,7 @@ class Arrivals:
 
     def _accept(self) -> None:
         self._listener.settimeout(_LOOK_S)
-        left = _MAX_GREETED  # of those that came before the end
+        left = _MAX_GREETED  # connections made before the end
         while left:
             left -= self._has_ended.is_set()
             try:
@@ -96,7 +101,7 @@ class Arrivals:
                 if self._has_ended.is_set():
                     return
                 continue
-            except OSError as error:  # it was gone before it was there; or this process has no file left for it
+            except OSError as error:  # it closed before it was accepted, or this process has no file descriptor left
                 _LOG.warning("nobody can be taken: %s", error)
                 self._has_ended.wait(_LOOK_S)
                 continue
@@ -115,7 +120,7 @@ class Arrivals:
         try:
             arrival = _arrival_of(channel, values_of(require_proof(channel, self._secret, _MAX_HELLO_BYTES)))
         except (EOFError, OSError, LookupError, TypeError, ValueError, OverflowError, JpagedError) as error:
-            if self._takes:  # and so it was not closed from here
+            if self._takes:  # the connection was not closed by this process
                 _LOG.warning("%s is none of our processes and was turned away: %s", channel.peer, error)
             channel.close()
         else:
@@ -132,10 +137,10 @@ class Arrivals:
 
 
 def _arrival_of(channel: Channel, hello: dict[str, Any]) -> Arrival:
-    """Return the process that a HELLO is of.
+    """Parse a HELLO message.
 
     Raises:
-        EOFError: it is none; names the field.
+        EOFError: it is invalid; names the field.
     """
     process, facts = hello.get("process_id"), hello.get("facts")
     if not isinstance(process, int) or isinstance(process, bool):
@@ -147,7 +152,7 @@ def _arrival_of(channel: Channel, hello: dict[str, Any]) -> Arrival:
 
 @contextlib.contextmanager
 def arriving(listener: socket.socket, secret: bytes | None) -> Iterator[Arrivals]:
-    """Greet whoever comes while the context is open; an error of ours is told to those that are not taken yet."""
+    """Accept connections while the context is open; a `JpagedError` is sent to those that were not taken."""
     arrivals, why = Arrivals(listener, secret), ""
     try:
         yield arrivals

@@ -1,9 +1,9 @@
-"""A line between two processes: messages in order over TCP, beside the devices' own collectives.
+"""A message channel between two processes: messages in order over TCP, separate from the devices' own collectives.
 
     | length: u32 | kind: u8 | payload |
 
-Nothing that arrives is unpickled or run. Who is at the other end is asked once, where there is a secret
-(`secret.py`); the service that jax's processes meet in asks nobody: both belong on a cluster's own network.
+The receiver neither unpickles nor executes data. If there is a secret, the other end is authenticated once
+(`secret.py`). JAX's own rendezvous service has no authentication: both belong on a cluster's private network.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _LEAST_S = 0.001
 
 
 class Kind(enum.IntEnum):
-    """What a message says."""
+    """Type of a message."""
 
     HELLO = 1
-    """A process joins: its number, and what has to be the same everywhere."""
+    """A process joins: its number, and the facts that must be the same everywhere."""
     WELCOME = 2
-    """All have joined: the address at which jax's processes meet."""
+    """All have joined: the address at which JAX's processes meet."""
     FACTS = 3
-    """What a process found out, for process 0 to compare."""
+    """Facts that a process has found, for process 0 to compare."""
     SETTLED = 4
     """The outcome of that comparison, for all."""
     STEP = 5
@@ -47,21 +47,21 @@ class Kind(enum.IntEnum):
     MOVES = 7
     COLLECT = 8
     DIGEST = 9
-    """What went into a step that was collected, and what it sampled."""
+    """Digest of the inputs of a collected step and of its sampled tokens."""
     SHUTDOWN_REQUEST = 10
-    """A process was asked to end: please drain."""
+    """A process received a stop signal: asks process 0 to drain."""
     FAILED = 11
     """The reason why the sender ends."""
     END = 12
-    """Nothing more will come; end well."""
+    """No more messages follow; exit successfully."""
     COUNT = 13
     """A sequence's tokens are to be counted."""
     TELL = 14
-    """More than a sample is asked of hidden states."""
+    """Log-probabilities or hidden states are to be computed."""
     HEARTBEAT = 15
-    """The sender is there."""
+    """The sender is alive."""
     JOIN = 32
-    """A process that knows a secret wants to say hello: a nonce."""
+    """A process that knows a secret wants to send HELLO: a nonce."""
     CHALLENGE = 33
     """The answer: another nonce, and the proof that process 0 knows the secret."""
     PROOF = 34
@@ -72,16 +72,16 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 
 
 class Channel:
-    """One end of a connection. Any thread may send; one receives.
+    """One end of a connection. Any thread may send; only one thread receives.
 
     Args:
-        end: a connected socket, which is closed here.
+        end: a connected socket, which the channel closes.
         peer: HOST:PORT of the other end, for errors.
-        max_bytes: of a message that is received, until the other end is trusted.
+        max_bytes: maximum size of a received message, until the other end is trusted.
     """
 
     def __init__(self, end: socket.socket, peer: str, max_bytes: int = _MAX_BYTES) -> None:
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is small, and waited for
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is small, and the others wait for it
         self.peer = peer
         self._socket = end
         self._max_bytes = max_bytes
@@ -89,7 +89,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, kind: Kind, *parts: bytes) -> None:
-        """Sends a message whose payload is the parts, one after the other.
+        """Send a message whose payload is the parts, concatenated.
 
         Raises:
             ConnectionError: the other end is gone; names it.
@@ -103,15 +103,15 @@ class Channel:
             raise ConnectionError(f"nothing can be sent to {self.peer}: {error}") from error
 
     def send_json(self, kind: Kind, value: Mapping[str, Any]) -> None:
-        """Sends a message of plain values."""
+        """Send a message of plain values."""
         self.send(kind, json_text.dumps(value).encode())
 
     def receive(self) -> tuple[Kind, bytearray]:
-        """Waits for a message.
+        """Wait for a message.
 
         Raises:
-            EOFError: the other end is gone, or what comes is no message; names it.
-            TimeoutError: nothing came within the time that was set.
+            EOFError: the other end is gone, or sent an invalid message; names it.
+            TimeoutError: no complete message came within the timeout.
         """
         size, kind = _HEADER.unpack(self._read(_HEADER.size))
         if size > self._max_bytes or kind not in _KINDS:
@@ -119,10 +119,11 @@ class Channel:
         return Kind(kind), self._read(size)
 
     def receive_json(self, kind: Kind) -> dict[str, Any]:
-        """Waits for a message of one kind, with plain values.
+        """Wait for a message of one kind, with plain values.
 
         Raises:
-            Unavailable: the other end failed, and says why.
+            Unavailable: the other end failed; has its reason.
+            InternalError: a message of another kind came.
             EOFError, TimeoutError: as in `receive`.
         """
         got, payload = self.receive()
@@ -133,30 +134,31 @@ class Channel:
         return values_of(payload)
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """Wait so long for the next message; None waits for ever."""
+        """Set the timeout of the next messages; None waits without a limit."""
         self._socket.settimeout(timeout_s)
 
     def set_deadline(self, until_s: float) -> None:
-        """Have all that comes be here by then, on the monotonic clock, however slowly it comes."""
+        """Set a deadline, on the monotonic clock, for everything received, however slowly it comes."""
         self._until_s = until_s
 
     def expect(self, max_bytes: int) -> None:
-        """Take messages of this size from the other end, which is not trusted yet."""
+        """Set the maximum message size of the other end, which is not trusted yet."""
         self._max_bytes = max_bytes
 
     def trust(self) -> None:
-        """Take from the other end whatever size and time it needs: it is one of us."""
+        """Trust the other end: remove the limits on size and time."""
         self._max_bytes, self._until_s = _MAX_BYTES, None
         self._socket.settimeout(None)
 
     def close(self) -> None:
-        """Closes the connection for both ends, also for a thread that waits here. Idempotent."""
+        """Close the connection for both ends; wakes a thread that waits in `receive`. Idempotent."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, size: int) -> bytearray:
-        buffer = bytearray(min(size, _READ_BYTES))  # memory is taken as bytes come, not as a header promises
+        # grows with the received bytes, not with the size that a header claims
+        buffer = bytearray(min(size, _READ_BYTES))
         begin = 0
         while begin < size:
             if begin == len(buffer):
@@ -179,10 +181,10 @@ class Channel:
 
 
 def values_of(payload: bytes | bytearray) -> dict[str, Any]:
-    """The plain values of a payload.
+    """Parse the plain values of a payload.
 
     Raises:
-        EOFError: it has none, so it is not from one of us.
+        EOFError: it is no JSON object, so the sender is no jpaged process.
     """
     try:
         values = json.loads(payload)
@@ -194,22 +196,22 @@ def values_of(payload: bytes | bytearray) -> dict[str, Any]:
 
 
 def joined(host: str, port: int) -> str:
-    """Write an address as HOST:PORT, or [HOST]:PORT where the host is one of IPv6."""
+    """Format an address as HOST:PORT, or [HOST]:PORT if the host is an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def interface_for(host: str) -> str:
-    """The address that process 0 listens on when others call it `host`: every interface, or loopback alone."""
+    """Return the address that process 0 listens on if others connect to `host`: every interface, or loopback only."""
     if host in ("localhost", "::1") or host.startswith("127."):
         return "::1" if host == "::1" else "127.0.0.1"
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Waits there; port 0 takes a free one.
+    """Listen at the address; port 0 takes a free one.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port cannot be bound.
     """
     interface = interface_for(host)
     is_v6 = ":" in interface
@@ -218,7 +220,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def hold_port(host: str) -> socket.socket:
-    """A free port there that stays ours while the socket is open, for a server that shares it, as gRPC's do."""
+    """Reserve a free port while the socket is open, for a server that shares it through SO_REUSEPORT, such as gRPC."""
     interface = interface_for(host)
     holder = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -227,10 +229,10 @@ def hold_port(host: str) -> socket.socket:
 
 
 def connect(host: str, port: int, timeout_s: float) -> Channel:
-    """Connects, again and again: whoever waits there may start later.
+    """Connect, with retries until the timeout: the other end may start later.
 
     Raises:
-        Unavailable: nobody answered in time.
+        Unavailable: no connection in time.
     """
     until_s = time.monotonic() + timeout_s
     while True:

@@ -1,11 +1,11 @@
-"""One executor in several processes: process 0 says each verb before it runs it, the others run what they hear.
+"""One executor across several processes: process 0 broadcasts each verb before it runs it, and the others run it, too.
 
-    process 0   engine ─ forward n+1 ─ sample n+1 ─ collect n ─ ...     compares digests as they come, beside the steps
+    process 0   engine ─ forward n+1 ─ sample n+1 ─ collect n ─ ...     compares digests on receiving threads
                            │ STEP        │ SAMPLE     │ COLLECT     ↑ DIGEST n
     process i              └ forward     └ sample     └ collect ────┘
 
-A step travels as the two buffers that its programs take, a move as its block ids. A digest is of what was dispatched
-since the one before, and of the tokens that the step sampled. A process that differs ends all.
+A step travels as the two buffers that its programs take, a move as its block ids. A digest covers everything dispatched
+since the previous one, and the tokens that the step sampled. If a process differs, all end.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
 
 MAX_UNCONFIRMED = 256
-"""Steps that may be collected before every process has said what it sampled in the first of them."""
+"""Maximum steps that process 0 collects before every process has confirmed the first of them."""
 _CONFIRM_TIMEOUT_S = 120.0
 _LOSS_TIMEOUT_S = 5.0
-"""A collective breaks a moment before the line to whom it broke with; then the line says who that was."""
+"""A collective fails slightly before the connection to the lost process does; the connection identifies the process."""
 
 _DIGEST_BYTES = 16
 _MOVES = tuple(Move)
 
 
 def sampled_of(outputs: StepOutputs) -> np.ndarray:
-    """The tokens that every process must have sampled, -1 where there is none."""
+    """Return the tokens that every process must have sampled, -1 where a row's logits were not finite."""
     return np.where(outputs.is_sound_rn, outputs.token_ids_rn, -1)
 
 
 def digest_of(told: Sequence[bytes | bytearray], token_ids_rn: np.ndarray) -> bytes:
-    """The digest of what was dispatched, and of what it sampled."""
+    """Return the digest of the dispatched messages and of the sampled tokens."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in told:
         digest.update(part)
@@ -71,12 +71,12 @@ def digest_of(told: Sequence[bytes | bytearray], token_ids_rn: np.ndarray) -> by
 
 @dataclass(frozen=True, slots=True)
 class MultiHostHandle:
-    """A forward, or a step that samples from it, that every process has been told of.
+    """A forward, or a step that samples from it, that was sent to every process.
 
     Attributes:
-        number: the step's.
-        array: what `JaxExecutor` has of it.
-        told: what was dispatched since the step before.
+        number: of the step.
+        array: handle of `JaxExecutor`.
+        told: messages dispatched since the previous step; empty for a forward.
     """
 
     number: int
@@ -86,7 +86,7 @@ class MultiHostHandle:
 
 @dataclass(slots=True)
 class _Step:
-    """One collected step: what process 0 knows of it, and the digests that came from the others."""
+    """A collected step: the part of process 0, and the digests received from the others."""
 
     told: Sequence[bytes | bytearray] = ()
     token_ids_rn: np.ndarray | None = None
@@ -96,7 +96,7 @@ class _Step:
 
 
 class DigestCheck:
-    """Compares the digests of each step, on the threads that receive them: the engine's only leaves its own part."""
+    """Compares the digests of each step on the threads that receive them. The engine thread only adds its own part."""
 
     def __init__(self, num_others: int) -> None:
         self._num_others = num_others
@@ -104,10 +104,10 @@ class DigestCheck:
         self._news = threading.Condition()
 
     def add_own(self, number: int, told: Sequence[bytes | bytearray], token_ids_rn: np.ndarray) -> None:
-        """Takes what process 0 dispatched and sampled.
+        """Add the messages and the sampled tokens of process 0.
 
         Raises:
-            InternalError: another process sampled something else.
+            InternalError: another process differs.
         """
         with self._news:
             step = self._steps.setdefault(number, _Step())
@@ -117,7 +117,7 @@ class DigestCheck:
             self._compare(number, process, digest)
 
     def add(self, process: int, payload: bytes | bytearray) -> None:
-        """Takes another process's digest.
+        """Add another process's digest.
 
         Raises:
             InternalError: it differs.
@@ -132,13 +132,13 @@ class DigestCheck:
             self._compare(number, process, digest)
 
     def wait(self, max_unconfirmed: int, timeout_s: float) -> bool:
-        """Waits until no more than so many steps are unconfirmed; False when that took too long."""
+        """Wait until at most `max_unconfirmed` steps are unconfirmed; return False on timeout."""
         with self._news:
             return self._news.wait_for(lambda: len(self._steps) <= max_unconfirmed, timeout_s)
 
     @property
     def num_unconfirmed(self) -> int:
-        """Steps that not every process has confirmed."""
+        """Number of steps that not every process has confirmed."""
         return len(self._steps)
 
     def _compare(self, number: int, process: int, digest: bytes) -> None:
@@ -161,7 +161,7 @@ class DigestCheck:
 
 
 class MultiHostExecutor:
-    """Implements `engine.executor.Executor` in process 0, for all of them. Used by one thread, the engine's."""
+    """Implements `engine.executor.Executor` in process 0, for all processes. Used only by the engine thread."""
 
     def __init__(self, executor: JaxExecutor, leader: Leader) -> None:
         self._executor = executor
@@ -181,7 +181,7 @@ class MultiHostExecutor:
 
     @property
     def host_blocks(self) -> HostBlocks | None:
-        """None: each process has its part of a block."""
+        """None: each process holds only its part of a block."""
         return None
 
     @property
@@ -189,12 +189,12 @@ class MultiHostExecutor:
         return self._executor.num_compiles_after_warm_up
 
     def warm_up(self, progress: Progress) -> None:
-        """Every process does it without being told, and they wait for each other in it."""
+        """Warm up this process. Every process does so without a message, and they wait for each other in it."""
         with self._naming_the_lost():
             self._executor.warm_up(progress)
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Moves blocks in every process.
+        """Move blocks in every process.
 
         Raises:
             Unavailable: a process is lost.
@@ -206,15 +206,15 @@ class MultiHostExecutor:
             self._executor.move_blocks(moves)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Is not asked for: the geometry of several processes has no adapter slots.
+        """Raise: the geometry of several processes has no adapter slots.
 
         Raises:
-            InternalError: it was.
+            InternalError: always.
         """
         raise InternalError(f"several processes were given an adapter for slot {slot}; they have none")
 
     def forward(self, inputs: StepInputs) -> MultiHostHandle:
-        """As every executor's; raises as `move_blocks` does."""
+        """Start a forward in every process; raises as `move_blocks`."""
         with self._naming_the_lost():
             packed = self._executor.pack(inputs)
             self._num_steps += 1
@@ -222,7 +222,7 @@ class MultiHostExecutor:
             return MultiHostHandle(self._num_steps, self._executor.forward(packed))
 
     def sample(self, hidden: MultiHostHandle, inputs: SamplingInputs) -> MultiHostHandle:
-        """As every executor's; raises as `move_blocks` does."""
+        """Start sampling in every process; raises as `move_blocks`."""
         with self._naming_the_lost():
             for due in () if inputs.edits is None else inputs.edits.due:
                 self._tell(Kind.COUNT, due.slot, due.num_prompt, words=np.array(due.token_ids, np.int32))
@@ -232,7 +232,10 @@ class MultiHostExecutor:
             return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
 
     def tell(self, hidden: MultiHostHandle, inputs: TellInputs) -> Callable[[], ToldOutputs]:
-        """As every executor's; raises as `move_blocks` does, also when the results are waited for."""
+        """Start computing log-probabilities or hidden states in every process.
+
+        Both this and the returned function raise as `move_blocks`.
+        """
         with self._naming_the_lost():
             self._tell(Kind.TELL, hidden.number, inputs.tell, inputs.num_rows, words=inputs.words)
             collect = self._executor.tell(hidden.array, inputs)
@@ -246,20 +249,20 @@ class MultiHostExecutor:
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> MultiHostHandle:
-        """Is not asked for: the geometry of several processes has one step a dispatch.
+        """Raise: the geometry of several processes has one step per dispatch.
 
         Raises:
-            InternalError: it was.
+            InternalError: always.
         """
         raise InternalError(f"several processes were asked for {num_steps} steps at once; their limit is 1")
 
     def decode_fed(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> tuple[MultiHostHandle, MaskFeed]:
-        """Is not asked for: the geometry of several processes has no such steps.
+        """Raise: the geometry of several processes has no steps that wait for masks.
 
         Raises:
-            InternalError: it was.
+            InternalError: always.
         """
         raise InternalError(f"several processes were asked for {num_steps} steps that wait for masks")
 
@@ -272,19 +275,19 @@ class MultiHostExecutor:
         num_rounds: int,
         unseen: Sequence[StepInputs] = (),
     ) -> MultiHostHandle:
-        """Is not asked for: the geometry of several processes has no proposals.
+        """Raise: the geometry of several processes has no draft model.
 
         Raises:
-            InternalError: it was.
+            InternalError: always.
         """
         raise InternalError(f"several processes were asked for {num_rounds} rounds of proposals; they have no draft")
 
     def is_done(self, handle: MultiHostHandle) -> bool:
-        """Whether this process has run its part of the step."""
+        """Return True if this process has run its part of the step."""
         return self._executor.is_done(handle.array)
 
     def collect(self, handle: MultiHostHandle) -> StepOutputs:
-        """As every executor's; raises as `move_blocks` does, and when another process sampled other tokens."""
+        """Collect a step in every process; raises as `move_blocks`, and if another process sampled other tokens."""
         with self._naming_the_lost():
             self._leader.send(Kind.COLLECT, *encode(Kind.COLLECT, handle.number))
             outputs = self._executor.collect(handle.array)
@@ -298,10 +301,10 @@ class MultiHostExecutor:
             return outputs
 
     def shutdown(self) -> None:
-        """Lets the others end, and holds them to what they sampled last.
+        """End the other processes, and check the digests of their last steps.
 
         Raises:
-            InternalError: some steps were not confirmed. The memory is given back all the same.
+            InternalError: some steps were not confirmed. The memory is freed in any case.
         """
         is_well = self._leader.failure is None
         if is_well:
@@ -326,7 +329,7 @@ class MultiHostExecutor:
 
     @contextmanager
     def _naming_the_lost(self) -> Iterator[None]:
-        """An error that a lost process caused becomes one that names it."""
+        """Replace an error that a lost process caused by one that names the process."""
         try:
             yield
         except (InternalError, ValueError, OSError, jax.errors.JaxRuntimeError) as error:
@@ -339,11 +342,11 @@ class MultiHostExecutor:
 
 
 def follow(executor: JaxExecutor, follower: Follower) -> None:
-    """Runs what process 0 says until it says END.
+    """Run what process 0 sends until END.
 
     Raises:
-        InternalError: a fault of a device, or steps that are sampled or collected in another order.
-        Unavailable: what arrived cannot be run.
+        InternalError: a device failed, or steps are sampled or collected in another order.
+        Unavailable: a message cannot be run.
     """
     told: list[bytearray] = []
     counts: list[CountDue] = []
@@ -385,7 +388,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
 
 
 def _next(steps: deque[MultiHostHandle], act: str, number: int) -> MultiHostHandle:
-    """The first of some steps, which has to be the one that process 0 means."""
+    """Remove and return the first step; raise InternalError if it is not step `number`."""
     if not steps or steps[0].number != number:
         raise InternalError(f"step {number} is {act} before {[step.number for step in steps]}")
     return steps.popleft()

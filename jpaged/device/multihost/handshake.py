@@ -1,11 +1,11 @@
-"""Several processes as one: they meet, agree, watch each other, and end together.
+"""Joining of several processes: they compare options, watch each other, and end together.
 
-    process 0   listens ── all are there, and alike ── WELCOME ── jax.distributed ── load ── serve ── END
-    process i   connects ── HELLO ───────────────────┘            jax.distributed ── load ── follow ── exit 0
+    process 0   listens ── all joined, equal options ── WELCOME ── jax.distributed ── load ── serve ── END
+    process i   connects ── HELLO ─────────────────────┘           jax.distributed ── load ── follow ── exit 0
 
-Each other process has a line to process 0 (`channel.py`) besides the collectives of the devices. It tells of a
-process's death at once: a thread waits on it while the devices' threads may hang in a collective that will never end.
-Whatever is lost or differs ends all.
+Each other process has a connection to process 0 (`channel.py`), separate from the devices' collectives. It detects a
+process's death at once: a thread waits on it, while device threads may hang in a collective that never ends.
+If a process is lost or differs, all end.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from jpaged.version import __version__
 _LOG = logging.getLogger(__name__)
 
 JAX_HEARTBEAT_TIMEOUT_S = 100
-"""The limit of jax's own watch; ours sees sooner that a host is gone, and says which."""
+"""Timeout of JAX's own heartbeats; the heartbeats of this package detect a lost host earlier, and identify it."""
 END_GRACE_S = 10.0
-"""How long an orderly end, with a status for every client, may take after a loss."""
+"""Maximum duration of an orderly shutdown, with a status for every client, after a loss."""
 _DEVICES_TIMEOUT_S = 300
 _BLAME_S = 1.0
-"""How long processes wait to hear which one is lost: then collectives and connections break in all of them."""
+"""How long processes wait to learn which one is lost: its loss breaks collectives and connections in all of them."""
 _TOGETHER = ("model", "cache", "scheduler", "parallel")
 _OWN = ("num_processes", "coordinator", "process_id", "join_timeout", "cluster_secret_file")
-"""Options of these sections that each process may spell in its own way."""
+"""Options of these sections that may differ between processes."""
 _NUMBER = struct.Struct("<Q")
 
 
 def leave(code: int) -> None:
-    """Ends this process at once: its other threads may hang in a collective, and jax's own end would wait for them."""
+    """Exit this process at once: other threads may hang in a collective, and JAX's own shutdown would wait for them."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -69,7 +69,7 @@ def leave(code: int) -> None:
 
 
 def facts_of(config: EngineConfig, multihost: MultiHost) -> dict[str, str]:
-    """What has to be the same in all processes before anything is loaded."""
+    """Return the facts that must be the same in all processes before anything is loaded."""
     facts = {
         "jpaged version": __version__,
         "jax version": jax.__version__,
@@ -84,7 +84,7 @@ def facts_of(config: EngineConfig, multihost: MultiHost) -> dict[str, str]:
 
 
 def require_same(mine: Mapping[str, Any], other: Mapping[str, Any], process_id: int) -> None:
-    """Compares what process 0 and another say.
+    """Compare the facts of process 0 with those of another.
 
     Raises:
         InvalidArgument: names the first field that differs, and both values.
@@ -96,27 +96,27 @@ def require_same(mine: Mapping[str, Any], other: Mapping[str, Any], process_id: 
 
 
 class Owner(Protocol):
-    """The server, which runs process 0. Both verbs may be called on any thread."""
+    """The server that runs process 0. Both methods may be called on any thread."""
 
     def fail(self, error: JpagedError) -> None:
-        """Ends the server, as all processes have to end. Called once."""
+        """End the server, because all processes must end. Called once."""
         ...
 
     def drain(self) -> None:
-        """Another process was asked to end."""
+        """Drain the server: another process received a stop signal."""
         ...
 
 
 class Leader:
-    """Process 0's side.
+    """The side of process 0.
 
     Args:
-        channels: to the others.
-        owner: who hears of what happens, on threads of the leader's.
-        port_holder: keeps the port that jax's processes meet at.
+        channels: to the other processes.
+        owner: notified of events, on the leader's threads.
+        port_holder: keeps the port where JAX's processes meet.
 
     Attributes:
-        failure: why all have to end; None as long as they do not.
+        failure: why all must end; None otherwise.
     """
 
     def __init__(self, channels: Mapping[int, Channel], owner: Owner, port_holder: socket.socket | None = None) -> None:
@@ -143,46 +143,46 @@ class Leader:
         return len(self._channels) + 1
 
     def send(self, kind: Kind, *parts: bytes) -> None:
-        """Sends a message to every other process.
+        """Send a message to every other process.
 
         Raises:
-            JpagedError: why all have to end, since one is gone; names it.
+            JpagedError: a process is lost, which is named; all must end.
         """
         for process, channel in self._channels.items():
             try:
                 channel.send(kind, *parts)
             except OSError as error:
-                self.wait_for_failure(_BLAME_S)  # its last word may come yet
+                self.wait_for_failure(_BLAME_S)  # its last message may still arrive
                 lost = _lost(process, self.num_processes, error)
                 self.fail(lost)
                 raise self.failure or lost from error
 
     def listen_for_heartbeats(self, times: HeartbeatTimes) -> None:
-        """Misses from here on the processes from which nothing comes, and lets them hear of this one."""
+        """Start sending heartbeats, and fail if a process stays silent."""
 
         def lose(process: int) -> None:
             self._silent.add(process)
-            self._channels[process].close()  # before anything is told: who does not read would hold that up
+            self._channels[process].close()  # before sending the error: a process that does not read would block that
             self.fail(_lost(process, self.num_processes, times.silence))
 
         self._heartbeats = Heartbeats(self._channels, times, lose)
 
     def take_digests(self, on_digest: Callable[[int, bytearray], None]) -> None:
-        """Has the digests of the others told from here on, as (process, payload), on their threads."""
+        """Set the callback for the digests of the others, called as (process, payload) on their threads."""
         self._on_digest = on_digest
 
     def least(self, value: int) -> int:
-        """The smallest of what all processes say, for `device.executor.Least`."""
+        """Return the minimum over all processes, for `device.executor.Least`."""
         values = [_NUMBER.unpack(facts.get())[0] for facts in self._facts.values()]
         smallest = int(min(value, *values))
         self.send(Kind.SETTLED, _NUMBER.pack(smallest))
         return smallest
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Holds what the others found out against what this process did.
+        """Compare the facts of the others with those of this process.
 
         Raises:
-            InvalidArgument: something differs; all are told.
+            InvalidArgument: a fact differs; all processes receive the error.
         """
         try:
             for process, waiting in self._facts.items():
@@ -193,7 +193,7 @@ class Leader:
         self.send(Kind.SETTLED)
 
     def fail(self, error: JpagedError) -> None:
-        """All have to end. The first error counts; what can no longer end well ends after a grace."""
+        """End all processes. The first error counts; if an orderly end takes longer than a grace period, exit."""
         with self._lock:
             if self.failure is not None or self._is_ending:
                 return
@@ -206,16 +206,16 @@ class Leader:
         self._owner.fail(error)
 
     def wait_for_failure(self, timeout_s: float) -> JpagedError | None:
-        """Waits to learn which process is lost: a collective fails a moment before the connection does."""
+        """Wait to learn which process is lost: a collective fails slightly before the connection does."""
         self._has_failed.wait(timeout_s)
         return self.failure
 
     def tell(self, error: Exception) -> None:
-        """Lets the others end with this error."""
+        """Send the error to the others, which end with it."""
         _tell_all(self._channels.values(), Kind.FAILED, error)
 
     def end(self, timeout_s: float = END_GRACE_S) -> bool:
-        """Tells the others to end well, and waits until they have; False when some did not in time. Idempotent."""
+        """Ask the others to exit successfully, and wait for them; return False on timeout. Idempotent."""
         with self._lock:
             is_first, self._is_ending = not self._is_ending, True
         if is_first:
@@ -237,7 +237,7 @@ class Leader:
                 self._heartbeats.heard(process)
             match kind:
                 case Kind.HEARTBEAT:
-                    """It is there."""
+                    """Already recorded above."""
                 case Kind.DIGEST:
                     self._on_digest(process, payload)
                 case Kind.FACTS:
@@ -256,10 +256,10 @@ class Leader:
 
 
 class Follower:
-    """The side of every other process. What comes from process 0 waits in a queue, in order.
+    """The side of every other process. Messages of process 0 wait in a queue, in order.
 
     Args:
-        on_end: called by the watching thread with the exit code and what to say, when this process has to end at once.
+        on_end: called by the watching thread with the exit code and a message if this process must end at once.
     """
 
     def __init__(self, channel: Channel, multihost: MultiHost, on_end: Callable[[int, str], None]) -> None:
@@ -277,24 +277,24 @@ class Follower:
         threading.Thread(target=self._watch, name="jpaged-process-0", daemon=True).start()
 
     def send(self, kind: Kind, *parts: bytes) -> None:
-        """Sends a message to process 0; whether that is still there is the watching thread's matter."""
+        """Send a message to process 0. The watching thread handles its loss."""
         try:
             self._channel.send(kind, *parts)
         except OSError:
             _LOG.debug("%s was not sent: process 0 is gone", kind.name)
 
     def least(self, value: int) -> int:
-        """The smallest of what all processes say, for `device.executor.Least`."""
+        """Return the minimum over all processes, for `device.executor.Least`."""
         self.send(Kind.FACTS, _NUMBER.pack(value))
         return int(_NUMBER.unpack(self._settled.get())[0])
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Has process 0 compare these facts; returns when they are the same, and ends the process otherwise."""
+        """Let process 0 compare these facts; returns if they are the same, and ends the process otherwise."""
         self.send(Kind.FACTS, json_text.dumps(facts).encode())
         self._settled.get()
 
     def follow(self) -> Iterator[tuple[Kind, bytearray]]:
-        """Yields what process 0 says, in order; from here on its END is for the caller."""
+        """Yield the messages of process 0, in order; from now on the caller handles END."""
         self._is_following = True
         while True:
             self._busy_since_s = None
@@ -303,13 +303,13 @@ class Follower:
             yield message
 
     def is_ready(self, stall_timeout_s: float) -> bool:
-        """It runs what process 0 says, and nothing of it has taken longer than that. Any thread may ask."""
+        """Return True if it serves and no message of process 0 has taken longer than this. Callable from any thread."""
         since_s = self._busy_since_s
         is_stalled = since_s is not None and time.monotonic() - since_s >= stall_timeout_s
         return self._is_following and not self._is_ending and not self._is_told.is_set() and not is_stalled
 
     def listen_for_heartbeats(self, times: HeartbeatTimes) -> None:
-        """Ends this process from here on when nothing comes from process 0, and lets it hear of this one."""
+        """Start sending heartbeats, and end this process if process 0 stays silent."""
 
         def end(process: int) -> None:
             del process
@@ -319,16 +319,19 @@ class Follower:
         self._heartbeats = Heartbeats({0: self._channel}, times, end)
 
     def wish_to_stop(self) -> None:
-        """Asks process 0 to drain and end all."""
+        """Ask process 0 to drain and end all."""
         self.send(Kind.SHUTDOWN_REQUEST)
 
     @property
     def exit_code(self) -> int:
-        """How this process ends: it failed by itself, or because another one has."""
+        """Exit code of this process: its own failure, or the loss of another process."""
         return InternalError.exit_code if self._has_failed else ProcessLost.exit_code
 
     def report(self, error: Exception) -> None:
-        """Tells process 0 why this one ends; waits a moment for its word first, if a collective may have broken."""
+        """Report to process 0 why this process ends.
+
+        If a collective may have broken, first wait a moment for a message of process 0.
+        """
         is_clear = isinstance(error, JpagedError) and not isinstance(error, InternalError)
         if is_clear or not self._is_told.wait(_BLAME_S):
             self._has_failed = True
@@ -348,7 +351,7 @@ class Follower:
                 self._heartbeats.heard(0)
             match kind:
                 case Kind.HEARTBEAT:
-                    """It is there."""
+                    """Already recorded above."""
                 case Kind.SETTLED:
                     self._settled.put(payload)
                 case Kind.FAILED:
@@ -364,11 +367,11 @@ class Follower:
 
 
 def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None], owner: Owner) -> Leader:
-    """Waits for all processes as process 0, and joins them.
+    """Join all processes, as process 0.
 
     Raises:
-        InvalidArgument: the address cannot be had, or a process has other options or versions.
-        Unavailable: some did not come in time; they are named.
+        InvalidArgument: the address cannot be bound, or a process has other options or versions.
+        Unavailable: some did not join in time; names them.
     """
     host, port = multihost.address
     secret = config.cluster_secret()
@@ -403,10 +406,10 @@ def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None],
 def follow(
     config: EngineConfig, multihost: MultiHost, say: Callable[[str], None], on_end: Callable[[int, str], None]
 ) -> Follower:
-    """Joins process 0 as another one.
+    """Join process 0, as another process.
 
     Raises:
-        Unavailable: process 0 did not answer in time, or refused; says why.
+        Unavailable: process 0 did not answer in time, or refused; has the reason.
     """
     host, port = multihost.address
     say(
@@ -416,7 +419,7 @@ def follow(
     secret = config.cluster_secret()
     timeout_s = config.parallel.join_timeout
     channel = connect(host, port, timeout_s)
-    # Process 0 waits as long for the others, and then sends FAILED.
+    # Process 0 waits for the others for this long, and then sends FAILED.
     channel.set_deadline(time.monotonic() + timeout_s + _BLAME_S)
     try:
         if secret is not None:
@@ -452,11 +455,11 @@ def gather(
     timeout_s: float,
     secret: bytes | None = None,
 ) -> dict[int, Channel]:
-    """Waits until every other process has said hello, knows the secret if there is one, and is like this one.
+    """Wait until every other process has sent HELLO, with proof of the secret if there is one, and compare its facts.
 
     Raises:
-        InvalidArgument: one is not, or came twice. All are told.
-        Unavailable: some did not come in time; they are named.
+        InvalidArgument: a fact differs, or a process came twice. All processes receive the error.
+        Unavailable: some did not join in time; names them.
     """
     channels: dict[int, Channel] = {}
     until_s = time.monotonic() + timeout_s
@@ -497,7 +500,7 @@ def _port_of(welcome: Mapping[str, Any]) -> int:
 
 
 def _problem_of(arrival: Arrival, facts: Mapping[str, str], num_processes: int) -> str | None:
-    """Return why a process that sent HELLO is none of these; None if it is one."""
+    """Return why the sender of a HELLO cannot join; None if it can."""
     if not 1 <= arrival.process < num_processes:
         return f"process_id: {arrival.process} is not from 1 to {num_processes - 1}"
     if differing := facts.keys() ^ arrival.facts.keys():
@@ -506,7 +509,7 @@ def _problem_of(arrival: Arrival, facts: Mapping[str, str], num_processes: int) 
 
 
 def _refuse(arrival: Arrival, problem: str) -> None:
-    """Turn a process away, and wait for the others."""
+    """Reject a process, and continue to wait for the others."""
     _LOG.warning("%s was turned away: %s", arrival.channel.peer, problem)
     _tell_all([arrival.channel], Kind.FAILED, problem)
     arrival.channel.close()
@@ -521,10 +524,10 @@ def _admit(channels: dict[int, Channel], channel: Channel, process: int) -> None
 
 
 def _join_devices(multihost: MultiHost, port: int) -> None:
-    """Makes the devices of all processes those of one jax."""
+    """Make the devices of all processes visible to JAX in each."""
     host = multihost.address[0]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Its handler of SIGTERM would take the place of ours, which drains.
+    # Its SIGTERM handler would replace the one of this process, which drains.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         joined(host, port),
@@ -539,10 +542,10 @@ def _join_devices(multihost: MultiHost, port: int) -> None:
 
 
 def _tell_all(channels: Iterable[Channel], kind: Kind, what: object = "") -> None:
-    """Sends to all that are still there."""
+    """Send to all channels; ignore those that are closed."""
     for channel in channels:
         with contextlib.suppress(OSError):
-            channel.send(kind, str(what).encode()[:MAX_STRANGER_BYTES])  # a longer one is not taken before WELCOME
+            channel.send(kind, str(what).encode()[:MAX_STRANGER_BYTES])  # longer messages are rejected before WELCOME
 
 
 def _lost(process: int, num_processes: int, error: object) -> ProcessLost:

@@ -1,11 +1,10 @@
-"""Signs of life between processes: a host that is gone without a word leaves its connections open.
+"""Heartbeats between processes: a host that fails silently leaves its connections open.
 
-    this process   ── beat ── beat ── beat ──>  each other end, from a thread of its own for each
-                   <─ beat ── step ── ...       whatever comes is a sign of life; silence is counted
+    this process   ── beat ── beat ── beat ──>  each other end, on one thread per channel
+                   <─ beat ── step ── ...       any message counts; silence is measured
 
-Silence counts only while this process is awake itself: one that was stopped for long does not find that all others are
-gone when it goes on. Threads wait in the system, so that steps, compilers and Python's collector hold no beat up that
-they do not hold the whole interpreter up for.
+Silence counts only while this process runs: after a long stop it does not find that all others are lost. The threads
+block in the system, so steps, compilers and Python's garbage collector delay a beat only while they hold the GIL.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from jpaged.device.multihost.channel import Channel, Kind
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatTimes:
-    """How often a sign of life is sent, and how long a silence is one of the dead."""
+    """Interval of heartbeats, and the silence after which a process is lost."""
 
     interval_s: float
     timeout_s: float
 
     @classmethod
     def of(cls, options: ParallelOptions) -> HeartbeatTimes:
-        """Return what the options say."""
+        """Return the times of the options."""
         return cls(options.heartbeat_interval, options.heartbeat_timeout)
 
     @property
     def silence(self) -> str:
-        """What is said of a process that is lost."""
+        """Error message for a lost process."""
         return f"nothing has come from it for {self.timeout_s:g} s (heartbeat_timeout)"
 
 
 class Silences:
-    """How long nothing has come from each of some processes, counted from look to look."""
+    """Measures the silence of each of some processes, from look to look."""
 
     def __init__(self, processes: Iterable[int], times: HeartbeatTimes, now_s: float) -> None:
         self._times = times
@@ -49,20 +48,23 @@ class Silences:
         self._left: set[int] = set()
 
     def heard(self, process: int) -> None:
-        """Notes that something has come; any thread may."""
+        """Record a message of a process; callable from any thread."""
         self._has_come[process] = True
 
     def leave(self, process: int) -> None:
-        """Counts nothing any more for a process whose channel is closed; any thread may."""
+        """Stop measuring a process whose channel is closed; callable from any thread."""
         self._left.add(process)
 
     @property
     def is_over(self) -> bool:
-        """Nobody is left to listen for."""
+        """True if no process is left to listen to."""
         return self._left.issuperset(self._silent_s)
 
     def look(self, now_s: float) -> list[int]:
-        """Return who is lost by now, each once; time in which nobody looked is not that of a silence."""
+        """Return the processes lost by now, each once.
+
+        Between two looks at most one interval counts, so that a pause of this process is no silence of the others.
+        """
         awake_s, self._looked_s = min(now_s - self._looked_s, self._times.interval_s), now_s
         for process in self._silent_s:
             self._silent_s[process] = 0.0 if self._has_come[process] else self._silent_s[process] + awake_s
@@ -78,12 +80,12 @@ class Silences:
 
 
 class Heartbeats:
-    """Sends signs of life to the other ends of some channels, and listens for theirs.
+    """Sends heartbeats on some channels, and listens for those of the other ends.
 
     Args:
         channels: by the process at the other end.
-        on_silence: told, once for each on a thread of this, of a process from which nothing has come for too long. Its
-            channel is not closed.
+        on_silence: called once for each process that was silent for too long, on this object's thread. Its channel is
+            not closed.
     """
 
     def __init__(
@@ -99,11 +101,11 @@ class Heartbeats:
         threading.Thread(target=self._listen, name="jpaged-heartbeats", daemon=True).start()
 
     def heard(self, process: int) -> None:
-        """Notes that something has come from a process."""
+        """Record a message of a process."""
         self._silences.heard(process)
 
     def _send(self, process: int, channel: Channel) -> None:
-        """Sends until the channel is closed, which whoever receives there sees to."""
+        """Send heartbeats until the channel is closed; the thread that receives closes it."""
         with contextlib.suppress(OSError):
             while True:
                 channel.send(Kind.HEARTBEAT)

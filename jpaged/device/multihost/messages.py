@@ -1,4 +1,4 @@
-"""What process 0 and the others say while they serve: a few numbers, and words of 32 bits.
+"""Message formats of process 0 and the others while they serve: a few numbers, and 32-bit words.
 
 | head: i64 each, as HEADS names them | words: i32 each |
 """
@@ -17,39 +17,39 @@ from jpaged.engine.executor.edits import EDIT_DTYPE, SINGLE_DTYPE, CountDue, Edi
 
 HEADS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward
-    # Then the rows of the sampler, and what edits them: words of the records, of singles, of masks.
+    # Then the sampler's rows, and their logits processors: words of the records, of token biases, of masks.
     Kind.SAMPLE: ("number", "detail", "num_rows", "num_edit_words", "num_single_words", "num_mask_words"),
     Kind.TELL: ("number", "tell", "num_rows"),  # then places and ids
     Kind.COUNT: ("slot", "num_prompt"),  # then the tokens
-    Kind.MOVES: ("move",),  # its place in `Move`; then the sources, and the destinations
+    Kind.MOVES: ("move",),  # its index in `Move`; then the sources, and the destinations
     Kind.COLLECT: ("number",),
     Kind.DIGEST: ("number",),  # then the digest
     Kind.END: (),
 }
-"""What each kind of message begins with. Steps are numbered from 1."""
+"""The head fields of each kind of message. Steps are numbered from 1."""
 
 Parts = tuple[bytes, ...]
 _NO_WORDS = np.zeros(0, np.int32)
 
 
 def encode(kind: Kind, *head: int, words: NDArray[np.int32] = _NO_WORDS) -> Parts:
-    """A message as parts, which are sent one after the other."""
+    """Return a message as parts, to be sent in order."""
     return struct.pack(f"<{len(HEADS[kind])}q", *head), words.tobytes()
 
 
 def decode(kind: Kind, payload: bytes | bytearray) -> tuple[tuple[int, ...], NDArray[np.int32]]:
-    """The inverse of `encode`. The words are a view of the payload."""
+    """Parse a message; the inverse of `encode`. The words are a view of the payload."""
     head = struct.Struct(f"<{len(HEADS[kind])}q")
     return head.unpack_from(payload), np.frombuffer(payload, np.int32, offset=head.size)
 
 
 def words_of(inputs: SamplingInputs) -> NDArray[np.int32]:
-    """Everything of a sample as words."""
+    """Return all inputs of a sample as words."""
     return np.concatenate([part.reshape(-1) for part in _parts(inputs)])
 
 
 def sizes_of(inputs: SamplingInputs) -> tuple[int, int, int, int]:
-    """The number of rows, and the words of what edits them."""
+    """Return the number of rows, and the numbers of words of their logits processors."""
     _, edits, singles, mask = _parts(inputs)
     return len(inputs.rows_r), edits.size, singles.size, mask.size
 
@@ -57,7 +57,7 @@ def sizes_of(inputs: SamplingInputs) -> tuple[int, int, int, int]:
 def sampling_of(
     detail: Detail, sizes: tuple[int, ...], words: NDArray[np.int32], due: Sequence[CountDue]
 ) -> SamplingInputs:
-    """The inverse of `words_of`, with what was said to be counted before."""
+    """Parse the inputs of a sample; the inverse of `words_of`, with the count messages received before."""
     num_rows, *num_words = sizes
     rows, edits, singles, mask = np.split(words, np.cumsum([len(words) - sum(num_words), *num_words[:-1]]).tolist())
     found: EditInputs | None = None

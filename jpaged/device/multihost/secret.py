@@ -1,4 +1,4 @@
-"""Whether the other end of a line knows the cluster's secret, which never travels: each answers what the other asks.
+"""Mutual proof of knowledge of the cluster's secret, which never travels: each end answers the other's challenge.
 
     process i                                          process 0
     JOIN       a nonce ───────────────────────────────>
@@ -6,7 +6,7 @@
     PROOF      HMAC-SHA256(secret, "another process", both) ──>
     HELLO ...
 
-What is said after is neither encrypted nor signed: whoever can change what two processes send is not kept out.
+Later messages are neither encrypted nor signed: this does not protect against an attacker who can change the traffic.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OPTION = "cluster_secret_file"
 
 
 def prove(channel: Channel, secret: bytes) -> None:
-    """Have process 0 show that it knows the secret, and show it that this process does.
+    """Require process 0 to prove that it knows the secret, and prove that this process does.
 
     Raises:
-        Unavailable: it does not know it, or has none.
+        Unavailable: process 0 does not know it, or has none.
         EOFError, OSError: the other end is gone.
     """
     mine = secrets.token_bytes(_NONCE_BYTES)
@@ -42,10 +42,10 @@ def prove(channel: Channel, secret: bytes) -> None:
 
 
 def require_proof(channel: Channel, secret: bytes | None, max_hello_bytes: int) -> bytearray:
-    """Wait for another process's HELLO, and before it for its proof where there is a secret; returns the HELLO.
+    """Wait for another process's HELLO, after its proof if there is a secret, and return the HELLO.
 
     Raises:
-        Unavailable: it does not know the secret, or has one and this process has none; it is told so.
+        Unavailable: it does not know the secret, or only one of the two has a secret; it receives the error.
         EOFError, OSError: the other end is gone, or too slow.
     """
     kind, payload = channel.receive()

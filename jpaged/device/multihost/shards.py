@@ -1,9 +1,9 @@
-"""An array over several processes, as what this process has of it: one numpy array of its devices' parts.
+"""An array over several processes, as this process's part of it: one numpy array of the local devices' shards.
 
-    over all   [C, L, B, 2K, D] split on 2K      process 0: devices 0, 1      process 1: devices 2, 3
-    local      [C, L, B, 2K / 2, D]              the parts of its own devices, side by side
+    whole      [C, L, B, 2K, D] split on 2K      process 0: devices 0, 1      process 1: devices 2, 3
+    local      [C, L, B, 2K / 2, D]              the shards of this process's devices, concatenated
 
-Where every device is this process's own, an array and its local parts are the same.
+If all devices belong to this process, an array and its local part are the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Shape = tuple[int, ...]
 
 
 class AddressableShards:
-    """What this process has of arrays of one shape and sharding, split on one axis at most.
+    """This process's part of arrays of one sharding, split on at most one axis.
 
     Args:
-        sharding: of the whole.
+        sharding: of the whole array.
     """
 
     def __init__(self, sharding: NamedSharding) -> None:
@@ -32,7 +32,7 @@ class AddressableShards:
         self._is_whole = sharding.is_fully_addressable or sharding.is_fully_replicated
 
     def shape(self, whole: Shape) -> Shape:
-        """The shape of the local array."""
+        """Return the shape of the local array."""
         if self._is_whole:
             return whole
         begins = self._begins(whole)
@@ -41,14 +41,14 @@ class AddressableShards:
         return tuple(shape)
 
     def to_host(self, array: jax.Array) -> NDArray:
-        """The local array in host memory; waits for it."""
+        """Return the local array in host memory; waits for it."""
         if self._is_whole:
             return np.asarray(array)
         parts = {shard.index[self._axis].start or 0: shard.data for shard in array.addressable_shards}
         return np.concatenate([np.asarray(parts[begin]) for begin in sorted(parts)], axis=self._axis)
 
     def to_devices(self, local: NDArray, whole: Shape) -> jax.Array | NDArray:
-        """The whole whose local array this is: what a program takes. Every process makes it at the same step."""
+        """Return the whole array, as a program takes it, from its local parts. Every process calls it in each step."""
         if self._is_whole:
             return local
         size = self._sharding.shard_shape(whole)[self._axis]
@@ -62,12 +62,12 @@ class AddressableShards:
         return jax.make_array_from_single_device_arrays(whole, self._sharding, parts)
 
     def _begins(self, whole: Shape) -> dict[jax.Device, int]:
-        """Where the part of each of this process's devices begins on the split axis."""
+        """Return the start on the split axis of the shard of each of this process's devices."""
         indices = self._sharding.addressable_devices_indices_map(whole)
         return {device: (index or ())[self._axis].start or 0 for device, index in indices.items()}
 
 
 def _num_parts(sharding: NamedSharding, name: str | tuple[str, ...] | None) -> int:
-    """The parts that an axis is split into by the mesh's axes of this name."""
+    """Return the number of parts that an axis is split into by the mesh axes of this name."""
     names = (name,) if isinstance(name, str) else name or ()
     return math.prod(sharding.mesh.shape[one] for one in names)

@@ -1,12 +1,12 @@
-"""The closed list of programs: lowered, compiled, kept on disk, and what memory they take.
+"""The closed list of programs: their lowering, compilation, caching on disk and memory use.
 
-lowering.py        what a server runs on a mesh, as shapes
-compile.py         the list, its compile cache, the watch for late compiles
-store.py           what is compiled, what it cost, and the rest meanwhile
-kept.py            compiled programs from one run to the next, found without tracing
+lowering.py        a server's programs on a mesh, as shapes
+compile.py         the list, its compile cache, the counter of late compilations
+store.py           compiled programs, their compile times, and background compilation
+kept.py            compiled programs cached between runs, found without tracing
 saved.py           compiled programs in a folder, for another machine
-memory_plan.py     where each byte of a device goes
-server_programs.py how a server's programs are made, and what they take
-report.py          what the compiler says of one program
-compiler_errors.py a program that does not fit, read out of the compiler's error
+memory_plan.py     how the memory of a device is used
+server_programs.py how a server's programs are made, and their memory use
+report.py          the compiler's report on the memory of one program
+compiler_errors.py a program that does not fit, parsed from the compiler's error
 """

@@ -1,4 +1,4 @@
-"""The list of programs, the cache on disk, and a watch for programs that are compiled too late."""
+"""The list of programs, the compile cache on disk, and a counter of programs that are compiled too late."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ DraftKind = Literal["speculate", "draft", "draft_copy"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """One program: `forward` for T tokens, `sample` for R rows and what is told of their tokens, `decode`, or a move.
+    """One program: `forward` for T tokens, `sample` for R rows with a level of log-probabilities, `decode`, or a move.
 
-    `decode` is several steps of R rows, which are told of tokens alone. `edited` is a sample of rows whose logits are
-    changed before, and takes for an argument what is told; `count` counts so many tokens for it. `tell` is of so many
-    hidden states. `load_adapter` fills one adapter slot. With a draft model `speculate` is rounds of R rows, `draft` is
-    the draft over the tokens of a forward, and `draft_copy` a copy in its pool.
+    `decode` is several steps of R rows, without log-probabilities. `edited` is a sample of R rows with logits
+    processors; the level of log-probabilities is an argument. `count` counts up to `size` tokens for it. Auxiliary
+    outputs (see `jpaged.engine.executor.telling`) have programs for `size` positions. `load_adapter` fills one adapter
+    slot. If there is a draft model, `speculate` is rounds of R rows, `draft` runs the draft over the tokens of a
+    forward, and `draft_copy` copies blocks in its pool.
     """
 
     kind: Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"] | DraftKind | MoveKind
@@ -46,23 +47,22 @@ class ProgramSpec:
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """What tells it from others of its kind and size, in a word, where that is needed."""
+        """Words that distinguish it from other programs of the same kind and size, if there are any."""
         return (self.tell.name.lower().replace("_", "-"),) if self.kind == "tell" else _VARIANTS[self.detail]
 
     @property
     def stand_ins(self) -> tuple[ProgramSpec, ...]:
-        """The programs that do what it does and more, the least of them first."""
+        """Programs that compute what it does and more, the least of them first."""
         return tuple(dataclasses.replace(self, detail=detail) for detail in Detail if detail > self.detail)
 
 
 LOAD_ADAPTER = ProgramSpec("load_adapter", 1)
 TELLS = {tell: ProgramSpec("tell", size, tell=tell) for tell, size in zip(Tell, (64, MIN_BUCKET, 64), strict=True)}
-"""The tells; that of all log-probabilities has few rows, each of which is as wide as the vocabulary."""
+"""The `tell` programs; that of all log-probabilities has few rows, each as wide as the vocabulary."""
 COUNT = ProgramSpec("count", 256)
-"""A sequence that is longer is counted in parts."""
+"""A longer sequence is counted in parts."""
 _EDITED_EVERY = 2
-"""How many numbers of rows share a program that edits: it takes five times as long to compile as a sample, and
-edited rows are fewer."""
+"""How many sizes share an `edited` program: it compiles five times as long as a sample, and its rows are fewer."""
 _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
     Detail.TOKENS: (),
     Detail.LOGPROBS: ("logprobs",),
@@ -73,7 +73,7 @@ _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
 def program_specs(
     buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
 ) -> list[ProgramSpec]:
-    """Every program that serves, most needed first; see `least_programs` for how the list begins."""
+    """Return every program that serves, most needed first; the list begins with `least_programs`."""
     least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks, has_adapters=has_adapters)
     tokens, rows = list(buckets.tokens), list(buckets.rows)
     has_draft = bool(buckets.speculates)
@@ -93,7 +93,7 @@ def program_specs(
 def least_programs(
     buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
 ) -> list[ProgramSpec]:
-    """The programs that any step can be padded to, one of each kind; a large move is many of the smallest."""
+    """Return the programs that any step can be padded to, one of each kind; large moves repeat the smallest program."""
     has_draft = bool(buckets.speculates)
     return [
         *_forwards(buckets.tokens[-1:], has_draft=has_draft),
@@ -107,7 +107,7 @@ def least_programs(
 
 
 def _forwards(sizes: Sequence[int], *, has_draft: bool) -> list[ProgramSpec]:
-    """Forwards, each with the draft's part of it."""
+    """Return forwards, each followed by the draft's program of the same size if there is a draft."""
     kinds: tuple[Literal["forward", "draft"], ...] = ("forward", "draft") if has_draft else ("forward",)
     return [ProgramSpec(kind, size) for size in sizes for kind in kinds]
 
@@ -118,21 +118,24 @@ def _move_kinds(has_host_blocks: bool, has_draft: bool) -> tuple[MoveKind | Draf
 
 
 _COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    # With tiles of 16 rows every step would copy all stacked bfloat16 weights into them first.
+    # With tiles of 16 rows every step would first copy all stacked bfloat16 weights into them.
     "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
 }
 
 
 _ROUNDED = {"xla_gpu_enable_triton_gemm": "False"}
-"""With tiles of its own XLA for GPUs would widen numbers of 8 bits to 16 before it multiplies them: what it gives to
-cuBLASLt goes to the tensor core as it is. Other programs keep its tiles, which make weights of int8 in registers."""
+"""With Triton tiles XLA for GPUs would widen 8-bit numbers to 16 bits before it multiplies them.
+
+cuBLASLt passes them to the tensor cores unchanged. Other programs keep Triton tiles, which dequantize int8 weights in
+registers.
+"""
 
 
 def compiler_options(device: jax.Device, formats: Collection[MatrixFormat] = ()) -> dict[str, str] | None:
-    """What XLA is told besides for programs of this device; None is nothing.
+    """Return additional XLA options for programs of this device; None if there are none.
 
     Args:
-        formats: of the matrices that the program multiplies all of its rows with.
+        formats: of the matrices that the program multiplies all rows with.
     """
     options = dict(_COMPILER_OPTIONS.get(device.device_kind, {}))
     if device.platform == "gpu" and _is_for_cublas(device, formats):
@@ -141,7 +144,7 @@ def compiler_options(device: jax.Device, formats: Collection[MatrixFormat] = ())
 
 
 def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> bool:
-    """Whether rows have 8 bits in all products of XLA's with matrices of 8 bits, and the device multiplies those."""
+    """Return True if all matmuls with 8-bit matrices also have 8-bit rows, and the device multiplies those."""
     ours = [form for form in formats if form.group_size is None and form.values in ("int8", "fp8")]
     hardware = find_hardware(device.device_kind)
     has_fp8 = hardware is not None and hardware.multiplies_fp8
@@ -149,22 +152,22 @@ def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> boo
 
 
 def set_up_compile_cache(folder: Path | None) -> None:
-    """Keep compiled programs in a folder, small and quick ones too; None turns the cache off.
+    """Cache compiled programs in a folder, including small and quickly compiled ones; None turns the cache off.
 
-    The cache is global: the last call decides. A folder that cannot be written counts as None, because jax would warn
-    for each program.
+    The cache is global: the last call decides. A folder that is not writable counts as None, because JAX would warn for
+    each program.
     """
     if folder is not None and not _is_writable(folder):
         folder = None
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    # Whether a cache is in use is decided by a process's first compile, and remembered.
+    # A process's first compilation decides whether a cache is in use, and JAX remembers it.
     compilation_cache.reset_cache()
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return True if the folder exists, or can be created, and takes files."""
+    """Return True if the folder exists, or can be created, and is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -173,7 +176,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 class _Told(threading.local):
-    """What jax has told of on this thread: it compiles in the one that calls."""
+    """Counters of JAX's compile events on this thread: JAX compiles on the calling thread."""
 
     num_compiled = 0
     num_from_cache = 0

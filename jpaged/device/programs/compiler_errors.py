@@ -1,4 +1,4 @@
-"""The compiler's refusal of a program that a device's memory cannot hold, read out of its error.
+"""The compiler's refusal of a program that does not fit into a device's memory, parsed from its error.
 
 Ran out of memory on HBM, the total memory required for HLO temporaries (15.99G) exceeds available HBM (15.75G).
 Ran out of memory in memory space hbm. Used 32.02G of 31.25G hbm. Exceeded hbm capacity by 788.55M.
@@ -26,10 +26,10 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class CompilerOutOfMemory:
-    """What the compiler said.
+    """An out-of-memory error of the compiler.
 
     Attributes:
-        needs_bytes: of the program; None where the message has no number that is understood.
+        needs_bytes: of the program; None if the message has no known number.
         message: its first line.
     """
 
@@ -38,7 +38,7 @@ class CompilerOutOfMemory:
 
     @classmethod
     def of(cls, error: jax.errors.JaxRuntimeError) -> CompilerOutOfMemory | None:
-        """Reads the error; None if it is not about memory."""
+        """Parse the error; return None if it is not about memory."""
         text = str(error)
         if _OUT_OF_MEMORY not in text:
             return None
@@ -50,7 +50,7 @@ class CompilerOutOfMemory:
 
     @property
     def problem(self) -> str:
-        """What is wrong, and what to change."""
+        """The problem, and what to change."""
         return (
             f"the compiler finds no room on the device: {self.message}: lower num_blocks, memory_utilization or "
             "max_num_batched_tokens, or raise tensor_parallel_size"
@@ -59,7 +59,7 @@ class CompilerOutOfMemory:
 
 @contextmanager
 def memory_refusals() -> Iterator[None]:
-    """Compiles inside: a program that is too large for the device is an InvalidArgument that says what to change."""
+    """Convert a compiler's out-of-memory error inside the context to an InvalidArgument with advice."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

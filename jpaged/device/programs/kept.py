@@ -1,13 +1,14 @@
-"""Compiled programs from one run to the next: loaded as they are, without tracing what they were made from.
+"""Compiled programs cached between runs: loaded without tracing.
 
-    FOLDER/named/<digest of what a program is traced from>     the name of its executable
-    FOLDER/made/<digest of what XLA is given>                  an executable, behind the digest of its bytes
+    FOLDER/named/<digest of everything that tracing depends on>   the digest that names the executable
+    FOLDER/made/<digest of XLA's input>                           a digest of the following bytes, and the executable
 
-jax's own cache of compiled programs needs the program traced and lowered to find it: 0.1 s of Python each, of 0.13 s
-in all. Here a server with the options of the last one loads each in 0.03 s. Where only the code was edited the first
-digest is new, the program is lowered, and found by the second.
+JAX's own cache of compiled programs requires tracing and lowering for a lookup: 0.1 s of Python each, of 0.13 s in all.
+With this cache, a server with the options of the last one loads each program in 0.03 s. If only the code was edited,
+the first digest is new: the program is lowered, and found by the second digest.
 
-Like jax's cache it is trusted: its files are pickles. What is missing, damaged or cannot be written is made again.
+Like JAX's cache it is trusted: its files are pickles. Missing or damaged files are made again; failed writes are
+ignored.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from jpaged.models.layers import Params
 _LOG = logging.getLogger(__name__)
 _KERNELS = Path(__file__).parents[2] / "kernels"
 _WITHOUT_EFFECT = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_debug_log")
-"""Beginnings of the names of jax's settings that no program depends on."""
+"""Name prefixes of JAX settings that no program depends on."""
 _NOT_LOADED = (
     *(OSError, EOFError, pickle.UnpicklingError, jax.errors.JaxRuntimeError),
     *(ValueError, TypeError, LookupError, AttributeError, ImportError),
 )
-"""What comes of a file that was cut off, or that another version has written."""
+"""Errors of loading a truncated file, or one of another version."""
 _DIGEST_BYTES = 32
 _UNWRITABLE: set[Path] = set()
 """Folders that a warning has named."""
@@ -47,13 +48,13 @@ _UNWRITABLE: set[Path] = set()
 
 @dataclass(frozen=True, slots=True)
 class KeptPrograms:
-    """The programs of one server in a folder that many share.
+    """The programs of one server in a folder that many servers share.
 
     Attributes:
-        folder: made when there is something to keep.
-        traced_from: all that a program depends on but which of them it is, as text.
-        given_besides: what XLA is given besides the lowered program, as text.
-        devices: that they run on.
+        folder: created when there is something to write.
+        traced_from: everything that a program depends on except its spec, as text.
+        given_besides: XLA's inputs other than the lowered program, as text.
+        devices: the devices that they run on.
     """
 
     folder: Path
@@ -63,7 +64,7 @@ class KeptPrograms:
 
     @classmethod
     def of(cls, folder: Path, step: Step, geometry: Geometry, params: Params) -> KeptPrograms:
-        """The programs of a step with these sizes and parameters, which may be shapes alone."""
+        """Return the programs of a step with these sizes and parameters, which may be shapes."""
         devices = tuple(step.mesh.devices.flat)
         target = Target.of(step, geometry)
         settings = {name: value for name, value in jax.config.values.items() if not name.startswith(_WITHOUT_EFFECT)}
@@ -81,13 +82,13 @@ class KeptPrograms:
         return cls(folder, traced_from, given_besides, devices)
 
     def make(self, spec: ProgramSpec, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """The program that was kept, or else lower and compile it, and keep it."""
+        """Return the cached program; if there is none, lower, compile and cache it."""
         name = self.folder / "named" / _digest(self.traced_from, str(spec))
         program = self._load(_text_of(name))
         if program is not None:
             return program
         lowered = lower()
-        # The text lacks arguments that the program does not use, whose shapes are checked at every call.
+        # The text omits arguments that the program does not use, whose shapes are checked at every call.
         arguments = [(info.shape, info.dtype) for info in jax.tree.leaves(lowered.args_info)]
         digest = _digest(self.given_besides, lowered.as_text(), repr((arguments, lowered.in_tree, lowered.out_tree)))
         program = self._load(digest)
@@ -120,7 +121,10 @@ class KeptPrograms:
         return program
 
     def _keep(self, digest: str, program: jax.stages.Compiled, *, is_loaded: bool) -> bool:
-        """Whether the program was kept. On CPUs one that jax's cache had would lack functions when it is loaded."""
+        """Cache the program and return True if that succeeded.
+
+        On CPUs a program that came from JAX's cache is not cached: it would lack functions when it is loaded.
+        """
         if is_loaded and self.devices[0].platform == "cpu":
             return False
         try:
@@ -146,7 +150,7 @@ def _text_of(path: Path) -> str | None:
 
 
 def _write(path: Path, content: bytes) -> bool:
-    """Puts a file in place, whole or not at all; whether it is there."""
+    """Write a file atomically; return True if that succeeded."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,6 +165,6 @@ def _write(path: Path, content: bytes) -> bool:
 
 
 def processor_features() -> str:
-    """What a CPU's programs are compiled for besides its kind: the features that Linux tells of it."""
+    """Return the CPU features that Linux reports, which a CPU's programs are compiled for."""
     lines = _text_of(Path("/proc/cpuinfo")) or ""
     return next((line for line in lines.splitlines() if line.startswith(("flags", "Features"))), "")

@@ -1,6 +1,6 @@
-"""What a server would run on a mesh, as shapes: the step, its sizes, and how each of its programs is lowered.
+"""A server's programs on a mesh, as shapes: the step, its sizes, and the lowering of each program.
 
-Nothing here allocates or compiles, and the devices need not be there: those of a topology description will do.
+Nothing here allocates or compiles. The devices need not be attached: those of a topology description suffice.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from jpaged.models.quantisation.tree import MatricesOf, dense_formats
 from jpaged.models.stack import LayerMode
 
 _HALVES_FROM = 256
-"""Tokens of a step from which there are programs for half as many again: on CPUs padding is not computed."""
+"""Tokens of a step from which there are also programs of 1.5 times a power of two. CPUs do not compute padding."""
 Lowering = Callable[[], jax.stages.Lowered]
 _NUM_TOLD, _NUM_TOLD_ELSEWHERE = {"cpu": 512}, 256
-"""Tokens of a step of which more than a sample is asked, at most."""
+"""Maximum positions per step with log-probabilities or hidden states beyond the sample."""
 _NUM_STEPS, _NUM_STEPS_ELSEWHERE = {"cpu": 8}, 2
-"""Decode steps of one dispatch at most: on CPUs, where the host's part is the largest, more."""
+"""Maximum decode steps per dispatch: more on CPUs, where the host's share of the time is largest."""
 
 
 def sized_step(
@@ -65,15 +65,15 @@ def sized_step(
     mesh: Mesh,
     draft: Model | None = None,
 ) -> tuple[Step, Geometry]:
-    """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
+    """Return the step and its sizes for a number of blocks. Allocates and compiles nothing.
 
     Args:
-        draft: the model that proposes tokens, where the options ask for one.
+        draft: the draft model, if the options require one.
 
     Raises:
-        InvalidArgument: max_model_len is beyond the model's, the model cannot be split over the mesh, or a draft does
-            not go with it.
-        Unsupported: the attention backend that was chosen cannot do it.
+        InvalidArgument: max_model_len is beyond the model's, the model cannot be split over the mesh, or a draft model
+            does not match it.
+        Unsupported: the chosen attention backend cannot run the model.
     """
     step, geometry = _sized_step(model, options, layer_mode, num_blocks, mesh)
     if draft is None or options.speculation is None:
@@ -89,7 +89,7 @@ def _sized_step(
     sizes = attention.sizes()
     chosen = attention.choose(sizes)
     vocab_size, model = model.config.vocab_size, Placement.of(model, mesh, layer_mode).model
-    config, kinds = model.config, model.config.attention_kinds  # what was chosen is one device's part
+    config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     stacks = list(stacks_of(config.layer_kinds).values()) if layer_mode == "scan" else None
     groups = group_layers([kind.sliding_window for kind in kinds], sizes.max_model_len, stacks)
     layout = dataclasses.replace(
@@ -144,12 +144,12 @@ def _sized_step(
 
 
 def _can_be_fed(sampler: SamplingKernel | None) -> bool:
-    """Whether a program can wait for the host: it runs on a thread of its own, unless jax was told otherwise."""
+    """Return True if a program can wait for the host: it needs its own thread, which JAX's settings can disable."""
     return isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
 
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
-    """Decode steps of one dispatch at most: one where several processes run them, which are told of single steps."""
+    """Return the maximum decode steps per dispatch: one with several processes, which exchange single steps."""
     if _is_of_several_processes(mesh):
         return 1
     on_its_own = _NUM_STEPS.get(first_device(mesh).platform, _NUM_STEPS_ELSEWHERE)
@@ -164,10 +164,10 @@ def _is_of_several_processes(mesh: Mesh) -> bool:
 def abstract_serving(
     model: Model, options: EngineConfig, mesh: Mesh, layer_mode: LayerMode | None = None, draft: Model | None = None
 ) -> tuple[Step, Geometry, Params]:
-    """What a server would run on a mesh, as shapes alone: its devices need not be there, a topology's will do.
+    """Return a server's step, sizes and parameters on a mesh, as shapes; its devices need not be attached.
 
-    `program_lowerings` lowers its programs. The number of blocks is `cache.num_blocks`, or what the longest sequence
-    needs: only a device can tell how many it holds.
+    `program_lowerings` lowers its programs. The number of blocks is `cache.num_blocks`, or the needs of the longest
+    sequence: only a device can determine how many fit.
 
     Raises:
         InvalidArgument, Unsupported: as in `sized_step`.
@@ -189,13 +189,14 @@ def abstract_serving(
 
 
 _MULTIPLIED: Mapping[str, MatricesOf] = {"forward": "layers", "sample": "head", "decode": "all"}
-"""The matrices that are multiplied with in programs of a kind."""
+"""The matrices that programs of each kind multiply with."""
 
 
 def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Lowering]:
-    """For each program, the call that traces and lowers it. `params` may be shapes alone, with their shardings.
+    """Return for each program the call that traces and lowers it.
 
-    They have the draft's among them where there is one.
+    Args:
+        params: may be shapes with shardings; includes the draft's parameters if there is a draft.
     """
     whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)
 
@@ -239,7 +240,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=of_all)
             return jitted.lower(matrices, shape((), np.int32), one)
         if spec.kind == "tell":
-            # What the host reads has to be whole in its own devices: they have all columns together, or each has all.
+            # Each process must be able to read the whole result: its devices hold all columns together, or each holds
+            # all.
             is_split = spec.tell == Tell.ALL_LOGPROBS and not _is_of_several_processes(step.mesh)
             told = NamedSharding(step.mesh, LOGITS_SPEC) if is_split else whole
             tell = functools.partial(step.tell, tell=spec.tell)
@@ -265,7 +267,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         return jitted.lower(head, hidden, shape((spec.size * ROW_WORDS,), np.int32))
 
     def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:
-        # Kernels ask what they are lowered for; the devices of a topology are not among those that jax has.
+        # Kernels query the device that they are lowered for; a topology's devices are not among JAX's.
         with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
             return lower(spec)
 

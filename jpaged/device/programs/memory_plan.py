@@ -1,4 +1,4 @@
-"""Where each byte of a device goes, decided before the pool is allocated and held against the compiled programs after.
+"""The plan of a device's memory, made before the pool is allocated, and checked against the compiled programs later.
 
     all memory of the device
     |<-------------- memory_utilization of it -------------->|<- left alone ->|
@@ -6,13 +6,13 @@
 
     weights       the parameters of one device
     pool          every block, and the null block, in all layers: a step updates it in place, so it counts once
-    temporaries   working memory of the two hungriest programs: one step's may still run when the next one's are given
-    kept          what lies between calls: inputs and outputs of two overlapped steps, last tokens, blocks being moved,
-                  counts of tokens, what tells gave and the host has not read
+    temporaries   working memory of the two largest programs: one step may still run when the next one is dispatched
+    kept          data between calls: inputs and outputs of two overlapped steps, last tokens, blocks in flight, token
+                  counts, log-probabilities and hidden states that the host has not read
     code          of all programs
 
 All sizes of programs are the compiler's own (`memory_analysis`). They do not depend on the size of the pool once it is
-too large for the memory on a TPU's chip, so they are taken from programs with a pool of a GiB. Nothing here compiles
+too large for the on-chip memory of a TPU, so they are taken from programs with a pool of a GiB. Nothing here compiles
 or allocates.
 """
 
@@ -29,20 +29,22 @@ from jpaged.errors import InternalError, InvalidArgument
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _PROBE_BYTES = _GIB
-_PROBE_PART = 4  # of what weights leave
+_PROBE_PART = 4  # of the memory left after weights
 _MAX_HOST_BYTES, _HOST_PART = 4 * _GIB, 4
-"""A host's memory is for other processes as well: unless the user says more, a pool takes no more than so many bytes,
-and than this part of what is free."""
+"""Limits of a pool in host memory, which other processes need, too: bytes, and a divisor of the free memory.
+
+They apply unless the user sets a size.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory that this process can have of one device, what it holds already included.
+    """Memory of one device available to this process, including what it already holds.
 
     Attributes:
-        total_bytes: None where the device does not say.
-        is_own: whether it is the device's alone; that of a CPU is its host's.
-        what: says what the total is made of, for whoever wonders at it.
+        total_bytes: None if the device does not report it.
+        is_own: True for dedicated device memory, False for a CPU, which uses the host's memory.
+        what: explains the total in messages.
     """
 
     total_bytes: int | None
@@ -51,12 +53,12 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: jax.Device, weight_bytes: int, num_devices: int = 1) -> DeviceMemory:
-        """Asks the device, and for a CPU its host.
+        """Query the device, or the host of a CPU device.
 
         Args:
-            device: one of those that the model is on; they are of one kind.
+            device: one of the model's devices; all are of one kind.
             weight_bytes: of one device, which are in memory already.
-            num_devices: of the model; those of a CPU share the memory of their host.
+            num_devices: of the model; CPU devices share the memory of their host.
         """
         if device.platform == "cpu":
             free = available_host_bytes()
@@ -73,11 +75,11 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class ProgramMemory:
-    """What programs take of one device besides weights and pool, in bytes.
+    """Memory that programs take on one device in addition to weights and pool, in bytes.
 
     Attributes:
         temp_bytes: working memory.
-        kept_bytes: inputs and outputs of two steps, and blocks on their way.
+        kept_bytes: inputs and outputs of two steps, and blocks in flight.
         code_bytes: of the programs.
     """
 
@@ -92,19 +94,19 @@ class ProgramMemory:
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """What decides the number of blocks, besides memory and programs.
+    """Everything that decides the number of blocks, except memory and programs.
 
     Attributes:
-        bytes_per_block: of all layers of a KV group, what one device holds of it.
-        blocks_per_seq: that one sequence of the greatest length holds at most, in all KV groups: the least that a pool
-            has unless the user says so.
-        max_num_seqs: sequences that run at once.
-        max_model_len: tokens of a sequence at most.
+        bytes_per_block: one device's part of a block, which has all layers of a KV group.
+        blocks_per_seq: blocks of one sequence of maximum length, in all KV groups. A pool has at least this many unless
+            the user sets a size.
+        max_num_seqs: maximum number of running sequences.
+        max_model_len: maximum tokens of a sequence.
         memory_utilization: share of the memory that weights, programs and the pool may take.
         weight_bytes: of the parameters of one device.
-        has_default_share: memory_utilization is the platform's, and not the user's.
-        num_blocks: as the user chose; None where memory decides.
-        pool_bytes: of the pool on one device, as the user chose instead; it becomes num_blocks.
+        has_default_share: memory_utilization is the platform's default, not the user's.
+        num_blocks: the user's choice; None if memory decides.
+        pool_bytes: the user's choice of the pool's bytes on one device instead; it determines num_blocks.
 
     Raises:
         InvalidArgument: pool_bytes have no room for the null block and one more.
@@ -132,7 +134,7 @@ class PoolRequest:
         object.__setattr__(self, "num_blocks", self.pool_bytes // self.bytes_per_block - 1)
 
     def most_blocks(self, memory: DeviceMemory) -> int:
-        """Return the blocks that max_num_seqs longest sequences hold, within the default limit of a host's memory."""
+        """Return the blocks of max_num_seqs sequences of maximum length, within the default limit of host memory."""
         most = self.max_num_seqs * self.blocks_per_seq
         if memory.is_own or not self.has_default_share or memory.total_bytes is None:
             return most
@@ -141,7 +143,7 @@ class PoolRequest:
         return max(self.blocks_per_seq, min(most, limit))
 
     def probe_blocks(self, memory: DeviceMemory) -> int:
-        """Blocks of the pool that programs are compiled with for what they take: a GiB, where that much fits."""
+        """Return the pool size for compiling programs to measure their memory: a GiB, if that fits."""
         free = int((memory.total_bytes or 0) * self.memory_utilization) - self.weight_bytes
         room = max(1, min(_PROBE_BYTES, free // _PROBE_PART) // self.bytes_per_block)
         return min(room, self.num_blocks or room)
@@ -149,14 +151,14 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """One device's memory. Its rows add up to all there is.
+    """One device's memory. Its rows add up to the total.
 
     Attributes:
-        request: what it was made for.
-        total_bytes: all of it; None where the device does not say.
-        num_blocks: usable blocks of the pool; it has the null block besides.
-        programs: what they take; None until they have been compiled.
-        what: says what the total is made of.
+        request: the inputs of the plan.
+        total_bytes: of the device; None if the device does not report it.
+        num_blocks: usable blocks of the pool, without the null block.
+        programs: memory of the programs; None until they have been compiled.
+        what: explains the total in messages.
     """
 
     request: PoolRequest
@@ -167,12 +169,12 @@ class MemoryPlan:
 
     @property
     def pool_bytes(self) -> int:
-        """The bytes of the pool, with the null block."""
+        """Bytes of the pool, with the null block."""
         return (self.num_blocks + 1) * self.request.bytes_per_block
 
     @property
     def used_bytes(self) -> int:
-        """All that the plan gives away; without programs while they are not known."""
+        """All planned bytes; excludes programs as long as their memory is unknown."""
         programs = self.programs or ProgramMemory()
         return self.request.weight_bytes + self.pool_bytes + programs.total_bytes
 
@@ -182,22 +184,22 @@ class MemoryPlan:
 
     @property
     def free_bytes(self) -> int | None:
-        """What is left of the usable bytes; below zero where the plan takes more."""
+        """Usable bytes that are left; negative if the plan exceeds them."""
         return None if self.usable_bytes is None else self.usable_bytes - self.used_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether it stays within the usable bytes; always where a device does not say how much memory it has."""
+        """True if the plan stays within the usable bytes, or the device does not report its memory."""
         return self.free_bytes is None or self.free_bytes >= 0
 
     @property
     def most_blocks(self) -> int | None:
-        """The largest pool that would fit; below zero where not even the rest does."""
+        """Largest pool that would fit; negative if not even the rest fits."""
         free = self.free_bytes
         return None if free is None else self.num_blocks + free // self.request.bytes_per_block
 
     def rows(self) -> list[tuple[str, int]]:
-        """(what, bytes), which add up to `total_bytes` where it is known."""
+        """Return rows (what, bytes), which add up to `total_bytes` if it is known."""
         request, programs = self.request, self.programs or ProgramMemory()
         rows = [
             ("weights", request.weight_bytes),
@@ -213,17 +215,17 @@ class MemoryPlan:
         return rows
 
     def lines(self) -> list[str]:
-        """The table in text, a line a row, their sum, and what that is."""
+        """Return the table as lines of text: a line per row, their sum, and its explanation."""
         rows = [*self.rows(), ("memory of one device", self.total_bytes)]
         width = max(len(name) for name, _ in rows)
         table = [f"  {name:<{width}} {_in_text(num_bytes):>14}" for name, num_bytes in rows]
         return [*table, *([f"  which is {self.what}"] if self.what else [])]
 
     def verified(self, programs: ProgramMemory) -> MemoryPlan:
-        """The plan with what the programs that serve take, once all are compiled.
+        """Return the plan with the memory of the compiled programs that serve.
 
         Raises:
-            InternalError: it is more than the device has: serving would run out of memory under load.
+            InternalError: it exceeds the device's memory: serving would run out of memory under load.
         """
         plan = dataclasses.replace(self, programs=programs)
         if plan.total_bytes is not None and plan.used_bytes > plan.total_bytes:
@@ -235,20 +237,20 @@ class MemoryPlan:
 
 
 def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[], ProgramMemory]) -> MemoryPlan:
-    """The number of blocks, and where everything else goes.
+    """Decide the number of blocks, and plan everything else.
 
-    A pool takes all that is left of the device's own memory. Of a host's it takes no more than max_num_seqs longest
-    sequences can use, and unless the user chose memory_utilization at most 4 GiB or a quarter of what is free. If that
-    leaves a quarter of a host's memory in reserve, what programs take is a detail that need not be compiled for, and
-    the plan is without it until they are.
+    A pool takes all that is left of a device's own memory. In host memory it takes at most what max_num_seqs sequences
+    of maximum length can use, and, unless the user chose memory_utilization, at most 4 GiB or a quarter of the free
+    memory. If that leaves a quarter of the usable memory in reserve, the plan omits the memory of programs until they
+    are compiled.
 
     Args:
         request: the sizes.
         memory: of the device.
-        programs: compiles the hungriest programs and says what they take. Called only where that decides.
+        programs: compiles the largest programs and returns their memory. Called only if that matters.
 
     Raises:
-        InvalidArgument: the number that was chosen does not fit, or nothing for one longest sequence is left.
+        InvalidArgument: the chosen number does not fit, or one sequence of maximum length does not.
     """
     if memory.total_bytes is None:
         if request.num_blocks is None:
@@ -261,7 +263,7 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
     if not memory.is_own and before.pool_bytes < free * 3 // 4:
         return before
     if free <= 0:
-        raise too_large(before)  # whatever programs take: nothing need be compiled to say so
+        raise too_large(before)  # regardless of programs: compilation is not needed to know
     planned = dataclasses.replace(before, programs=programs())
     if request.num_blocks is None:
         left = planned.most_blocks or 0
@@ -275,7 +277,7 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
 
 
 def too_large(plan: MemoryPlan) -> InvalidArgument:
-    """The error of a plan that does not fit, with the numbers and what to change."""
+    """Return the error of a plan that does not fit, with the numbers and what to change."""
     request, programs = plan.request, plan.programs or ProgramMemory()
     most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
     what = f" ({plan.what})" if plan.what else ""

@@ -1,4 +1,4 @@
-"""What a compiled program takes, as its compiler states it."""
+"""Memory of a compiled program, as its compiler reports it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax
 
 @dataclass(frozen=True, slots=True)
 class ProgramReport:
-    """A program's memory as the compiler states it, in bytes of one device.
+    """A program's memory as the compiler reports it, in bytes of one device.
 
     Attributes:
         argument_bytes: of all arguments, padded as the device lays them out.
-        output_bytes: of all results, those that are arguments updated in place included.
+        output_bytes: of all results, including arguments updated in place.
         alias_bytes: of the results that are arguments updated in place.
-        temp_bytes: working memory besides.
+        temp_bytes: additional working memory.
         code_bytes: of the program itself.
     """
 
@@ -28,9 +28,9 @@ class ProgramReport:
 
     @classmethod
     def of(cls, executable: jax.stages.Compiled) -> ProgramReport:
-        """Reads the compiler's account, which takes some milliseconds, once.
+        """Read the compiler's report and cache it, because reading takes some milliseconds.
 
-        Of a backend that gives none nothing is known, and nothing is counted.
+        All numbers are zero if the backend gives no report.
         """
         known = _KNOWN.get(executable)
         if known is None:
@@ -52,7 +52,7 @@ class ProgramReport:
 
     @property
     def total_bytes(self) -> int:
-        """What the device's memory must have free for one call, arguments included."""
+        """Device memory that must be free for one call, including arguments."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
 

@@ -1,11 +1,11 @@
-"""Compiled programs in a folder, made on any machine that can compile for the device, loaded where the device is.
+"""Compiled programs in a folder, made on any machine that can compile for the device, loaded on the device's machine.
 
     folder/
-      programs.json          what the programs were compiled for, field by field, and the list of them
-      forward-512.program   one executable: bytes of the device's compiler, with the trees of its arguments
+      programs.json          the target of the programs, field by field, and the list of them
+      forward-512.program   one executable: bytes of the device's compiler, with the trees of the arguments
 
-A program runs only as exactly what it was compiled for: every field of `Target` has to be the server's own, and the one
-that is not is named. The files are pickles: load folders of people that you trust, as you would their code.
+A program runs only on the exact target that it was compiled for: every field of `Target` must match the server's; an
+error names the one that does not. The files are pickles: load only folders that you trust as you trust code.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _SOURCES = ("device/**/*.py", "kernels/**/*.py", "kernels/**/*.json", "models/**
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What programs are compiled for. Fields that are options have the options' names.
+    """Everything that programs are compiled for. Fields that are options have the options' names.
 
     Attributes:
         sources: digest of the code that programs are traced from.
         platform_version: of the device's compiler and runtime.
         model: digest of the model's configuration.
-        compiler_options: what the compiler was told besides.
+        compiler_options: additional options of the compiler.
         layers: how layers run, see `jpaged.models.stack`.
-        cascade: digest of what reading a shared prefix once costs; empty where it is off.
+        cascade: digest of the costs of cascade attention; empty if it is off.
         max_loras: adapter slots; 0 is none.
-        speculation: digest of the draft model and how it runs; empty where there is none.
+        speculation: digest of the draft model and how it runs; empty if there is none.
     """
 
     jpaged: str
@@ -84,7 +84,7 @@ class Target:
 
     @classmethod
     def of(cls, step: Step, geometry: Geometry) -> Target:
-        """What the programs of a step are compiled for; the devices of its mesh may be a topology's."""
+        """Return the target of the programs of a step; the mesh may consist of a topology's devices."""
         device, model = first_device(step.mesh), step.model
         return cls(
             jpaged=__version__,
@@ -117,11 +117,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class SavedPrograms:
-    """A folder of programs, opened; `load` reads one of them.
+    """An opened folder of programs; `load` reads one of them.
 
     Attributes:
-        folder: where they are.
-        target: what they were compiled for.
+        folder: its path.
+        target: the target that they were compiled for.
         names: file of each program.
     """
 
@@ -131,10 +131,10 @@ class SavedPrograms:
 
     @classmethod
     def open(cls, folder: Path) -> SavedPrograms:
-        """Reads what the folder says of itself.
+        """Read the folder's manifest.
 
         Raises:
-            InvalidArgument: it is not a folder of programs, or of another format.
+            InvalidArgument: it is no folder of programs, or of another format.
         """
         try:
             manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -148,10 +148,10 @@ class SavedPrograms:
             raise InvalidArgument("compiled", f"{folder / MANIFEST} is damaged: {error}") from error
 
     def check(self, target: Target) -> None:
-        """Holds the programs to what this server needs.
+        """Check that the programs match this server's target.
 
         Raises:
-            InvalidArgument: a field differs; it is named, with both values and what to do.
+            InvalidArgument: a field differs; names it, with both values and advice.
         """
         for field in dataclasses.fields(Target):
             saved, here = getattr(self.target, field.name), getattr(target, field.name)
@@ -163,11 +163,11 @@ class SavedPrograms:
                 )
 
     def has(self, spec: ProgramSpec) -> bool:
-        """Whether the program was saved."""
+        """Return True if the program was saved."""
         return str(spec) in self.names
 
     def load(self, spec: ProgramSpec, mesh: Mesh) -> jax.stages.Compiled:
-        """One program, on the devices of the mesh.
+        """Load one program onto the devices of the mesh.
 
         Raises:
             InvalidArgument: its file is missing or damaged.
@@ -184,13 +184,13 @@ class SavedPrograms:
 
 
 def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, CompiledProgram]) -> int:
-    """Writes programs to a folder, which is made; the manifest comes last, so that half a folder is none.
+    """Write programs to a folder, which is created; the manifest comes last, so that an incomplete folder is invalid.
 
     Returns:
         bytes of all programs.
 
     Raises:
-        InvalidArgument: the folder holds something already, or cannot be written.
+        InvalidArgument: the folder is not empty, or cannot be written.
         InternalError: a program was loaded, not compiled: on CPUs it would lack functions when it is loaded again.
     """
     loaded = [str(spec) for spec, program in programs.items() if program.origin != "compiled"]
@@ -215,7 +215,7 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, C
 
 
 def digest_of_sources() -> str:
-    """The digest of the code that programs are traced from."""
+    """Return the digest of the code that programs are traced from."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(path for pattern in _SOURCES for path in root.glob(pattern)):
@@ -225,7 +225,7 @@ def digest_of_sources() -> str:
 
 
 def _digest_of_model(config: ModelConfig) -> str:
-    """The digest of what its programs depend on, which is not where a sequence ends, nor how its file holds numbers."""
+    """Return the digest of the configuration, without fields that programs do not depend on."""
     return _digest(repr(dataclasses.replace(config, eos_token_ids=(), bos_token_id=None, checkpoint_dtype=None)))
 
 

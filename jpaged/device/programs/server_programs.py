@@ -1,8 +1,8 @@
-"""The programs of a server with a pool of some size: how each is made, and what they take besides weights and pool.
+"""The programs of a server with a pool of a given size: how each is made, and the memory that all of them take.
 
-The largest program of each kind decides: working memory grows with tokens, rows and blocks. Where only those are
-compiled, the code of the others is taken to be as large as theirs, and an eighth and 16 MiB are added for what that
-misses: of a small model, a smaller program may take some MiB more than the largest.
+Memory of weights and pool is not included. The largest program of each kind decides: working memory grows with tokens,
+rows and blocks. If only those are compiled, the code of the others is assumed to be as large as theirs. A margin of an
+eighth and 16 MiB covers the error: in a small model, a smaller program may take some MiB more than the largest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor.telling import Tell
 from jpaged.models.layers import Params
 
-_MARGIN, _MARGIN_BYTES = 8, 16 << 20  # a part of so many, and bytes, for programs that are not compiled yet
+_MARGIN, _MARGIN_BYTES = 8, 16 << 20  # divisor, and bytes, for programs that are not compiled yet
 _OVERLAPPED = 2  # steps: one runs while the next one's inputs are made
 
 
@@ -41,7 +41,7 @@ class ServerPrograms:
     """The closed list of a server's programs.
 
     Attributes:
-        step: whose programs they are.
+        step: the step whose programs they are.
         geometry: their sizes.
         sources: how each is made, most needed first.
         weight_bytes: of the parameters of one device.
@@ -61,12 +61,12 @@ class ServerPrograms:
         saved: SavedPrograms | None = None,
         keep: Path | None = None,
     ) -> ServerPrograms:
-        """Loads what was saved and compiles the rest, when they are made.
+        """Return the programs of a step, each loaded if it was saved and compiled otherwise, on demand.
 
         Args:
-            params: may be shapes alone.
+            params: may be shapes.
             saved: programs that were compiled elsewhere.
-            keep: a folder in which programs that are compiled here are kept for the next time; None keeps none.
+            keep: a folder that caches programs compiled here for the next start; None caches none.
         """
         kept = None if keep is None else KeptPrograms.of(keep, step, geometry, params)
         sources = {}
@@ -81,15 +81,16 @@ class ServerPrograms:
 
     @property
     def decisive_specs(self) -> list[ProgramSpec]:
-        """The largest program of each kind and every tell, of `sample` that with top log-probabilities, as listed.
+        """The largest program of each kind, in the order of the list; all programs of auxiliary outputs.
 
-        None of `decode`, which is a forward and a sample of no more tokens and rows.
+        Of `sample` it is the one with top log-probabilities; of `decode` none, which is a forward and a sample of no
+        more tokens and rows.
         """
         return _decisive(self.sources)
 
     @property
     def adapter_bytes(self) -> int:
-        """What adapters in their slots take of weight_bytes."""
+        """The part of weight_bytes that adapter slots take."""
         step = self.step
         if step.slots is None:
             return 0
@@ -102,14 +103,14 @@ class ServerPrograms:
         progress: Progress = lambda what, done, total: None,
         num_threads: int | None = None,
     ) -> Mapping[ProgramSpec, CompiledProgram]:
-        """Makes programs for those who look at them and run none. The first failure ends it."""
+        """Compile programs for inspection, without running them. The first failure ends it."""
         store = ProgramStore({spec: self.sources[spec] for spec in specs}, num_threads=num_threads or NUM_THREADS)
         store.compile(store.specs, progress)
         store.close()
         return store.ready
 
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
-        """The facts that decide how many blocks the pool has."""
+        """Return the facts that decide how many blocks the pool has."""
         return PoolRequest(
             bytes_per_block=pool_bytes_per_block(self.step),
             blocks_per_seq=self.geometry.num_blocks_of_longest,
@@ -124,14 +125,14 @@ class ServerPrograms:
         )
 
     def memory(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
-        """What all programs take of one device; `compiled` has at least the decisive ones."""
+        """Return the memory of all programs on one device; `compiled` has at least the decisive ones."""
         reports = {spec: ProgramReport.of(program.executable) for spec, program in compiled.items()}
         of_kind: dict[str, ProgramReport] = {spec.kind: reports[spec] for spec in _decisive(reports)}
         temps = {spec.kind: 0 for spec in reports}
         for spec, report in reports.items():
             temps[spec.kind] = max(temps[spec.kind], report.temp_bytes)
-        # A step's forward and whatever the device runs next to it: its sample, or the moves of the step after.
-        # Beside several steps, or rounds of proposals, the moves of the step after may run.
+        # A step's forward, and whatever the device runs next to it: its sample, or the moves of the next step.
+        # The next step's moves may also run next to a multi-step decode or to rounds of a draft model.
         several_bytes = max(temps.pop("decode", 0), temps.pop("speculate", 0))
         temp_bytes = max(temps.pop("forward"), several_bytes) + max(temps.values(), default=0)
         largest = of_kind["forward"]
@@ -146,25 +147,28 @@ class ServerPrograms:
         results = {kind: report.output_bytes - report.alias_bytes for kind, report in of_kind.items()}
         outputs = results["forward"] + max(results["sample"], results["edited"], results.get("speculate", 0))
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
-        # Some on their way to the host, one being read from the pool, one from the host.
+        # several in flight to the host, one being read from the pool, one from the host
         moving = (MAX_ON_THE_WAY + 2) * content_bytes(layout) * layout.local.bytes_per_block // layout.bytes_per_block
         last_tokens = 4 * self.step.num_places
         loading = of_kind.get("load_adapter")
-        if loading is not None:  # one adapter on its way to its slot
+        if loading is not None:  # one adapter in flight to its slot
             moving += loading.argument_bytes - loading.alias_bytes
         return _OVERLAPPED * (outputs + 4 * words + last_tokens) + moving + self._edit_bytes(of_kind)
 
     def _edit_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
-        """The counts of tokens, what changes the rows of two steps, and neutral values of it for each number of rows.
+        """Return the bytes of token counts, the logits processors of two steps, and their neutral values for each size.
 
-        An edit's words go along with what is given for each step: records, single tokens and masks.
+        The words of logits processors accompany each step: records, token biases and masks.
         """
         sizes = [spec.size for spec in self.sources if spec.kind == "edited"]
         row_words = EDIT_WORDS + 3 * NUM_SINGLES + num_mask_words(self.step.vocab_size)
         return of_kind["count"].alias_bytes + 4 * row_words * (sum(sizes) + _OVERLAPPED * max(sizes))
 
     def _told_bytes(self, reports: Mapping[ProgramSpec, ProgramReport]) -> int:
-        """What tells of two steps leave, which ask of each hidden state at most, as far as it may lie on the device."""
+        """Return the bytes that log-probabilities and hidden states of two steps take on the device, up to a limit.
+
+        It assumes that every hidden state is requested.
+        """
         num_hidden = self.step.num_places + self.step.num_told
         tells = [(spec.size, reports[spec].output_bytes) for spec in TELLS.values()]
         largest = max(-(-num_hidden // size) * num_bytes for size, num_bytes in tells)

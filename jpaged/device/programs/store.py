@@ -1,11 +1,11 @@
-"""Programs in one place: what is compiled, what it cost, and the rest of the list, which compiles meanwhile.
+"""The compiled programs of a server, their compile times, and the compilation of the remaining ones in the background.
 
     compile(specs)     waits for these                         a failure ends it
-    compile_rest()     returns at once; the others follow      a failure is logged; steps are padded to what there is
+    compile_rest()     returns at once; the others follow      a failure is logged; steps are padded to ready programs
 
-The order is that of need. `least_programs`, one of each kind, runs any step: the largest forward, the largest
-sample with top log-probabilities, and the smallest move of each kind, of which a large move needs many. After those
-come the shapes of a lone request that decodes, of a full batch that decodes, and everything between.
+The most needed programs come first. `least_programs`, one of each kind, runs any step: the largest forward, the largest
+sample with top log-probabilities, and the smallest move of each kind, which large moves run repeatedly. Then follow the
+shapes of a single decoding request, of a full decoding batch, and everything between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jpaged.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
-"""Tracing holds the interpreter's lock, XLA does not: two overlap the one with the other, more compile side by side."""
+"""Tracing holds the GIL, XLA does not: with two threads the two overlap, more compile in parallel."""
 
 Origin = Literal["compiled", "cache", "saved"]
 """Where a program came from: the compiler, the cache on disk, or a folder of saved programs."""
@@ -45,29 +45,29 @@ class CompiledProgram:
 
 @dataclass(frozen=True, slots=True)
 class ProgramSource:
-    """Makes one program: by compiling it, or by loading what was saved."""
+    """Makes one program: by compiling it, or by loading a saved one."""
 
     make: Callable[[], jax.stages.Compiled]
     is_saved: bool = False
 
     @classmethod
     def of(cls, lowering: Callable[[], jax.stages.Lowered]) -> ProgramSource:
-        """Traces, lowers and compiles."""
+        """Return a source that traces, lowers and compiles."""
         return cls(lambda: lowering().compile())
 
 
 class ProgramStore:
-    """Makes every program of a list on threads of its own, and knows which are ready.
+    """Makes every program of a list on its own threads, and records which are ready.
 
     Attributes:
         specs: the whole list, most needed first.
-        ready: what can run; grows.
-        num_failed: programs that could not be made after the wait was over.
+        ready: programs that can run; grows.
+        num_failed: programs whose background compilation failed.
 
     Args:
         sources: of every program, most needed first.
-        on_ready: called after each program has landed, one call at a time, on the thread that made it.
-        num_threads: programs that are made at a time.
+        on_ready: called after each program is ready, one call at a time, on the thread that made it.
+        num_threads: programs that are made concurrently.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class ProgramStore:
         self.num_failed = 0
 
     def sizes(self, kind: str, *, detail: Detail = Detail.TOKENS) -> tuple[int, ...]:
-        """The sizes of the programs of a kind that are ready, ascending."""
+        """Return the sizes of the ready programs of a kind, ascending."""
         found = [spec.size for spec in tuple(self.ready) if spec.kind == kind and spec.detail == detail]
         return tuple(sorted(found))
 
     def find(self, spec: ProgramSpec) -> jax.stages.Compiled:
-        """The executable of a program.
+        """Return the executable of a program.
 
         Raises:
             InternalError: it is not ready.
@@ -104,7 +104,7 @@ class ProgramStore:
         return program.executable
 
     def compile(self, specs: Collection[ProgramSpec], progress: Progress) -> None:
-        """Makes these programs, a few at a time, and returns when all are ready. The first failure ends it."""
+        """Make these programs, a few at a time, and return when all are ready. The first failure ends it."""
         progress("compiling", 0, len(specs))
         futures = self._submit(specs, lambda num_ready: progress("compiled", num_ready, len(specs)))
         try:
@@ -115,7 +115,7 @@ class ProgramStore:
             raise
 
     def compile_rest(self, progress: Progress) -> None:
-        """Makes all others in the background, and says so when there are none left."""
+        """Make all other programs in the background, and report progress when the last one is done."""
         rest = [spec for spec in self._sources if spec not in self.ready]
         begin = time.perf_counter()
 
@@ -131,7 +131,7 @@ class ProgramStore:
             self._threads.shutdown(wait=False)  # its threads end with the last program
 
     def summary(self, background_s: float) -> str:
-        """How many programs there are, and where they came from."""
+        """Return a text with the number of programs and their origins."""
         origins = [program.origin for program in self.ready.values()]
         counts = [f"{origins.count(origin)} {name}" for origin, name in _ORIGIN_NAMES.items() if origin in origins]
         failed = f", {self.num_failed} failed" if self.num_failed else ""
@@ -139,13 +139,13 @@ class ProgramStore:
         return f"{len(origins)} programs: {', '.join(counts)}{failed}{after}"
 
     def close(self) -> None:
-        """Begins no more programs; those that are being made are not kept."""
+        """Start no more programs; programs still being made are dropped."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._sources = {}
 
     def release(self) -> None:
-        """`close`, lets go of what there is, and waits for those that are being made: nothing goes on behind it."""
+        """Close, free all programs, and wait for those still being made, so that no thread runs afterwards."""
         self.close()
         self.ready = {}
         if self._threads is not None:
@@ -164,7 +164,7 @@ class ProgramStore:
         program = CompiledProgram(spec, executable, time.perf_counter() - begin, origin)
         with self._landing:
             if not self._sources:
-                return  # closed meanwhile
+                return  # closed in between
             self.ready = {**self.ready, spec: program}
             self._on_ready()
             report(len(self.ready))

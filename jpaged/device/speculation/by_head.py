@@ -1,13 +1,13 @@
-"""Proposals of a head: it runs tokens beside the model's hidden states of the ones in front of them.
+"""Proposals of an EAGLE-3 head: it runs each token together with the model's hidden state of the previous position.
 
     place in its pool   p - 1     p     p + 1   p + 2
-    token               x_p       a     b       c         x_p is a row's last token, a, b and c are proposed behind it
-    state               g         h     h       h         g is made of what the model had at p - 1, h is its own
+    token               x_p       a     b       c         x_p is a row's last token; a, b and c are proposed after it
+    state               g         h     h       h         g comes from the model's states at p - 1, h is the head's own
 
-What it makes of a token and of the state in front of it has the place of that state: the token's own place is that of
-keys which do not exist before the model has run it. Behind a round its own states are replaced by the model's of what
-was accepted, so that keys are of those alone. Of the last place that the model has run in a block the state is kept
-beside the pool: what runs next begins there, be it a round, a forward, or another request that found the block.
+The head's key for a token and the previous state has the place of that state: the token's own place has no model state
+before the model has run it. After a round, states that the head computed are replaced by the model's states of the
+accepted tokens, so that keys depend on those alone. For each block, the state of the last place that the model has run
+is kept next to the pool. The next run begins there: a round, a forward, or another request that found the block.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HeadPool = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The head's pool, and tokens of each row that it has yet to run with the model's states.
+    """The head's pool, and the tokens of each row that it has yet to run with the model's states.
 
     Attributes:
-        ids_rw: the first ones, so many as counts_r says, are in use; the last of them is the row's last token.
-        states_rwe: the model's, of the place in front of each.
-        places_r: the place of the first one's state.
+        ids_rw: the first `counts_r` are in use; the last of them is the row's last token.
+        states_rwe: the model's states of the position before each token.
+        places_r: the place of the first token's state.
     """
 
     pool: Shaped[Array, "P B ..."]
@@ -54,7 +54,7 @@ class HeadProposer:
     dispatch: Dispatch
 
     def begin(self, pool: HeadPool, reached: Reached) -> Due:
-        """See `Proposer`: what is due is each row's last token."""
+        """See `Proposer`. Each row's last token is to be run."""
         dispatch = self.dispatch
         width = dispatch.draft.num_tokens + 1
         places_r = jnp.maximum(dispatch.starts(reached) - 1, 0)
@@ -83,7 +83,7 @@ class HeadProposer:
         return proposals_rk, Due(keys, states_ne, kept.ids_rw, kept.states_rwe, kept.places_r, kept.counts_r)
 
     def verified(self, kept: Due, reached: Reached, verified: Verified) -> Due:
-        """See `Proposer`: what is due is what was drawn, beside the model's states in front of it."""
+        """See `Proposer`. The sampled tokens are to be run, with the model's states of the positions before them."""
         dispatch, drawn_rw, (features_tf,) = self.dispatch, verified.drawn_rw, verified.features
         num_used = dispatch.inputs["num_rows"] * drawn_rw.shape[1]
         states_te = dispatch.draft.step.model.combine(dispatch.draft_params, features_tf, num_used)
@@ -98,12 +98,12 @@ class HeadProposer:
         )
 
     def complete(self, kept: Due, reached: Reached) -> HeadPool:
-        """See `Proposer`: nothing is due any more."""
+        """See `Proposer`. No token is left to be run."""
         _, keys, states_ne = self._catch_up(kept)
         return keys, states_ne
 
     def _catch_up(self, kept: Due) -> tuple[Float[Array, "R E"], jax.Array, jax.Array]:
-        """Runs what is due: the hidden state of each row's last token, and both arrays of the pool."""
+        """Run the pending tokens; return the hidden state of each row's last token, and both arrays of the pool."""
         dispatch = self.dispatch
         places_w, lasts_r1 = jnp.arange(kept.ids_rw.shape[1]), kept.counts_r[:, None] - 1
         is_due_rw = (places_w <= lasts_r1) & dispatch.is_used_r[:, None]
@@ -124,13 +124,13 @@ class HeadProposer:
         positions_rw: Int[Array, "R W"],
         is_written_rw: Bool[Array, "R W"],
     ) -> tuple[Float[Array, "T E"], jax.Array]:
-        """The head over W tokens of each row: the hidden states, and its keys."""
+        """Run the head over W tokens of each row; return the hidden states, and its keys."""
         dispatch = self.dispatch
         rows = dispatch.rows_at(positions_rw, is_written_rw, dispatch.draft_tables_1sm)
         return dispatch.draft.step.run(dispatch.draft_params, keys, ids_rw.reshape(-1), rows, states_te)
 
     def _blocks(self, positions_rw: Int[Array, "R W"]) -> Int[Array, "R W"]:
-        """The block of each position; the null block where a row is not in use."""
+        """Return the block of each position; the null block for rows that are not in use."""
         tables_rm = self.dispatch.tables(self.dispatch.draft_tables_1sm)[0]
         blocks_rw = jnp.take_along_axis(tables_rm, positions_rw // self._block_size, axis=1, mode="clip")
         return jnp.where(self.dispatch.is_used_r[:, None], blocks_rw, 0)
@@ -141,5 +141,5 @@ class HeadProposer:
 
 
 def is_last_of_block(positions: Int[Array, "..."], block_size: int) -> Bool[Array, "..."]:
-    """Whether no place of a block is behind each of these."""
+    """Return True for each place that is the last of a block."""
     return positions % block_size == block_size - 1

@@ -1,7 +1,7 @@
 """Proposals of a draft model: it runs the tokens one after another, over its own keys.
 
-Behind a round in which everything was accepted it lacks the keys of its last proposal. So the first step of a round is
-over the last two tokens of each row, and one more step follows the last round where it has to.
+After a round in which everything was accepted, the pool lacks the keys of the last proposal. So the first step of a
+round runs the last two tokens of each row, and one more step follows the last round if keys are missing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What rounds hand on.
+    """State carried between rounds.
 
     Attributes:
         array: the draft's pool.
-        before_r: the token in front of each row's last one.
-        is_missing_r: whether the pool lacks the keys of that one.
+        before_r: the token before each row's last one.
+        is_missing_r: True if the pool lacks the keys of that token.
     """
 
     array: Shaped[Array, "P B ..."]
@@ -74,7 +74,7 @@ class ModelProposer:
         return Pool(kept.array, verified.proposals_rk[:, -1], verified.counts_r > self.dispatch.draft.num_tokens)
 
     def complete(self, kept: Pool, reached: Reached) -> Any:
-        """See `Proposer`: the pool has the keys that the last round left out."""
+        """See `Proposer`. Adds the keys that the last round left out."""
         positions_r1 = jnp.maximum(self.dispatch.starts(reached) - 1, 0)[:, None]
 
         def run(pool: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ class ModelProposer:
     def _run(
         self, pool: jax.Array, ids_rw: Int[Array, "R W"], positions_rw: jax.Array, is_written_rw: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The draft over W tokens of each row: the hidden state of the last one, and its pool."""
+        """Run the draft over W tokens of each row; return the hidden state of the last one, and its pool."""
         dispatch = self.dispatch
         rows = dispatch.rows_at(positions_rw, is_written_rw, dispatch.draft_tables_1sm)
         hidden_te, pool = dispatch.draft.step.run(dispatch.draft_params, pool, ids_rw.reshape(-1), rows)

@@ -1,4 +1,4 @@
-"""A dispatch of rounds on the device: which rows there are, how they are run and sampled, and who proposes for them."""
+"""A dispatch of speculative rounds on the device: its rows, how they run and are sampled, and the proposer protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How far the rows are.
+    """Progress of the rows.
 
     Attributes:
         ids_r: the last token of each row, whose keys are in neither pool.
@@ -37,13 +37,13 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What came of a round.
+    """Result of the verification of a round.
 
     Attributes:
-        proposals_rk: that the model was shown behind each row's last token.
-        drawn_rw: what it drew behind that token and each of them.
-        counts_r: how many of those are tokens of the row.
-        features: what a head watches, `[R * W, F]`.
+        proposals_rk: the proposals that the model ran after each row's last token.
+        drawn_rw: tokens sampled after that token and after each proposal.
+        counts_r: how many of the sampled tokens the row accepts.
+        features: hidden states that a head takes, `[R * W, F]`.
     """
 
     proposals_rk: Int[Array, "R K"]
@@ -56,19 +56,23 @@ Kept = TypeVar("Kept")
 
 
 class Proposer(Protocol[Kept]):
-    """Proposes tokens, and keeps what it needs for that from round to round: a tree of arrays, its pool among them."""
+    """Proposes tokens. Its state between rounds is a tree of arrays that includes its pool."""
 
     def begin(self, pool: Any, reached: Reached) -> Kept:
-        """What it keeps before the first round."""
+        """Return the state before the first round."""
 
     def propose(self, kept: Kept, reached: Reached) -> tuple[Int[Array, "R K"], Kept]:
-        """The tokens proposed for each row."""
+        """Return the tokens proposed for each row, and the new state."""
 
     def verified(self, kept: Kept, reached: Reached, verified: Verified) -> Kept:
-        """Takes what came of a round in front of which the rows were so far."""
+        """Return the state after the verification of a round.
+
+        Args:
+            reached: progress of the rows before the round.
+        """
 
     def complete(self, kept: Kept, reached: Reached) -> Any:
-        """The pool behind the last round."""
+        """Return the pool after the last round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +97,20 @@ class Dispatch:
         return jnp.arange(self.num_rows) < self.inputs["num_rows"]
 
     def ends(self, ids: Int[Array, "R ..."]) -> Bool[Array, "R ..."]:
-        """Whether each token ends its row."""
+        """Return True for each token that ends its row."""
         ending = self.ending_token_ids_rx.reshape(self.num_rows, *[1] * (ids.ndim - 1), -1)
         return jnp.any(ids[..., None] == ending, axis=-1)
 
     def left(self, reached: Reached) -> Int[Array, "R"]:
-        """Tokens that each row may still sample."""
+        """Return the number of tokens that each row may still sample."""
         return jnp.where(reached.has_ended_r, 0, self.num_left_r - reached.num_done_r)
 
     def starts(self, reached: Reached) -> Int[Array, "R"]:
-        """The position of each row's last token."""
+        """Return the position of each row's last token."""
         return self.inputs["positions_t"] + reached.num_done_r
 
     def places(self, reached: Reached, places_w: Int[Array, "W"]) -> tuple[Int[Array, "R W"], Bool[Array, "R W"]]:
-        """Positions behind the last token of each row, as far as it has blocks, and whether it has."""
+        """Return positions after each row's last token, clipped to the row's blocks, and True for those within them."""
         left_r1 = self.left(reached)[:, None]
         positions_rw = self.starts(reached)[:, None] + jnp.clip(places_w, 0, jnp.maximum(left_r1 - 1, 0))
         return positions_rw, places_w < left_r1
@@ -114,7 +118,10 @@ class Dispatch:
     def rows_at(
         self, positions_rw: Int[Array, "R W"], is_written_rw: Bool[Array, "R W"], tables_gsm: Int[Array, "G S M"]
     ) -> dict[str, jax.Array]:
-        """A step of a row for each of W tokens of each row; keys that are not to be written go to the null block."""
+        """Return the inputs of a step with a row for each of W tokens of each row.
+
+        Keys that are not to be written go to the null block.
+        """
         width = positions_rw.shape[1]
         block_size, num_used = self.step.layout.block_size, self.inputs["num_rows"] * width
         tables_grm = self.tables(tables_gsm)
@@ -133,16 +140,16 @@ class Dispatch:
         }
 
     def tables(self, tables_gsm: Int[Array, "G S M"]) -> Int[Array, "G R M"]:
-        """The block tables of the rows."""
+        """Return the block tables of the rows."""
         return tables_gsm[:, jnp.minimum(jnp.arange(self.num_rows), tables_gsm.shape[1] - 1)]
 
     @property
     def draft_tables_1sm(self) -> Int[Array, "1 S M"]:
-        """The block tables by which the draft's pool is reached."""
+        """Block tables of the draft's pool."""
         return self.inputs["block_tables_gsm"][self.draft.group][None]
 
     def sampling_at(self, num_before_rw: Int[Array, "R W"]) -> RowSampling:
-        """How W tokens of each row are sampled, behind so many that it has sampled before."""
+        """Return the sampling inputs of W tokens of each row, each after `num_before_rw` sampled tokens."""
         width = num_before_rw.shape[1]
         how: RowSampling = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), self.how)
         return dataclasses.replace(how, positions_r=how.positions_r + num_before_rw.reshape(-1))
@@ -150,7 +157,7 @@ class Dispatch:
     def propose_from(
         self, hidden_re: Float[Array, "R E"], reached: Reached, place: int | Int[Array, ""]
     ) -> Int[Array, "R"]:
-        """What the draft proposes for a place behind the rows' last tokens, sampled as the model samples there."""
+        """Return the draft's proposal for a place after the rows' last tokens, sampled as the model samples there."""
         how, last_id = self.sampling_at((reached.num_done_r + place)[:, None]), self.step.vocab_size - 1
         sampled = self.draft.step.sample(self.draft_params, hidden_re, how, Detail.TOKENS)
         return jnp.clip(sampled.token_ids_r, 0, last_id)

@@ -1,4 +1,4 @@
-"""The draft model, or the head, beside the model: what it has to be, and its sizes. Allocates and compiles nothing."""
+"""The draft model or head next to the model: its requirements and sizes. Allocates and compiles nothing."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from jpaged.models.model import Model
 
 NAME = "speculative_config"
 DRAFT = "draft"
-"""The draft's parameters among those of a step that has one."""
+"""Key of the draft's parameters in those of a step that has one."""
 _EMBEDDING = "embed"
 _FEW_ROWS = (1, 2, 4)
-"""Fewer than a decode is padded to."""
+"""Fewer rows than the smallest decode."""
 
 
 def with_draft(
     step: Step, geometry: Geometry, draft: Model, options: EngineConfig, speculation: SpeculativeOptions
 ) -> tuple[Step, Geometry]:
-    """The step with a draft model beside its own, and the sizes with those of its programs.
+    """Return the step with a draft model next to its own, and the geometry with the sizes of the speculative programs.
 
     Raises:
-        InvalidArgument: the two do not go together, or an option does not go with a draft model.
-        Unsupported: the attention backend that was chosen cannot run the draft.
+        InvalidArgument: the two models do not match, or an option is incompatible with a draft model.
+        Unsupported: the chosen attention backend cannot run the draft.
     """
     _check_options(step, geometry, options)
     watched, shares_embedding = _check_model(step, geometry, draft), False
@@ -63,10 +63,10 @@ def with_draft(
 
 
 def draft_params_for(draft: Draft, params: Params, model_params: Params) -> Params:
-    """The draft's parameters on its device, as its programs take them, from those of the model as published.
+    """Return the draft's parameters on its device, as its programs take them, from the published parameters.
 
     Args:
-        model_params: as programs of the model that it proposes for take them.
+        model_params: the target model's parameters, as its programs take them.
 
     Raises:
         InvalidArgument: they are of other shapes.
@@ -77,12 +77,12 @@ def draft_params_for(draft: Draft, params: Params, model_params: Params) -> Para
 
 
 def abstract_draft_params(draft: Draft, model_params: Params) -> Params:
-    """Shapes of `draft_params_for`."""
+    """Return the shapes of `draft_params_for`."""
     return _with_shared(draft, params_for(draft.step, _placement(draft).abstract_params()), model_params)
 
 
 def own_params(step: Step, params: Params) -> Params:
-    """The parameters without what the draft takes of the model's."""
+    """Return the parameters without those that the draft shares with the model."""
     if step.draft is None or not step.draft.shares_embedding:
         return params
     return {**params, DRAFT: {name: tree for name, tree in params[DRAFT].items() if name != _EMBEDDING}}
@@ -93,25 +93,25 @@ def _with_shared(draft: Draft, params: Params, model_params: Params) -> Params:
 
 
 def _placement(draft: Draft) -> Placement:
-    """Where the draft's own parameters are."""
+    """Return the placement of the draft's own parameters."""
     step = draft.step
     model = _with_embedding(step.model, has_embedding=False) if draft.shares_embedding else step.model
     return Placement.of(model, step.mesh, step.layer_mode)
 
 
 def _with_embedding(head: Model, *, has_embedding: bool) -> Model:
-    """The head with an embedding among its parameters, or without."""
+    """Return the head with or without an embedding among its parameters."""
     assert isinstance(head.config, EagleConfig)
     return Model(dataclasses.replace(head.config, has_embedding=has_embedding), head.dtype)
 
 
 def split_params(params: Params) -> tuple[Params, Params]:
-    """The model's parameters, and the draft's, which are none where there is no draft."""
+    """Return the model's parameters and the draft's; the latter are empty without a draft."""
     return {name: tree for name, tree in params.items() if name != DRAFT}, params.get(DRAFT, {})
 
 
 def pool_bytes_per_block(step: Step) -> int:
-    """What one device holds of a block in the pools of a step."""
+    """Return the bytes that one device holds of a block in all pools of a step."""
     num_bytes = step.layout.local.bytes_per_block
     if step.draft is None:
         return num_bytes
@@ -121,7 +121,7 @@ def pool_bytes_per_block(step: Step) -> int:
 
 
 def abstract_states(draft: Draft) -> jax.ShapeDtypeStruct:
-    """What a head keeps beside its keys, `[N + 1, E]`, as shapes; see `by_head`."""
+    """Return the shape of the states that a head keeps next to its keys, `[N + 1, E]`; see `by_head`."""
     step = draft.step
     shape = step.layout.blocks_per_layer, step.model.config.hidden_size
     return jax.ShapeDtypeStruct(shape, step.model.dtype, sharding=replicated(step.mesh))
@@ -137,7 +137,7 @@ def _check_options(step: Step, geometry: Geometry, options: EngineConfig) -> Non
 
 
 def _check_model(step: Step, geometry: Geometry, draft: Model) -> tuple[int, ...]:
-    """Holds the draft to the vocabulary and the length of what it proposes for; the layers that a head watches."""
+    """Check the draft's vocabulary and length against the target model; return the layers whose states a head takes."""
     config = draft.config
     if config.vocab_size != step.vocab_size:
         raise InvalidArgument(
@@ -157,7 +157,7 @@ def _check_model(step: Step, geometry: Geometry, draft: Model) -> tuple[int, ...
 
 
 def _check_head(head: EagleConfig, step: Step) -> tuple[int, ...]:
-    """Holds a head to the hidden states of the model; the layers that it watches."""
+    """Check a head against the model's hidden states; return the layers whose states it takes."""
     field, config = f"{NAME}.model", step.model.config
     if head.target_hidden_size != config.hidden_size:
         raise InvalidArgument(
@@ -178,7 +178,7 @@ def _check_head(head: EagleConfig, step: Step) -> tuple[int, ...]:
 
 
 def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineConfig) -> Step:
-    """The draft's own step: blocks and rows are the model's, keys and values are kept as it computes them."""
+    """Return the draft's own step: it shares blocks and rows with the model, and stores keys and values unquantized."""
     options = options.replace(
         block_size=geometry.block_size,
         max_num_seqs=geometry.max_num_seqs,
@@ -192,7 +192,7 @@ def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineCon
     config = where.model.config
     groups = KVGroups((None,), config.num_layers, tuple((0, layer) for layer in range(config.num_layers)))
     num_parts = num_shards(step.mesh)
-    layout = dataclasses.replace(  # what was chosen is one device's part
+    layout = dataclasses.replace(  # the chosen layout is one device's part
         chosen.layout,
         num_blocks=step.layout.num_blocks,
         block_size=step.layout.block_size,
@@ -214,9 +214,9 @@ def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineCon
 
 
 def _wanted_rows(geometry: Geometry, speculation: SpeculativeOptions, platform: str) -> list[int]:
-    """Numbers of rows that tokens are proposed for.
+    """Return the numbers of rows that speculative rounds are compiled for.
 
-    A CPU takes as much longer for each row of padding, of which there would be several times as many as proposals.
+    On a CPU a padding row costs the same as any other, times the number of proposals, so there are more sizes.
     """
     rows, most = geometry.buckets.rows, speculation.disable_by_batch_size
     sizes = sorted({*_FEW_ROWS, *rows}) if platform == "cpu" else rows
@@ -224,7 +224,7 @@ def _wanted_rows(geometry: Geometry, speculation: SpeculativeOptions, platform: 
 
 
 def _fits(step: Step, draft: Step, geometry: Geometry, num_in_round: int) -> bool:
-    """Whether a round of so many tokens is no larger than a step, and both kernels take as many rows."""
+    """Return True if a round of this many tokens is no larger than a step, and both kernels support its rows."""
 
     def can_run(step: Step) -> bool:
         num_heads = step.model.config.num_heads // num_shards(step.mesh)

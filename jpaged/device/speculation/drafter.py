@@ -1,4 +1,4 @@
-"""The draft's parameters and its pool, and the calls of its programs."""
+"""The draft's parameters and pool, and the calls of the speculative programs."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class HeadPools:
         self._pools = keys, states
 
     def take(self) -> HeadPool:
-        """See `KVPool`."""
+        """Take both arrays; see `KVPool`."""
         keys, states = self._pools
         return keys.take(), states.take()
 
     def put(self, arrays: HeadPool) -> None:
-        """See `KVPool`."""
+        """Return both arrays; see `KVPool`."""
         for pool, array in zip(self._pools, arrays, strict=True):
             pool.put(array)
 
     def release(self) -> None:
-        """See `KVPool`."""
+        """Free both arrays; see `KVPool`."""
         for pool in self._pools:
             pool.release()
 
 
 class Drafter:
-    """Owns the draft's parameters and its pool, which has the blocks of the model's.
+    """Owns the draft's parameters and its pool, which has the same blocks as the model's.
 
-    Blocks that leave for the host and come back are not moved here: what the draft's pool has of them then is
-    another's, until it is shown their tokens.
+    Swaps move no blocks of the draft's pool. After a swap-in the draft's blocks have other contents until it has run
+    their tokens.
 
     Args:
         params: the draft's.
@@ -72,19 +72,19 @@ class Drafter:
         self._programs = programs
 
     def show(self, packed: PackedForward) -> None:
-        """Starts the draft over tokens that it has not seen."""
+        """Start the draft over tokens that it has not seen."""
         program = self._programs.find(ProgramSpec("draft", packed.num_tokens))
         self._pool.put(program(self._params, self._pool.take(), packed.words))
 
     def forward(self, packed: PackedForward) -> jax.Array:
-        """Starts the model over a step's tokens, as `StepRunner.forward`."""
+        """Start the model over a step's tokens, as `StepRunner.forward`."""
         return self._runner.forward(packed)
 
     def catch_up(self) -> None:
-        """Starts what is left to do behind the last forward: nothing."""
+        """Start the draft's pending work after the last forward; a draft model has none."""
 
     def move(self, moves: BlockMoves) -> None:
-        """Starts copies of blocks; other moves are the model's alone."""
+        """Start copies of blocks; other moves concern only the model."""
         self.catch_up()
         if moves.move is Move.COPY:
             for size, ids_2c in copies_of(moves, self._programs.sizes("draft_copy")):
@@ -99,7 +99,7 @@ class Drafter:
         num_left_r: I32,
         num_rounds: int,
     ) -> jax.Array:
-        """Starts rounds of proposals; the outputs as one array, on their way to the host."""
+        """Start rounds of proposals; return the outputs as one array, with the copy to the host started."""
         self.catch_up()
         num_rows = len(sampling.rows_r)
         program = self._programs.find(ProgramSpec("speculate", num_rows))
@@ -107,23 +107,23 @@ class Drafter:
         return self._runner.speculate(program, words, self._params, self._pool)
 
     def release(self) -> None:
-        """Frees the pool, and lets go of the parameters. Idempotent."""
+        """Free the pool, and drop the parameters. Idempotent."""
         self._pool.release()
         self._params = {}
 
 
 class HeadDrafter(Drafter):
-    """A head's, which runs behind each forward of the model, but also behind the sample: a token does not wait for it.
+    """Drafter of a head, which runs after each forward of the model and its sample, so that no token waits for it.
 
         forward n | sample n | draft n | forward n + 1 | ...
 
-    Blocks that came back from the host have none of its keys.
+    Swapped-in blocks lack the head's keys.
     """
 
     _due: tuple[PackedForward, jax.Array, list[jax.Array]] | None = None
 
     def show(self, packed: PackedForward) -> None:
-        """Cannot be: there are no states of tokens that the model runs no more.
+        """Raise: there are no hidden states of tokens that the model does not run again.
 
         Raises:
             InternalError: always.
@@ -131,7 +131,7 @@ class HeadDrafter(Drafter):
         raise InternalError(f"a head is shown {packed.num_tokens} tokens without their states")
 
     def forward(self, packed: PackedForward) -> jax.Array:
-        """See `Drafter`."""
+        """Start the model over a step's tokens; see `Drafter`."""
         self.catch_up()
         last_tokens = self._runner.last_tokens
         hidden_se = self._runner.forward(packed)
@@ -139,7 +139,7 @@ class HeadDrafter(Drafter):
         return hidden_se
 
     def catch_up(self) -> None:
-        """Starts the head behind the last forward, where it has not been."""
+        """Start the head over the tokens of the last forward, unless it has run them."""
         if self._due is None:
             return
         (packed, last_tokens, features), self._due = self._due, None
@@ -147,7 +147,7 @@ class HeadDrafter(Drafter):
         self._pool.put(program(self._params, self._pool.take(), last_tokens, packed.words, *features))
 
     def release(self) -> None:
-        """See `Drafter`."""
+        """Free the pool; see `Drafter`."""
         self._due = None
         super().release()
 
@@ -155,7 +155,7 @@ class HeadDrafter(Drafter):
 def drafter_of(
     step: Step, geometry: Geometry, params: Params, runner: StepRunner, programs: ProgramStore
 ) -> Drafter | None:
-    """The drafter of a step, with a pool of its own; None where it has no draft."""
+    """Return the drafter of a step, with its own pool; None if the step has no draft."""
     draft = step.draft
     if draft is None:
         return None

@@ -1,13 +1,13 @@
-"""The head behind a forward of the model, over the same tokens and the states that it watched of them.
+"""The head's run after a forward of the model, over the same tokens and the model's hidden states of them.
 
     draft[T]   (head params, head's pool, last tokens, inputs, features) -> head's pool      donated, updated in place
 
     tokens of a row        x4   x5   x6        a chunk, or the one of a decode
-    state in front         g3   g4   g5        g3 was kept of the step before (`by_head`), and so will be g6
+    previous state         g3   g4   g5        g3 was kept by the step before (`by_head`); this one keeps g6
     place in its pool       3    4    5
 
-A row that begins its sequence has no state in front of its first token. Its places are 0, 1, ..., of the tokens behind;
-the last one of them is not known yet, and its key goes to the null block.
+A row that begins its sequence has no state before its first token. Its places are 0, 1, ..., with the tokens after
+them; the last of those tokens is not known yet, and its key goes to the null block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def packed_follow(
     *,
     packing: Packing,
 ) -> HeadPool:
-    """Runs the head on inputs that are packed as the forward had them; its pool, with keys and states."""
+    """Run the head on packed inputs of the forward; return its pool, with keys and states."""
     inputs, (keys, states_ne) = packing.unpack(words), pool
     sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
     ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
@@ -73,5 +73,5 @@ def packed_follow(
 
 
 def _behind(states_te: Float[Array, "T E"]) -> Float[Array, "T E"]:
-    """Each state in the place behind its own."""
+    """Shift each state to the next place."""
     return jnp.roll(states_te, 1, axis=0)

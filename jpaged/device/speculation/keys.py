@@ -1,9 +1,9 @@
-"""The draft model over tokens that the model has run, so that its pool has their keys when it is to propose.
+"""The draft model's run over tokens that only the model has run, so that its pool has their keys before it proposes.
 
     draft[T]   (draft params, draft pool, inputs) -> draft pool      donated, updated in place
 
-It takes inputs as a forward does, of tokens that the host knows, and gives no hidden state: XLA leaves out what only
-those would need.
+It takes inputs as a forward does, with tokens known to the host. It returns no hidden states: XLA removes what only
+they would need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def packed_keys(
     *,
     packing: Packing,
 ) -> Shaped[Array, "P B ..."]:
-    """Runs the draft's layers on inputs that are packed; the pool, with the keys and values of their tokens."""
+    """Run the draft's layers on packed inputs; return the pool, with the keys and values of their tokens."""
     inputs = packing.unpack(words)
     by_group = {name: inputs[name][draft.group][None] for name in ("slots_gt", "block_tables_gsm")}
     return draft.step.run(params, pool, inputs["token_ids_t"], {**{name: inputs[name] for name in _READ}, **by_group})[

@@ -1,4 +1,4 @@
-"""How the programs of a draft model or a head are lowered."""
+"""Lowering of the programs of a draft model or a head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jpaged.models.quantisation.tree import dense_formats
 def lower_speculation(
     spec: ProgramSpec, step: Step, geometry: Geometry, params: tuple[Params, Params]
 ) -> jax.stages.Lowered:
-    """Traces and lowers one of them.
+    """Trace and lower a program.
 
     Args:
         params: the model's and the draft's, or shapes of them.
@@ -72,7 +72,7 @@ def lower_speculation(
 
 
 def copy_blocks(draft: Draft, pool: HeadPool, ids_2c: jax.Array) -> HeadPool:
-    """Copies blocks of a head's pool, and the states that belong to them."""
+    """Copy blocks of a head's pool, and the states that belong to them."""
     (keys, states_ne), (sources, destinations), layout = pool, ids_2c, draft.step.layout
     copied_ne = states_ne.at[destinations].set(states_ne[sources])
     return layout.write_blocks(keys, destinations, layout.read_blocks(keys, sources)), copied_ne

@@ -1,4 +1,4 @@
-"""What a dispatch with proposals takes in one buffer, and what it gives, in a row of columns for each round."""
+"""Inputs of a dispatch of speculative rounds in one buffer, and its outputs, a row of columns per round."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from jpaged.device.step.runner import NUM_TOKEN_COLUMNS, DecodePacking
 from jpaged.engine.executor import I32, Geometry, SamplingInputs, Speculated, StepInputs, StepOutputs
 
 _NUM_COUNTS = 3
-"""Columns in front of the draws: tokens of the round, proposals, proposals that were accepted."""
+"""Columns before the sampled tokens: tokens of the round, proposals, accepted proposals."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculatePacking:
-    """One host buffer for all that rounds of R rows take. Hashable: static under jit.
+    """One host buffer for all inputs of rounds of R rows. Hashable: static under jit.
 
-    what a decode takes | tokens that each row may still sample [R]
+    inputs of a decode | tokens that each row may still sample [R]
     """
 
     decode: DecodePacking
 
     @classmethod
     def of(cls, num_rows: int, geometry: Geometry) -> SpeculatePacking:
-        """The packing for so many rows."""
+        """Return the packing for this number of rows."""
         return cls(DecodePacking(forward_packing(num_rows, geometry), num_rows))
 
     @property
@@ -46,23 +46,23 @@ class SpeculatePacking:
         num_left_r: I32,
         num_rounds: int,
     ) -> I32:
-        """A fresh buffer: the device may read it after the call."""
+        """Return the inputs in a new buffer: the device may read it after the call."""
         words = self.decode.pack(inputs, sampling, ending_token_ids_rx, num_rounds)
         return np.concatenate([words, num_left_r.astype(np.int32)])
 
 
 def num_columns(num_draft_tokens: int) -> int:
-    """Columns of a row's round: its counts, draws, and whether each is sound."""
+    """Return the columns of a row's round: counts, sampled tokens, and whether each one's logits were finite."""
     return _NUM_COUNTS + 2 * (num_draft_tokens + 1)
 
 
 def is_of_rounds(outputs: NDArray[np.int32]) -> bool:
-    """Whether outputs are those of rounds, `[rounds, R, C]`, rather than of a sample or a decode."""
+    """Return True if outputs are those of rounds, `[rounds, R, C]`, and not of a sample or a decode."""
     return outputs.ndim == 3 and outputs.shape[2] > NUM_TOKEN_COLUMNS
 
 
 def unpack_rounds(outputs_nrc: NDArray[np.int32]) -> StepOutputs:
-    """The outputs of rounds on the host: the tokens of each row one after the other, as many as the longest has."""
+    """Return the outputs of rounds on the host: each row's tokens in order, padded to the longest row."""
     counts_nr, proposed_nr, accepted_nr = np.moveaxis(outputs_nrc[..., :_NUM_COUNTS], 2, 0)
     drawn_rnw, is_sound_rnw = np.split(outputs_nrc[..., _NUM_COUNTS:].swapaxes(0, 1), 2, axis=2)
     num_tokens_r = counts_nr.sum(axis=0, dtype=np.int32)
@@ -80,6 +80,6 @@ def unpack_rounds(outputs_nrc: NDArray[np.int32]) -> StepOutputs:
 def unpack_words(
     words: jax.Array, packing: SpeculatePacking
 ) -> tuple[tuple[dict[str, jax.Array], jax.Array, jax.Array, dict[str, jax.Array]], jax.Array]:
-    """On the device: what a decode takes, in its order, and what each row may still sample."""
+    """Return a decode's inputs, in their order, and the tokens that each row may still sample; runs on the device."""
     step, (num_rounds, _), ending_rx, rows = packing.decode.unpack(words[: packing.decode.size])
     return (step, num_rounds, ending_rx, rows), words[packing.decode.size :]

@@ -5,14 +5,15 @@
     position       p     p+1   p+2   p+3
     the draft      x ──> a ──> b ──> c           one after another, sampled as the model samples: with the same noise
     the model      x     a     b     c           in one step, a row each: what single decode steps compute, to the bit
-    it draws       a     b     y     .           the proposals that were drawn, and the draw behind them, are tokens
-    goes on with               y at p + 3
+    it samples     a     b     y     .           accepted: proposals equal to the sampled tokens, and the token after
+        them
+    continues with             y at p + 3
 
-Which draws count is told in `jpaged.engine.speculation.verification`. A row writes keys at positions that it has blocks
-for and nowhere else; what lies behind goes to the null block, and what is drawn there means nothing.
+The acceptance rule is documented in `jpaged.engine.speculation.verification`. A row writes keys only at positions for
+which it has blocks. Later positions write to the null block, and their samples are ignored.
 
-Keys of the draft that are missing or are another's, as of tokens that the model alone has run and the draft was not
-shown, cost acceptance and nothing else; nor do ids that NaN made of them.
+Missing or wrong keys of the draft, for example of tokens that only the model has run, reduce acceptance and have no
+other effect. Ids that a draft computed from NaN are harmless, too.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int, Shaped
 
 Pools = tuple[jax.Array, Any]
-"""The model's, and the draft's, which with a head has states beside keys."""
+"""Pools of the model and of the draft; a head's has states next to keys."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What rounds hand on.
+    """State of the loop over rounds.
 
     Attributes:
-        num_rounds: that were run.
+        num_rounds: rounds that were run.
         pool: as the last round left it.
-        kept: what who proposes keeps, the draft's pool among it.
-        reached: how far the rows are.
+        kept: the proposer's state, with the draft's pool.
+        reached: progress of the rows.
         outputs_nrc: the columns of each round.
     """
 
@@ -69,7 +70,7 @@ class _Rounds:
     proposer: Proposer[Any]
 
     def run(self, state: _State) -> _State:
-        """One round."""
+        """Run one round."""
         dispatch, reached = self.dispatch, state.reached
         step, num_tokens = dispatch.step, dispatch.draft.num_tokens
         proposals_rk, kept = self.proposer.propose(state.kept, reached)
@@ -114,11 +115,10 @@ def packed_speculate(
     *,
     packing: SpeculatePacking,
 ) -> tuple[Pools, Int[Array, "S"], Int[Array, "N R C"]]:
-    """Runs the rounds, on inputs that are packed, until every row has ended.
+    """Run the rounds on packed inputs until every row has ended.
 
     Returns:
-        the pools, the tokens that the rows sampled last, and of each round the columns that `unpack_rounds` takes
-        apart.
+        the pools, the tokens that the rows sampled last, and for each round the columns that `unpack_rounds` parses.
     """
     if step.draft is None:
         raise InternalError("rounds of proposals without a draft model")

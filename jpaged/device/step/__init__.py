@@ -1,14 +1,14 @@
 """One step as two pure programs over packed inputs.
 
 forward.py     the model over packed tokens, then the sampler over rows
-decode.py      the two again and again, in one program
-feeding.py     what host and program tell each other while it runs
-runner.py      what a call takes in one buffer, the pool between two calls, and the calls
-edits.py       logits that are changed before a token is sampled
-context.py     contexts over the devices of a mesh
-told.py        what tells gave, on its way to the host
+decode.py      several decode steps in one program
+feeding.py     the mask channel between the host and a running program
+runner.py      inputs of a call in one buffer, the pool between two calls, and the calls
+edits.py       logits processors
+context.py     contexts split over the devices of a mesh
+told.py        log-probabilities and hidden states in flight to the host
 sampling.py    logits -> the next token of each row
-experts.py     experts over the devices of a mesh
-products.py    quantised matrices over them, where a kernel multiplies
+experts.py     experts split over the devices of a mesh
+products.py    quantized matrices split over devices, for matmuls in kernels
 vocabulary.py  the vocabulary as columns, whole or split over devices
 """

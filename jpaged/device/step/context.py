@@ -1,21 +1,21 @@
-"""Contexts over the devices of a mesh: of every sequence, device d of c keeps the positions p with p % c = d.
+"""Contexts split over the devices of a mesh: device d of c stores the positions p of every sequence with p % c = d.
 
     position    0 1 2 3 4 5 6 7 | 8 9 ...         c = 2, blocks of 8 slots, 4 of them on each device
     device 0    0   2   4   6   | 8 ...           its slots 0 1 2 3 of the first block, 0 of the second
     device 1      1   3   5   7 |   9 ...
 
-So block tables, and whoever gives blocks out, know of one kind of block; a device holds 1 / c of any context, however
-long it is. Each attends to what it holds, and the parts are merged by the logarithms of their sums of exponentials.
+So block tables and the block allocator are unaware of the split; a device holds 1 / c of any context, however long.
+Each device attends to its own keys, and the parts are merged by the logarithms of their sums of exponentials.
 
-Of queries that are c positions apart each sees one key more than the one before, on every device. A row of many is
-therefore taken apart into c rows, and to each of those a device's own keys are a causal context like any other:
+Of queries that are c positions apart each sees one key more than the previous one, on every device. A row of many
+queries is therefore split into c rows. For each of those, a device's own keys are a causal context like any other:
 
     packed      5 6 7 8 9          one row, whose queries have these positions
     in order    5 7 9 | 6 8        two rows; the first sees 3 4 5 keys on both devices, the second 4 5 and 3 4
 
-No kernel has to know of it: a row's first query is at (p - d) // c among a device's keys, and a window is as long
-there as its part, W / c. All devices have equal work, prompts included. That tokens dealt out in turn balance causal
-attention is what Striped Attention (Brandon et al., 2023) found; the order is made once a step, ahead of the layers.
+Kernels are unaware of it: a row's first query is at (p - d) // c among a device's keys, and a window has the length of
+its part, W / c. All devices have equal work, also in prompts. Striped Attention (Brandon et al., 2023) found that
+interleaving tokens balances causal attention; the order is computed once per step, before the layers.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _OF_TOKENS = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class ContextOrder:
-    """A step's tokens in an order in which each row's are by their distance from its first, modulo c.
+    """Order of a step's tokens in which each row's tokens are sorted by their distance from its first one, modulo c.
 
     Attributes:
-        tokens_t: the packed token that comes to each place.
-        places_t: where each packed token comes to.
-        rows_u: whose part each of the new rows is.
-        offsets_u: how far behind that row's first query its own first one is, below c.
+        tokens_t: the packed token at each place.
+        places_t: the place of each packed token.
+        rows_u: the original row of each new row.
+        offsets_u: distance of the new row's first query from the original row's first query, below c.
         query_starts_u1: as of `RaggedRows`.
-        firsts_s1: the first of the new rows that is a part of each row, and the number of them all.
+        firsts_s1: the first new row of each original row, and the number of all new rows.
     """
 
     tokens_t: Int[Array, "T"]
@@ -66,7 +66,7 @@ class ContextOrder:
     def of(
         cls, query_starts_s1: Int[Array, "S+1"], num_rows: Int[Array, ""], num_tokens: int, num_parts: int
     ) -> ContextOrder:
-        """The order of a step of so many packed tokens, padding included, which stays where it is."""
+        """Build the order of a step of `num_tokens` packed tokens, including padding, which keeps its places."""
         starts_s, last = query_starts_s1[:-1], query_starts_s1.shape[0] - 2
         nums_s = jnp.where(jnp.arange(last + 1) < num_rows, query_starts_s1[1:] - starts_s, 0)
         firsts_s1 = jnp.pad(jnp.cumsum(jnp.minimum(nums_s, num_parts)), (1, 0)).astype(jnp.int32)
@@ -90,15 +90,15 @@ class ContextOrder:
         return cls(tokens_t, places_t, rows_u, offsets_u, jnp.append(begins_u, end).astype(jnp.int32), firsts_s1)
 
     def ordered(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The fields of `StepInputs` with those that tokens have in this order."""
+        """Return the fields of `StepInputs`, with per-token fields in this order."""
         return {**inputs, **{name: inputs[name][..., self.tokens_t] for name in _OF_TOKENS if name in inputs}}
 
     def rows_of(self, rows: RaggedRows, part: Int[Array, ""], num_parts: int) -> RaggedRows:
-        """The new rows over the keys that one device holds.
+        """Return the new rows over the keys that one device holds.
 
         Args:
-            rows: as the scheduler has them; where they begin behind a prefix it is whole blocks long.
-            part: which device of the axis it is, from 0.
+            rows: as the scheduler has them; a prefix that they skip is a multiple of the block size.
+            part: index of the device on the axis, from 0.
         """
         row_u, counts_u = self.rows_u, self.query_starts_u1[1:] - self.query_starts_u1[:-1]
         positions_u = (rows.positions[row_u] + self.offsets_u - part) // num_parts
@@ -112,23 +112,23 @@ class ContextOrder:
         )
 
     def run_starts(self, run_starts_s1: Int[Array, "S+1"]) -> Int[Array, "U+1"]:
-        """Where runs of rows begin among the new rows; those that are not there begin where the last one ends."""
+        """Return the starts of runs among the new rows; unused runs begin at the end of the last one."""
         starts, num_rows = self.firsts_s1[run_starts_s1], self.rows_u.shape[0]
         return jnp.pad(starts[: num_rows + 1], (0, max(0, num_rows + 1 - len(starts))), mode="edge")
 
 
 def most_rows(num_rows: int, num_tokens: int, num_parts: int) -> int:
-    """Rows that a step of so many rows and tokens has at most, once they are taken apart: each has a token."""
+    """Return the maximum rows of a step after its rows are split: each new row has a token."""
     return num_rows if num_parts == 1 else min(num_rows * num_parts, num_tokens)
 
 
 def own_slots(slots_t: Int[Array, "T"], part: Int[Array, ""], num_parts: int) -> Int[Array, "T"]:
-    """Each token's slot among those of one device, or -1 where another keeps it."""
+    """Return each token's slot on this device, or -1 if another device stores it."""
     return jnp.where(slots_t % num_parts == part, slots_t // num_parts, -1)
 
 
 def kind_of_part(kind: AttentionKind, num_parts: int) -> AttentionKind:
-    """What attention computes over the keys of one device: of a window, its part."""
+    """Return the attention kind over the keys of one device: a window shrinks to its part."""
     if kind.sliding_window is None or num_parts == 1:
         return kind
     num_sinks = kind.num_sink_tokens // num_parts
@@ -136,10 +136,10 @@ def kind_of_part(kind: AttentionKind, num_parts: int) -> AttentionKind:
 
 
 def check_windows(kinds: Iterable[AttentionKind], max_model_len: int, num_parts: int) -> None:
-    """Holds windows to the parts that they are cut into; one that is longer than any sequence hides nothing.
+    """Check that windows divide into the parts of the context; a window longer than any sequence has no effect.
 
     Raises:
-        InvalidArgument: one cannot be cut into equal parts.
+        InvalidArgument: a window or the sink tokens cannot be divided equally.
     """
     for window, num_sinks in {(kind.sliding_window, kind.num_sink_tokens) for kind in kinds}:
         if window is None or window >= max_model_len:
@@ -154,9 +154,9 @@ def check_windows(kinds: Iterable[AttentionKind], max_model_len: int, num_parts:
 
 
 def merged(attended: Attended, axis: str) -> Attended:
-    """Attention over the keys of one device -> over those of all devices of a mesh axis, on each of them.
+    """Merge attention over each device's keys into attention over the keys of all devices of a mesh axis.
 
-    Sends lse [T, H] to all, and adds up outputs [T, H, D]: in float32, two collectives.
+    Every device gets the result. Two collectives: gathers lse [T, H], and adds outputs [T, H, D] in float32.
     """
     o_thd, lse_th = attended
     lse_pth = lax.all_gather(lse_th, axis)

@@ -1,16 +1,16 @@
-"""Several decode steps as one program: the forward and the sampler again and again, while a row goes on.
+"""Several decode steps as one program: a loop of forward and sampler until all rows have ended.
 
     decode[R]    (params, pool, last tokens, inputs) -> (pool, last tokens, outputs)      pool donated, updated in place
 
     place      0            1            2
-    ids        t7 ────┐  ┌> t8 ────┐  ┌> t9          what a row samples is its next input
-    positions  7      └──┘  8      └──┘  9           grow by one, and so do the lengths of contexts; slots come of the
+    ids        t7 ────┐  ┌> t8 ────┐  ┌> t9          a row's sampled token is its next input
+    positions  7      └──┘  8      └──┘  9           grow by one, and so do the lengths of contexts; slots come from the
                                                      block tables, which have room for all steps
 
-Rows with grammars wait in it for their masks, where the kernel that samples can (`engine/executor/feed.py`).
+Rows with grammars wait in it for their masks, if the sampling kernel supports that (`engine/executor/feed.py`).
 
-It computes what single steps do. Why it is worth a program: on one core two dispatches and the copy of a token to the
-host take half a millisecond, a step of a small model takes one.
+It computes what single steps compute. It pays off because on one core two dispatches and the copy of a token to the
+host take half a millisecond, while a step of a small model takes one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-"""Steps that were run, the pool, the last tokens, which rows have ended, the outputs, and the newest step's verdict."""
+"""Number of steps run, the pool, the last tokens, ended rows, the outputs, and the newest step's verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Decode:
 
     @classmethod
     def of(cls, words: Int[Array, "W"], packing: DecodePacking, block_size: int) -> _Decode:
-        """Takes the buffer of a call apart."""
+        """Unpack the buffer of a call."""
         step, (num_steps, feed), ending_rx, rows = packing.unpack(words)
         return cls(step, num_steps, feed, ending_rx, RowSampling(**rows), block_size)
 
@@ -61,11 +61,11 @@ class _Decode:
         return jnp.arange(len(self.ending_token_ids_rx)) < self.step["num_rows"]
 
     def ends(self, ids_r: Int[Array, "R"]) -> Bool[Array, "R"]:
-        """Whether a token ends its row."""
+        """Return True for each row whose token ends it."""
         return jnp.any(ids_r[:, None] == self.ending_token_ids_rx, axis=1)
 
     def step_at(self, place: Int[Array, ""]) -> dict[str, jax.Array]:
-        """The fields of one of the steps."""
+        """Return the fields of one of the steps."""
         step, is_used_r = self.step, self.is_used_r
         kv_lens_s, tables_gsm = step["kv_lens_s"], step["block_tables_gsm"]
         is_used_s = jnp.arange(len(kv_lens_s)) < step["num_rows"]
@@ -91,11 +91,11 @@ def packed_decode(
     *,
     packing: DecodePacking,
 ) -> tuple[Shaped[Array, "P B ..."], Int[Array, "S"], Int[Array, "N R C"]]:
-    """Runs the steps, on inputs that are packed, until every row has ended.
+    """Run the steps on packed inputs until every row has ended.
 
     Returns:
-        the pool, the tokens that the rows sampled last, and of each step the columns that `unpack_outputs` takes apart.
-        A row that ended keeps its token; what it gives afterwards is sound, and means nothing.
+        the pool, the tokens that the rows sampled last, and for each step the columns that `unpack_outputs` parses. A
+        row that ended keeps its token; its later outputs are marked finite and must be ignored.
     """
     inputs = _Decode.of(words, packing, step.layout.block_size)
     first = inputs.step

@@ -1,13 +1,14 @@
-"""Changes logits before a token is sampled from them: what requests ask for besides temperature and truncation.
+"""Logits processors: change logits before a token is sampled, other than temperature and truncation.
 
     logits ── mask ── single tokens ── repetition ── frequency, presence ── top-n-sigma, typical_p ──> the sampler
-                      (bias, bans)     └──── of what is counted of the row's sequence ────┘
+                      (bias, bans)     └──── from the counts of the row's sequence ────┘
 
-    counts    slot 1  | 0  P  2  0  P+1 ... |      a word a token: how often it was generated, and a bit for the prompt
-              slot 2  | ...                 |      the token that is sampled is counted in the same program
+    counts    slot 1  | 0  P  2  0  P+1 ... |      a word per token: how often it was generated, and a bit for the
+    prompt
+              slot 2  | ...                 |      the same program counts the token that it samples
 
-In this order the oracle of the tests does it, too; it is vLLM's. A program that edits takes and gives the counts, so
-that the next step finds a token counted that the host has not seen.
+The order is vLLM's, and also that of the tests' oracle. A program that runs processors takes and returns the counts, so
+that the next step includes a token that the host has not seen yet.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Int16
 
 IN_PROMPT = -(1 << 15)
-"""The bit of a count, as an int16, that says that the prompt has the token."""
+"""Bit of an int16 count that marks a token of the prompt."""
 
 
 _OF_A_PASS = 8
-"""Single tokens that TPUs look for at once; it divides `NUM_SINGLES`."""
+"""Token biases that TPUs apply in one pass; divides `NUM_SINGLES`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """What is counted of sequences, by slot; slot 0 is nobody's.
+    """Token counts of sequences, by slot; slot 0 is unused.
 
     Attributes:
         counts_pv: how often each token was generated, up to 2^15 - 1, and IN_PROMPT.
-        last_tokens_p: the token before the next.
+        last_tokens_p: the last token of each sequence.
     """
 
     counts_pv: Int16[Array, "P V"]
     last_tokens_p: Int[Array, "P"]
 
     def at(self, slots_r: Int[Array, "R"]) -> Int16[Array, "R V"]:
-        """The counts of rows."""
+        """Return the counts of rows."""
         return self.counts_pv[slots_r]
 
     def counted(self, slots_r: Int[Array, "R"], ids_r: Int[Array, "R"], vocabulary: Vocabulary) -> TokenCounts:
-        """With one more token for each row, none of which has another's slot but 0."""
+        """Return the counts with one more token for each row; rows have distinct slots, except slot 0."""
         columns_r = vocabulary.columns(ids_r, self.counts_pv.shape[1])
         is_full_r = self.counts_pv.at[slots_r, columns_r].get(mode="fill", fill_value=0) & 0x7FFF == 0x7FFF
         one_r = jnp.where((slots_r > 0) & ~is_full_r, 1, 0).astype(jnp.int16)
@@ -70,12 +71,13 @@ class TokenCounts:
         is_first: Bool[Array, ""],
         vocabulary: Vocabulary,
     ) -> TokenCounts:
-        """A slot with a sequence's tokens counted, so many of which are the prompt's; the first call forgets what was.
+        """Return the counts with a part of a sequence added to a slot; the first part resets the slot.
 
         Args:
             ids_w: the next part of the sequence, padded.
-            num_prompt: tokens of this part that are the prompt's.
+            num_prompt: tokens of this part that belong to the prompt.
             num_tokens: tokens of this part.
+            is_first: True for the first part.
         """
         num_columns = self.counts_pv.shape[1]
         places_w = jnp.arange(len(ids_w))
@@ -95,7 +97,7 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """How each row's logits are changed: `engine.edits.EDIT_FIELDS` on the device, and words of singles and masks."""
+    """Logits processors of each row: `engine.edits.EDIT_FIELDS` on the device, and words of token biases and masks."""
 
     slots_r: Int[Array, "R"]
     repetition_r: Float[Array, "R"]
@@ -114,7 +116,7 @@ def edited(
     temperature_r: Float[Array, "R"],
     vocabulary: Vocabulary,
 ) -> Float[Array, "R V"]:
-    """The logits as they are sampled from; minus infinity for what cannot be."""
+    """Return the logits to sample from; minus infinity for tokens that cannot be sampled."""
     x_rv = jnp.where(_is_allowed(edits.mask_rw, logits_rv.shape[1], vocabulary), logits_rv, -jnp.inf)
     x_rv = _with_single_tokens(x_rv, edits, counts.last_tokens_p[edits.slots_r], vocabulary)
     has_penalties = (edits.repetition_r != 1) | (edits.frequency_r != 0) | (edits.presence_r != 0)
@@ -136,7 +138,10 @@ def edited(
 
 
 def _is_allowed(mask_rw: Int[Array, "R W"], num_columns: int, vocabulary: Vocabulary) -> Bool[Array, "R V"]:
-    """Which columns a row may have. Words are spread out as they lie: a gather of one for each column would be slow."""
+    """Return True for the columns that a row's mask allows.
+
+    It expands words in place: a gather per column would be slow.
+    """
     first, num_words = vocabulary.first(num_columns), num_columns // MASK_BITS + 2
     padded_rw = jnp.pad(mask_rw, ((0, 0), (0, num_words)))
     words_rw = lax.dynamic_slice_in_dim(padded_rw, first // MASK_BITS, num_words, axis=1)
@@ -167,7 +172,7 @@ def _added_singly(
 def _added_in_passes(
     x_rv: jax.Array, columns_rx: jax.Array, values_rx: jax.Array, num_used: jax.Array
 ) -> Float[Array, "R V"]:
-    """A pass over all logits for each few tokens: TPUs scatter one number after the other, of neutral tokens too."""
+    """Add biases in passes over all logits, a few tokens each, because TPUs scatter one number at a time."""
     columns_v = jnp.arange(x_rv.shape[1])
 
     def add(i: jax.Array, x_rv: jax.Array) -> jax.Array:
@@ -181,7 +186,7 @@ def _added_in_passes(
 
 
 def _penalised(x_rv: jax.Array, edits: RowEdits, counts_rv: Int16[Array, "R V"]) -> Float[Array, "R V"]:
-    smallest_r = jnp.maximum(edits.repetition_r, SMALLEST)  # a smaller one would make logits infinite
+    smallest_r = jnp.maximum(edits.repetition_r, SMALLEST)  # a smaller value would make logits infinite
     repetition_r1 = jnp.where(edits.repetition_r > 0, smallest_r, 1)[:, None]
     repeated_rv = jnp.where(x_rv > 0, x_rv / repetition_r1, x_rv * repetition_r1)
     x_rv = jnp.where(counts_rv != 0, repeated_rv, x_rv)
@@ -191,7 +196,7 @@ def _penalised(x_rv: jax.Array, edits: RowEdits, counts_rv: Int16[Array, "R V"])
 
 
 def _near_the_largest(x_rv: jax.Array, num_sigma_r: jax.Array, vocabulary: Vocabulary) -> Float[Array, "R V"]:
-    """Tokens whose logits are within so many standard deviations of the largest.
+    """Keep the tokens whose logits are within `num_sigma_r` standard deviations of the largest.
 
     https://arxiv.org/abs/2411.07641
     """
@@ -206,7 +211,7 @@ def _near_the_largest(x_rv: jax.Array, num_sigma_r: jax.Array, vocabulary: Vocab
 def _typical(
     x_rv: jax.Array, share_r: jax.Array, temperature_r: jax.Array, vocabulary: Vocabulary
 ) -> Float[Array, "R V"]:
-    """Tokens whose information is nearest to what is expected of it, that have a share of the probability together.
+    """Keep the tokens whose information is nearest to the entropy and whose probabilities add up to `share_r`.
 
     https://arxiv.org/abs/2202.00666
     """

@@ -1,15 +1,15 @@
-"""Experts over the devices of a mesh: each has a part of every expert, or some experts whole.
+"""Experts split over the devices of a mesh: each device has a part of every expert, or some whole experts.
 
-Hidden states are whole on every device between layers, so a device has the rows of its experts before anybody could
-send them: it computes what it has the matrices for, and one sum over the devices ends the layer, as it ends a dense
-one. An exchange of rows (all-to-all) could only replace the half of that sum that scatters. For T rows of E numbers,
-K experts a row and n devices a device then sends
+Hidden states are whole on every device between layers, so each device already has the rows for the experts that it
+holds. It computes with its own matrices, and one sum over the devices ends the layer, as in a dense layer. An exchange
+of rows (all-to-all) could only replace the scattering half of that sum. For T rows of E numbers, K experts per row and
+n devices, a device then sends
 
     replicated    2 (n - 1) / n  T E        the sum: scattered, and gathered again
     exchanged     (min(K, n) / n + 1) (n - 1) / n  T E      results to the row's device, and the rows gathered again
 
-if what arrives may be of any length. Programs have static shapes, no row may be dropped, and all rows may choose the
-experts of one device: the room that each pair of devices needs is T / n rows, which is what the scattering half sends.
+if messages may have any length. But programs have static shapes, no row may be dropped, and all rows may choose the
+experts of one device. Each pair of devices then needs room for T / n rows, which is what the scattering half sends.
 So rows are never exchanged.
 """
 
@@ -35,14 +35,14 @@ _BACKENDS: dict[str, ExpertsBackend] = {"cpu": "tiles", "tpu": "ragged"}
 
 
 def experts_backend(device: jax.Device) -> ExpertsBackend:
-    """Who multiplies on a device with matrices that are not packed."""
+    """Return the backend that multiplies with unpacked expert matrices on a device."""
     if device.platform in _BACKENDS:
         return _BACKENDS[device.platform]
     return "wide-tiles" if unsupported_device_reason(device) else "triton"
 
 
 def experts_kernel(mixture: Mixture | None, mesh: Mesh) -> ExpertsKernel | None:
-    """What computes the experts of a model on its devices; None where it has none."""
+    """Return the function that computes a model's experts on its devices; None if it has no experts."""
     if mixture is None:
         return None
     compute = functools.partial(sum_experts, backend=experts_backend(first_device(mesh)))
@@ -67,7 +67,7 @@ def experts_kernel(mixture: Mixture | None, mesh: Mesh) -> ExpertsKernel | None:
 
 
 def _specs(mixture: Mixture, weights: ExpertWeights) -> ExpertWeights:
-    """How the arrays are split, in their places."""
+    """Return the partition specs of the arrays, in their places."""
     kernels = (_matrix_spec(getattr(weights, part), expert_axes(mixture, part)) for part in ("gate", "up", "down"))
     experts, _, inner = expert_axes(mixture, "gate")
     biases = (None if bias is None else partition_spec(experts, inner) for bias in (weights.gate_bias, weights.up_bias))
@@ -93,7 +93,7 @@ def _matrix_spec(matrix: Any, axes: LogicalAxes) -> Any:
 
 
 def _behind(specs: Any) -> Any:
-    """The specs of arrays with an axis of layers before theirs."""
+    """Return the specs of arrays with an axis of layers before theirs."""
     return jax.tree.map(
         lambda spec: PartitionSpec(None, *spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
     )

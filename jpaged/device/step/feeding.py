@@ -1,4 +1,4 @@
-"""The feed of a dispatch: what the host and a program that runs on its processors tell each other meanwhile."""
+"""The mask channel between the host and a running program on its CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProgramFeed:
         outputs: Any = self.outputs  # jax's annotations lack the method
         is_over = False
         while (drawn := self.feed.wait()) is None and not is_over:
-            is_over = outputs.is_ready()  # what it drew last has been told of by then
+            is_over = outputs.is_ready()  # its last sampled tokens have been received by then
         return drawn
 
     def close(self) -> None:

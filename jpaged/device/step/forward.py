@@ -1,4 +1,4 @@
-"""One step as two pure programs, so that tokens and rows are bucketed apart.
+"""One step as two pure programs, so that tokens and rows are bucketed separately.
 
     forward[T]   (params, pool, last tokens, inputs) -> (pool, hidden)      pool donated, updated in place
     sample[R]    (params, hidden, sampling) -> (last tokens, outputs)       a variant for each `Detail`
@@ -65,9 +65,9 @@ _ADAPTERS = {"adapters_t"}
 
 
 def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
-    """The buffer of a forward call with T tokens: the fields of `StepInputs`, whose names say their shapes.
+    """Return the buffer of a forward call with T tokens: the fields of `StepInputs`, whose names encode their shapes.
 
-    It has the runs of rows that read a prefix together, and adapters, where the geometry says that there are any.
+    Fields of runs with a shared prefix, and of adapters, are included only if the geometry has them.
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
     shapes = {"q": (geometry.num_told,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
@@ -83,20 +83,19 @@ class Step:
     """The two programs of a model over a pool. Static under jit; holds no array.
 
     Attributes:
-        model: the description of the network, wide enough for every shard.
+        model: the description of the network, padded for every shard.
         layout: of the pool that its attention reads.
-        kv_groups: which layers share block tables; those of a group have as many layers of the pool as the layout.
+        kv_groups: layers that share block tables; the layout has the number of layers of one group.
         layer_mode: how the layers run, and so how the parameters are stacked.
-        num_places: rows of the last tokens, and of the hidden states before those that are told of: what the largest
-            sample takes.
-        num_told: the others of the hidden states.
-        vocab_size: tokens that can be sampled; the model's own number may hold padding.
+        num_places: rows of the last tokens, and of the hidden states to sample from: those of the largest sample.
+        num_told: hidden states after those, for log-probabilities or embeddings.
+        vocab_size: tokens that can be sampled; the model's own number may include padding.
         mesh: the devices that each run their part.
-        backend: whose attention kernel runs.
-        linear_backend: what multiplies with the weights, and so whether they are packed.
-        sampler: the kernel that samples; None is XLA.
-        slots: for how many adapters there is room beside the weights; None takes none.
-        draft: who proposes tokens; None is nobody.
+        backend: the attention backend.
+        linear_backend: the matmul backend, and so whether weights are packed.
+        sampler: the sampling kernel; None for XLA.
+        slots: the capacity for adapters; None takes none.
+        draft: the draft model or head; None if there is none.
     """
 
     model: Model
@@ -122,14 +121,13 @@ class Step:
         *,
         packing: Packing,
     ) -> tuple[jax.Array, ...]:
-        """Runs the layers on inputs that are packed.
+        """Run the layers on packed inputs.
 
-        The parameters hold the pool's scales as "kv_scales" `[G * L, K, 2]` where it keeps 8 bits, one group's layers
-        after the other's.
+        If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group.
 
         Returns:
-            the pool, the hidden states `[S+Q, E]` from which rows sample, and those asked of; where a head proposes
-            what it watches of each token besides, `[T, F]`.
+            the pool, and hidden states `[S+Q, E]` to sample from (S) and for log-probabilities or embeddings (Q); if
+            there is a head, also the states of each token that it takes, `[T, F]`.
         """
         inputs = packing.unpack(words)
         sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
@@ -142,7 +140,7 @@ class Step:
     def run_watched(
         self, params: Params, pool: Shaped[Array, "P B ..."], ids_t: Int[Array, "T"], inputs: Mapping[str, jax.Array]
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."], tuple[jax.Array, ...]]:
-        """As `run`; where a head proposes, with what it watches: the states of its layers side by side, `[T, F]`."""
+        """Run the layers as `run`; with a head also return the states that it takes, concatenated, `[T, F]`."""
         watched = () if self.draft is None else self.draft.watched
         hidden_te, pool, seen = self._run(params, pool, ids_t, inputs, watched=watched)
         return hidden_te, pool, (jnp.concatenate(seen, axis=-1),) if seen else ()
@@ -155,9 +153,9 @@ class Step:
         inputs: Mapping[str, jax.Array],
         states_te: Float[Array, "T E"] | None = None,
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."]]:
-        """Runs the layers on tokens, with the other fields of `StepInputs` by name; the hidden state of each.
+        """Run the layers on tokens, with the other fields of `StepInputs` by name; return each token's hidden state.
 
-        A head takes states beside the tokens.
+        A head takes states in addition to the tokens.
         """
         hidden_te, pool, _ = self._run(params, pool, ids_t, inputs, states_te)
         return hidden_te, pool
@@ -195,7 +193,7 @@ class Step:
             of_step = rows[place.attention, place.group]
             return self._attend(q_thd, new_kv, pool, place, of_step, scales_lk2, sinks_h)
 
-        num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin where the last one ends
+        num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
         experts = experts_kernel(self.model.config.mixture, self.mesh)
         tokens = TokenBatch(
             *(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens),
@@ -213,10 +211,10 @@ class Step:
     def packed_sample(
         self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, detail: Detail
     ) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
-        """Samples a token for each of the first R rows, so many as the words are of.
+        """Sample a token for each of the first R rows; the size of `words` determines R.
 
         Returns:
-            the tokens, and all outputs in one array, which `unpack_outputs` takes apart.
+            the tokens, and all outputs in one array, which `unpack_outputs` parses.
         """
         how = RowSampling(**unpack_rows(words))
         num_rows = how.temperature_r.shape[0]
@@ -232,10 +230,10 @@ class Step:
         singles_rx3: Int[Array, "R X 3"],
         mask_rw: Int[Array, "R W"],
     ) -> tuple[TokenCounts, Int[Array, "S"], Int[Array, "R C"]]:
-        """As `packed_sample`, of rows whose logits are changed before. The counts are donated, and updated in place.
+        """Sample as `packed_sample`, after logits processors. The counts are donated, and updated in place.
 
         Args:
-            edit_words: the `Detail` comes last. Outputs have the columns of the most; what is not told holds 0.
+            edit_words: the `Detail` comes last. Outputs always have all columns; those that the detail excludes hold 0.
         """
         how, detail = RowSampling(**unpack_rows(words)), edit_words[-1]
         edits = RowEdits(**unpack_edits(edit_words[:-1]), singles_rx3=singles_rx3, mask_rw=mask_rw)
@@ -244,7 +242,7 @@ class Step:
         return counts, *self._told(sampled)
 
     def sample(self, params: Params, hidden_re: Float[Array, "R E"], how: RowSampling, detail: Detail) -> Sampled:
-        """Samples a token for each row, from the hidden state of its last one."""
+        """Sample a token for each row, from the hidden state at the row's last token."""
         vocabulary = self._vocabulary
 
         def sample(logits_rv: jax.Array, how: RowSampling) -> Sampled:
@@ -261,14 +259,14 @@ class Step:
         feed: Int[Array, ""],
         place: Int[Array, ""],
     ) -> tuple[Sampled, Int[Array, ""]]:
-        """As `sample`, of tokens alone, which masks allow that the host may give meanwhile.
+        """Sample tokens as `sample`, with masks that the host may supply while the program runs.
 
         Args:
-            feed: its number; 0 is none.
+            feed: number of the mask channel; 0 is none.
             place: of the step in its dispatch.
 
         Returns:
-            the samples, and what becomes of the step, a `Verdict`.
+            the samples, and the step's `Verdict`.
         """
         if not isinstance(self.sampler, FedSamplingKernel):
             return self.sample(params, hidden_re, how, Detail.TOKENS), jnp.int32(Verdict.GOES_ON)
@@ -283,14 +281,14 @@ class Step:
         edits: RowEdits,
         detail: Int[Array, ""],
     ) -> tuple[TokenCounts, Sampled]:
-        """As `sample`, of rows whose logits are changed before; with the tokens counted."""
+        """Sample as `sample`, after logits processors; also return the counts with the sampled tokens."""
         vocabulary = self._vocabulary
 
         def sample(
             logits_rv: jax.Array, counts: TokenCounts, how: RowSampling, edits: RowEdits, detail: jax.Array
         ) -> tuple[TokenCounts, Sampled]:
             logits_rv = vocabulary.without_padding(logits_rv)
-            # What cannot be sampled has no part in what is typical of the rest.
+            # Tokens that cannot be sampled must not affect the statistics of the rest.
             allowed_rv, _ = sampling.without_banned(logits_rv, how.banned_token_ids_rx, vocabulary)
             x_rv = edited(allowed_rv, edits, counts, how.temperature_r, vocabulary)
             found = sampling.sample(x_rv, how, vocabulary, Detail.TOKENS, self.sampler)
@@ -303,7 +301,11 @@ class Step:
         return run(logits_rv, counts, how, edits, detail)
 
     def count(self, counts: TokenCounts, words: Int[Array, "W"]) -> TokenCounts:
-        """Counts a part of a sequence's tokens: slot, is it the first, tokens of the prompt, of all, and they."""
+        """Count a part of a sequence's tokens.
+
+        Args:
+            words: slot, whether the part is the first, its tokens of the prompt, all its tokens, and the token ids.
+        """
         vocabulary, whole = self._vocabulary, PartitionSpec()
 
         def count(counts: TokenCounts, words: jax.Array) -> TokenCounts:
@@ -314,13 +316,14 @@ class Step:
         return on_shards(count, self.mesh, (of_counts, whole), of_counts)(counts, words)
 
     def tell(self, params: Params, hidden_he: Float[Array, "H E"], words: Int[Array, "W"], *, tell: Tell) -> jax.Array:
-        """What is told of some of the hidden states that a forward left.
+        """Return log-probabilities or final hidden states for some hidden states of a forward.
 
         Args:
-            words: as `TellInputs` has them.
+            words: as of `TellInputs`.
 
         Returns:
-            of `Tell.LOGPROBS` columns that `unpack_told` takes apart; else log-probabilities or hidden states, float32.
+            for `Tell.LOGPROBS` columns that `unpack_told` parses; otherwise log-probabilities or hidden states,
+            float32.
         """
         vocabulary, rows = self._vocabulary, words.reshape(-1, 1 + TELL_IDS)
         hidden_re, ids_rk = hidden_he[rows[:, 0]], rows[:, 1:]
@@ -339,7 +342,7 @@ class Step:
         return on_shards(find, self.mesh, (LOGITS_SPEC, whole), results)(logits_rv, ids_rk)
 
     def abstract_counts(self, num_slots: int) -> TokenCounts:
-        """The counts of so many sequences, as shapes; slot 0 comes besides."""
+        """Return the shapes of the token counts of `num_slots` sequences, plus the unused slot 0."""
         mesh, shape = self.mesh, (num_slots + 1, self.model.config.vocab_size)
         counts = jax.ShapeDtypeStruct(shape, jnp.int16, sharding=NamedSharding(mesh, LOGITS_SPEC))
         return _of_counts(counts, jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=replicated(mesh)))
@@ -353,7 +356,7 @@ class Step:
         return Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 
     def _told(self, sampled: Sampled) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
-        """The last tokens, and everything in columns, which `unpack_outputs` takes apart."""
+        """Return the last tokens, and all outputs as columns, which `unpack_outputs` parses."""
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - len(sampled.token_ids_r)))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
         if sampled.logprobs_r is not None and sampled.ranks_r is not None:
@@ -363,7 +366,7 @@ class Step:
         return last_tokens_s, jnp.concatenate(columns, axis=1)
 
     def _heads(self) -> HeadsKernel | None:
-        """The kernel that turns heads as this backend's attention takes them: each device has its own heads."""
+        """Return the kernel that applies RoPE to heads for this backend's attention; each device has its own heads."""
         config, layout = self.model.config, self.layout.local
         num_rows = config.num_heads // num_shards(self.mesh) + 2 * layout.num_kv_heads
         if (
@@ -379,9 +382,9 @@ class Step:
     def _prepare(
         self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: ContextOrder | None
     ) -> StepRows:
-        """The rows as the layers of a kind in a KV group take them: what depends on the step alone is made once.
+        """Prepare the rows for the layers of an attention kind in a KV group, once per step.
 
-        Where contexts are split each device has its own, one after the other on a first axis.
+        If contexts are split, each device has its own rows, stacked on a first axis.
         """
         rows = RaggedRows(
             query_starts_s1=inputs["query_starts_s1"],
@@ -415,7 +418,7 @@ class Step:
         slots_t: jax.Array,
         runs: tuple[jax.Array, jax.Array] | None,
     ) -> StepRows:
-        """The rows of one device, with their runs if any: where those begin, and how many there are."""
+        """Prepare the rows of one device, with their runs if any: their starts, and their number."""
         spec = self._spec(kind)
         num_rows, table_width = rows.block_tables_sm.shape
         num_heads = self.model.config.num_heads // num_shards(self.mesh)
@@ -432,9 +435,9 @@ class Step:
         scales_lk2: jax.Array | None,
         sinks_h: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Attention and the pool that it updated: each device has its own heads, and all have the same blocks.
+        """Compute attention and update the pool: each device has its own heads, and all have the same blocks.
 
-        Where contexts are split each has its own slots of them as well, and what they found is merged.
+        If contexts are split, each device also has its own slots of the blocks, and the results are merged.
         """
         spec, num_parts = self._spec(place.attention), num_context_parts(self.mesh)
 
@@ -456,20 +459,20 @@ class Step:
         return run(q_thd, new_kv, pool, place.index, rows, scales_lk2, sinks_h)
 
     def _spec(self, kind: AttentionKind) -> AttentionSpec:
-        """Attention of a kind as one device computes it, over its part of the pool."""
+        """Return the attention spec of a kind as one device computes it, over its part of the pool."""
         return AttentionSpec(self.layout.local, kind_of_part(kind, num_context_parts(self.mesh)))
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model or a head beside a model, over a pool of its own that the same block tables reach.
+    """A draft model or head next to a model, over its own pool, which uses the model's block tables.
 
     Attributes:
-        step: of the draft model. Its layers are one KV group, whatever they see.
-        group: the model's KV group whose block tables it is reached by; it sees everything.
-        num_tokens: that it proposes to a row in a round (k).
-        watched: the model's layers whose input a head takes; a draft model takes none.
-        shares_embedding: the draft takes the model's embedding.
+        step: of the draft model. Its layers form one KV group, whatever their windows.
+        group: the model's KV group whose block tables it uses; one with full attention.
+        num_tokens: proposals per row and round (k).
+        watched: the model's layers whose inputs a head takes; empty for a draft model.
+        shares_embedding: the draft uses the model's embedding.
     """
 
     step: Step
@@ -480,12 +483,12 @@ class Draft:
 
     @property
     def is_head(self) -> bool:
-        """Whether it takes hidden states of the model, and so runs behind each of its forwards."""
+        """True for a head, which takes hidden states of the model, and so runs after each forward."""
         return bool(self.watched)
 
 
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:
-    """Counts of whatever stands for their arrays."""
+    """Return counts with any values in place of their arrays."""
     return TokenCounts(counts, last_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Quantised matrices over the devices of a mesh: those that a kernel multiplies with know their parts."""
+"""Quantized matrices split over the devices of a mesh: those that a kernel multiplies with carry partition specs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jpaged.models.stack import LayerMode
 
 
 def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
-    """The parameters, where each dense matrix of the layers that a kernel of the devices takes knows its parts.
+    """Return the parameters, with partition specs attached to each dense matrix that a kernel multiplies with.
 
-    Of others XLA divides the products; experts are divided layer by layer (`experts.py`).
+    XLA partitions the other matmuls; experts are partitioned layer by layer (`experts.py`).
     """
     config = model.config
     if mesh.size == 1 or layer_mode != "loop" or config.quantisation is None:
@@ -32,7 +32,7 @@ def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) ->
     }
 
     def mark(path: tuple[Any, ...], leaf: Any) -> Any:
-        spec = specs.get(tuple(key for key in map(_key, path) if key != "base"))  # as in an `AdaptedMatrix`
+        spec = specs.get(tuple(key for key in map(_key, path) if key != "base"))  # `AdaptedMatrix` adds the key "base"
         if not isinstance(leaf, QuantisedMatrix) or spec is None:
             return leaf
         return PartedMatrix(leaf, spec, mesh) if kernel_takes(_part(leaf, spec, mesh), first_device(mesh)) else leaf
@@ -44,7 +44,7 @@ def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) ->
 
 
 def _specs(axes: Any) -> QuantisedMatrix | None:
-    """How the arrays of a matrix are split, by the names of their axes; None where it is no quantised one."""
+    """Return the partition specs of a matrix's arrays, from the names of their axes; None if it is not quantized."""
     if not isinstance(axes, QuantisedMatrix):
         return None
     specs: QuantisedMatrix = jax.tree.map(
@@ -54,7 +54,7 @@ def _specs(axes: Any) -> QuantisedMatrix | None:
 
 
 def _part(matrix: QuantisedMatrix, specs: QuantisedMatrix, mesh: Mesh) -> QuantisedMatrix:
-    """The shapes of a device's part."""
+    """Return the shapes of one device's part."""
 
     def part(array: jax.Array, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(array.shape), array.dtype)

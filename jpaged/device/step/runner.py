@@ -1,11 +1,11 @@
-"""Runs the two programs of a step: packs what they take, finds the compiled one, keeps what stays on the device.
+"""Runs the programs of a step: packs their inputs, finds the compiled program, and owns the state on the device.
 
     forward   inputs, last tokens  ->  hidden states        the pool is updated in place
     sample    hidden states, rows  ->  outputs              the last tokens are replaced, the copy to the host begins
     decode    inputs, last tokens  ->  outputs              all of that, several times
-    speculate inputs, last tokens  ->  outputs              with a draft model that proposes (`device/speculation`)
+    speculate inputs, last tokens  ->  outputs              with proposals of a draft (`device/speculation`)
 
-Nothing is traced here and nothing waits: the calls are of executables, with numpy buffers as they are.
+Nothing here traces or waits: the calls pass numpy buffers to executables.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jpaged.models.lora import HostAdapter
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
-    """Return zeros, traced; on one CPU without touching their memory, which takes a second for each GiB."""
+    """Return traced zeros; on one CPU without touching their memory, which takes a second per GiB."""
     devices: list[jax.Device] = list(sharding.device_set)
     is_one_cpu = len(devices) == 1 and devices[0].platform == "cpu"
     blank = blank_pool(shape, dtype) if is_one_cpu else None
@@ -47,7 +47,8 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.A
 class Pool:
     """Holds one array while no step has it.
 
-    Every step donates the array and gets it back updated: between `take` and `put` it is spent, and touching it raises.
+    Every step donates the array and returns it updated. Between `take` and `put` the array is unavailable; taking it
+    raises.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> None:
@@ -55,10 +56,10 @@ class Pool:
         self._array: jax.Array | None = zeros()
 
     def take(self) -> jax.Array:
-        """Hands the array out to be donated.
+        """Take the array, to be donated.
 
         Raises:
-            InternalError: a step that took it never gave it back, or the pool was released.
+            InternalError: a step that took it never returned it, or the pool was released.
         """
         if self._array is None:
             raise InternalError("the KV pool is spent: a step failed after it was donated, or it was released")
@@ -66,25 +67,29 @@ class Pool:
         return array
 
     def put(self, array: jax.Array) -> None:
-        """Takes the array that a step returned."""
+        """Store the array that a step returned.
+
+        Raises:
+            InternalError: the array is already here.
+        """
         if self._array is not None:
             raise InternalError("the KV pool was given back twice")
         self._array = array
 
     def wait(self) -> None:
-        """Returns when everything that writes to the array has run."""
+        """Wait until everything that writes to the array has run."""
         if self._array is not None:
             self._array.block_until_ready()
 
     def release(self) -> None:
-        """Frees the memory. Idempotent."""
+        """Free the memory. Idempotent."""
         if self._array is not None:
             self._array.delete()
             self._array = None
 
 
 class KVPool(Pool):
-    """Keys and values. How many blocks they get is `jpaged.device.programs.memory_plan`'s to say."""
+    """Keys and values. `jpaged.device.programs.memory_plan` decides the number of blocks."""
 
     def __init__(self, layout: KVLayout, sharding: Sharding) -> None:
         super().__init__(layout.shape, layout.storage_dtype, sharding)
@@ -105,20 +110,20 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One host buffer for all small arrays of a call, in order: packed with numpy, taken apart inside of the program.
+    """One host buffer for all small arrays of a call, in order: packed with numpy, unpacked inside the program.
 
         fields   token ids [T] i32 | positions [T] i32 | block tables [S, M] i32 | ...
         buffer   int32 [sum of sizes], the bits of all fields one after the other
 
-    A call then has one argument to transfer instead of a dozen: on a CPU that saves 10 of 90 us, on an accelerator each
-    argument would be a copy of its own. Hashable: static under jit.
+    A call then transfers one argument instead of a dozen: on a CPU that saves 10 of 90 us, on an accelerator each
+    argument would be a separate copy. Hashable: static under jit.
     """
 
     fields: tuple[Field, ...]
 
     @classmethod
     def of(cls, **fields: tuple[tuple[int, ...], str]) -> Packing:
-        """A packing from name=(shape, element type)."""
+        """Build a packing from name=(shape, element type)."""
         return cls(tuple(Field(name, shape, np.dtype(dtype)) for name, (shape, dtype) in fields.items()))
 
     @property
@@ -126,9 +131,9 @@ class Packing:
         return sum(field.size for field in self.fields)
 
     def pack(self, values: object) -> NDArray[np.int32]:
-        """The attributes of `values` that the fields name, in a fresh buffer: the device may read it after the call.
+        """Pack the attributes of `values` that the fields name into a new buffer.
 
-        An int counts as an int32 array without axes.
+        The device may read the buffer after the call. An int counts as an int32 array without axes.
 
         Raises:
             InternalError: an array is of another shape or type than its field.
@@ -146,7 +151,7 @@ class Packing:
         return np.concatenate(parts)
 
     def unpack(self, buffer: jax.Array) -> dict[str, jax.Array]:
-        """The arrays by name, on the device; the axes before the last are those of every array."""
+        """Return the arrays by name, on the device; leading axes of the buffer become those of every array."""
         arrays, begin = {}, 0
         for field in self.fields:
             part = buffer[..., begin : begin + field.size].reshape(*buffer.shape[:-1], *field.shape)
@@ -165,7 +170,7 @@ ROW_WORDS = _ROW.size
 
 
 def unpack_rows(words: jax.Array) -> dict[str, jax.Array]:
-    """The fields of `SamplingInputs.words` by name, on the device, with rows for their first axis."""
+    """Return the fields of `SamplingInputs.words` by name, on the device; rows are the first axis."""
     return _ROW.unpack(words.reshape(-1, ROW_WORDS))
 
 
@@ -173,23 +178,23 @@ _EDITS = Packing.of(
     **{field.name: (() if field.width is None else (field.width,), field.dtype) for field in EDIT_FIELDS}
 )
 EDIT_WORDS = _EDITS.size
-"""Words of a row's edits."""
+"""Words of a row's logits processors."""
 
 
 def unpack_edits(words: jax.Array) -> dict[str, jax.Array]:
-    """The fields of `EditInputs.words` by name, on the device, with rows for their first axis."""
+    """Return the fields of `EditInputs.words` by name, on the device; rows are the first axis."""
     return _EDITS.unpack(words.reshape(-1, EDIT_WORDS))
 
 
 NUM_COUNT_WORDS = 4
-"""Words in front of the tokens that are counted: slot, whether they are the first, prompt's tokens, tokens."""
+"""Words before the counted tokens: slot, whether the part is the first, tokens of the prompt, all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePacking:
-    """One host buffer for all that a decode of R rows takes. Hashable: static under jit.
+    """One host buffer for all inputs of a decode of R rows. Hashable: static under jit.
 
-    a forward's fields | number of steps, the feed that they wait for | what ends each row [R, X] | the sampler's rows
+    a forward's fields | number of steps, their mask channel | tokens that end each row [R, X] | the sampler's rows
     """
 
     step: Packing
@@ -202,12 +207,12 @@ class DecodePacking:
     def pack(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int, feed: int = 0
     ) -> I32:
-        """A fresh buffer: the device may read it after the call."""
+        """Return the inputs in a new buffer: the device may read it after the call."""
         steps, ending_words = np.array([num_steps, feed], np.int32), ending_token_ids_rx.reshape(-1)
         return np.concatenate([self.step.pack(inputs), steps, ending_words, sampling.words])
 
     def unpack(self, words: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The parts in this order, on the device; fields by name, and the two numbers as one array."""
+        """Return the parts in this order, on the device; fields by name, and the two numbers as one array."""
         ends = np.cumsum([self.step.size, 2, self.num_rows * BANNED_WIDTH]).tolist()
         step_words, steps_2, ending_words, row_words = jnp.split(words, ends)
         ending_rx = ending_words.reshape(self.num_rows, BANNED_WIDTH)
@@ -216,20 +221,20 @@ class DecodePacking:
 
 @dataclass(frozen=True, slots=True)
 class PackedForward:
-    """A step's inputs as the forward of so many tokens takes them."""
+    """A step's inputs, packed for the forward of `num_tokens` tokens."""
 
     num_tokens: int
     words: NDArray[np.int32]
 
 
 NUM_TOKEN_COLUMNS = 2
-"""Columns of a sample's outputs: token, whether it is sound."""
+"""Columns of a sample's outputs: token, whether the row's logits were finite."""
 NUM_LOGPROB_COLUMNS = 4
-"""With log-probabilities: those, log-probability, rank. The top ids and their log-probabilities follow."""
+"""Columns with log-probabilities: those, log-probability, rank. The top ids and their log-probabilities follow."""
 
 
 def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
-    """The columns of `packed_sample` on the host, as many as its `Detail` has; or `packed_decode`'s `[n, R, C]`."""
+    """Parse the columns of `packed_sample` on the host, for its `Detail`; or those of `packed_decode`, `[n, R, C]`."""
     if outputs_rc.ndim > 2:
         return StepOutputs(outputs_rc[..., 0].T, outputs_rc[..., 1].T != 0)
     num_columns, logprobs_rc = outputs_rc.shape[1], outputs_rc.view(np.float32)
@@ -245,7 +250,7 @@ def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
 
 
 def unpack_told(outputs: NDArray[np.generic], inputs: TellInputs, vocab_size: int) -> ToldOutputs:
-    """The outputs of a tell on the host: the rows in use, and no padding of the vocabulary."""
+    """Parse log-probabilities or hidden states on the host, without padding of rows or vocabulary."""
     used = outputs[: inputs.num_rows]
     if inputs.tell == Tell.ALL_LOGPROBS:
         return ToldOutputs(all_logprobs_rv=used[:, :vocab_size].astype(np.float32))
@@ -264,20 +269,20 @@ def unpack_told(outputs: NDArray[np.generic], inputs: TellInputs, vocab_size: in
 
 
 class DraftPool(Protocol):
-    """Holds what a draft keeps while no program has it: an array, or a tree of them."""
+    """Holds a draft's state while no program has it: an array, or a tree of arrays."""
 
     def take(self) -> Any:
-        """Hands it out to be donated."""
+        """Take the state, to be donated."""
 
     def put(self, array: Any) -> None:
-        """Takes what a program returned."""
+        """Store the state that a program returned."""
 
     def release(self) -> None:
-        """Frees the memory. Idempotent."""
+        """Free the memory. Idempotent."""
 
 
 class StepRunner:
-    """Owns the parameters and the tokens that were sampled last. The pool is lent, for the time of a forward."""
+    """Owns the parameters and the last sampled tokens. Takes the pool for each forward."""
 
     def __init__(
         self,
@@ -297,21 +302,21 @@ class StepRunner:
         self._last_tokens = last_tokens
         self._counts = counts
         self._num_mask_words = num_mask_words(vocab_size)
-        self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # singles and masks of rows that have none
+        self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # neutral token biases and masks
         self._features: list[jax.Array] = []
 
     @property
     def last_tokens(self) -> jax.Array:
-        """The tokens that rows sampled last."""
+        """Last sampled token of each row."""
         return self._last_tokens
 
     def take_features(self) -> list[jax.Array]:
-        """Hands out what the last forward left for a head; nothing where there is none."""
+        """Remove and return the hidden states that the last forward left for a head; empty without a head."""
         features, self._features = self._features, []
         return features
 
     def pack(self, inputs: StepInputs) -> PackedForward:
-        """A step's inputs in a fresh buffer.
+        """Pack a step's inputs into a new buffer.
 
         Raises:
             InternalError: shapes of no compiled program.
@@ -321,14 +326,17 @@ class StepRunner:
         return PackedForward(num_tokens, self._packings[num_tokens].pack(inputs))
 
     def forward(self, packed: PackedForward) -> jax.Array:
-        """Starts the model over a step's tokens; the hidden states from which its rows sample."""
+        """Start the model over a step's tokens; return the hidden states to sample from."""
         program = self._find(ProgramSpec("forward", packed.num_tokens))
         pool, hidden_se, *self._features = program(self._params, self._pool.take(), self._last_tokens, packed.words)
         self._pool.put(pool)
         return hidden_se
 
     def sample(self, hidden_se: jax.Array, inputs: SamplingInputs) -> jax.Array:
-        """Starts sampling; the outputs as one array, on their way to the host. Edited rows may be padded to more."""
+        """Start sampling; return the outputs as one array, with the copy to the host started.
+
+        Rows with logits processors may be padded to a larger program.
+        """
         if inputs.edits is not None:
             outputs_rc = self._sample_edited(hidden_se, inputs, inputs.edits)
         else:
@@ -359,7 +367,7 @@ class StepRunner:
         return outputs_rc
 
     def tell(self, hidden_he: jax.Array, inputs: TellInputs) -> jax.Array:
-        """Starts telling of hidden states; the outputs as one array."""
+        """Start computing log-probabilities or hidden states; return the outputs as one array."""
         outputs: jax.Array = self._find(TELLS[inputs.tell])(self._head_params, hidden_he, inputs.words)
         return outputs
 
@@ -380,16 +388,16 @@ class StepRunner:
         return self._nothing[num_rows]
 
     def _put(self, array: I32) -> jax.Array:
-        """The array on every device. Where there are several processes, `device_put` would compile a comparison."""
+        """Return the array on every device. In several processes, `device_put` would compile a comparison."""
         return jax.make_array_from_callback(array.shape, self._last_tokens.sharding, lambda part: array[part])
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int, feed: int = 0
     ) -> jax.Array:
-        """Starts several steps of rows that decode; the outputs as one array, on their way to the host.
+        """Start several decode steps; return the outputs as one array, with the copy to the host started.
 
         Args:
-            feed: that gives each its masks; 0 is none.
+            feed: number of the mask channel; 0 is none.
         """
         num_rows = len(sampling.rows_r)
         program = self._find(ProgramSpec("decode", num_rows))
@@ -402,7 +410,7 @@ class StepRunner:
     def speculate(
         self, program: jax.stages.Compiled, words: I32, draft_params: Params, draft_pool: DraftPool
     ) -> jax.Array:
-        """Starts rounds of proposals; the outputs as one array, on their way to the host."""
+        """Start rounds of proposals; return the outputs as one array, with the copy to the host started."""
         pools = self._pool.take(), draft_pool.take()
         (pool, of_draft), self._last_tokens, outputs_nrc = program(
             self._params, draft_params, pools, self._last_tokens, words
@@ -413,14 +421,14 @@ class StepRunner:
         return outputs_nrc
 
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
-        """Starts writing an adapter into its slot; the matrices of all slots are spent where that raises."""
+        """Start writing an adapter into its slot; the matrices of all slots are lost if that raises."""
         program = self._find(LOAD_ADAPTER)
         matrices = matrices_of(self._params)
         filled = program(list(matrices.values()), np.int32(slot - 1), arguments_of(adapter, self._params))
         self._params = with_matrices(self._params, dict(zip(matrices, filled, strict=True)))
 
     def release(self) -> None:
-        """Lets go of the parameters. Idempotent."""
+        """Drop the parameters. Idempotent."""
         self._params, self._head_params = {}, {}
         self._nothing.clear()
         for array in jax.tree.leaves(self._counts):

@@ -1,28 +1,28 @@
-"""Samples each row's next token: rows of arrays in, one token a row out.
+"""Sampling of each row's next token from logits.
 
-    logits ──┬─────────────────────────────────────────────> where wanted, the token's log-probability and rank
+    logits ──┬─────────────────────────────────────────────> if requested, the token's log-probability and rank
              └─ banned ids ──┬─ greedy rows: the largest
                                 └─ others: / temperature ─ min_p ─ top_k ─ top_p ─ + Gumbel noise: the largest
 
-- A logit of minus infinity is a token that cannot be. A row with NaN or plus infinity, or with nothing else left to
-  sample, is not sound, whatever token it names.
-
-- min_p drops tokens less likely than min_p times the likeliest, after temperature, as vLLM does.
-- top_k keeps the k likeliest, top_p the smallest set of likeliest of what is left whose share reaches top_p. Both are
-  thresholds on the logit: tokens that tie with the last one kept are kept too, so the likeliest token always is.
+- A logit of minus infinity marks an impossible token. A row with NaN or plus infinity, or with no token left to sample,
+  is not sound (`is_sound_r`), whatever token it names.
+- min_p drops tokens less likely than min_p times the likeliest, after temperature, as in vLLM.
+- top_k keeps the k likeliest, top_p the smallest set of the likeliest remaining ones whose share reaches top_p. Both
+  are thresholds on the logit: tokens that tie with the last one kept are kept too, so the likeliest token always is.
 - The noise is a function of (seed, sequence index, position) alone, and the largest of logit + Gumbel noise is a sample
-  from the softmax ("Gumbel-max"). Rounding in the logits moves such a sample far less often than one of a running sum.
+  from the softmax ("Gumbel-max"). Rounding in the logits changes such a sample far less often than one from a running
+  sum.
 - Ties for the largest go to the lowest token id.
 
-Whatever looks at a whole row does so through `Vocabulary`, so the same lines run where the columns are split over
-devices. Truncation is exact there too, and gathers nothing: a pass of a search takes fifteen numbers a row from each
-device, 32 rows of which are 2 KB; the logits of 32 rows over a vocabulary of 128k would be 16 MB.
+All reductions over a row use `Vocabulary`, so the same code runs if the columns are split over devices. Truncation is
+exact there too, and gathers nothing: a pass of a search takes fifteen numbers per row from each device, 2 KB for 32
+rows; the logits of 32 rows over a vocabulary of 128k would be 16 MB.
 
-On CPUs and TPUs a kernel does all of this where one device has all columns (`jpaged.kernels.sampling`); what is here
-says what it does, and runs elsewhere.
+On CPUs and TPUs a kernel does all of this if one device has all columns (`jpaged.kernels.sampling`). The code here is
+its specification, and runs elsewhere.
 
-No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6. What no row of
-the batch needs is skipped.
+No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6. Stages that no
+row of the batch needs are skipped.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 BITS_OF_A_PASS = {"cpu": 1, "other": 4}
-"""What a pass settles of a threshold. Accelerators compare faster than they read, and wait for each other at each."""
-_ROWS = Layout((0, 1))  # XLA for TPUs would have a matrix product make columns, and copy them for the loop
+"""Bits of a threshold that one pass determines.
+
+Accelerators compare faster than they read, and synchronize at each pass.
+"""
+_ROWS = Layout((0, 1))  # XLA for TPUs would let a matmul produce columns, and copy them for the loop
 
 
 def sample(
@@ -57,14 +60,14 @@ def sample(
     detail: Detail,
     kernel: SamplingKernel | None = None,
 ) -> Sampled:
-    """Samples one token a row.
+    """Sample one token per row.
 
     Args:
         logits_rv: float32: the vocabulary's, or this device's columns of them.
-        how: of each row.
-        vocabulary: which tokens the columns are.
-        detail: what is told besides.
-        kernel: does all of it where all columns are here; None leaves it to XLA.
+        how: sampling inputs of each row.
+        vocabulary: the tokens of the columns.
+        detail: additional outputs.
+        kernel: does all of it if all columns are here; None leaves it to XLA.
     """
     if kernel is not None:
         num_top = min(TOP_WIDTH, logits_rv.shape[1]) if detail == Detail.TOP_LOGPROBS else 0
@@ -77,7 +80,7 @@ def sample(
     if detail >= Detail.LOGPROBS:
         largest_r1 = vocabulary.max(logits_rv) if top is None else top[0].max(axis=1, keepdims=True)
         is_read_r1 = is_below_r1 & jnp.isfinite(largest_r1)
-    # What needs all logits is done by then, and the loop depends on it: so it may change them where they lie.
+    # All uses of the full logits precede the loop, which depends on them: so it may change them in place.
     banned_token_ids_rx = jnp.where(is_read_r1, how.banned_token_ids_rx, vocabulary.size)
     allowed_rv, taken_rx = without_banned(logits_rv, banned_token_ids_rx, vocabulary)
     token_ids_r = lax.cond(
@@ -100,12 +103,12 @@ def sample(
 
 
 def tell(logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabulary, detail: Int[Array, ""]) -> Sampled:
-    """What the model's own distribution says of tokens that were sampled from logits that had been changed.
+    """Return the model's own log-probabilities of tokens that were sampled after logits processors.
 
     Args:
-        logits_rv: as the model gave them.
+        logits_rv: the model's logits.
         sampled: tokens alone.
-        detail: a `Detail`; what it leaves out is 0.
+        detail: a `Detail`; excluded outputs are 0.
     """
     num_rows, num_top = len(logits_rv), min(TOP_WIDTH, vocabulary.size)
     no_floats_r1 = jnp.zeros((num_rows, 1), logits_rv.dtype)
@@ -134,7 +137,11 @@ def tell(logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabular
 def told_columns(
     logits_rv: Float[Array, "R V"], ids_rk: Int[Array, "R K"], log_total_r1: Float[Array, "R 1"], vocabulary: Vocabulary
 ) -> Int[Array, "R C"]:
-    """What is told of given tokens: is the row sound, the first one's rank, log-probabilities of all, the likeliest."""
+    """Return columns with log-probabilities of given tokens.
+
+    They are: whether the logits are finite, the first token's rank, all log-probabilities, the likeliest tokens and
+    their log-probabilities.
+    """
     values_rk = vocabulary.pick_some(logits_rv, ids_rk)
     ranks_r = 1 + _count(vocabulary, logits_rv > values_rk[:, :1])
     is_sound_r1 = vocabulary.all_below_infinity(logits_rv) & jnp.isfinite(log_total_r1)
@@ -148,10 +155,10 @@ def told_columns(
 
 
 def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:
-    """The token of each row's largest value, the first of equals. 2 to 3 times as fast as argmax on CPUs."""
+    """Return the token of each row's largest value, the first of equals. 2 to 3 times as fast as argmax on CPUs."""
     ids_rv = jnp.broadcast_to(vocabulary.ids(x_rv.shape[1]), x_rv.shape)
     first_r = vocabulary.min(jnp.where(x_rv == vocabulary.max(x_rv), ids_rv, vocabulary.size))
-    # A row of NaN equals nothing: it must still name a token.
+    # A row of NaN equals nothing, but must still name a token.
     return jnp.minimum(first_r, vocabulary.size - 1)
 
 
@@ -168,10 +175,10 @@ def _if_any(
 def without_banned(
     logits_rv: jax.Array, ids_rx: Int[Array, "R X"], vocabulary: Vocabulary
 ) -> tuple[Float[Array, "R V"], Float[Array, "R X"]]:
-    """The logits with minus infinity for the banned tokens, and what those had (of a device, its own).
+    """Return the logits with minus infinity for banned tokens, and the original logits of those that this device has.
 
-    A loop over the columns in use, and no branch: XLA runs a loop in place, and where nothing is banned it does not
-    run. A branch gives an array of its own, so that one which does nothing copies its input: on a TPU v6e 0.2 ms for
+    It is a loop over the columns in use, without a branch: XLA runs a loop in place, and with nothing banned it makes
+    no pass. A branch returns a new array, so that a branch that does nothing copies its input: on a TPU v6e 0.2 ms for
     256 rows of Llama 3.
     """
     is_used_x = jnp.any(ids_rx < vocabulary.size, axis=0)
@@ -182,7 +189,7 @@ def without_banned(
         x_rv, taken_rx = state
         ids_r1 = lax.dynamic_slice_in_dim(ids_rx, i, 1, axis=1)
         taken_r1 = vocabulary.pick_here(x_rv, ids_r1, -jnp.inf)
-        # The second condition says only that the value was read before it is overwritten.
+        # The second condition only forces the value to be read before it is overwritten.
         x_rv = jnp.where((ids_v == ids_r1) & (taken_r1 > -jnp.inf), -jnp.inf, x_rv)
         return x_rv, lax.dynamic_update_slice_in_dim(taken_rx, taken_r1, i, axis=1)
 
@@ -203,7 +210,7 @@ def _sample(logits_rv: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> j
 
 
 def truncation_floor(scaled_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary) -> Float[Array, "R 1"]:
-    """The least logit (after temperature) that min_p, top_k and top_p leave in each row."""
+    """Return the smallest logit (after temperature) that min_p, top_k and top_p keep in each row."""
 
     def at_least_top_k(floor_r1: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
         return jnp.maximum(floor_r1, _top_k_floor(scaled_rv, how.top_k_r, vocabulary))
@@ -217,7 +224,7 @@ def truncation_floor(scaled_rv: Float[Array, "R V"], how: RowSampling, vocabular
 
 
 def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """The k-th largest value of each row."""
+    """Return the k-th largest value of each row."""
 
     def is_enough(floors: list[jax.Array]) -> jax.Array:
         return vocabulary.sums(*(jnp.where(x_rv >= floor_r1, 1.0, 0.0) for floor_r1 in floors)) >= top_k_r
@@ -226,7 +233,10 @@ def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: Vocabulary) ->
 
 
 def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """The largest threshold whose tokens have a share of top_p among those not below the floor; none for 1."""
+    """Return the largest threshold whose tokens have a share of top_p of those not below the floor.
+
+    It is minus infinity for a top_p of 1.
+    """
     weights_rv = jnp.where(x_rv >= floor_r1, jnp.exp(x_rv - vocabulary.max(x_rv)), 0)
     need_r = jnp.maximum(top_p_r, SMALLEST) * vocabulary.sum(weights_rv)
 
@@ -237,19 +247,20 @@ def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocab
 
 
 def _count(vocabulary: Vocabulary, *is_so: jax.Array) -> jax.Array:
-    """True values in each row. Summed as float32, which CPUs do 3 times as fast, and exact up to 2^24 of them."""
+    """Count True values in each row. Sums float32, which is 3 times as fast on CPUs and exact up to 2^24."""
     return vocabulary.sum(*(jnp.where(is_so_rv, 1.0, 0.0) for is_so_rv in is_so)).astype(jnp.int32)
 
 
 def largest_threshold(num_rows: int, is_enough: Callable[[list[jax.Array]], jax.Array]) -> jax.Array:
-    """Searches the largest float32 [R, 1] at which a condition still holds that holds below and fails above.
+    """Search the largest float32 [R, 1] that satisfies a monotonic condition: one that holds below it and fails above.
 
-    Floats are ordered as integers are once their bits are turned (negative ones all, positive ones the sign), so a
-    pass that tries 2^n - 1 thresholds in one reading settles n bits. Minus infinity where the condition holds nowhere.
+    With transformed bits (all inverted for negative numbers, the sign for positive ones) floats are ordered as
+    integers. A pass that tries 2^n - 1 thresholds in one reading determines n bits. Returns minus infinity if the
+    condition holds nowhere.
 
     Args:
         num_rows: R.
-        is_enough: thresholds [R, 1] -> whether it holds at each, [N, R].
+        is_enough: maps thresholds [R, 1] to whether the condition holds at each, [N, R].
     """
 
     def to_float(key_r: jax.Array) -> jax.Array:
@@ -265,7 +276,7 @@ def largest_threshold(num_rows: int, is_enough: Callable[[list[jax.Array]], jax.
 
         return lax.fori_loop(0, 32 // num_bits, settle, key_r)
 
-    # Below minus infinity lie only the bits of NaN, against which nothing compares.
+    # Below minus infinity are only bits of NaN, which compares with nothing.
     lowest_r = jnp.full(num_rows, 0x007FFFFF, jnp.uint32)
     key_r = lax.platform_dependent(
         jnp.zeros_like(lowest_r),

@@ -1,4 +1,4 @@
-"""What tells gave, on its way to the host: a bounded number of bytes of the device at a time."""
+"""Log-probabilities and hidden states in flight to the host: a bounded number of device bytes at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_BYTES = 64 << 20
-"""Bytes of one device at most; a row of all log-probabilities of Llama 3 is half a MiB."""
+"""Maximum bytes on one device; a row of all log-probabilities of Llama 3 is half a MiB."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,34 +23,36 @@ class _Told:
 
     @property
     def num_bytes(self) -> int:
-        """What a device holds of it."""
+        """Bytes that a device holds of it."""
         if self.array is None:
             return 0
         return math.prod(self.array.sharding.shard_shape(self.array.shape)) * self.array.dtype.itemsize
 
     def land(self) -> NDArray[np.generic]:
-        """Waits for it, and lets go of the device's part."""
+        """Wait for the array, and free it on the device."""
         if self.value is None:
             self.value, self.array = np.asarray(self.array), None
         return self.value
 
 
 class ToldArrays:
-    """Holds arrays of devices until the host has them. Those that nobody waits for are dropped as others come."""
+    """Holds device arrays until the host has them. Those that no caller waits for are dropped as others are added."""
 
     def __init__(self) -> None:
         self._on_the_way: deque[_Told] = deque()
 
     @property
     def num_bytes(self) -> int:
-        """What a device holds of all of them."""
+        """Bytes that a device holds of all of them."""
         return sum(told.num_bytes for told in self._on_the_way)
 
     def add(self, array: jax.Array) -> Callable[[], NDArray[np.generic]]:
-        """Starts the copy to the host, and returns what waits for it. Where there are too many the oldest land first.
+        """Start the copy to the host, and return a function that waits for it.
+
+        Over the limit of bytes, wait for the oldest copies first.
 
         Raises:
-            JaxRuntimeError: the device failed in what is waited for.
+            JaxRuntimeError: the device failed in a copy that was waited for.
         """
         told = _Told(array)
         copies: Any = array  # jax's annotations lack the method
@@ -68,5 +70,5 @@ class ToldArrays:
         return wait
 
     def release(self) -> None:
-        """Lets go of all of them. Idempotent."""
+        """Drop all of them. Idempotent."""
         self._on_the_way.clear()

@@ -1,9 +1,9 @@
-"""The C++ library of the CPU kernels, which XLA calls through its foreign functions.
+"""The C++ library of the CPU kernels, which XLA calls as foreign functions.
 
-build.py     the compiler's run
-library.py   the library, loaded and registered
-numbers.h    numbers as they are stored, one at a time
+build.py     compilation
+library.py   loading and registration
+numbers.h    conversion of stored numbers
 vector.h     vectors of the width that a core is compiled for
-processor.h  what this processor has
-tasks.h      the caller and XLA's threads at one call's tasks
+processor.h  detection of processor features
+tasks.h      distribution of a call's tasks over the caller and XLA's threads
 """

@@ -1,11 +1,11 @@
-"""Compiles the CPU kernels: a plain shared library, bound to no Python, that is loaded through jax.ffi.
+"""Compiles the CPU kernels: a plain shared library, independent of Python, that is loaded through jax.ffi.
 
-    core.cc     of each operation, once for each kind of processor    (the machine's is chosen when it runs)
+    core.cc     of each operation, once for each kind of processor    (selected at run time)
     kernel.cc   of each operation, once, with the headers of jaxlib
-        -> libjpaged_cpu.so beside this file
+        -> libjpaged_cpu.so next to this file
 
-`setup.py` does it while the package is installed, and reads this file alone: it imports neither jax nor jpaged. By
-hand, after the sources have changed or a compiler has come:
+`setup.py` builds it during installation, and reads only this file, which imports neither jax nor jpaged. Run it
+manually after the sources have changed, or after installing a compiler:
 
     python -m jpaged.kernels.cpu.build
 """
@@ -48,11 +48,11 @@ _TIMEOUT_S = 600
 
 
 class BuildError(Exception):
-    """Why the kernels were not built."""
+    """The reason why the kernels were not built."""
 
 
 def find_compiler(wanted: str | None = None) -> str:
-    """The path of the C++ compiler: the wanted one, or the first that is there.
+    """Return the path of the C++ compiler: the given one, or the first one found.
 
     Raises:
         BuildError: there is none.
@@ -65,10 +65,10 @@ def find_compiler(wanted: str | None = None) -> str:
 
 
 def find_headers() -> Path:
-    """The folder of XLA's headers, which jaxlib brings along.
+    """Return the folder of XLA's headers, which are part of jaxlib.
 
     Raises:
-        BuildError: jaxlib is not installed, or has none.
+        BuildError: jaxlib is not installed, or has no headers.
     """
     found = importlib.util.find_spec("jaxlib")
     folders = [] if found is None else list(found.submodule_search_locations or ())
@@ -86,10 +86,10 @@ def build(
     sources: Path = KERNELS,
     operations: Collection[str] = tuple(OPERATIONS),
 ) -> None:
-    """Compiles `sources`, a folder like `KERNELS`, and puts the library in place, whole or not at all.
+    """Compile `sources`, a folder like `KERNELS`, and write the library atomically.
 
     Raises:
-        BuildError: with what the compiler said.
+        BuildError: compilation failed; has the compiler's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -102,7 +102,7 @@ def build(
         _run_all(jobs)
         linked = work / library.name
         _run_all([[compiler, "-shared", "-pthread", *(job[-1] for job in jobs), "-o", str(linked)]])
-        # Beside the old library, then over it: a process that has it loaded keeps what it has.
+        # Staged next to the old library, then renamed over it: a process that has the old one loaded keeps it.
         staged = library.with_name(f".{library.name}.{os.getpid()}")
         shutil.copy(linked, staged)
         staged.replace(library)
@@ -123,7 +123,7 @@ def _core(compile_: list[str], sources: Path, work: Path, operation: str, core: 
 
 
 def _run_all(jobs: Sequence[list[str]]) -> None:
-    """Runs the commands side by side."""
+    """Run the commands in parallel."""
     started = [subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for job in jobs]
     try:
         outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in started]
@@ -139,7 +139,7 @@ def _run_all(jobs: Sequence[list[str]]) -> None:
 
 
 def main() -> None:
-    """Builds the library in place."""
+    """Build the library in place."""
     parser = argparse.ArgumentParser(
         prog="python -m jpaged.kernels.cpu.build", description="Build the library in place."
     )

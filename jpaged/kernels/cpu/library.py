@@ -10,14 +10,14 @@ import jax
 from jpaged.kernels.cpu import build
 
 NAME = "jpaged"
-"""What the functions' names begin with, in the library and in XLA's table."""
+"""Prefix of the functions' names, in the library and in XLA's table."""
 MAX_WIDTH = 16
 """Floats of the widest vectors that a core has."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The package's own library, or why there is none."""
+    """Return the package's library, or the reason why there is none."""
     if not build.LIBRARY.exists():
         return (
             f"{build.LIBRARY.name} was not built: it needs a C++ compiler ({', '.join(build.COMPILERS)}) when "
@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL | str:
 
 
 def register(*verbs: str) -> ctypes.CDLL | str:
-    """The library, whose `jpaged_<verb>` XLA calls by that name from here on; or why it cannot."""
+    """Register each function `jpaged_<verb>` with XLA under that name; return the library, or an error text."""
     found = library()
     if isinstance(found, str):
         return found
@@ -38,7 +38,7 @@ def register(*verbs: str) -> ctypes.CDLL | str:
         for verb in verbs:
             name = f"{NAME}_{verb}"
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
-    except (AttributeError, RuntimeError) as error:  # of an older library, or made for another jaxlib
+    except (AttributeError, RuntimeError) as error:  # an older library, or one built for another jaxlib
         return _cannot_be_loaded(error)
     return found
 

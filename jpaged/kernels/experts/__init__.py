@@ -1,13 +1,13 @@
-"""Mixtures of experts: which experts a row is sent to, and what they make of it.
+"""Mixtures of experts: routing of rows to experts, and the experts' outputs.
 
 routing.py    rows of scores -> experts and their weights
-weights.py    the matrices of the experts of a layer, and what becomes of gates and ups
-apply.py      the one call: who computes, and what is added behind
+weights.py    the matrices of the experts of a layer, and the gate function
+apply.py      the entry point: chooses the backend, and adds the last bias
 stacked.py    the matrices of several layers' experts in one array
 reference.py  the specification: every row by itself
-sorting.py    rows sorted by expert, and back
-ragged.py     rows sorted by expert and a grouped product, on accelerators
-tiles.py      rows sorted by expert in tiles of one expert each: a loop over those that there are, on CPUs
+sorting.py    rows sorted by expert, and the inverse
+ragged.py     rows sorted by expert and a grouped matmul, on accelerators
+tiles.py      rows sorted by expert in tiles of one expert each, in a loop over the tiles, on CPUs
 cpu/          the kernel that reads packed experts
 """
 

@@ -1,4 +1,4 @@
-"""The one call of a mixture of experts."""
+"""The entry point of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 ExpertsBackend = Literal["tiles", "wide-tiles", "ragged", "triton"]
-"""Who multiplies with matrices that are not packed: a loop over small tiles, over larger ones, or XLA with groups of
-rows, or a kernel in Triton."""
+"""Backends for unpacked matrices: loops over small or larger tiles, XLA's grouped matmul, or a Triton kernel."""
 ExpertsKernel = Callable[[jax.Array, Routes, ExpertWeights, Gate], jax.Array]
-"""What computes `sum_experts`: on several devices their parts, and the sum of those."""
+"""Computes `sum_experts`; on several devices, their parts and the sum of those."""
 
 
 def apply_experts(
@@ -39,14 +38,14 @@ def apply_experts(
     gate: Gate,
     kernel: ExpertsKernel | None = None,
 ) -> Float[Array, "T E"]:
-    """The weighted sum of what its experts make of each row, accumulated and returned in float32.
+    """Return the weighted sum of the outputs of each row's experts, accumulated and returned in float32.
 
-    What becomes of a row depends on that row and its experts alone: none is left out, however many share an expert.
-    Rows that are sent nowhere come out as zeros.
+    A row's result depends only on that row and its experts: experts have no capacity limit, and no row is dropped. Rows
+    that are sent nowhere are zeros.
 
     Args:
-        x_te: float32 or bfloat16, as the matrices; between the two products it is rounded to that.
-        kernel: computes all but the last bias; None is `sum_experts`.
+        x_te: float32 or bfloat16, as the matrices; values between the two matmuls are rounded to that.
+        kernel: computes everything except the last bias; None is `sum_experts`.
     """
     without_bias = dataclasses.replace(weights, down_bias=None)
     y_te = (kernel or sum_experts)(x_te, routes, without_bias, gate)
@@ -66,10 +65,10 @@ def sum_experts(
     gate: Gate,
     backend: ExpertsBackend = "tiles",
 ) -> Float[Array, "T E"]:
-    """Computes `apply_experts` without the last bias, on one device.
+    """Compute `apply_experts` without the last bias, on one device.
 
-    Packed matrices are read by the CPU's kernel whatever the backend. Quantised ones are multiplied in a loop, by
-    triton, which leaves to the loop what it does not take, and on TPUs by the kernel of groups, likewise.
+    Packed matrices are read by the CPU kernel whatever the backend. Quantized ones are multiplied in a loop, unless the
+    Triton kernel (backend triton) or the TPU kernel of grouped matmuls (backend ragged) supports them.
     """
     if isinstance(weights.gate, PackedMatrix):
         return loaded().apply(x_te, routes, weights, gate)
@@ -85,7 +84,7 @@ def sum_experts(
 
 
 def takes_all(weights: ExpertWeights) -> bool:
-    """Whether the kernel in Triton takes all matrices of a layer's experts."""
+    """Return True if the Triton kernel supports all matrices of a layer's experts."""
     return not any(unsupported_reason(flat(matrices)[0]) for matrices in (weights.gate, weights.up, weights.down))
 
 

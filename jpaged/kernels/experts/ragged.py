@@ -1,8 +1,8 @@
-"""Experts by products of groups of rows, sorted by expert.
+"""Experts by grouped matmuls of rows sorted by expert.
 
-On TPUs XLA makes a grouped product of `jax.lax.ragged_dot` by itself: a kernel of Mosaic's whose tiles are those of the
-groups that have rows, so that the matrices of an expert without rows are not read. On GPUs XLA would multiply every row
-with every expert, and our own kernel does in its place what Mosaic's does (`jpaged.kernels.product.triton`).
+On TPUs XLA implements `jax.lax.ragged_dot` by a Mosaic kernel whose tiles cover only groups with rows, so that the
+matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every expert. The package's
+own kernel (`jpaged.kernels.product.triton`) replaces it there.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 
 GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
-"""Rows `[P, K]`, how many each matrix has `[X]`, whose each is `[P]`, and matrices `[X, K, N]`: float32 `[P, N]`."""
+"""Grouped matmul with a float32 result `[P, N]`.
+
+Arguments: rows `[P, K]`, the number of rows of each matrix `[X]`, the matrix of each row `[P]`, and matrices `[X, K,
+N]`.
+"""
 
 
 def ragged_dot(x_pk: jax.Array, counts_x: jax.Array, matrices_p: jax.Array, matrices: jax.Array) -> jax.Array:
-    """XLA's own grouped product."""
+    """Multiply by XLA's own grouped matmul."""
     del matrices_p
     precision = jax.lax.Precision.HIGHEST if x_pk.dtype == jnp.float32 else None
     y_pn: jax.Array = jax.lax.ragged_dot(x_pk, matrices, counts_x, precision, jnp.float32)
@@ -42,7 +46,7 @@ def apply_experts(
     gate: Gate,
     multiply: GroupedProduct = ragged_dot,
 ) -> Float[Array, "T E"]:
-    """The weighted sum of what its experts make of each row, without the last bias, in float32."""
+    """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32."""
     num_experts = weights.num_experts
     rows = SortedRows.of(routes, num_experts)
     experts_p = jnp.minimum(rows.experts_p, num_experts - 1)

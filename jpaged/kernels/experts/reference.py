@@ -1,4 +1,4 @@
-"""The specification of a mixture: each row meets each of its experts, with all of them gathered. It is for tests."""
+"""The specification of a mixture, for tests: gathers all matrices of each row's experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate) -> Float[Array, "T E"]:
-    """The weighted sum of what its experts make of each row, without the last bias, in float32."""
+    """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32."""
     ids, is_sent = jnp.minimum(routes.ids_tk, weights.num_experts - 1), routes.ids_tk < weights.num_experts
 
     def project(x: jax.Array, kernel_xio: jax.Array, bias_xo: jax.Array | None) -> jax.Array:

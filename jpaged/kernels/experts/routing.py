@@ -1,4 +1,4 @@
-"""Which experts a row is sent to: scores in float32, the best of them, and their weights."""
+"""Routing of rows to experts: scores in float32, the best of them, and their weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LEAST_SUM = 1e-20
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where rows are sent.
+    """The experts of each row.
 
     Attributes:
-        ids_tk: int32 `[T, K]`: experts, the best first. Rows that are not in use, and experts that are elsewhere, have
-            the number of experts.
+        ids_tk: int32 `[T, K]`: experts, the best first. The number of experts marks rows that are not in use, and
+            experts on other devices.
         weights_tk: float32 `[T, K]`.
     """
 
@@ -31,7 +31,7 @@ class Routes:
     weights_tk: jax.Array
 
     def part(self, first: jax.Array, num_experts: int) -> Routes:
-        """The routes to some neighbouring experts, which are counted from 0."""
+        """Return the routes to a contiguous range of experts, renumbered from 0."""
         ids = self.ids_tk - first
         return Routes(jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts), self.weights_tk)
 
@@ -42,14 +42,14 @@ def route(
     num_rows: Int[Array, ""],
     bias_x: Float[Array, "X"] | None = None,
 ) -> Routes:
-    """Chooses the experts of each row, and weighs them, in float32.
+    """Choose the experts of each row and their weights, in float32.
 
-    A row's experts depend on that row alone: there is no capacity that others could take. Of equal scores the expert
-    with the smaller number comes first.
+    A row's experts depend on that row alone: experts have no capacity limit. If scores are equal, the expert with the
+    smaller number comes first.
 
     Args:
         num_rows: rows in use, the first ones; the others are sent nowhere.
-        bias_x: what is added to scores where experts and groups are chosen; it does not weigh them (DeepSeek-V3).
+        bias_x: added to scores for the choice of experts and groups; does not affect weights (DeepSeek-V3).
     """
     logits = logits_tx.astype(jnp.float32)
     if routing.scores == "chosen":
@@ -68,7 +68,7 @@ def route(
 
 
 def _in_best_groups(ranked_tx: jax.Array, routing: Routing) -> jax.Array:
-    """The scores, those outside of a row's best groups minus infinity."""
+    """Return the scores, with minus infinity outside a row's best groups."""
     if routing.num_groups == routing.top_groups:
         return ranked_tx
     grouped = ranked_tx.reshape(len(ranked_tx), routing.num_groups, -1)

@@ -1,4 +1,4 @@
-"""Rows sorted by expert, and back."""
+"""Rows sorted by expert, and the inverse."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class SortedRows:
-    """Each row once for each of its experts, sorted by expert: P = T * K rows, those that are sent nowhere last.
+    """Each row once for each expert that it uses, sorted by expert: P = T * K rows, those that are sent nowhere last.
 
     Attributes:
-        tokens_p: int32 `[P]`: which row it is.
-        experts_p: int32 `[P]`: whose it is.
+        tokens_p: int32 `[P]`: the original row.
+        experts_p: int32 `[P]`: the expert.
         counts_x: int32 `[X]`: rows of each expert.
-        places_tk: int32 `[T, K]`: where each row's own are.
+        places_tk: int32 `[T, K]`: sorted places of each row.
     """
 
     tokens_p: jax.Array
@@ -33,7 +33,7 @@ class SortedRows:
 
     @classmethod
     def of(cls, routes: Routes, num_experts: int) -> SortedRows:
-        """The rows of these routes; those of one expert stay in their order."""
+        """Sort the rows of these routes; those of one expert keep their order."""
         num_tokens, top_k = routes.ids_tk.shape
         ids_p = routes.ids_tk.reshape(-1)
         order = jnp.argsort(ids_p, stable=True)
@@ -42,6 +42,6 @@ class SortedRows:
         return cls(order // top_k, ids_p[order], counts, places.reshape(num_tokens, top_k))
 
     def sum(self, y_pe: Float[Array, "P E"], routes: Routes, num_experts: int) -> Float[Array, "T E"]:
-        """The weighted sum of each row's results, in the order of its experts; what was sent nowhere counts nothing."""
+        """Return the weighted sum of each row's results, in the order of experts; skips rows sent nowhere."""
         y_tke = y_pe[self.places_tk] * routes.weights_tk[..., None]
         return jnp.sum(jnp.where((routes.ids_tk < num_experts)[..., None], y_tke, 0.0), axis=1)

@@ -1,7 +1,7 @@
-"""The matrices of all layers' experts in one array, and which of them are a layer's.
+"""The matrices of all layers' experts in one array, and the index of a layer's.
 
-A grouped product takes its matrices as they lie in memory: a layer's part of a stack would first be copied, all experts
-of it. So the stack is handed on whole, and the groups of other layers are empty.
+A grouped matmul takes its matrices as they lie in memory. A slice for one layer would first be copied, with all
+experts. So the whole stack is passed, and the groups of other layers are empty.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """Experts of one of several layers, in place of its own `[X, K, N]`.
+    """Experts of one of several layers, in place of the layer's array `[X, K, N]`.
 
     Attributes:
-        matrices: `[L, X, K, N]`, quantised or not.
-        index: int32 scalar: which layer.
+        matrices: `[L, X, K, N]`, quantized or not.
+        index: int32 scalar: the layer.
     """
 
     matrices: Any
@@ -28,12 +28,12 @@ class StackedExperts:
 
 
 def num_experts_of(matrices: Any) -> int:
-    """The experts of one layer."""
+    """Return the number of experts of one layer."""
     return int(matrices.matrices.shape[1] if isinstance(matrices, StackedExperts) else matrices.shape[0])
 
 
 def flat(matrices: Any) -> tuple[Any, jax.Array | int]:
-    """All matrices `[L * X, K, N]`, and which of them is the layer's first."""
+    """Return all matrices `[L * X, K, N]`, and the index of the layer's first."""
     if not isinstance(matrices, StackedExperts):
         return matrices, 0
     joined = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), matrices.matrices)
@@ -41,7 +41,7 @@ def flat(matrices: Any) -> tuple[Any, jax.Array | int]:
 
 
 def placed(counts_x: jax.Array, first: jax.Array | int, num_matrices: int) -> jax.Array:
-    """The counts of a layer's experts among those of all matrices."""
+    """Return the counts of a layer's experts at their places among all matrices."""
     if len(counts_x) == num_matrices:
         return counts_x
     none = jnp.zeros((num_matrices,), counts_x.dtype)

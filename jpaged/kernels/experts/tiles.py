@@ -1,10 +1,10 @@
-"""Experts by tiles of rows, in a loop over those that there are: XLA reads no expert that has no row.
+"""Experts by tiles of rows, in a loop over the used tiles: XLA reads no expert without rows.
 
     sorted rows   a a a a a a a a a a b c c c      tiles of 8: a, a, b, c
-                  └ tile 0 ──┘└ 1 ──...            a tile may reach into the next expert's rows, which
-                              └ 1 ┘└ 2 ...         writes them again behind it
+                  └ tile 0 ──┘└ 1 ──...            a tile may extend into the next expert's rows, whose own
+                              └ 1 ┘└ 2 ...         tile overwrites them later
 
-On CPUs a tile has as many rows whatever the batch, so that a row's sums are made in one order whatever the others are.
+On CPUs a tile has a fixed number of rows, so that the order of a row's sums does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 ROWS = 8
-"""Rows of a tile: so many that reading a matrix and multiplying with it take equally long on a core with AVX-512."""
+"""Rows of a tile: reading a matrix and multiplying with it then take equally long on a core with AVX-512."""
 
 
 _MOST_ROWS = 128
 
 
 def rows_for(routes: Routes, num_experts: int) -> int:
-    """Rows of a tile where a product takes long for each tile: as many as an expert has, were rows spread evenly."""
+    """Return the rows of a tile if a matmul has a high cost per tile: those of an expert if rows were spread evenly."""
     even = -(-routes.ids_tk.size // num_experts)
     return min(max(ROWS, 1 << (even - 1).bit_length()), _MOST_ROWS)
 
@@ -41,7 +41,7 @@ def rows_for(routes: Routes, num_experts: int) -> int:
 def apply_experts(
     x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate, num_rows: int = ROWS
 ) -> Float[Array, "T E"]:
-    """The weighted sum of what its experts make of each row, without the last bias, in float32."""
+    """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32."""
     num_experts = weights.num_experts
     rows = SortedRows.of(routes, num_experts)
     x_pe = jnp.pad(x_te[rows.tokens_p], ((0, num_rows), (0, 0)))

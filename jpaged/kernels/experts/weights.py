@@ -1,4 +1,4 @@
-"""The matrices of a layer's experts, and what becomes of their gates and ups."""
+"""The matrices of a layer's experts, and their gate function."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """What the experts of a layer compute with: down(gate(x Wg + bg, x Wu + bu)) + bd.
+    """The weights of a layer's experts: down(gate(x Wg + bg, x Wu + bu)) + bd.
 
     Attributes:
-        gate, up: `[X, E, F]`, quantised or not, `StackedExperts`, or packed as `[E, X, F]` in X parts.
-        down: `[X, F, E]`, likewise.
+        gate, up: `[X, E, F]`, quantized or not, `StackedExperts`, or packed as `[E, X, F]` in X parts.
+        down: `[X, F, E]`, in the same forms.
         gate_bias, up_bias: `[X, F]`, or None.
         down_bias: `[X, E]`, or None.
     """
@@ -44,7 +44,7 @@ class ExpertWeights:
 
 
 def join(gate: Gate, gates: Float[Array, "..."], ups: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Makes one number of a gate and an up, in float32."""
+    """Combine a gate and an up into one number, in float32."""
     if gate.kind == "silu":
         return jax.nn.silu(gates) * ups
     gates, ups = jnp.minimum(gates, gate.limit), jnp.clip(ups, -gate.limit, gate.limit)

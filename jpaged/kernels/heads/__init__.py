@@ -1,4 +1,4 @@
-"""Queries, keys and values out of their one projection, turned by their angles.
+"""Splitting of the QKV projection into queries, keys and values, and their rotation.
 
-tpu.py   the kernel for TPUs; elsewhere `jpaged.models.rope` in XLA, or the kernel of products on CPUs
+tpu.py   the kernel for TPUs; elsewhere `jpaged.models.rope` in XLA, or the matmul kernel on CPUs
 """

@@ -1,14 +1,14 @@
-"""Heads on TPUs, in Pallas Mosaic: a projection is read once, and written as the attention kernels take it.
+"""QKV splitting and RoPE on TPUs, in Pallas Mosaic: reads a projection once, and writes the attention kernels' layout.
 
-    projection    [T, K * (G + 2) * D]  a token's queries, keys and values beside each other, as the product leaves it
-    queries       [T, K * G * D]       a token's heads beside each other, turned
-    keys, values  [T, K, 2, D]         as the pool keeps them, keys turned: two numbers of 16 bits a word
+    projection    [T, K * (G + 2) * D]  a token's queries, keys and values, concatenated by the matmul
+    queries       [T, K * G * D]       a token's heads, concatenated and rotated
+    keys, values  [T, K, 2, D]         as the pool stores them, keys rotated: two 16-bit numbers per word
 
 XLA moves sublanes one by one for each of the three (a fifth of a step of 64 tokens, and a third of one of 2048, by
-libtpu's own estimate). Here queries are moved by whole tiles, and a key and its value become words that are stored with
-a stride.
+libtpu's own estimate). This kernel moves queries by whole tiles, and packs a key and its value into words, which it
+stores with a stride.
 
-The results are seen as [T, H, D] and twice [T, K, D]: who packs them as they lie costs nothing.
+Callers see the results as [T, H, D] and twice [T, K, D]; packing them in this memory order costs nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ Norms = tuple[jax.Array, jax.Array, jax.Array | float]
 
 
 def unsupported_reason(head_dim: int, dtype: jnp.dtype, kv_dtype: jnp.dtype, num_rows: int) -> str | None:
-    """Why there is no kernel for heads of this size and type, or None. `num_rows`: heads in a projection, K (G + 2)."""
+    """Return why heads of this size and type are not supported, or None.
+
+    Args:
+        num_rows: heads in a projection, K (G + 2).
+    """
     if head_dim % _LANES:
         return f"head_dim {head_dim} is no multiple of {_LANES}"
     if dtype != jnp.bfloat16 or kv_dtype != jnp.bfloat16:
@@ -44,19 +48,19 @@ def unsupported_reason(head_dim: int, dtype: jnp.dtype, kv_dtype: jnp.dtype, num
 
 
 def angles(cos_td: Float[Array, "T D/2"], sin_td: Float[Array, "T D/2"]) -> Angles:
-    """Angles as `turn` takes them, once for all layers."""
+    """Return angles in the form that `turn` takes, once for all layers."""
     return jnp.concatenate([cos_td, cos_td], axis=1), jnp.concatenate([-sin_td, sin_td], axis=1)
 
 
 def turn(
     qkv_tkrd: Float[Array, "T K G+2 D"], angles: Angles, norms: Norms | None
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
-    """Queries and keys turned by their angles, in float32, and values.
+    """Rotate queries and keys by their angles, in float32; return them and the values.
 
     Args:
         qkv_tkrd: for each key/value head its queries, their key and their value.
-        angles: as `angles` makes them.
-        norms: scales [D] of the norm of each query and of each key, and their epsilon; None leaves them.
+        angles: from `angles`.
+        norms: scales [D] of the norm of each query and of each key, and their epsilon; None for no norms.
     """
     num_tokens, num_kv_heads, num_rows, head_dim = qkv_tkrd.shape
     sizes = _Sizes(num_kv_heads, num_rows - 2, head_dim)
@@ -73,7 +77,7 @@ class _Sizes:
 
 
 def _bytes_of_tile(tile: int, num_rows: int, head_dim: int) -> int:
-    """What a tile of tokens takes: heads come and go at a time, twice, and angles."""
+    """Return the memory of a tile of tokens: double-buffered inputs and outputs of all heads, and angles."""
     return 2 * tile * head_dim * (2 * 2 * num_rows + 2 * 4)
 
 
@@ -125,7 +129,7 @@ def _call(qkv_tl: jax.Array, sizes: _Sizes, angles: Angles, norms: Norms | None)
 
 
 def _kernel(qkv_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any, sizes: _Sizes) -> None:
-    """One tile of tokens, head by head."""
+    """Process one tile of tokens, head by head."""
     *norm_refs, q_ref, new_ref = refs
     cos_td, sin_td, head_dim = cos_ref[...], sin_ref[...], sizes.head_dim
     q_scale_1d, k_scale_1d = (ref[...] for ref in norm_refs[:2]) if norm_refs else (None, None)
@@ -163,7 +167,7 @@ def _halves_swapped(x_td: Any) -> Any:
 
 
 def _words(key_tl: Any, value_tl: Any) -> Any:
-    """Words whose lower half is a key's number, and whose upper half the value's."""
+    """Return words with a key's number in the lower half and the value's in the upper half."""
     from jax.experimental.pallas import tpu as pltpu
 
     key_bits, value_bits = (pltpu.bitcast(x.astype(jnp.float32), jnp.int32) for x in (key_tl, value_tl))
@@ -171,9 +175,9 @@ def _words(key_tl: Any, value_tl: Any) -> Any:
 
 
 def store(new_ref: Any, head: int, part: int, words_tl: Any) -> None:
-    """Puts words [t, 128] where a head has that part of its lanes in [t, K, 2, D], seen as rows of words.
+    """Store words [t, 128] in a head's part of the lanes of [t, K, 2, D], viewed as rows of words.
 
-    The interpreter knows no reference as another type: tests replace this.
+    Pallas' interpreter does not support bitcasts of references: tests replace this function.
     """
     from jax.experimental import pallas as pl
 

@@ -1,8 +1,8 @@
-"""Adapters (LoRA): what each row's own adapter adds to the product of a row and a matrix.
+"""LoRA matmuls: the delta of each row's own adapter to a matmul.
 
 adapted.py    a matrix with its adapters
-reference.py  the specification, and what runs everywhere else: one product with all adapters, masked
-cpu/          the kernel that reads the adapters that rows have
+reference.py  the specification and the default: one masked matmul with all adapters
+cpu/          the kernel that reads only adapters in use
 """
 
 from jpaged.kernels.lora.adapted import AdaptedMatrix

@@ -1,4 +1,4 @@
-"""A matrix with adapters, each in a slot of its own."""
+"""A matrix with adapters, each in its own slot."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import numpy as np
 class AdaptedMatrix:
     """A matrix `[in, *out]` and its adapters, in place of a leaf of parameters.
 
-        (x @ a[s - 1].T) @ b[s - 1]        is what a row of adapter slot s adds to its product, of each part by itself
+        (x @ a[s - 1].T) @ b[s - 1]        is the delta of a row with adapter slot s, computed for each part separately
 
-    Parts are what a checkpoint has as matrices of their own: queries, keys and values, or gates and ups. Slots and
-    ranks that are not in use are zeros.
+    Parts are separate matrices of the checkpoint: queries, keys and values, or gates and ups. Unused slots and ranks
+    are zeros.
 
     Attributes:
         base: an array, a `QuantisedMatrix`, a `StackedMatrix` or a `PackedMatrix`.
         a: `[slots, parts * rank, in]`; float32 or bfloat16, as rows are.
-        b: of each part `[slots, rank, its columns]`, which hold what an adapter is scaled by.
-        num_groups: of columns of the matrix: each has a share of each part, one part behind the other.
+        b: for each part `[slots, rank, its columns]`, including the adapter's scale.
+        num_groups: groups of columns of the matrix; each has a share of each part, in order.
     """
 
     base: Any
@@ -34,15 +34,15 @@ class AdaptedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
+        """Shape of the matrix."""
         return tuple(self.base.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the matrix."""
+        """Type of the matrix."""
         return np.dtype(self.base.dtype)
 
     @property
     def rank(self) -> int:
-        """The rank that each adapter has room for."""
+        """Maximum rank of an adapter."""
         return int(self.b[0].shape[-2])

@@ -1,7 +1,7 @@
-"""What adapters add, in XLA: one product with all adapters' first matrices, masked, and one with all second ones.
+"""LoRA deltas in XLA: one masked matmul with all adapters' first matrices, and one with all second ones.
 
-No row is sorted, and no adapter is a step of its own: the program is the same whoever has which. What is read is small
-beside the matrix: (in + out) * rank numbers of each adapter.
+Rows are not sorted, and adapters have no separate steps: the program does not depend on the rows' adapters. It reads
+little compared to the matrix: (in + out) * rank numbers per adapter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def adapt(x_te: Float[Array, "T E"], adapters_t: Int[Array, "T"], matrix: AdaptedMatrix) -> Float[Array, "T ..."]:
-    """What each row adds to its product, float32 `[T, *out]`; zeros where its slot is 0.
+    """Return the delta of each row, float32 `[T, *out]`; zeros if its slot is 0.
 
     The sums of the rank are rounded to the type of the rows.
     """
@@ -32,7 +32,7 @@ def adapt(x_te: Float[Array, "T E"], adapters_t: Int[Array, "T"], matrix: Adapte
     ]
     if len(deltas) == 1:
         return deltas[0].reshape(len(x_te), *out)
-    if len(out) > 1:  # parts have an axis of their own; of several devices each has a share of the other
+    if len(out) > 1:  # parts have a separate axis; with several devices each has a share of the other
         return jnp.stack(deltas, axis=1)
     of_groups = [delta.reshape(len(x_te), matrix.num_groups, -1) for delta in deltas]
     return jnp.concatenate(of_groups, axis=2).reshape(len(x_te), *out)

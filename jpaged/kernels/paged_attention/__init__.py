@@ -1,14 +1,14 @@
-"""Attention over keys and values that lie in blocks; `paged_attention` is the operation.
+"""Attention over keys and values in blocks; `paged_attention` is the operation.
 
-api.py         the call, checked
-spec.py        what a call is made of
-backends.py    which kernels there are, where each runs, what it cannot do
+api.py         the entry points
+spec.py        the arguments of a call
+backends.py    the backends, where each runs, and its limitations
 reference.py   the operation in plain XLA: its specification
-cascade.py     rows that begin with the same blocks; attention over parts of contexts, merged
+cascade.py     rows that share a prefix; attention over parts of contexts, merged
 streaming.py   rows that see the first tokens and a window
-sinks.py       scores of heads that have no value
+sinks.py       attention sinks: scores of heads without a value
 shapes.py      head shapes of real models
-measure.py     how fast it is on this device
+measure.py     benchmark of attention on this device
 cpu/           the kernel for CPUs
 gpu/           the kernel for Hopper GPUs
 tpu/           the kernel for TPUs

@@ -1,4 +1,4 @@
-"""The operation's public face: checks the call, and runs the backend that was named."""
+"""Entry points of the operation: check the call, and run the chosen backend."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 def prepare_rows(
     rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: AttentionSpec, queries: Queries, *, backend: Backend
 ) -> RaggedRows:
-    """The rows with what the backend makes of them once for all layers of a step; a call makes it itself otherwise.
+    """Return the rows with the backend's preparation for all layers of a step.
 
-    They are good for calls of this spec with queries of this description, and to store keys in these slots.
+    A call with unprepared rows prepares them itself. Prepared rows are valid for calls with this spec and queries of
+    this description, and for storing keys in these slots.
 
     Raises:
-        Unsupported: as `paged_attention` does.
+        Unsupported: as `paged_attention`.
     """
     found = implementation(backend, spec, queries)
     return rows if found.prepare is None else found.prepare(rows, slots_t, spec, queries)
@@ -45,16 +46,17 @@ def paged_attention(
     *,
     backend: Backend,
 ) -> Attended:
-    """Causal grouped-query attention of ragged rows, prefill chunks and decodes mixed, over paged keys and values.
+    """Compute causal grouped-query attention of ragged rows over paged keys and values.
 
-    Query head h reads key/value head h // (H / K). What lies in the pool beyond what a row sees never matters, not
-    even NaN; a block id outside of the layer reads as zeros. The keys and values of this step are in the pool.
+    The rows may mix prefill chunks and decodes. Query head h reads key/value head h // (H / K). Pool contents that a
+    row does not see never matter, not even NaN; a block id outside the layer reads as zeros. The keys and values of
+    this step are already in the pool.
 
-    The arguments are the fields of `AttentionCall`, and the backend whose kernel runs (`backends.py`): none is chosen
-    in silence.
+    The arguments are the fields of `AttentionCall`, and the backend whose kernel runs (`backends.py`); there is no
+    fallback.
 
     Raises:
-        Unsupported: the backend cannot do it; the reason is named.
+        Unsupported: the backend does not support the call; has the reason.
         InternalError: shapes that contradict the layout.
     """
     call = AttentionCall(q_thd, pool, layer, rows, spec, scales_lk2)
@@ -72,10 +74,10 @@ def paged_attention_update(
     *,
     backend: Backend,
 ) -> Updated:
-    """Stores the step's own keys and values, then `paged_attention`: in one kernel where the backend has it.
+    """Store the step's own keys and values, then run `paged_attention`: in one kernel if the backend has it.
 
-    Donate the pool: it is updated in place. Every row's last queries are the last tokens of its context. Arguments and
-    errors are `paged_attention`'s, but for the new keys and values, which come as the model makes them.
+    Donate the pool: it is updated in place. Every row's last queries are the last tokens of the row's context.
+    Arguments and errors are those of `paged_attention`, plus the new keys and values, as the model computes them.
     """
     call = AttentionCall(q_thd, pool, layer, rows, spec, scales_lk2)
     run = implementation(backend, spec, call.queries)

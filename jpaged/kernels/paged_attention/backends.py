@@ -1,13 +1,14 @@
-"""Which kernels there are, where each one runs, and what it cannot do.
+"""The attention backends: where each one runs, and its limitations.
 
     backend        device               made for
     pallas-tpu     TPUs                 pools of form tpu; the step's keys and values are stored in the kernel
     pallas-gpu     Hopper GPUs (sm_90)  queries of 16 bits; pools of form gpu
-    pallas-triton  GPUs since Ampere    and what pallas-gpu refuses on Hopper; pools of form gpu
-    cpu            CPUs                 every call; built where a C++ compiler is; stores the step's keys itself, too
+    pallas-triton  GPUs since Ampere    also calls that pallas-gpu refuses on Hopper; pools of form gpu
+    cpu            CPUs                 every call; built if a C++ compiler is present; also stores the step's keys
+    itself
     xla            any                  CPUs without a compiler, GPUs before Ampere: correct everywhere, fast nowhere
 
-The reasons for which one may refuse are known before anything is traced, so that a server says them when it starts.
+The reasons for a refusal are known before anything is traced, so that a server reports them at startup.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ class Implementation:
     """One backend's functions.
 
     Attributes:
-        attend: what `paged_attention` gives.
-        update: `paged_attention_update` in one kernel, keys and values divided by their scales; None where the pool is
-            written by `KVLayout.write` first.
+        attend: implements `paged_attention`.
+        update: implements `paged_attention_update` in one kernel, with keys and values divided by their scales; if
+            None, `KVLayout.write` updates the pool first.
         platform: that it is made for; None is any.
         form: of the pool that it reads; None reads any.
-        unsupported_reason: (the pool's layout, queries) -> why it cannot, or None; no kind of attention is refused.
+        unsupported_reason: (the pool's layout, queries) -> why it cannot run, or None. It refuses no kind of attention.
         unsupported_device_reason: device -> why it does not run there, or None.
-        prepare: (rows, slots of the step's tokens or None, spec, queries) -> rows with what its calls in all layers of
-            a step need to know of them; None where that is nothing.
-        attend_parts: attention over several parts of each context in one launch (`cascade.py`); None where each is a
-            call of its own.
+        prepare: (rows, slots of the step's tokens or None, spec, queries) -> rows with the preparation for its calls in
+            all layers of a step; None if it needs none.
+        attend_parts: attention over several parts of each context in one launch (`cascade.py`); if None, each part is a
+            separate call.
     """
 
     attend: Callable[[AttentionCall], Attended]
@@ -97,12 +98,12 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that runs, and why no other.
+    """The chosen backend, and the reasons against others.
 
     Attributes:
         backend: its name.
         layout: the pool's, in the form that the backend reads.
-        passed_over: the backends that are made for the platform and preferred, and why each was not taken.
+        passed_over: preferred backends for the platform that were not taken, each with the reason.
     """
 
     backend: Backend
@@ -111,16 +112,16 @@ class Choice:
 
 
 def choose(name: str, device: jax.Device, layout: KVLayout, queries: Queries) -> Choice:
-    """The backend that was named, or for `auto` the first that can.
+    """Return the given backend, or for `auto` the first that supports the call.
 
     Args:
         name: `auto` or a backend.
-        device: where it will run.
+        device: the device to run on.
         layout: the pool's; its form is replaced by the one that fits.
-        queries: what it will be called with.
+        queries: describes the calls.
 
     Raises:
-        Unsupported: the backend that was named cannot do it, and why.
+        Unsupported: the given backend does not support the call; has the reason.
     """
     if name != "auto" and name not in IMPLEMENTATIONS:
         raise Unsupported(f"attention_backend: {name!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
@@ -139,10 +140,10 @@ def choose(name: str, device: jax.Device, layout: KVLayout, queries: Queries) ->
 
 
 def implementation(backend: Backend, spec: AttentionSpec, queries: Queries) -> Implementation:
-    """The named backend, once it has been asked whether it can.
+    """Return the given backend, after a check that it supports the call.
 
     Raises:
-        Unsupported: it cannot, or there is none of this name.
+        Unsupported: it does not, or there is none with this name.
     """
     if backend not in IMPLEMENTATIONS:
         raise Unsupported(f"paged attention has no backend {backend!r}; it has {', '.join(get_args(Backend))}")

@@ -1,7 +1,7 @@
-"""Attention of rows that begin with the same blocks: these are read once for all of them.
+"""Attention of rows that share a prefix: its blocks are read once for all of them.
 
     row 0   p p p p p p | a a . .        prefixes   one row of 5 queries (a b c c c) over p, all of which they see
-    row 1   p p p p p p | b . . .        rows       each over its own part: what it sees begins behind p
+    row 1   p p p p p p | b . . .        rows       each over its own part, which begins after p
     row 2   p p p p p p | c c c .
     row 3   d d d . . . . . . . .        a prefix of no tokens; it sees its context from the beginning
 
@@ -9,12 +9,12 @@ The two outputs of a query are merged by the logarithms of their sums of exponen
 
     lse = log(e^lse_a + e^lse_b)         o = o_a e^(lse_a - lse) + o_b e^(lse_b - lse)
 
-This is what Hydragen (Juravsky et al., 2024) and cascade inference (Ye et al., 2024) do. Where a backend takes several
-lists of rows in one launch, as the kernels for GPUs do, the two are one call, and a step in which no rows share a
-prefix pays for nothing. Elsewhere they are two calls, and such a step pays for one comparison a layer.
+This is the method of Hydragen (Juravsky et al., 2024) and cascade inference (Ye et al., 2024). If a backend takes
+several lists of rows in one launch, as the GPU kernels do, the two are one call, and a step in which no rows share a
+prefix has no extra cost. Elsewhere they are two calls, and such a step costs one comparison per layer.
 
-Sliding windows begin at different keys. What all queries of a run see of the prefix is read once like any other; each
-row reads by itself what lies before that, from the beginning of its own window to that of the last:
+Sliding windows begin at different keys. Keys of the prefix that all queries of a run see are read once, as above. Each
+row reads earlier keys by itself, from the beginning of the row's window to that of the last:
 
     row 0   . . E E p p | a          E  edges: seen by some of the run's queries
     row 1   . . . E p p | b b        p  prefixes: seen by all of them
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class CascadeRows:
-    """The rows of a step, and those that stand for the prefixes that neighbours among them share.
+    """The rows of a step, and rows for the prefixes that adjacent rows share.
 
     Attributes:
-        rows: with `kv_begins_s`: the tokens that each row shares with its neighbours.
-        prefixes: a row for each run of neighbours, over what they share and all see; none where nobody shares anything.
-        first_rows_s: the first row of each run, whose block table it is.
-        edges: the rows again, over what only some queries of their run see of the prefix; None without a window.
+        rows: with `kv_begins_s`: the tokens that each row shares with its neighbors.
+        prefixes: a row for each run of neighbors, over the shared tokens that all see; no rows if no prefix is shared.
+        first_rows_s: the first row of each run, whose block table it uses.
+        edges: the rows again, over the prefix tokens that only some queries of their run see; None without a window.
     """
 
     rows: RaggedRows
@@ -75,13 +75,13 @@ class CascadeRows:
         num_runs: Int[Array, ""],
         spec: AttentionSpec,
     ) -> CascadeRows:
-        """Takes the prefixes from the first row of each run.
+        """Build the prefixes from the first row of each run.
 
         Args:
-            rows: `kv_begins_s` is a whole number of blocks, the same for all rows of a run, and at most the position
-                of each one's first query; so far their block tables are alike.
+            rows: `kv_begins_s` is a whole number of blocks, the same for all rows of a run, and at most the position of
+                each one's first query. Up to there their block tables are equal.
             run_starts_s1: run g is the rows run_starts[g] to run_starts[g + 1]; the runs cover the rows in use.
-            num_runs: 0 where no two rows share anything.
+            num_runs: 0 if no two rows share a prefix.
             spec: of the calls that they are for.
         """
         first_rows_s = jnp.minimum(run_starts_s1[:-1], rows.kv_lens_s.shape[0] - 1)
@@ -100,7 +100,7 @@ class CascadeRows:
         is_run_s = places_s < num_runs
         ends_s = rows.positions + rows.query_starts_s1[1:] - rows.query_starts_s1[:-1]
         last_ends_s = jnp.where(run_s[None, :] == places_s[:, None], ends_s[None, :], 0).max(axis=1)
-        # Rounded up to whole blocks: a part of a context begins with one.
+        # Rounded up to whole blocks: a part of a context begins with a block.
         block_size = spec.layout.block_size
         begins_s = -(-jnp.maximum(last_ends_s - spec.kind.sliding_window, 0) // block_size) * block_size
         begins_s = jnp.where(is_run_s, jnp.minimum(begins_s, lens_s), 0)
@@ -116,18 +116,18 @@ class CascadeRows:
 
     @property
     def has_others(self) -> Bool[Array, ""]:
-        """Whether any rows share a prefix."""
+        """True if any rows share a prefix."""
         return self.prefixes.num_rows > 0
 
     def parts(self, spec: AttentionSpec) -> tuple[ContextPart, ...]:
-        """What is attended and merged: the rows' own part first."""
+        """Return the parts to attend to and merge: the rows' own part first."""
         own = ContextPart(self.rows, spec)
         prefixes = ContextPart(self.prefixes, prefix_spec(spec), self.first_rows_s)
         return (own, prefixes) if self.edges is None else (own, prefixes, ContextPart(self.edges, spec))
 
 
 def prefix_spec(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of the call over the prefixes: what all queries of a run see has no end of a window in it."""
+    """Return the spec of the call over the prefixes, without a window: all queries of a run see all of it."""
     return dataclasses.replace(spec, kind=dataclasses.replace(spec.kind, sliding_window=None))
 
 
@@ -144,10 +144,10 @@ def prepare_step_rows(
     *,
     backend: Backend,
 ) -> StepRows:
-    """The rows of a step in the parts that they are attended in, each with what `prepare_rows` makes of it.
+    """Return the rows of a step, split into the parts of attention, each prepared by `prepare_rows`.
 
     Args:
-        runs: of rows that read a prefix together, as `CascadeRows.of` takes them; a kind with sink tokens takes none.
+        runs: of rows that read a prefix together, as `CascadeRows.of` takes them; None for a kind with sink tokens.
     """
 
     def prepare(part: RaggedRows, slots_t: jax.Array | None, spec: AttentionSpec) -> RaggedRows:
@@ -181,20 +181,20 @@ def cascade_attention_update(
     *,
     backend: Backend,
 ) -> Updated:
-    """`paged_attention_update` of `cascade.rows` over all parts of their contexts, reading each shared prefix once.
+    """Run `paged_attention_update` of `cascade.rows` over all parts of their contexts, reading each shared prefix once.
 
     Donate the pool: it is updated in place.
 
-    The keys of the step are stored with the rows' own part. Prefixes are older, so that they could be read before or
-    after, and first tokens may be among them; after, the pool is an input of the condition and no output, which XLA
-    would have to copy.
+    The keys of the step are stored with the rows' own part, which runs first. The prefixes' keys are older, but sink
+    tokens may be among the new ones. In this order the pool is an input of the condition and no output, which XLA would
+    have to copy.
 
     Returns:
-        what `paged_attention_update` returns, up to rounding: where a part is a call of its own it comes in the
-        queries' type; the sum is in float32.
+        the results of `paged_attention_update`, up to rounding: a part that is a separate call is rounded to the
+            queries' type; the sum is in float32.
 
     Raises:
-        Unsupported, InternalError: as `paged_attention_update` does.
+        Unsupported, InternalError: as `paged_attention_update`.
     """
     parts = cascade.parts(spec)
     spec = parts[0].spec
@@ -206,8 +206,8 @@ def cascade_attention_update(
     o_thd, lse_th, pool = paged_attention_update(
         q_thd, new_kv, pool, layer, cascade.rows, spec, scales_lk2, backend=backend
     )
-    # Whole rows go through the condition: XLA for TPUs would move [T, H, D] into another order for it, and back. The
-    # barrier keeps it from taking the queries' change of shape into the branch.
+    # Whole rows go through the condition: XLA for TPUs would transpose [T, H, D] for it, and back. The barrier keeps
+    # XLA from moving the queries' reshape into the branch.
     shape, (q_tw, own_tw) = o_thd.shape, (x_thd.reshape(x_thd.shape[0], -1) for x_thd in (q_thd, o_thd))
     q_tw = jax.lax.optimization_barrier(q_tw)
 
@@ -223,7 +223,7 @@ def cascade_attention_update(
 
 
 def merge(a: Attended, b: Attended) -> Attended:
-    """Attention over two disjoint parts of each context -> over both; a part without keys has -inf and counts nothing.
+    """Merge attention over two disjoint parts of each context; a part without keys has -inf and counts nothing.
 
     In float32; the output is of the parts' type.
     """

@@ -1,14 +1,14 @@
-"""How fast attention is on this device: paged against contiguous, and against what the device can do at all.
+"""Speed of attention on this device: paged compared to contiguous, and to the limits of the device.
 
-    paged        blocks scattered over the pool, as serving leaves them
-    in order     the same kernel, the blocks one behind the other: what scattering costs
-    contiguous   jax.nn.dot_product_attention over dense [S, context, K, D]: what paging costs
+    paged        blocks scattered over the pool, as in serving
+    in order     the same kernel with consecutive blocks: the cost of scattering
+    contiguous   jax.nn.dot_product_attention over dense [S, context, K, D]: the cost of paging
     limit        decode: bytes of keys, values, queries and outputs over the measured copy bandwidth
-                 prefill: FLOPs of the visible scores over the measured rate of matrix products; the greater of the two
+                 prefill: FLOPs of the visible scores over the measured rate of matmuls; the greater of the two
 
-A program runs the operation n times in a loop whose every turn reads the output of the one before; the time of one is
-the slope between two counts, so that what starting a program costs does not count. The variants take turns, and
-medians are compared.
+A program runs the operation n times in a loop in which each turn reads the output of the previous one. The time of one
+is the slope between two counts, which excludes the start of a program. The variants alternate, and medians are
+compared.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from jpaged.kernels.paged_attention.shapes import SHAPES, AttentionShape
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
 CHUNK_TOKENS = 2048
-"""Queries of a prefill cell: the last so many tokens of the context."""
+"""Maximum queries of a prefill cell: the last tokens of the context."""
 
-_MAX_DENSE_SCORES = 1 << 30  # elements: beyond it dense prefill is left out, XLA keeps every score
+_MAX_DENSE_SCORES = 1 << 30  # elements: larger dense prefills are skipped, because XLA materializes every score
 _NUM_TURNS = 5
 _MIN_SECONDS = 0.02  # of the longer of two runs whose difference is taken
 
@@ -49,7 +49,7 @@ class Cell:
     """One point of the table.
 
     Attributes:
-        kind: one query a row, or a chunk of a prompt.
+        kind: one query per row, or a chunk of a prompt.
         num_seqs: rows.
         context: tokens of each row's context.
         block_size: tokens of a block.
@@ -62,17 +62,17 @@ class Cell:
 
     @property
     def num_queries(self) -> int:
-        """The queries of one row."""
+        """Queries of one row."""
         return 1 if self.kind == "decode" else min(self.context, CHUNK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What the device does at best, measured with XLA's own programs.
+    """Limits of the device, measured with XLA's own programs.
 
     Attributes:
         bytes_per_s: read and written by a copy of an array that no cache holds.
-        flops_per_s: of a large matrix product in the queries' type.
+        flops_per_s: of a large matmul in the queries' type.
     """
 
     bytes_per_s: float
@@ -81,7 +81,7 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Seconds of one operation in each variant; None where the dense one would not fit."""
+    """Seconds of one operation in each variant; None if the dense one would not fit."""
 
     cell: Cell
     backend: Backend
@@ -92,7 +92,7 @@ class Measurement:
 
     @property
     def limit_share(self) -> float:
-        """How much of the device's limit the paged operation reaches, 0 to 1."""
+        """Share of the device's limit that the paged operation reaches, 0 to 1."""
         return self.limit_s / self.paged_s
 
     @property
@@ -120,7 +120,7 @@ class Survey:
 
 
 def survey(cells: Sequence[Cell], shape_name: str, dtype_name: str, backend: str, max_bytes: int) -> Survey:
-    """Times every cell on jax's first device; one with more than `max_bytes` of keys and values is left out."""
+    """Time every cell on JAX's first device, except those with more than `max_bytes` of keys and values."""
     shape, dtype, device = SHAPES[shape_name], jnp.dtype(dtype_name), jax.devices()[0]
     is_cpu = device.platform == "cpu"
     limits = measure_limits(dtype, num_bytes=1 << (28 if is_cpu else 31), width=1024 if is_cpu else 8192)
@@ -141,7 +141,7 @@ def survey(cells: Sequence[Cell], shape_name: str, dtype_name: str, backend: str
 
 
 def measure_limits(dtype: jnp.dtype, *, num_bytes: int, width: int) -> DeviceLimits:
-    """Times a copy of `num_bytes` and a product of two matrices of `width` x `width`."""
+    """Time a copy of `num_bytes` and a matmul of two matrices of `width` x `width`."""
 
     def copy(x: jax.Array) -> jax.Array:
         return x + 1
@@ -155,17 +155,17 @@ def measure_limits(dtype: jnp.dtype, *, num_bytes: int, width: int) -> DeviceLim
 
 
 def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limits: DeviceLimits) -> Measurement:
-    """Times one cell on jax's first device.
+    """Time one cell on JAX's first device.
 
     Args:
-        cell: what is asked of the kernel.
+        cell: the call.
         shape: heads.
         dtype: of queries, keys and values.
         name: of a backend, or `auto`.
         limits: of the device.
 
     Raises:
-        Unsupported: the backend cannot do it, and why.
+        Unsupported: the backend does not support the call; has the reason.
     """
     blocks_per_seq = -(-cell.context // cell.block_size)
     num_blocks = cell.num_seqs * blocks_per_seq
@@ -199,7 +199,7 @@ def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limi
 
 
 def limit_of(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, limits: DeviceLimits) -> float:
-    """The least seconds that the device needs: what must be moved, or what must be multiplied.
+    """Return the minimum seconds that the device needs to move the bytes or to multiply.
 
     A query sees the keys up to its own, or the window's; a chunk reads each key once.
     """
@@ -228,7 +228,7 @@ def _dense(cell: Cell, spec: AttentionSpec, q_thd: jax.Array, k_stkd: jax.Array,
 
 
 def _looped(act: Callable[..., jax.Array], x: jax.Array, *rest: object) -> Run:
-    """A program that does it n times, each with the result of the one before."""
+    """Return a function that runs the operation n times, each with the result of the previous one."""
 
     @jax.jit
     def program(num_turns: jax.Array, x: jax.Array, *rest: object) -> jax.Array:
@@ -244,7 +244,7 @@ def _looped(act: Callable[..., jax.Array], x: jax.Array, *rest: object) -> Run:
 
 
 def _median(runs: Sequence[Run]) -> list[float]:
-    """Seconds of one turn of each, in turns."""
+    """Return the median seconds of one turn of each; the runs alternate."""
     counts = [_count(run) for run in runs]
     slopes: list[list[float]] = [[] for _ in runs]
     for _ in range(_NUM_TURNS):
@@ -254,7 +254,7 @@ def _median(runs: Sequence[Run]) -> list[float]:
 
 
 def _count(run: Run) -> int:
-    """How many turns take long enough to be timed."""
+    """Return the number of turns that take long enough to be timed."""
     one = max(min(run(1), run(1)), 1e-7)
     several = max(1, math.ceil(_MIN_SECONDS / 4 / one))
     return max(1, math.ceil(several * _MIN_SECONDS / max(run(several), 1e-7)))

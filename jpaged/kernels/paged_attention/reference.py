@@ -1,6 +1,6 @@
-"""Paged attention in plain XLA: the specification of the operation, and how it runs where no kernel does.
+"""Paged attention in plain XLA: the specification of the operation, and the fallback without a kernel.
 
-    for each group of segments                        a segment: a row that decodes, or a tile of another's queries
+    for each group of segments                        a segment: a decoding row, or a tile of a row's queries
         for each chunk of the longest's context       (only chunks that one of the group can see)
             gather that chunk's blocks of every segment, update their running maxima, sums and outputs
 
@@ -9,9 +9,9 @@ PagedAttention" (Kwon et al., 2023), block by block, as in FlashAttention: with 
 
     m' = max(m, max s)      l' = l e^(m - m') + sum e^(s - m')      o' = o e^(m - m') + e^(s - m') v
 
-so the cost follows the contexts' real lengths, not the longest that is allowed: segments of a group have about one
-length, because they are sorted by it. A chunk of which a segment sees nothing changes no bit of its sums, so that its
-company does not matter. Everything is accumulated in float32.
+so the cost follows the contexts' actual lengths, not the maximum: segments are sorted by length, so that those of a
+group have similar lengths. A chunk of which a segment sees nothing changes no bit of the segment's sums, so that the
+other segments of the group do not matter. Everything is accumulated in float32.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ from jpaged.kernels.kv_layout import KVLayout, output_dim, split_rows
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec
 
 CHUNK_TOKENS = 128
-"""Context tokens of a segment that one turn of the inner loop reads. 64 to 256 measure alike on CPUs, 512 is half as
-fast."""
+"""Context tokens of a segment that one turn of the inner loop reads.
+
+On CPUs 64 to 256 are equally fast, 512 is half as fast.
+"""
 TILE_QUERIES = 64
 """Queries of a prefill row that share the reading of a chunk."""
 
 GROUP_ROWS = 32
-"""Decoding rows that take each turn together on accelerators."""
+"""Decoding rows processed together in each turn on accelerators."""
 GROUP_TILES = 8
-"""Tiles of prefill rows that do."""
+"""Tiles of prefill rows processed together in each turn on accelerators."""
 
 _LOWEST = -1e30
 """Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
 
 
 class _Segments(NamedTuple):
-    """Queries of one row that read its context together, each field a list; those behind the last are all 0.
+    """Queries of one row that read its context together, each field a list; entries after the last are all 0.
 
     Attributes:
-        rows: whose they are.
+        rows: the row.
         places: of the first among the packed tokens.
-        lens: how many they are.
+        lens: number of queries.
         positions: of the first in its row's context.
         begins: the first chunk that any of them sees.
-        ends: one behind the last.
+        ends: the end of the chunks that any of them sees.
     """
 
     rows: jax.Array
@@ -86,10 +88,10 @@ def attend(call: AttentionCall) -> Attended:
 
 
 def _group_size(tile: int, layout: KVLayout) -> int:
-    """How many segments take each turn together.
+    """Return the number of segments processed together in each turn.
 
-    A turn costs an accelerator about the same however many they are. A CPU's caches hold the chunk of one: with 16 of
-    the heads of Llama 3 it takes eight times as long a key.
+    A turn costs an accelerator about the same whatever their number. A CPU's caches hold the chunk of one: with 16
+    segments and the heads of Llama 3 it takes eight times as long per key.
     """
     if layout.form == "cpu":
         return 1
@@ -101,7 +103,7 @@ def _chunk_blocks(spec: AttentionSpec) -> int:
 
 
 def _segments(call: AttentionCall, tile: int) -> _Segments:
-    """The segments of the rows of one query (tile 1), or of those of more, from the longest context to none."""
+    """Return the segments of the rows with one query (tile 1), or with more, sorted by descending context length."""
     rows, spec, num_tokens = call.rows, call.spec, call.q_thd.shape[0]
     starts_s, num_rows = rows.query_starts_s1[:-1], rows.kv_lens_s.shape[0]
     nums_s = rows.query_starts_s1[1:] - starts_s
@@ -134,7 +136,7 @@ def _attend_groups(
     out: _Out,
     tile: int,
 ) -> _Out:
-    """Attends all segments of at most `tile` queries, and puts the results in their places."""
+    """Attend all segments of at most `tile` queries, and put the results in their places."""
     num_tokens, most = q_tkgd.shape[0], segments.lens.shape[0]
     size = min(_group_size(tile, call.spec.layout), most)
     padded = _Segments(*(jnp.pad(field, (0, -most % size)) for field in segments))
@@ -157,7 +159,7 @@ def _attend_groups(
 
 
 def _attend_segments(call: AttentionCall, q_nkqgd: jax.Array, segments: _Segments) -> tuple[jax.Array, jax.Array]:
-    """Outputs [n, K, Q, G, D] and log-sum-exp [n, K, Q, G] of the segments' queries."""
+    """Return outputs [n, K, Q, G, D] and log-sum-exp [n, K, Q, G] of the segments' queries."""
 
     def chunk(j: jax.Array, running: _Running) -> _Running:
         chunks_n = segments.begins + j
@@ -180,10 +182,10 @@ def _attend_segments(call: AttentionCall, q_nkqgd: jax.Array, segments: _Segment
 def _read_chunks(
     call: AttentionCall, chunks_n: jax.Array, segments: _Segments
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values [n, W, K, D] in float32 of each segment's chunk, and which of them are of its context.
+    """Return keys and values [n, W, K, D] in float32 of each segment's chunk, and which of them belong to its context.
 
-    They are zero outside of it and before its window, whatever the memory holds there. A segment that has no such chunk
-    reads the null block.
+    They are zero outside the context and before its window, whatever the memory holds there. A segment that has no such
+    chunk reads the null block.
     """
     spec, layout, tables_sm = call.spec, call.spec.layout, call.rows.block_tables_sm
     num_blocks = _chunk_blocks(spec)
@@ -195,7 +197,7 @@ def _read_chunks(
     num_keys = rows_nwkd.shape[1]
     places_nw = chunks_n[:, None] * num_keys + jnp.arange(num_keys)
     begins_n = call.rows.begins[segments.rows]
-    if spec.kind.sliding_window is not None:  # what lies before that was given up
+    if spec.kind.sliding_window is not None:  # earlier blocks were freed
         begins_n = jnp.maximum(begins_n, segments.positions - spec.kind.sliding_window + 1)
     is_context_nw = (places_nw >= begins_n[:, None]) & (places_nw < call.rows.kv_lens_s[segments.rows][:, None])
     is_context_nw &= jnp.repeat(is_block_nb, layout.block_size, axis=1)
@@ -214,7 +216,7 @@ def _scores(
     is_context_nw: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Scores [n, K, Q, G, W]; minus infinity where a query does not see a key."""
+    """Return scores [n, K, Q, G, W]; minus infinity for keys that a query does not see."""
     s_nkqgw = _dot_products(q_nkqgd, k_nwkd)
     if spec.kind.soft_cap is not None:
         s_nkqgw = spec.kind.soft_cap * jnp.tanh(s_nkqgw / spec.kind.soft_cap)
@@ -228,7 +230,7 @@ def _scores(
     return jnp.where(is_seen_nqw[:, None, :, None], s_nkqgw, -jnp.inf)
 
 
-# For a query alone, CPUs multiply and sum a quarter faster than they transpose and call a matrix product.
+# For a single query, on CPUs multiplication and sum are a quarter faster than transposition and a matmul.
 
 
 def _dot_products(q_nkqgd: jax.Array, k_nwkd: jax.Array) -> jax.Array:

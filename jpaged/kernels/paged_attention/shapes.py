@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One layer's attention as a published configuration has it."""
+    """One layer's attention in a published configuration."""
 
     num_heads: int
     num_kv_heads: int

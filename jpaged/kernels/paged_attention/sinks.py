@@ -1,12 +1,11 @@
-"""Attention sinks: a score of its own for each head, which takes its share of every query's weights and has no value.
+"""Attention sinks: a score for each head that takes a share of every query's attention weights and has no value.
 
-With the sum of a query's exponentials at hand (lse) no kernel has to know of them, nor of which part of a context it is
-asked about:
+With a query's log-sum-exp (lse) sinks can be added after the kernel, and after the merge of parts of a context:
 
     weights with a sink     e^s_i / (e^sink + sum of e^s_j)  =  e^s_i / sum of e^s_j  x  1 / (1 + e^(sink - lse))
 
-Sinks that are learned are those of gpt-oss (OpenAI, 2025); why models want one: Xiao et al., "Efficient Streaming
-Language Models with Attention Sinks" (2023).
+Learned sinks are those of gpt-oss (OpenAI, 2025); for the reasons see Xiao et al., "Efficient Streaming Language Models
+with Attention Sinks" (2023).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def add_sinks(attended: Attended, sinks_h: Float[Array, "H"]) -> Attended:
-    """Attention without sinks -> with them: over whole contexts, where parts of them are merged behind the merge.
+    """Add sinks to attention over whole contexts; if contexts were attended in parts, after their merge.
 
     Args:
-        attended: what attention gave.
-        sinks_h: the score of each head's sink, as scores are: scaled, and not capped.
+        attended: results of attention.
+        sinks_h: the score of each head's sink: scaled, and not capped.
 
     Returns:
-        outputs and log-sum-exp with the sinks; what saw no key keeps 0 and minus infinity.
+        outputs and log-sum-exp with the sinks; tokens that saw no key keep 0 and minus infinity.
     """
     o_thd, lse_th = attended
     sinks_h = sinks_h.astype(jnp.float32)

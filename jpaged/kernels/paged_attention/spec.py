@@ -1,4 +1,4 @@
-"""What an attention call is made of, told once: every backend gets the same full description."""
+"""The arguments of an attention call, the same for every backend."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
 
 NewKV = tuple[jax.Array, jax.Array | None, jax.Array]
-"""Keys and values [T, K, D] of the packed tokens, and each token's slot [T], which is where its row's block table puts
-its position, or outside of the layer for padding: nothing is stored for it. Latents are keys without values."""
+"""Keys and values [T, K, D] of the packed tokens, and the slot [T] of each token.
+
+The row's block table and the token's position determine the slot. A slot outside the layer marks padding, which is not
+stored. Latents are keys without values.
+"""
 Attended = tuple[jax.Array, jax.Array]
-"""Outputs [T, H, D], of latents [T, H, value_dim], in the queries' type and log-sum-exp of the scores [T, H] in
-float32, with which attention over parts of a context can be merged. Tokens that belong to no row, or see no key, have 0
-and minus infinity."""
+"""Outputs [T, H, D] (for latents [T, H, value_dim]) in the queries' type, and log-sum-exp of scores [T, H] in float32.
+
+The log-sum-exp serves to merge attention over parts of a context. Tokens that belong to no row, or see no key, have 0
+and minus infinity.
+"""
 Updated = tuple[jax.Array, jax.Array, jax.Array]
-"""What was attended, and the pool."""
+"""The attention results, and the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The static side of a call: hashable, the same for every step.
+    """The static part of a call: hashable, the same for every step.
 
     Attributes:
         layout: of the pool.
-        kind: what is computed over it.
+        kind: the attention kind.
     """
 
     layout: KVLayout
@@ -42,14 +47,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """What a backend is asked about besides the pool, before anything is traced.
+    """Description of a call's queries and rows, for checks of a backend before anything is traced.
 
     Attributes:
         num_heads: query heads.
         dtype: of queries.
         num_rows: of the block tables (S).
         table_width: blocks in a row's table (M).
-        num_tokens: of a call at most (T).
+        num_tokens: maximum tokens of a call (T).
     """
 
     num_heads: int
@@ -62,7 +67,7 @@ class Queries:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
-    """Which tokens of the packed axis belong together, and where their contexts lie.
+    """The rows of the packed tokens, and their contexts.
 
         packed tokens   | a a a a | b | c c | - - |        query_starts 0 4 5 7 7 7 ...
                           chunk    decode     padding
@@ -70,19 +75,19 @@ class RaggedRows:
         keys of row c   | . . . . | k k k k | k k |        kv_begins 4, kv_lens 10, first_positions 8
                           skipped   seen      its own
 
-    A query at position p sees the keys from kv_begin to the lesser of p and kv_len - 1, and of those the window's. As a
-    rule a row's queries are the last tokens of its context, which it sees from its beginning: the two fields need no
-    value then. Attention over a part of the context has them.
+    A query at position p sees the keys from kv_begin to the lesser of p and kv_len - 1, and of those the window's.
+    Usually a row's queries are the last tokens of the context, which it sees from its beginning: the two fields are
+    None then. Attention over a part of the context sets them.
 
     Attributes:
         query_starts_s1: row i owns tokens query_starts[i] to query_starts[i + 1].
-        kv_lens_s: tokens of the row's context, its queries included.
-        block_tables_sm: the row's blocks in order; entries outside of what it sees are never used.
+        kv_lens_s: tokens of the row's context, including its queries.
+        block_tables_sm: the row's blocks in order; entries outside its visible range are never used.
         num_rows: rows in use.
         first_positions_s: position of the row's first query; None is kv_len less the number of queries.
         kv_begins_s: the first key that the row sees, a multiple of the block size; None is 0.
-        lists: what a backend made of the other fields for all layers of a step (`prepare_rows`), a tree of arrays; None
-            where it has yet to do so.
+        lists: a backend's preparation for all layers of a step (`prepare_rows`), a tree of arrays; None if it has not
+            been computed.
     """
 
     query_starts_s1: Int[Array, "S+1"]
@@ -108,16 +113,16 @@ class RaggedRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call, as every backend takes it.
+    """The arguments of one call, for every backend.
 
     Attributes:
         q_thd: queries, packed; not scaled.
-        pool: keys and values of all layers as `spec.layout` says.
-        layer: which layer's blocks are meant.
-        rows: how the packed queries form rows.
-        spec: the static side.
-        scales_lk2: of each layer's and head's keys and values, which the pool holds divided by them; a pool of 8 bits
-            has them, another has not. The two of a latent are one number.
+        pool: keys and values of all layers in `spec.layout`.
+        layer: the layer whose blocks are read.
+        rows: the rows of the packed queries.
+        spec: the static part.
+        scales_lk2: scales of each layer's and head's keys and values, by which the pool's contents were divided; only
+            for a pool of 8 bits. The two of a latent are equal.
 
     Raises:
         InternalError: shapes that contradict the layout.
@@ -147,13 +152,13 @@ class AttentionCall:
 
     @property
     def queries(self) -> Queries:
-        """What the backend is asked about."""
+        """Description of the queries, for the backend's checks."""
         num_tokens, num_heads, _ = self.q_thd.shape
         num_rows, table_width = self.rows.block_tables_sm.shape
         return Queries(num_heads, self.q_thd.dtype, num_rows, table_width, num_tokens)
 
     def scaled(self, new_kv: NewKV) -> NewKV:
-        """New keys and values as this layer of the pool holds them: divided by their scales where it has any."""
+        """Return new keys and values as this layer of the pool stores them: divided by their scales, if any."""
         k_tkd, v_tkd, slots_t = new_kv
         if (v_tkd is None) != (self.spec.layout.value_dim is not None):
             raise InternalError("latents are stored without values, and other keys with them")
@@ -170,9 +175,9 @@ class ContextPart:
     """Rows that see a part of the contexts of a call's rows: attention over all parts is merged.
 
     Attributes:
-        rows: over the same packed tokens; a token is in one of them at most.
-        spec: differs from the call's in the window alone.
-        table_rows_s: which of the call's rows has each one's block table; None is its own place.
+        rows: over the same packed tokens; a token is in at most one of them.
+        spec: differs from the call's only in the window.
+        table_rows_s: the call's row whose block table each row uses; None is the same index.
     """
 
     rows: RaggedRows

@@ -1,13 +1,13 @@
-"""Attention to the first tokens of a context and to the last ones, and to nothing between them: lossy.
+"""Lossy attention to the first and the last tokens of a context only (StreamingLLM).
 
     position    0 1 2 3 4 5 6 7 8 9        two first tokens, a window of three
     query 4     s . w w w
-    query 9     s s . . . . . w w w        s  sinks: read by a pass of their own      w  the window
+    query 9     s s . . . . . w w w        s  sinks: read in a separate pass           w  the window
 
-A query at position p sees the keys from p - window + 1 to p, and of the first ones those that lie before that: k with
-k <= p - window. That is a causal context of the first tokens alone, whose queries stand `window` positions earlier, so
-that no kernel has to know of it; the two passes are merged as those of a cascade are. Positions stay what they are in
-the text. Where no query is far enough from the beginning the second pass is not run.
+A query at position p sees the keys from p - window + 1 to p, and the first tokens before them: k with k <= p - window.
+The latter form a causal context of the first tokens alone, whose queries stand `window` positions earlier, so that
+kernels need no change. The two passes are merged as in a cascade. Positions are those of the text. If no query is far
+enough from the beginning, the second pass is skipped.
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023).
 """
@@ -33,8 +33,8 @@ class StreamingRows:
     """The rows of a step, and the same rows over the first tokens of their contexts.
 
     Attributes:
-        rows: what each sees in its window.
-        sinks: what each sees of the first tokens besides; none where no query sees any.
+        rows: over each row's window.
+        sinks: over the first tokens before the windows; no rows if no query sees any.
     """
 
     rows: RaggedRows
@@ -42,11 +42,11 @@ class StreamingRows:
 
     @classmethod
     def of(cls, rows: RaggedRows, spec: AttentionSpec) -> StreamingRows:
-        """Takes the first tokens from each row's own block table.
+        """Build the rows over the first tokens, with each row's own block table.
 
         Args:
-            rows: which see their contexts from the beginning.
-            spec: whose kind has a window and sink tokens.
+            rows: see their contexts from the beginning.
+            spec: its kind has a window and sink tokens.
         """
         window, num_sinks = spec.kind.sliding_window or 0, spec.kind.num_sink_tokens
         ends_s = rows.positions + rows.query_starts_s1[1:] - rows.query_starts_s1[:-1]
@@ -64,19 +64,19 @@ class StreamingRows:
 
     @property
     def has_others(self) -> Bool[Array, ""]:
-        """Whether any query sees a first token that is not in its window."""
+        """True if any query sees a first token that is not in its window."""
         return self.sinks.num_rows > 0
 
     def parts(self, spec: AttentionSpec) -> tuple[ContextPart, ...]:
-        """What is attended and merged: the windows first."""
+        """Return the parts to attend to and merge: the windows first."""
         return ContextPart(self.rows, window_spec(spec)), ContextPart(self.sinks, sinks_spec(spec))
 
 
 def window_spec(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of the call over the windows."""
+    """Return the spec of the call over the windows."""
     return dataclasses.replace(spec, kind=dataclasses.replace(spec.kind, num_sink_tokens=0))
 
 
 def sinks_spec(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of the call over the first tokens: how many of them a row sees is in its length."""
+    """Return the spec of the call over the first tokens; a row's length limits how many it sees."""
     return dataclasses.replace(spec, kind=dataclasses.replace(spec.kind, num_sink_tokens=0, sliding_window=None))

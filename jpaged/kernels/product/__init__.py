@@ -1,17 +1,17 @@
-"""Products of rows with a model's matrices: quantised, or packed for CPUs when the model was loaded.
+"""Matmuls of rows with a model's matrices: quantized, or packed for CPUs at load time.
 
-quantised.py a matrix of 8 or 4 bits with its scales, and XLA's products with it
+quantised.py a matrix of 8 or 4 bits with its scales, and XLA's matmuls with it
 stacked.py   a matrix of one of several layers
-on_device.py whose product with it runs where
+on_device.py choice of the matmul for a device
 depth.py     depths that XLA for GPUs would pad, and the parts that they are summed in
 packed.py    a matrix in the order in which the CPU kernel reads it
-scales.py    what such a matrix has beside numbers, and its codes
-multiply.py  the calls of that kernel, and whether there is one
-cpu/         the kernel
-triton/      the kernel of GPUs: groups of rows, and numbers that share scales in groups
-tpu/         that of TPUs
+scales.py    the codes and scales of such a matrix
+multiply.py  the calls of that kernel, and the check for a library
+cpu/         the kernel for CPUs
+triton/      the kernel for GPUs: groups of rows, and numbers with scales per group
+tpu/         the kernel for TPUs
 
-XLA's own `dot_general` (`jpaged.models.matmul`) is the specification, and what runs everywhere else.
+XLA's own `dot_general` (`jpaged.models.matmul`) is the specification, and the fallback.
 """
 
 from jpaged.kernels.product.multiply import Delta, Norm, ProductKernel, kernel, loaded

@@ -1,11 +1,11 @@
-"""Products with depths that XLA for GPUs would pad, summed in parts that need no padding.
+"""Matmuls with depths that XLA for GPUs would pad, summed in parts that need no padding.
 
     x [T, K], matrix [K, N]     ->     sum over s of  x [T, s, K / s], matrix [s, K / s, N]
 
-Where a product has fewer tiles than the device has processors, XLA divides its depth into a power of two of parts
-(`splitk_rewriter.cc`). A depth that those do not divide into whole vectors it pads, and with it the matrix, in every
-step: 45 MB of DeepSeek-V2-Lite's dense layer, whose depth of 10 944 is 171 times 64. Parts that are no power of two
-need no padding, and are small enough not to be divided again.
+If a matmul has fewer tiles than the device has processors, XLA divides its depth into a power of two of parts
+(`splitk_rewriter.cc`). If that does not divide the depth into whole vectors, XLA pads it, and with it the matrix, in
+every step: 45 MB of DeepSeek-V2-Lite's dense layer, whose depth of 10 944 is 171 times 64. A number of parts that is no
+power of two needs no padding, and its parts are small enough not to be divided again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import jax
 from jpaged.kernels.lowered_device import lowered_device
 
 _VECTOR = 16
-"""Numbers that a part's depth is a multiple of."""
+"""A part's depth is a multiple of this."""
 _LEAST, _MOST = 768, 1216
-"""XLA makes no parts of less than the first, and divides nothing of at most the second."""
+"""XLA makes no parts below the first, and divides nothing up to the second."""
 _FEW_ROWS = 32
 _TILE = 64, 128
 _TILES = 198
-"""Tiles that XLA wants for 132 processors."""
+"""Tiles that XLA aims for on 132 processors."""
 
 
 def parts_of_depth(num_rows: int, depth: int, columns: int) -> int:
-    """How many parts to sum so that XLA for GPUs pads nothing; 1 where it would not."""
+    """Return the number of parts to sum so that XLA for GPUs pads nothing; 1 if it would not pad."""
     wanted = depth // _LEAST
     if num_rows > _FEW_ROWS:
         num_tiles = -(-num_rows // _TILE[0]) * -(-columns // _TILE[1])
@@ -39,7 +39,7 @@ def parts_of_depth(num_rows: int, depth: int, columns: int) -> int:
 
 
 def parts_on_device(x_tk: jax.Array, matrix: jax.Array) -> int:
-    """The parts for rows and a matrix `[K, *out]` on the device that is lowered for: 1 where that is not one GPU."""
+    """Return the parts for rows and a matrix `[K, *out]` on the device that is lowered for: 1 unless it is one GPU."""
     device = lowered_device()
     if device is None or device.platform != "gpu":
         return 1

@@ -1,7 +1,7 @@
-"""Products and what is around them in one call: a norm before, a bias, a gate and a sum behind.
+"""Matmuls with adjacent operations in one call: a norm before, a bias, a gate and a sum after.
 
-Each row of a result is a function of that row and the matrix alone, to the last bit: the other rows, their number and
-the number of threads do not show. Rows that are not in use cost nothing and come out as zeros.
+Each row of a result is a function of that row and the matrix alone, to the last bit. It does not depend on the other
+rows, their number or the number of threads. Rows that are not in use cost nothing and become zeros.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 _PLAIN = {"code": np.int64(-1), "group": np.int64(1), "is_int8": np.int64(0)}
-"""The form of a matrix that is not quantised."""
+"""The form of a matrix that is not quantized."""
 _NORMS = ("none", "rms", "layer")
 """In the order of `Norm` in core.h."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What each row is before the product; computed in float32 and rounded to the row's type.
+    """A norm of each row before the matmul; computed in float32 and rounded to the row's type.
 
     Attributes:
         kind: rms, x / sqrt(mean(x^2) + eps) * scale, or layer, (x - mean) / sqrt(var + eps) * scale + bias.
@@ -45,11 +45,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What some rows add to their sums before anything else is added or gated.
+    """Values that some rows add to their sums before anything else is added or gated.
 
     Attributes:
-        sums_tn: float32 `[T, parts * N]`; anything where a row has none.
-        adapters_t: int32 `[T]`; rows have one where it is not 0.
+        sums_tn: float32 `[T, parts * N]`; ignored for rows without a delta.
+        adapters_t: int32 `[T]`; rows have a delta if it is not 0.
     """
 
     sums_tn: jax.Array
@@ -58,12 +58,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ProductKernel:
-    """The library's functions, as XLA knows them.
+    """The library's functions, as registered with XLA.
 
     Attributes:
         core: the code that this processor runs: avx512bf16, avx512, avx2 or baseline.
-        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
-        max_threads: of XLA's pool, at most; 0 is all.
+        max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
+        max_threads: maximum threads of XLA's pool; 0 is all.
     """
 
     library: ctypes.CDLL
@@ -72,7 +72,7 @@ class ProductKernel:
     max_threads: int = 0
 
     def packer(self, sharding: jax.sharding.Sharding) -> Packer:
-        """What packs the matrices of one model, for one device."""
+        """Return a packer for the matrices of one model, for one device."""
         return Packer(self.library, sharding)
 
     def multiply(
@@ -87,14 +87,14 @@ class ProductKernel:
         dtype: np.dtype | None = None,
         delta: Delta | None = None,
     ) -> Float[Array, "T N"]:
-        """Computes residual + act(norm(x) W + delta + bias), accumulated in float32 and rounded once.
+        """Compute residual + act(norm(x) W + delta + bias), accumulated in float32 and rounded once.
 
         A matrix of two parts is gated: act(x) is silu(first part) * second part. Otherwise it is x.
 
         Args:
-            x_tk: float32 or bfloat16, as the matrix where that is not quantised.
+            x_tk: float32 or bfloat16, as the matrix if that is not quantized.
             num_rows: rows in use, the first ones.
-            bias: as many numbers as the matrix has columns.
+            bias: one number per column of the matrix.
             dtype: of the result, and of the residual; x's by default.
         """
         out_dtype = x_tk.dtype if dtype is None else dtype
@@ -115,7 +115,7 @@ class ProductKernel:
         return y_tn
 
     def normalise(self, x_tk: Float[Array, "T K"], norm: Norm, num_rows: Int[Array, ""]) -> Float[Array, "T K"]:
-        """The rows in use, the first ones, after a norm alone; the others are zeros."""
+        """Return the rows in use, the first ones, after a norm alone; the others are zeros."""
         none = jnp.zeros((0,), x_tk.dtype)
         operands = (none if array is None else array for array in (norm.scale, norm.bias))
         run = jax.ffi.ffi_call(f"{NAME}_normalise", jax.ShapeDtypeStruct(x_tk.shape, x_tk.dtype))
@@ -133,11 +133,11 @@ class ProductKernel:
         k_scale: jax.Array | None = None,
         eps: float = 0.0,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Takes grouped heads apart, and turns queries and keys by their angles after an RMS norm of each head.
+        """Split grouped heads, and rotate queries and keys by their angles after an optional RMS norm of each head.
 
         Args:
-            qkv: of each key/value head its queries, its key and its value.
-            cos_sin: of each row's angles; dimension i turns against i + D/2.
+            qkv: for each key/value head its queries, its key and its value.
+            cos_sin: of each row's angles; dimension i rotates against i + D/2.
             num_rows: rows in use, the first ones.
             q_scale, k_scale: of the norms `[D]`; None is no norm.
 
@@ -163,7 +163,7 @@ class ProductKernel:
 
 
 def _scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[str, np.int64]]:
-    """What the kernel is told of a quantised matrix, of which another has nothing."""
+    """Return the kernel's scale arguments of a quantized matrix; empty for other matrices."""
     packed = matrix.scales
     if packed is None:
         none = jnp.zeros((0,), jnp.float32)
@@ -177,7 +177,7 @@ def _scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[s
 
 @functools.cache
 def kernel() -> ProductKernel | str:
-    """The package's own kernel, or why there is none."""
+    """Return the package's kernel, or the reason why there is none."""
     found = register("multiply", "normalise", "rotate")
     if isinstance(found, str):
         return found
@@ -186,7 +186,7 @@ def kernel() -> ProductKernel | str:
 
 
 def loaded() -> ProductKernel:
-    """The package's own kernel, where matrices were packed for it.
+    """Return the package's kernel, for matrices that were packed for it.
 
     Raises:
         InternalError: there is none.

@@ -1,11 +1,11 @@
-"""Which product with a quantised matrix runs on the device that a program is lowered for.
+"""Choice of the matmul with a quantized matrix on the device that a program is lowered for.
 
-On GPUs XLA would make weights of numbers that share scales in groups, in every step, before it multiplies with them;
-a kernel makes them on the way to the tensor core. It fuses into its own products the rest: a scale a column comes
-behind them, and numbers of 8 bits go to the tensor core as they are where the rows have 8 bits too.
+On GPUs, if numbers share scales in groups, XLA would dequantize the weights in every step before it multiplies; a
+kernel dequantizes them just before the tensor core. XLA fuses the other cases into its own matmuls: a scale per column
+is applied afterwards, and 8-bit numbers go to the tensor core unchanged if the rows have 8 bits too.
 
-On TPUs XLA multiplies group by group, of a copy of a layer's matrix on the chip, or in memory where it is too large for
-that; a kernel reads blocks of it where it lies, while it multiplies with those before.
+On TPUs XLA multiplies group by group, with a copy of a layer's matrix on the chip, or in memory if it is too large for
+that; a kernel reads blocks of it in place, while it multiplies with the previous ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jpaged.kernels.product.triton.grouped import multiply_one
 from jpaged.kernels.triton_compiler import has_triton
 
 _BEFORE_AMPERE = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20")
-"""What jax calls NVIDIA's GPUs that have no asynchronous copies."""
+"""Names in JAX of NVIDIA GPUs that have no asynchronous copies."""
 
 _Product = Callable[[jax.Array, jax.Array | None, QuantisedMatrix], jax.Array]
 """Rows `[T, K]`, their scales and a matrix `[K, *out]`: float32 `[T, N]`."""
@@ -39,12 +39,13 @@ _Product = Callable[[jax.Array, jax.Array | None, QuantisedMatrix], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class PartedMatrix:
-    """A quantised matrix `[K, *out]` of which each device of a mesh has a part, and multiplies with that by itself.
+    """A quantized matrix `[K, *out]` of which each device of a mesh has a part, and multiplies with that by itself.
 
-    XLA divides its own products over devices, and no kernel: it would give every device all of the matrix.
+    XLA partitions its own matmuls over devices, but no kernels: it would give every device the whole matrix.
 
     Attributes:
-        specs: how its arrays are split, in their places; the depth or one axis of the columns, over one mesh axis.
+        specs: partition specs of the arrays, in their places; they split the depth or one axis of the columns, over one
+            mesh axis.
     """
 
     matrix: QuantisedMatrix
@@ -53,7 +54,7 @@ class PartedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole matrix."""
+        """Shape of the whole matrix."""
         return self.matrix.shape
 
     @property
@@ -63,7 +64,7 @@ class PartedMatrix:
 
 
 def multiply_on_device(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix | PartedMatrix) -> jax.Array:
-    """`multiply`, by a kernel where the device has one that is better than what XLA makes of it."""
+    """Run `multiply`, with a kernel if the device has one that is faster than XLA."""
     if isinstance(matrix, PartedMatrix):
         return multiply_parts(x, matrix)
     if takes_tpu_kernel(matrix.matrices if isinstance(matrix, StackedMatrix) else matrix):
@@ -77,9 +78,9 @@ def multiply_on_device(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix | P
 
 
 def multiply_parts(x: jax.Array, parted: PartedMatrix, multiply_one: _Product = multiply_one) -> jax.Array:
-    """Multiplies with a matrix that is in parts: devices that divide its depth add up what they found.
+    """Multiply with a matrix in parts: if devices split its depth, they sum their results.
 
-    Rows are rounded before they are divided, so that their scales are those of one device.
+    Rows are rounded before they are split, so that their scales are those of one device.
     """
     matrix, specs = parted.matrix, parted.specs
     rows, row_scales = _rows(x, matrix)
@@ -100,14 +101,14 @@ def multiply_parts(x: jax.Array, parted: PartedMatrix, multiply_one: _Product = 
 
 
 def _rows(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array | None]:
-    """Rows `[T, K]` as the device multiplies them, and their scales."""
+    """Return rows `[T, K]` as the device multiplies them, and their scales."""
     x, row_scales = rows_on_device(x, matrix)
     rows = x.reshape(-1, x.shape[-1])
     return rows, None if row_scales is None else row_scales.reshape(-1, row_scales.shape[-1])
 
 
 def takes_tpu_kernel(matrix: QuantisedMatrix) -> bool:
-    """Whether the program is for one TPU or its part, and the kernel takes a matrix, or those of layers or experts."""
+    """Return True if the program is for one TPU or its part, and the kernel supports the (stacked) matrix."""
     device = lowered_device()
     return device is not None and device.platform == "tpu" and tpu_form.unsupported_reason(matrix) is None
 
@@ -120,13 +121,13 @@ def _multiply_on_tpu(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix) -> j
 
 
 def takes_kernel(matrix: QuantisedMatrix) -> bool:
-    """Whether a kernel multiplies with a matrix, or its shapes, on the one device that is lowered for."""
+    """Return True if a kernel multiplies with a matrix, or its shapes, on the one device that is lowered for."""
     device = lowered_device()
     return device is not None and kernel_takes(matrix, device)
 
 
 def kernel_takes(matrix: QuantisedMatrix, device: Any) -> bool:
-    """Whether a kernel multiplies with a matrix on a device, which is asked for its platform and its kind."""
+    """Return True if a kernel multiplies with a matrix on a device, which needs only a platform and a kind."""
     if device.platform != "gpu" or any(name in device.device_kind for name in _BEFORE_AMPERE):
         return False
     needs_it = matrix.num_groups > 1 or lanes_of(kind_of(matrix)) > 1

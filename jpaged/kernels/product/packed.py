@@ -1,8 +1,8 @@
-"""A matrix in the order in which the CPU kernel reads it, and the memory that such matrices lie in.
+"""A matrix in the order in which the CPU kernel reads it, and the memory of such matrices.
 
 float32    [parts * ceil(N / 32), K, 32]
 bfloat16   [parts * ceil(N / 32), ceil(K / 2), 32, 2]     two of a column side by side, as AVX512_BF16 multiplies
-quantised  see `jpaged.kernels.product.scales`
+quantized  see `jpaged.kernels.product.scales`
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class PackedMatrix:
 
     Attributes:
         blocks: as above.
-        shape: of the leaf that it was.
-        is_embedding: the leaf is `[N, K]`, rows of an embedding; another is `[K, *out]`, with N = prod(out).
-        num_parts: columns are in so many parts that each begin with a block: gates and what they are for.
-        scales: of a matrix whose blocks are codes; None where they are numbers.
+        shape: of the original leaf.
+        is_embedding: the leaf is `[N, K]`, rows of an embedding; otherwise `[K, *out]`, with N = prod(out).
+        num_parts: parts of the columns, such as gates and ups, each of which begins with a block.
+        scales: of a matrix whose blocks are codes; None if they are numbers.
     """
 
     blocks: jax.Array
@@ -54,7 +54,7 @@ class PackedMatrix:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of its numbers."""
+        """Type of the numbers."""
         return np.dtype(self.blocks.dtype) if self.scales is None else self.scales.dtype
 
     @property
@@ -68,7 +68,7 @@ class PackedMatrix:
         return math.prod(self.shape) // self.depth // self.num_parts
 
     def rows(self, ids_t: Int[Array, "T"]) -> Float[Array, "T K"]:
-        """Rows of an embedding, by their numbers."""
+        """Return rows of an embedding, by their ids."""
 
         def rows_of(blocks: jax.Array) -> jax.Array:
             return blocks[ids_t // COLUMNS, :, ids_t % COLUMNS]
@@ -81,17 +81,17 @@ class PackedMatrix:
 
 
 def packed_shape(shape: tuple[int, ...], dtype: np.dtype, *, is_embedding: bool, num_parts: int) -> tuple[int, ...]:
-    """The shape of the blocks of a leaf."""
+    """Return the shape of the blocks of a leaf."""
     depth = shape[-1] if is_embedding else shape[0]
     num_blocks = num_parts * -(-(math.prod(shape) // depth // num_parts) // COLUMNS)
     return (num_blocks, depth, COLUMNS) if dtype.itemsize == 4 else (num_blocks, -(-depth // 2), COLUMNS, 2)
 
 
 class Packer:
-    """Packs leaves one after the other into memory of huge pages, where the system has them.
+    """Packs leaves one after the other into memory of huge pages, if the system has them.
 
-    A core reads 22 GB/s from pages of 4 KiB and 30 from pages of 2 MiB (Zen 4): a decode of one row waits for nothing
-    else. The arrays lie where they were packed, without a copy; a chunk is freed with the last of them.
+    A core reads 22 GB/s from pages of 4 KiB and 30 from pages of 2 MiB (Zen 4), and reading limits a decode of one row.
+    The arrays are used in place, without a copy; a chunk is freed with the last of them.
     """
 
     def __init__(self, library: ctypes.CDLL, sharding: jax.sharding.Sharding) -> None:
@@ -100,11 +100,11 @@ class Packer:
         self._chunk = np.empty(0, np.uint8)
 
     def pack(self, leaf: Any, *, is_embedding: bool = False, num_parts: int = 1) -> PackedMatrix:
-        """Packs a leaf of float32 or bfloat16 onto one CPU device; of a shape alone it makes a shape.
+        """Pack a leaf of float32 or bfloat16 onto one CPU device; packs a shape into a shape.
 
         Args:
-            leaf: `[K, *out]`, where the first axis of `out` is that of the parts if there are several; or `[N, K]`. Or
-                a quantised matrix of that shape, which `scales.can_pack`.
+            leaf: `[K, *out]`, with the parts as the first axis of `out` if there are several; or `[N, K]`. Or a
+                quantized matrix of that shape, which `scales.can_pack`.
             is_embedding: it is `[N, K]`.
             num_parts: see `PackedMatrix`.
         """
@@ -127,7 +127,7 @@ class Packer:
         def spread(of_groups: Any) -> np.ndarray:
             return scales.blocks_of(np.asarray(of_groups), num_parts, COLUMNS, is_embedding=matrix.is_embedding)
 
-        # Rows that are not of int8 are not rounded here, by whatever scale.
+        # Rows that are not int8 are not rounded here, whatever their scale.
         step = matrix.input_scale if matrix.activations == "int8" else None
         arrays = (
             self._leaf(matrix.values, shapes[0], np.dtype(np.uint8), lambda: self._codes(matrix, shapes[0], num_parts)),
@@ -141,13 +141,13 @@ class Packer:
         return PackedMatrix(arrays[0], described, matrix.shape, matrix.is_embedding, num_parts)
 
     def _leaf(self, leaf: Any, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]) -> Any:
-        """What `make` makes, on the device; of a leaf that is a shape alone the shape, and of none none."""
+        """Return the array from `make`, on the device; for a shape a shape, and for None None."""
         if leaf is None:
             return None
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
         made = make()
-        if made.dtype != np.uint8:  # codes lie where they are to stay
+        if made.dtype != np.uint8:  # codes are already in their final place
             kept = self._take(made.size * dtype.itemsize).view(dtype).reshape(shape)
             kept[...] = made
             made = kept
@@ -180,7 +180,7 @@ class Packer:
         return blocks.reshape(shape)
 
     def _take(self, num_bytes: int) -> np.ndarray:
-        """Fresh bytes, aligned to a cache line."""
+        """Return new bytes, aligned to a cache line."""
         if num_bytes > len(self._chunk):
             self._chunk = _map_huge_pages(max(num_bytes, _CHUNK))
         taken = self._chunk[:num_bytes]
@@ -189,12 +189,12 @@ class Packer:
 
 
 def _map_huge_pages(num_bytes: int) -> np.ndarray:
-    """Bytes that begin with a huge page; they take memory when they are written to."""
-    # Shared pages, which mmap makes by itself, are huge only where the system is set up for that.
+    """Return bytes that begin with a huge page; they take memory when they are written to."""
+    # Shared pages, mmap's default, are huge only if the system is configured for that.
     how = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE, **how)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux alone has it
-        with contextlib.suppress(OSError):  # and some kernels and sandboxes of it have not
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux only
+        with contextlib.suppress(OSError):  # some kernels and sandboxes lack it
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapped, np.uint8)
     return memory[-memory.ctypes.data % _HUGE_PAGE :][:num_bytes]

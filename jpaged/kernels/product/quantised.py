@@ -1,21 +1,20 @@
-"""A matrix of fewer bits: numbers of 8 or 4 bits, and the scales that make weights of them.
+"""A matrix of fewer bits: numbers of 8 or 4 bits, and the scales that dequantize them.
 
     weight[k, n] = (values[k, n] - zeros[g, n]) * scales[g, n]        g = k // group size, or group_ids[k]
 
 | values            | from                                         | on TPUs and GPUs      | on CPUs            |
 |-------------------|----------------------------------------------|-----------------------|--------------------|
-| int8, int4        | GPTQ, AWQ, GGUF, compressed-tensors, made here| two int4 in a byte    | one int4 in a byte |
-| float8_e4m3fn     | DeepSeek, Qwen, compressed-tensors, made here| a byte                | a byte             |
+| int8, int4        | GPTQ, AWQ, GGUF, compressed-tensors, on load | two int4 in a byte    | one int4 in a byte |
+| float8_e4m3fn     | DeepSeek, Qwen, compressed-tensors, on load  | a byte                | a byte             |
 | float4_e2m1fn     | gpt-oss (MXFP4)                              | two in a byte         | one in a byte      |
 
-A matrix stands in the tree where its array would be. It may have axes before its own, of layers or experts, which a
-scan or an index takes off all of its arrays alike: so the contracted axis is counted from the end, and every array
-has the rank of the leaf. Scales of tensors and of blocks are spread over the columns: they are then `[groups, *out]`
-whatever was published, at 3 percent of the bytes of blocks of 128.
+A matrix replaces its array in the tree. It may have leading axes, of layers or experts, which a scan or an index
+removes from all arrays. So the contracted axis is counted from the end, and every array has the rank of the leaf.
+Scales of tensors and of blocks are repeated over the columns: they are always `[groups, *out]`, at 3 percent of the
+bytes for blocks of 128.
 
-What it multiplies is rounded first only where a checkpoint asks for that, and to floats of 8 bits only on devices that
-multiply those. XLA is the specification here; the packed kernel of CPUs makes its own of it
-(`jpaged.kernels.product.packed`).
+Rows are rounded first only if a checkpoint requires that, and to 8-bit floats only on devices that multiply those. XLA
+is the specification here; the packed kernel of CPUs has its own form (`jpaged.kernels.product.packed`).
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ class QuantisedMatrix:
 
     Attributes:
         values: `[..., K, *out]`, or `[..., N, K]` of an embedding.
-        scales: float32, likewise with groups in the place of K.
-        zeros: int8, or float32 where they are not whole, as scales; None is zero.
-        group_ids: int32 `[..., K]`; None where groups are counted.
-        input_scale: float32 `[...]`: what rows are divided by before they are rounded; None asks each row.
+        scales: float32, of the same shape with groups in place of K.
+        zeros: int8, or float32 if they are not whole, of the scales' shape; None is zero.
+        group_ids: int32 `[..., K]`; None if groups are contiguous.
+        input_scale: float32 `[...]`: divides rows before they are rounded; None computes a scale per row.
         axis: the contracted one, counted from the end; -1 is an embedding's.
-        activations: what rows are rounded to.
-        dtype: of the model, to which weights are rounded where they are made before a product.
+        activations: the type that rows are rounded to.
+        dtype: of the model, to which dequantized weights are rounded.
     """
 
     values: Any
@@ -78,12 +77,12 @@ class QuantisedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the leaf that it stands for."""
+        """Shape of the leaf that it replaces."""
         return tuple(self.values.shape)
 
     @property
     def ndim(self) -> int:
-        """The rank of the leaf that it stands for."""
+        """Rank of the leaf that it replaces."""
         return len(self.shape)
 
     @property
@@ -93,33 +92,33 @@ class QuantisedMatrix:
 
     @property
     def num_groups(self) -> int:
-        """Groups of a column; 1 is a scale a column."""
+        """Groups of a column; 1 is a scale per column."""
         return int(self.scales.shape[self.axis])
 
     @property
     def group_size(self) -> int:
-        """Numbers of a column that share a scale, where groups are counted."""
+        """Numbers of a column that share a scale, if groups are contiguous."""
         return self.depth // self.num_groups
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is `[N, K]`."""
+        """True if it is `[N, K]`."""
         return self.axis == -1
 
     def rows(self, ids_t: jax.Array) -> jax.Array:
-        """Rows `[T, K]` of an embedding, by their numbers, in the model's type."""
+        """Return rows `[T, K]` of an embedding, by their ids, in the model's type."""
         zeros = None if self.zeros is None else self.zeros[ids_t]
         of_rows = dataclasses.replace(self, values=self.values[ids_t], scales=self.scales[ids_t], zeros=zeros)
         return dequantise(of_rows)
 
 
 def num_outer(rank: int, axis: int) -> int:
-    """Axes of a leaf before the matrix's own, of layers or experts."""
+    """Return the number of leading axes of a leaf, of layers or experts."""
     return rank - 2 if axis == -1 else rank + axis
 
 
 def abstract_matrix(form: MatrixFormat, shape: tuple[int, ...], axis: int, dtype: np.dtype) -> QuantisedMatrix:
-    """The shapes of a matrix whose leaf has this shape.
+    """Return the shapes of a matrix whose leaf has this shape.
 
     Args:
         axis: the contracted one, counted from the end.
@@ -141,7 +140,7 @@ def abstract_matrix(form: MatrixFormat, shape: tuple[int, ...], axis: int, dtype
 
 
 def component_axes(axes: tuple[str | None, ...], axis: int, form: MatrixFormat, dtype: np.dtype) -> QuantisedMatrix:
-    """The names of the axes of each array of a matrix, given those of its leaf, in their places.
+    """Return the axis names of each array of a matrix, in their places, from those of the leaf.
 
     Args:
         axis: the contracted one, counted from the end.
@@ -166,12 +165,12 @@ def component_axes(axes: tuple[str | None, ...], axis: int, form: MatrixFormat, 
 def quantise(
     weights: Any, form: MatrixFormat, *, axis: int | None = None, dtype: np.dtype | None = None
 ) -> QuantisedMatrix:
-    """Rounds weights to the nearest numbers that a format has; each group's largest becomes its largest number.
+    """Round weights to the nearest numbers of a format; each group's largest becomes the format's largest number.
 
     Args:
         weights: `[K, *out]`, or `[N, K]`.
-        form: groups that do not divide K are made smaller (`MatrixFormat.split`); it lists no groups and brings no
-            input scale: those come with checkpoints.
+        form: groups that do not divide K are made smaller (`MatrixFormat.split`). It has neither listed groups nor an
+            input scale, which only come from checkpoints.
         axis: the contracted one, counted from the end; the first when None.
         dtype: of the model; that of the weights when None.
     """
@@ -186,7 +185,7 @@ def quantise(
 
 
 def round_to(weights: np.ndarray, form: MatrixFormat, axis: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """(values, scales, zeros) of weights on the host, in the layout of a `QuantisedMatrix`; groups divide the depth."""
+    """Return (values, scales, zeros) of weights on the host, as in a `QuantisedMatrix`; groups divide the depth."""
     if form.has_group_ids or form.has_input_scale:
         raise ValueError("groups that are listed and scales of inputs come with a checkpoint")
     depth = weights.shape[axis]
@@ -213,7 +212,7 @@ def round_to(weights: np.ndarray, form: MatrixFormat, axis: int) -> tuple[np.nda
 
 
 def _scales(largest: np.ndarray, form: MatrixFormat) -> np.ndarray:
-    """What divides groups by the size of their largest weight; MXFP4's are powers of two."""
+    """Return the scales of groups, given their largest weights; those of MXFP4 are powers of two."""
     if form.values == "mxfp4":
         exponents = np.floor(np.log2(np.where(largest > 0, largest, 4.0))) - 2
         return np.exp2(np.clip(exponents, -126, 127)).astype(np.float32)
@@ -230,7 +229,7 @@ def _scales_and_zeros(groups: np.ndarray, form: MatrixFormat, axis: int) -> tupl
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: np.dtype | None = None) -> jax.Array:
-    """The weights, computed in float32 and rounded to a type, the model's own when None."""
+    """Return the weights, computed in float32 and rounded to `dtype`, the model's own when None."""
     values = matrix.values.astype(jnp.float32)
     if matrix.zeros is not None:
         values = values - _spread(matrix, matrix.zeros.astype(jnp.float32))
@@ -238,37 +237,37 @@ def dequantise(matrix: QuantisedMatrix, dtype: np.dtype | None = None) -> jax.Ar
 
 
 def multiply(x: jax.Array, matrix: QuantisedMatrix) -> jax.Array:
-    """`x [..., K]` times a matrix `[K, *out]`, or `[N, K]` transposed: float32 `[..., *out]`.
+    """Multiply `x [..., K]` with a matrix `[K, *out]`, or `[N, K]` transposed: float32 `[..., *out]`.
 
-    A scale a column comes behind the product, which then has the values as they are. With groups TPUs multiply a group
-    at a time: XLA fuses all of it there, and makes no array of a weight's size. Elsewhere weights are made first.
+    A scale per column is applied after the matmul of the values. For groups, TPUs multiply one group at a time: XLA
+    fuses all of it there, without an array of the weights' size. Elsewhere weights are dequantized first.
     """
     return _product(*rows_on_device(x, matrix), matrix)
 
 
 def rows_on_device(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array | None]:
-    """Rows as the device that is lowered for multiplies them, and their scales; None where they are not rounded."""
+    """Return rows as the device that is lowered for multiplies them, and their scales; None if they are not rounded."""
     return round_rows(x, matrix) if rounds_rows(matrix) else (x, None)
 
 
 def rounds_rows(matrix: QuantisedMatrix) -> bool:
-    """Whether rows are rounded for a product on the device that a program is lowered for.
+    """Return True if rows are rounded for a matmul on the device that a program is lowered for.
 
-    They are to integers, which every device multiplies. Where none multiplies floats of 8 bits, rounding to those gains
-    nothing: rows stay as they are, nearer to what the weights stand for.
+    They are always rounded to integers, which every device multiplies. On devices that do not multiply 8-bit floats,
+    rounding to those gains nothing: rows stay unchanged, and more precise.
     """
     return matrix.activations == "int8" or (matrix.activations is not None and multiplies_fp8())
 
 
 def multiplies_fp8() -> bool:
-    """Whether the device that is lowered for multiplies floats of 8 bits; one that is not known is taken not to."""
+    """Return True if the device that is lowered for multiplies 8-bit floats; False for unknown devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     hardware = find_hardware((jax.devices()[0] if device is None else device).device_kind)
     return hardware is not None and hardware.multiplies_fp8
 
 
 def round_rows(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array]:
-    """Rows as the matrix asks for them, and their scales, float32: `[..., 1]`, or `[..., groups]`."""
+    """Return rows rounded as the matrix requires, and their scales, float32: `[..., 1]`, or `[..., groups]`."""
     kind: Values = "int8" if matrix.activations == "int8" else "fp8"
     largest, num_groups = LARGEST[kind], matrix.num_groups if matrix.activations == "fp8-groups" else 1
     groups = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups, -1)
@@ -283,7 +282,7 @@ def round_rows(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Ar
 
 
 def _product(x: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatrix) -> jax.Array:
-    """The product of rows, as they are or rounded, with what their scales add behind it."""
+    """Multiply rows, rounded or not, and apply the scales afterwards."""
     if matrix.num_groups > 1:
         if matrix.group_ids is not None:
             return _by_weights(x, row_scales, matrix)
@@ -298,7 +297,7 @@ def _product(x: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatrix
 
 
 def _by_groups(x: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatrix) -> jax.Array:
-    """A product for each group, scaled and added up."""
+    """Multiply each group separately, scale and add up."""
     num_groups, num_out = matrix.num_groups, matrix.ndim - 1
     place = matrix.ndim + matrix.axis
     x_groups = x.reshape(*x.shape[:-1], num_groups, matrix.group_size)
@@ -319,7 +318,7 @@ def _by_groups(x: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatr
 
 
 def _by_weights(x: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatrix) -> jax.Array:
-    """A product with the weights, which are made first; rounded rows are made wide again."""
+    """Multiply with dequantized weights; rounded rows are converted back."""
     dtype = x.dtype
     if row_scales is not None:
         dtype = matrix.dtype
@@ -335,7 +334,7 @@ def _dot(
     contracted: tuple[tuple[int, ...], tuple[int, ...]],
     batched: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
 ) -> jax.Array:
-    """A product in float32; of integers it is exact, and counted in int32."""
+    """Multiply in float32; integers exactly, in int32."""
     is_integer = jnp.issubdtype(x.dtype, jnp.integer) and jnp.issubdtype(values.dtype, jnp.integer)
     if is_integer:
         y = jax.lax.dot_general(x, values.astype(jnp.int8), (contracted, batched), None, jnp.int32)
@@ -349,7 +348,7 @@ def _dot(
 
 
 def _spread(matrix: QuantisedMatrix, of_groups: jax.Array) -> jax.Array:
-    """One number for each of the values, or one that stands for all of a column."""
+    """Return one number for each of the values, or one that applies to a whole column."""
     if matrix.num_groups == 1:
         return of_groups
     if matrix.group_ids is None:
@@ -360,5 +359,5 @@ def _spread(matrix: QuantisedMatrix, of_groups: jax.Array) -> jax.Array:
 
 
 def _wide(x: jax.Array, num_axes: int) -> jax.Array:
-    """Adds axes of one behind the others."""
+    """Append axes of size one."""
     return x.reshape(*x.shape, *(1,) * num_axes)

@@ -1,4 +1,4 @@
-"""The codes and scales of a quantised matrix in the order in which the CPU kernel reads them.
+"""The codes and scales of a quantized matrix in the order in which the CPU kernel reads them.
 
 int8      [parts * ceil(N / 32), ceil(K / 4), 32, 4]    four of a column side by side
 fp8       [parts * ceil(N / 32), ceil(K / 4), 32, 4]    k, k + 2, k + 1, k + 3
@@ -34,16 +34,16 @@ _FP8_PLACES = (0, 2, 1, 3)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class PackedScales:
-    """What makes numbers of a packed matrix's codes, and what its rows are before they multiply them.
+    """The scales of a packed matrix's codes, and the rounding of rows.
 
     Attributes:
-        scales: as above; bfloat16 where they are powers of two (MXFP4), float32 elsewhere.
+        scales: as above; bfloat16 if they are powers of two (MXFP4), otherwise float32.
         zeros: int8 or float32; None is zero.
-        order: int32 `[K]`, where the matrix's depth was sorted by groups: the number of a row that it multiplies at k.
-        step: float32 `[1]`: what one of a row's whole numbers is, where a checkpoint says so.
+        order: int32 `[K]`, if the matrix's depth was sorted by groups: the original index of each k.
+        step: float32 `[1]`: the scale of rounded rows, if the checkpoint has one.
         kind: of the codes.
         group: numbers of a column that share a scale.
-        has_int8_rows: rows are rounded to whole numbers, of the step or one that each asks for.
+        has_int8_rows: rows are rounded to int8, with the step or a scale per row.
         dtype: of the model.
     """
 
@@ -58,11 +58,11 @@ class PackedScales:
 
     @property
     def code(self) -> int:
-        """What the kernel calls the kind."""
+        """The kernel's number of the kind."""
         return CODES.index(self.kind)
 
     def decode(self, lanes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-        """The numbers `[T, K]` of lanes `[T, K / .., 4]`, given scales and zeros `[T, groups]`; K is padded."""
+        """Return the numbers `[T, K]` of lanes `[T, K / .., 4]`, given scales and zeros `[T, groups]`; K is padded."""
         halves = [lanes & 15, lanes >> 4] if NUM_BITS[self.kind] == 4 else [lanes]
         codes = jnp.stack(halves, axis=2).reshape(len(lanes), -1)
         if self.kind == "fp8":
@@ -80,12 +80,12 @@ class PackedScales:
 
 
 def num_lanes(matrix: QuantisedMatrix) -> int:
-    """Lanes of a column."""
+    """Return the number of lanes of a column."""
     return -(-matrix.depth // _lane(matrix))
 
 
 def can_pack(matrix: QuantisedMatrix) -> bool:
-    """Whether the kernel takes a matrix: one, not several, whose groups are whole lanes and divide the depth."""
+    """Return True if the kernel supports a matrix: a single one, whose groups are whole lanes and divide the depth."""
     if num_outer(matrix.ndim, matrix.axis):
         return False
     has_whole_lanes = matrix.depth % matrix.num_groups == 0 and matrix.group_size % _lane(matrix) == 0
@@ -93,28 +93,28 @@ def can_pack(matrix: QuantisedMatrix) -> bool:
 
 
 def code_of(matrix: QuantisedMatrix) -> int:
-    """What the kernel calls the kind of a matrix's codes."""
+    """Return the kernel's number of the kind of a matrix's codes."""
     return CODES.index(_kind(matrix))
 
 
 def describe(matrix: QuantisedMatrix, scales: Any, zeros: Any, order: Any, step: Any) -> PackedScales:
-    """The description of a matrix with these arrays, which may be shapes."""
+    """Return the description of a matrix with these arrays, which may be shapes."""
     has_int8_rows = matrix.activations == "int8"
     return PackedScales(scales, zeros, order, step, _kind(matrix), matrix.group_size, has_int8_rows, matrix.dtype)
 
 
 def scale_dtype(matrix: QuantisedMatrix) -> np.dtype:
-    """The type in which scales are kept without a loss."""
+    """Return the type that stores scales without loss."""
     return np.dtype(ml_dtypes.bfloat16 if _kind(matrix) == "mxfp4" else np.float32)
 
 
 def zeros_dtype(matrix: QuantisedMatrix) -> np.dtype:
-    """The type of the zero points; int8 where there are none."""
+    """Return the type of the zero points; int8 if there are none."""
     return np.dtype(np.int8 if matrix.zeros is None else matrix.zeros.dtype)
 
 
 def codes_of(matrix: QuantisedMatrix) -> np.ndarray:
-    """A byte for each number, of the leaf's shape."""
+    """Return a byte for each number, in the leaf's shape."""
     values = np.asarray(matrix.values).view(np.uint8)
     match _kind(matrix):
         case "int8":
@@ -128,10 +128,10 @@ def codes_of(matrix: QuantisedMatrix) -> np.ndarray:
 
 
 def order_of(matrix: QuantisedMatrix) -> np.ndarray:
-    """The places of a column's numbers sorted by their groups.
+    """Return the indices of a column's numbers sorted by their groups.
 
     Raises:
-        Unsupported: groups that are listed are not of one size.
+        Unsupported: listed groups have different sizes.
     """
     group_ids = np.asarray(matrix.group_ids)
     counts = np.bincount(group_ids, minlength=matrix.num_groups)
@@ -144,7 +144,7 @@ def order_of(matrix: QuantisedMatrix) -> np.ndarray:
 
 
 def blocks_of(of_groups: np.ndarray, num_parts: int, columns: int, *, is_embedding: bool) -> np.ndarray:
-    """Scales or zeros of a leaf, `[groups, *out]` or `[N, groups]`, as blocks `[.., groups, columns]`."""
+    """Return scales or zeros of a leaf, `[groups, *out]` or `[N, groups]`, as blocks `[.., groups, columns]`."""
     num_groups = of_groups.shape[-1] if is_embedding else of_groups.shape[0]
     of_columns = of_groups.T if is_embedding else of_groups
     parts = of_columns.reshape(num_groups, num_parts, -1)
@@ -158,5 +158,5 @@ def _kind(matrix: QuantisedMatrix) -> Values:
 
 
 def _lane(matrix: QuantisedMatrix) -> int:
-    """Numbers of a lane."""
+    """Return the numbers of a lane."""
     return _LANE_BITS // NUM_BITS[_kind(matrix)]

@@ -1,7 +1,7 @@
-"""A quantised matrix of one of several layers, in one array with those of the others.
+"""A quantized matrix of one of several layers, in one array with those of the others.
 
-A scan would cut a layer's part out of the stack first, and XLA for TPUs keeps that part: in memory, where it is larger
-than what is free on the chip. The kernel reads it where it lies.
+A scan would first slice a layer's part from the stack, and XLA for TPUs materializes that part: in memory, if it
+exceeds the free on-chip memory. The kernel reads it in place.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jpaged.kernels.product.quantised import QuantisedMatrix
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class StackedMatrix:
-    """A matrix of one of several layers, in place of its own.
+    """A matrix of one of several layers, in place of the layer's matrix.
 
     Attributes:
         matrices: `[L, K, *out]`.
-        index: int32 scalar: which layer.
+        index: int32 scalar: the layer.
     """
 
     matrices: QuantisedMatrix
@@ -30,7 +30,7 @@ class StackedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the layer's own."""
+        """Shape of one layer's matrix."""
         return self.matrices.shape[1:]
 
     @property
@@ -39,7 +39,7 @@ class StackedMatrix:
         return self.matrices.dtype
 
     def own(self) -> QuantisedMatrix:
-        """The layer's own, cut out."""
+        """Return the layer's matrix, sliced."""
         own: QuantisedMatrix = jax.tree.map(
             lambda array: jax.lax.dynamic_index_in_dim(array, self.index, keepdims=False), self.matrices
         )

@@ -1,12 +1,12 @@
-"""Sampling of tokens in one call, where one device has all logits.
+"""Sampling of tokens in one call, if one device has all logits.
 
-rows.py     what sampling takes and gives
-choose.py   whether there is one for a device
+rows.py     inputs and outputs of sampling
+choose.py   choice of the kernel for a device
 noise.py    random numbers as a function of seed, sequence and position
-cpu/        the kernel of CPUs: one row after the other, in one or two passes over its logits
-tpu/        the kernel of TPUs: groups of rows, which are read once and stay on the chip
+cpu/        the kernel for CPUs: one row after the other, in one or two passes over its logits
+tpu/        the kernel for TPUs: groups of rows, which are read once and stay on the chip
 
-`jpaged.device.step.sampling` is the specification, and what runs everywhere else.
+`jpaged.device.step.sampling` is the specification, and the fallback.
 """
 
 from jpaged.kernels.sampling.choose import choose_kernel

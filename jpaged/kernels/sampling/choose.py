@@ -1,4 +1,4 @@
-"""Which kernel samples, if any."""
+"""Choice of the sampling kernel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jpaged.kernels.sampling.tpu import sampling as tpu
 
 
 def choose_kernel(attention_backend: Backend, num_devices: int, vocab_size: int) -> SamplingKernel | None:
-    """The kernel for logits that lie on so many devices; None where XLA samples.
+    """Return the kernel for logits on `num_devices` devices; None if XLA samples.
 
-    It goes with the attention: where that runs for CPUs or TPUs, so does this.
+    It matches the attention backend: the CPU or TPU sampling kernel goes with that of attention.
     """
     if num_devices > 1:
         return None

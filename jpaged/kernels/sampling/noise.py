@@ -21,7 +21,7 @@ _PARITY = 0x1BD11BDA
 def threefry_2x32(
     key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Two uint32 words for every counter of two words, under a key of two words; arguments broadcast."""
+    """Return two uint32 words for every counter of two words, under a key of two words; arguments broadcast."""
     schedule = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))
     x, y = counter[0] + schedule[0], counter[1] + schedule[1]
     for group in range(5):
@@ -36,9 +36,9 @@ def threefry_2x32(
 def exponentials(
     seeds_r2: UInt32[Array, "R 2"], sequence_indices_r: Int[Array, "R"], positions_r: Int[Array, "R"], vocab_size: int
 ) -> Float[Array, "R V"]:
-    """Independent exponential variables of mean 1, one a token of the vocabulary; all above 0, all finite.
+    """Return independent exponential variables of mean 1, one per token of the vocabulary; all above 0, all finite.
 
-    A row's key is the hash of its sequence index and position under the request's seed. Token v takes the first word of
+    A row's key is the hash of the sequence index and position under the request's seed. Token v takes the first word of
     counter v in the vocabulary's first half, and the second word of counter v - half in the other.
     """
     key_r1 = row_keys(seeds_r2, sequence_indices_r, positions_r)
@@ -55,7 +55,7 @@ def exponentials_of(
     token_ids_v: Int[Array, "V"],
     vocab_size: int,
 ) -> Float[Array, "R V"]:
-    """The columns of `exponentials` that belong to these tokens, at twice the work for each."""
+    """Return the columns of `exponentials` of these tokens, at twice the work per token."""
     key_r1 = row_keys(seeds_r2, sequence_indices_r, positions_r)
     half = (vocab_size + 1) // 2
     is_first_v = token_ids_v < half
@@ -65,7 +65,7 @@ def exponentials_of(
 
 
 def row_keys(seeds_r2: jax.Array, sequence_indices_r: jax.Array, positions_r: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each row's key, two words [R, 1]: the hash of its sequence index and position under the request's seed."""
+    """Return each row's key, two words [R, 1]: the hash of the sequence index and position under the request's seed."""
     place_r = sequence_indices_r.astype(jnp.uint32), positions_r.astype(jnp.uint32)
     key_r = threefry_2x32((seeds_r2[:, 0], seeds_r2[:, 1]), place_r)
     return key_r[0][:, None], key_r[1][:, None]

@@ -1,4 +1,4 @@
-"""What sampling takes of each row, and what it gives."""
+"""Inputs and outputs of sampling for each row."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, UInt32
 
 SMALLEST = 1e-30
-"""What smaller temperatures and top_p count as: above the subnormal numbers, which devices round to 0."""
+"""Minimum of temperatures and top_p, which are raised to it: above subnormal numbers, which devices round to 0."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How each row is sampled: `engine.executor.ROW_FIELDS` on the device, where their meanings and limits are told."""
+    """Sampling inputs of each row: `engine.executor.ROW_FIELDS` on the device, which documents meanings and limits."""
 
     temperature_r: Float[Array, "R"]
     top_k_r: Int[Array, "R"]
@@ -39,16 +39,16 @@ class RowSampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampled tokens, and what the model's own distribution (before everything else) says of them.
+    """The sampled tokens, and their log-probabilities in the model's own distribution, before any processing.
 
     Attributes:
         token_ids_r: the tokens.
-        is_sound_r: whether a row's logits are such that its token means something: False where a row has NaN or plus
-            infinity, or nothing is left to sample.
-        logprobs_r: their log-probabilities, or None; they mean nothing where the row is not sound.
-        ranks_r: 1 and the number of tokens that are likelier, or None.
+        is_sound_r: False for rows with NaN or plus infinity, or with no token left to sample; their tokens are
+            meaningless.
+        logprobs_r: their log-probabilities, or None; meaningless if the row is not sound.
+        ranks_r: 1 plus the number of likelier tokens, or None.
         top_ids_rk: the likeliest tokens in order, of equals the lower one first, or None.
-        top_logprobs_rk: theirs, or None.
+        top_logprobs_rk: their log-probabilities, or None.
     """
 
     token_ids_r: Int[Array, "R"]
@@ -60,39 +60,38 @@ class Sampled:
 
 
 class SamplingKernel(Protocol):
-    """Samples a token a row, where one device has all columns of the logits. Hashable: static under jit."""
+    """Samples a token per row, if one device has all columns of the logits. Hashable: static under jit."""
 
     def sample(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
     ) -> Sampled:
-        """Samples a token a row.
+        """Sample a token per row.
 
         Args:
             logits_rv: float32.
-            how: of each row.
-            has_logprobs: log-probabilities and ranks are wanted, too.
-            num_top: the likeliest tokens that are wanted besides (K), at most V; 0 without log-probabilities.
+            how: sampling inputs of each row.
+            has_logprobs: also return log-probabilities and ranks.
+            num_top: number of likeliest tokens to return (K), at most V; 0 without log-probabilities.
         """
         ...
 
 
 @runtime_checkable
 class FedSamplingKernel(SamplingKernel, Protocol):
-    """A kernel that can wait for masks of the host: which tokens each row may have."""
+    """A kernel that can wait for masks from the host, which restrict each row's tokens."""
 
     def sample_fed(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, number: Int[Array, ""], step: Int[Array, ""]
     ) -> tuple[Sampled, Int[Array, ""]]:
-        """Samples a token a row, of those that a feed gives to a step.
+        """Sample a token per row, from those that the mask channel allows in a step.
 
         Args:
             logits_rv: float32.
-            how: of each row.
-            number: the feed's; 0 is none, and each row has all tokens.
-            step: of the program that is fed, from 0.
+            how: sampling inputs of each row.
+            number: of the mask channel; 0 is none, which allows all tokens.
+            step: of the program, from 0.
 
         Returns:
-            the tokens, and what becomes of the step, a `jpaged.engine.executor.Verdict`. The tokens of one that is void
-            mean nothing.
+            the tokens, and the step's `jpaged.engine.executor.Verdict`. Tokens of a void step are meaningless.
         """
         ...

@@ -1,10 +1,10 @@
-"""The decoder that most families are: norms, attention, a feed-forward and two sums, of which a config says which.
+"""The decoder that most families use: norms, attention, a feed-forward and two sums, as configured.
 
-config.py   its shape: all that a family may choose
-lossy.py    the same of a model that forgets old tokens
-reading.py  what families read of a config.json in the same words
-modules.py  one layer, and what is around the layers
-leaves.py   the leaves of its parameters, under the names that a family's checkpoints have for them
+config.py   its shape: all options of a family
+lossy.py    a model that drops old tokens from the cache
+reading.py  fields of config.json that families share
+modules.py  one layer, and the modules around the layers
+leaves.py   the leaves of the parameters, under the names in a family's checkpoints
 """
 
 from jpaged.models.decoder.config import DecoderConfig

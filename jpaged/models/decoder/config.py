@@ -1,4 +1,4 @@
-"""The shape of a decoder: all that a family may choose, frozen."""
+"""The shape of a decoder: all options of a family, frozen."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Residual = Literal["sequential", "parallel", "shared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """A decoder of layers that attend and feed forward.
+    """A decoder of layers with attention and feed-forward.
 
     Attributes:
-        kinds: of the layers; empty is that all attend to everything, turned by the first rope if there is one.
-        ropes: rotary embeddings, by which kinds name them; none where positions are learned.
-        num_positions: rows of the learned embedding of positions; 0 is none.
+        kinds: of the layers; if empty, all have full attention and use the first rope, if there is one.
+        ropes: rotary embeddings, referenced by kinds; empty if positions are learned.
+        num_positions: rows of the learned position embedding; 0 is none.
         norm: rms, or layer, which subtracts the mean and has a bias.
         norm_eps: added to the mean square in every norm.
         norm_offset: added to the stored weights of norms.
-        residual: `sequential`, y = x + attention(norm(x)), then y + feed_forward(norm(y)); `parallel`,
-            x + attention(norm(x)) + feed_forward(another norm(x)); `shared`, the same with one norm.
-        post_norms: what attention and feed-forward give is normalised before it is added.
+        residual: `sequential`, y = x + attention(norm(x)), then y + feed_forward(norm(y)); `parallel`, x +
+            attention(norm(x)) + feed_forward(another norm(x)); `shared`, the same with one norm.
+        post_norms: outputs of attention and feed-forward are normalized before they are added.
         attention_bias: biases on query, key and value.
-        qk_norm: queries and keys are normalised per head before the rotation.
-        has_sinks: each query head of each layer has a score that takes its share of the weights.
+        qk_norm: queries and keys are normalized per head before the rotation.
+        has_sinks: each query head of each layer has a sink score that takes a share of the attention weights.
         activation: in the feed-forward.
         is_gated: the feed-forward is down(act(gate(x)) * up(x)), else down(act(up(x))).
-        embed_scale: multiplies what tokens are embedded to, rounded to the model's type.
+        embed_scale: multiplies embedded tokens, rounded to the model's type.
         logit_cap: logits become cap * tanh(logits / cap); None leaves them.
-        outgrows_keys: a sequence that grows beyond the length of pretraining has all of its keys turned anew; else
-            those that there are stay.
+        outgrows_keys: a sequence that grows beyond the length of pretraining has all its keys recomputed; else existing
+            keys stay.
     """
 
     kinds: tuple[LayerKind, ...] = ()
@@ -69,7 +69,7 @@ class DecoderConfig(ModelConfig):
         object.__setattr__(self, "kinds", self._without_wide_windows())
 
     def _without_wide_windows(self) -> tuple[LayerKind, ...]:
-        """A window as wide as the longest sequence hides nothing: its layers are of the kind that has none."""
+        """Return the kinds, with windows removed that are as wide as the longest sequence."""
 
         def widened(kind: LayerKind) -> LayerKind:
             window = kind.attention.sliding_window
@@ -82,7 +82,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that ropes are of."""
+        """Dimensions of a head that ropes apply to."""
         return self.head_dim
 
     @property
@@ -91,12 +91,12 @@ class DecoderConfig(ModelConfig):
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is."""
+        """Kind of each layer."""
         return self.kinds or (self._alike,) * self.num_layers
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, in tokens, that its positions are meant for."""
+        """Maximum sequence length, in tokens, that the positions support."""
         if self.num_positions or len(self.ropes) != 1:
             return self.num_positions or self.max_position_embeddings
         (rope,) = self.ropes
@@ -108,15 +108,15 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_prefix_len(self) -> int | None:
-        """A rope that depends on the length turns every position of a longer prompt otherwise."""
+        """Longest prefix whose keys do not depend on later tokens; None means no limit."""
         return min((rope.max_prefix_len for rope in self.ropes if rope.max_prefix_len is not None), default=None)
 
     @property
     def outgrown_len(self) -> int | None:
-        """The length of pretraining, where keys are turned anew beyond it."""
+        """The length of pretraining, if keys are recomputed beyond it; otherwise None."""
         return self.max_prefix_len if self.outgrows_keys else None
 
     @property
     def fuses_gate(self) -> bool:
-        """Whether a product kernel may gate as it multiplies: it knows silu alone."""
+        """True if a matmul kernel may apply the gate; kernels support only silu."""
         return self.activation == "silu"

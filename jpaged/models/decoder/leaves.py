@@ -1,4 +1,4 @@
-"""The leaves of a decoder's tree, under the names that a family's checkpoints have for their tensors."""
+"""The leaves of a decoder's tree, under the tensor names of a family's checkpoints."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from jpaged.models.leaves import (
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a family's checkpoints call the tensors of a decoder, without `.weight` and `.bias`.
+    """Tensor names of a decoder in a family's checkpoints, without `.weight` and `.bias`.
 
     Attributes:
-        positions: the learned embedding of positions.
+        positions: the learned position embedding.
         norm: the last one.
         attention_norm: of a layer, as all that follow.
-        qkv: the projections of query, key and value, or the one that has all three.
-        qkv_is_grouped: where it is one: whether it has each key/value head's queries, key and value together, or first
-            all queries, then all keys, then all values.
-        gate_up: the two projections, or the one that has both; of a feed-forward without a gate the one.
-        experts: of layers that are sparse.
+        qkv: the projections of query, key and value, or the fused one.
+        qkv_is_grouped: the fused projection is grouped by key/value head, each with its queries, key and value; else it
+            has all queries, then all keys, then all values.
+        gate_up: the two projections, or the fused one; a feed-forward without a gate has one.
+        experts: of sparse layers.
         is_transposed: linear weights are `[in, out]`, not `[out, in]`.
     """
 
@@ -75,7 +75,7 @@ def decoder_family(
     ignored: tuple[str, ...] = (),
     lm_head: str = LM_HEAD,
 ) -> Family[DecoderConfig]:
-    """A family of decoders: see `Family`, and `Names`."""
+    """Return a family of decoders: see `Family`, and `Names`."""
 
     def modules() -> Modules[DecoderConfig]:
         from jpaged.models.decoder.modules import DecoderEnds, DecoderLayer
@@ -110,7 +110,7 @@ def outer_leaves(config: DecoderConfig, prefix: str, names: Names, lm_head: str)
 def layer_leaves(
     config: DecoderConfig, prefix: str, kind: LayerKind, names: Names, *, attention: list[Leaf] | None = None
 ) -> list[Leaf]:
-    """See `Family`; attention may be the family's own."""
+    """See `Family`; `attention` replaces the leaves of attention."""
     leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm)
     if config.residual != "shared":
         leaves += norm_leaves(config, ("mlp_norm",), prefix + names.mlp_norm)
@@ -147,7 +147,7 @@ def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
 
 
 def feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
-    """The leaves of a dense feed-forward."""
+    """Return the leaves of a dense feed-forward."""
     width, inner = config.hidden_size, config.intermediate_size
     into = Linears(tuple(prefix + name for name in names.gate_up), names.is_transposed)
     down = Linears((prefix + names.down,), names.is_transposed)
@@ -169,7 +169,7 @@ def feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]
 
 
 def norm_leaves(config: DecoderConfig, path: tuple[str, ...], name: str) -> list[Leaf]:
-    """The leaves of a norm, of a tensor of this name."""
+    """Return the leaves of a norm, from tensors with this name."""
     leaves = [whole((*path, "scale"), f"{name}.weight", config.hidden_size)]
     if config.norm == "layer":
         leaves.append(whole((*path, "bias"), f"{name}.bias", config.hidden_size))

@@ -1,7 +1,7 @@
-"""A model that forgets old tokens: first ones and a window of the last ones are seen in every layer.
+"""A model that drops old tokens (StreamingLLM): every layer sees the first tokens and a window of the last ones.
 
-Tokens keep the positions that they have in the text. So the distance between a query and the first tokens grows with
-the text, as in the model itself, and a text is no longer than the model's positions.
+Tokens keep their positions in the text. So the distance between a query and the first tokens grows with the text, as
+in the original model, and a text is limited to the model's positions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ WINDOW = "lossy_kv_window"
 
 
 def as_asked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
-    """The config of what is served: as published, or with the window and the first tokens that the options ask for.
+    """Return the config to serve: as published, or with the window and the sink tokens that the options request.
 
     Raises:
-        InvalidArgument: they hide nothing, or layers have windows of their own.
-        Unsupported: the layers of the model are of one kind by their nature.
+        InvalidArgument: the window hides nothing, or layers have windows already.
+        Unsupported: the model's layers have no configurable attention kinds.
     """
     window, num_sinks = options.lossy.lossy_kv_window, options.lossy.num_sinks
     if window is None:
@@ -55,7 +55,7 @@ def as_asked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
 
 
 def told(options: EngineConfig) -> list[str]:
-    """A line that names what is lossy, for whoever starts it; none where nothing is."""
+    """Return a line that reports the lossy cache at startup; empty if it is off."""
     window, num_sinks = options.lossy.lossy_kv_window, options.lossy.num_sinks
     if window is None:
         return []

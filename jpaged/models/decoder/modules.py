@@ -1,4 +1,4 @@
-"""The modules of a decoder: one layer, and what is around the layers."""
+"""The modules of a decoder: one layer, and the modules around the layers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all layers share.
+    """Values that all layers share.
 
     Attributes:
-        angles: for each rope and token: cosines and sines, float32 `[T, D/2]`, or what the kernel made of them.
-        rows: the tokens as rows of products.
-        heads: the kernel that turns heads, if there is one. Static.
+        angles: for each rope, cosines and sines of the tokens, float32 `[T, D/2]`, or the kernel's form of them.
+        rows: the tokens as rows of matmuls.
+        heads: the kernel that splits and rotates heads, if there is one. Static.
         experts: see `TokenBatch`. Static.
     """
 
@@ -55,14 +55,18 @@ class Shared:
 
 
 def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
-    """A norm of hidden states."""
+    """Return a norm of hidden states."""
     if config.norm == "layer":
         return LayerNorm(config.hidden_size, config.norm_eps, True, dtype)
     return RMSNorm(config.hidden_size, config.norm_eps, dtype, config.norm_offset)
 
 
 class Attention(nnx.Module):
-    """Projections around an injected attention, of so many numbers of a token; None is of its hidden state."""
+    """Projections around an injected attention.
+
+    Args:
+        num_inputs: width of the input; None is that of the hidden state.
+    """
 
     def __init__(
         self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs, *, num_inputs: int | None = None
@@ -78,7 +82,7 @@ class Attention(nnx.Module):
     def attend(
         self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
-        """What the heads find, `[T, H * D]`, and the carry."""
+        """Return the heads' outputs `[T, H * D]`, and the carry."""
         q_thd, k_tkd, v_tkd = self._project(x_te, norm, shared, place.kind.rope)
         if self.sinks is None:
             o_thd, carry = attend(q_thd, k_tkd, v_tkd, carry, place)
@@ -89,7 +93,7 @@ class Attention(nnx.Module):
     def _project(
         self, x_te: jax.Array, norm: Norm | None, shared: Shared, which: int | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(q_thd, k_tkd, v_tkd) of the normalised states, queries and keys rotated, queries not scaled."""
+        """Return (q_thd, k_tkd, v_tkd) of the normalized states: queries and keys rotated, queries not scaled."""
         if which is None:
             return self.qkv.project(x_te, shared.rows, norm)
         head_norms = None
@@ -100,7 +104,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(act(gate(x)) * up(x)), where gate and up share one kernel `[E, 2, F]`, or down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)), with gate and up in one kernel `[E, 2, F]`, or down(act(up(x)))."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -111,7 +115,7 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x_te: jax.Array, rows: Rows, *, norm: Norm, residual: jax.Array | None = None) -> jax.Array:
-        """`[T, E]` to `[T, E]`; a residual is added."""
+        """Map `[T, E]` to `[T, E]`; adds the residual, if any."""
         if self.gate_up is not None:
             inner_tf = self.gate_up(x_te, rows, norm=norm)
         else:
@@ -121,18 +125,18 @@ class MLP(nnx.Module):
 
 
 class AttentionModule(Protocol):
-    """What a layer asks of its attention."""
+    """Interface of a layer's attention."""
 
     out: Linear
 
     def attend(
         self, x_te: jax.Array, norm: Norm, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
-        """What the heads find beside each other, `[T, width]`, and the carry."""
+        """Return the heads' outputs, concatenated, `[T, width]`, and the carry."""
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and a feed-forward, each behind a norm, with residual sums as the config says."""
+    """Attention and a feed-forward, each after a norm, with the residual sums of the config."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
         has_two = config.residual != "shared"
@@ -150,13 +154,13 @@ class DecoderLayer(nnx.Module):
 
     @staticmethod
     def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs) -> AttentionModule:
-        """The attention of a layer; a family may have its own."""
+        """Return the attention of a layer; families may override it."""
         return Attention(config, dtype, rngs)
 
     def __call__(
         self, x: Measured, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[Measured, Any]:
-        """One layer over packed tokens; attend, carry and place as in `Model.run`."""
+        """Run one layer over packed tokens; attend, carry and place as in `Model.run`."""
         x_te, rows = x.x_te, shared.rows
         norm: Norm = self.attention_norm
         if isinstance(norm, RMSNorm):
@@ -181,7 +185,7 @@ class DecoderLayer(nnx.Module):
 
 
 class DecoderEnds(Ends):
-    """The embeddings of tokens and, where they are learned, of positions, a norm, and the output matrix."""
+    """The embeddings of tokens and, if they are learned, of positions, a norm, and the output matrix."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, keys: EndsKeys) -> None:
         super().__init__(config, config.hidden_size, dtype, keys)
@@ -191,7 +195,7 @@ class DecoderEnds(Ends):
         self.config = config
 
     def begin(self, tokens: TokenBatch) -> tuple[Measured, Shared]:
-        """See `Ends`; states are measured where the layers are a loop on a TPU."""
+        """See `Ends`. States are measured if a TPU kernel rotates the heads and norms are RMS norms."""
         config = self.config
         x_te = self.embed(tokens.ids_t)
         if config.embed_scale != 1:
@@ -202,12 +206,12 @@ class DecoderEnds(Ends):
         return x, self.shared(tokens)
 
     def shared(self, tokens: TokenBatch) -> Shared:
-        """What all layers share."""
+        """Return the values that all layers share."""
         config, heads = self.config, tokens.heads
 
         def angles(which: RopeConfig) -> Any:
             made = rope.cos_sin(which, config.rotary_dim, tokens.positions_t, tokens.rope_lens_t)
-            # Behind the barrier, XLA for TPUs does not compute them again in every layer.
+            # With the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
         return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts)

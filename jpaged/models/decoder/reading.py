@@ -1,4 +1,4 @@
-"""What families read of a config.json in the same words."""
+"""Fields of config.json that families share."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
 }
-"""Activations by the names of transformers, of which several are one function; the first of each is what we write."""
+"""Activations by their names in transformers, some of which are synonyms; `name_of_activation` writes the first one."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What `layer_types` calls the two reaches of attention."""
+"""The two kinds of attention in `layer_types`."""
 
 
 def read_activation(fields: JsonFields, key: str, default: str | None = None) -> Activation:
-    """The activation of the feed-forward.
+    """Read the activation of the feed-forward.
 
     Raises:
-        Unsupported: another than those of `ACTIVATIONS`.
+        Unsupported: it is not in `ACTIVATIONS`.
     """
     name = fields.text(key, default)
     if name not in ACTIVATIONS:
@@ -37,7 +37,7 @@ def read_activation(fields: JsonFields, key: str, default: str | None = None) ->
 
 
 def name_of_activation(activation: Activation) -> str:
-    """The name that `read_activation` reads back."""
+    """Return the name of an activation; the inverse of `read_activation`."""
     return next(name for name, found in ACTIVATIONS.items() if found == activation)
 
 
@@ -59,7 +59,7 @@ class Heads(TypedDict):
 
 
 def read_sizes(fields: JsonFields) -> Sizes:
-    """Sizes that most families call alike, as fields of `ModelConfig`."""
+    """Read the sizes whose keys most families share, as fields of `ModelConfig`."""
     return {
         "vocab_size": fields.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
         "hidden_size": fields.integer("hidden_size", maximum=MAX_WIDTH),
@@ -71,11 +71,11 @@ def read_sizes(fields: JsonFields) -> Sizes:
 def read_heads(
     fields: JsonFields, hidden_size: int, *, num_kv_heads: int | None = None, head_dim: int | None = None
 ) -> Heads:
-    """The heads, as fields of `ModelConfig`.
+    """Read the heads, as fields of `ModelConfig`.
 
     Args:
-        num_kv_heads: where the config has no such key; None is as many as query heads, and so is a null there.
-        head_dim: where the config names none; None derives it from hidden_size.
+        num_kv_heads: the default of a missing key; None is the number of query heads, and so is a null in the config.
+        head_dim: the default of a missing key; None derives it from hidden_size.
     """
     num_heads = fields.integer("num_attention_heads", maximum=MAX_WIDTH)
     if head_dim is None and not fields.has("head_dim") and hidden_size % num_heads:
@@ -90,7 +90,7 @@ def read_heads(
 
 
 def divided_heads(fields: JsonFields, hidden_size: int, num_heads: int) -> int:
-    """The dimension of heads that are equal parts of the hidden state.
+    """Return the dimension of heads that are equal parts of the hidden state.
 
     Raises:
         InvalidArgument: they do not divide it.
@@ -101,7 +101,7 @@ def divided_heads(fields: JsonFields, hidden_size: int, num_heads: int) -> int:
 
 
 def read_window(fields: JsonFields, missing: int | None = None) -> int | None:
-    """The sliding window in tokens; None is without one, as null says it."""
+    """Read the sliding window in tokens; None (null in the config) means no window."""
     if fields.value("sliding_window", missing) is None:
         return None
     return fields.integer("sliding_window", missing)

@@ -1,7 +1,7 @@
 """Mixtures of experts in place of a feed-forward.
 
-mixture.py  what a family says of its experts
-reading.py  what families read of a config.json in the same words
-modules.py  the router, the experts, and those that all rows share
-leaves.py   the leaves of their parameters, under the names that a family's checkpoints have for them
+mixture.py  a family's choices of experts
+reading.py  fields of config.json that families share
+modules.py  the router, the experts, and the shared expert
+leaves.py   the leaves of the parameters, under the names in a family's checkpoints
 """

@@ -1,4 +1,4 @@
-"""The leaves of a mixture's tree, under the names that a family's checkpoints have for their tensors."""
+"""The leaves of a mixture's tree, under the tensor names of a family's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a family's checkpoints call the tensors of a mixture, without `.weight` and `.bias`.
+    """Tensor names of a mixture in a family's checkpoints, without `.weight` and `.bias`.
 
     Attributes:
         router: of a layer, as all that follow.
-        choice_bias: whole, with what it ends in.
-        experts: what the names of experts begin with, before their number.
-        gate, up, down: behind that number; where each tensor has all experts, there is none.
-        is_fused: each tensor has all experts, weights are `[X, in, out]`, and gates and ups alternate in one whose name
-            is that of the gate (gpt-oss). Their biases are called `<name>_bias`.
-        shared: what the names of the shared expert begin with.
-        shared_score: the product that weighs it.
+        choice_bias: the complete name.
+        experts: prefix of the experts' names, before the number.
+        gate, up, down: follow the number, which is missing if each tensor has all experts.
+        is_fused: each tensor has all experts, weights are `[X, in, out]`, and gates and ups alternate in the tensor
+            named by `gate` (gpt-oss). Their biases are called `<name>_bias`.
+        shared: prefix of the shared expert's names.
+        shared_score: the linear layer whose output weights the shared expert.
     """
 
     router: str = "mlp.gate"
@@ -44,7 +44,7 @@ QWEN_EXPERTS = ExpertNames()
 
 
 def mixture_leaves(mixture: Mixture, width: int, prefix: str, names: ExpertNames) -> list[Leaf]:
-    """The leaves of a mixture for hidden states of a width, in a layer with this prefix."""
+    """Return the leaves of a mixture for hidden states of a width, in a layer with this prefix."""
     num_experts = mixture.routing.num_experts
     router = prefix + names.router
     leaves = [transposed(("mlp", "router", "kernel"), f"{router}.weight", ("embed", None), (width, num_experts))]
@@ -63,7 +63,7 @@ def mixture_leaves(mixture: Mixture, width: int, prefix: str, names: ExpertNames
 
 
 def expert_axes(mixture: Mixture, part: str) -> LogicalAxes:
-    """The names of the axes of a kernel: experts are divided among devices, or the width of each is."""
+    """Return the axis names of a kernel: devices split the experts, or the width of each."""
     experts, inner = ("expert_parts", None) if mixture.is_parallel else ("experts", "feed_forward")
     return (experts, inner, "embed") if part == "down" else (experts, "embed", inner)
 
@@ -90,7 +90,7 @@ def _bias(mixture: Mixture, width: int, prefix: str, names: ExpertNames, part: s
     num_experts = mixture.routing.num_experts
     shape = (num_experts, width if part == "down" else mixture.width)
     path, kernel_axes = ("mlp", "experts", part, "bias"), expert_axes(mixture, part)
-    # A bias behind a sum over devices is whole on each of them.
+    # A bias after a sum over devices is whole on each of them.
     axes: LogicalAxes = (None, "embed") if part == "down" else (kernel_axes[0], kernel_axes[2])
     if names.is_fused:
         return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}_bias", part)
@@ -109,7 +109,7 @@ def _fused_name(names: ExpertNames, part: str) -> str:
 
 
 def _fused(path: tuple[str, ...], axes: LogicalAxes, shape: tuple[int, ...], name: str, part: str) -> Leaf:
-    """A leaf of a tensor with all experts, in which gates and ups alternate along the last axis."""
+    """Return a leaf from a tensor with all experts, in which gates and ups alternate along the last axis."""
     if part == "down":
         return same(path, name, axes, shape)
     first = ("gate", "up").index(part)

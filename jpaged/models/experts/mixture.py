@@ -1,4 +1,4 @@
-"""What a family says of its experts, frozen."""
+"""The experts of a family, frozen."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from jpaged.kernels.mixture_kind import SILU, Gate, Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """A router, experts, and perhaps an expert that all rows share, in place of a feed-forward.
+    """A router, experts, and optionally an expert that all rows share, in place of a feed-forward.
 
     Attributes:
-        routing: how rows choose.
+        routing: how rows choose experts.
         width: of one expert, F.
-        gate: what becomes of gates and ups.
+        gate: the gate function of gates and ups.
         has_biases: gates, ups and downs of experts have biases.
-        router_bias: the router's logits have one.
-        choice_bias: choices, not weights, have one for each expert (DeepSeek-V3).
-        shared_width: of the expert that all rows share; 0 is none.
-        shared_is_weighed: the shared expert is multiplied by the sigmoid of a product of its own (Qwen2-MoE).
-        is_parallel: each device has some of the experts, whole; else a part of each. A matter of where they are, and
-            none of config.json.
+        router_bias: the router's logits have a bias.
+        choice_bias: the choice of experts, but not their weights, has a bias per expert (DeepSeek-V3).
+        shared_width: of the shared expert; 0 is none.
+        shared_is_weighed: the shared expert is multiplied by the sigmoid of a linear layer (Qwen2-MoE).
+        is_parallel: each device has some whole experts; otherwise a part of each. It does not come from config.json.
     """
 
     routing: Routing
@@ -35,12 +34,12 @@ class Mixture:
     is_parallel: bool = False
 
     def divides(self, num_parts: int) -> bool:
-        """Whether its matrices can be in so many equal parts."""
+        """Return True if the matrices can be split into this many equal parts."""
         parted = self.routing.num_experts if self.is_parallel else self.width
         return parted % num_parts == 0 and self.shared_width % num_parts == 0
 
     def __str__(self) -> str:
-        """What is in parts, in words."""
+        """Return a description of the split dimensions."""
         shared = f" and a shared width of {self.shared_width}" if self.shared_width else ""
         if self.is_parallel:
             return f"{self.routing.num_experts} experts{shared}"

@@ -1,4 +1,4 @@
-"""The router, the experts, and those that all rows share."""
+"""The router, the experts, and the shared expert."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Router(nnx.Module):
         num_experts = mixture.routing.num_experts
         self.kernel = nnx.Param(normal(rngs.params(), (width, num_experts), dtype))
         self.bias = nnx.Param(jnp.zeros((num_experts,), dtype)) if mixture.router_bias else None
-        # Added to scores that differ by less than what bfloat16 tells apart.
+        # Added to scores whose differences may be below the resolution of bfloat16.
         self.choice_bias = nnx.Param(jnp.zeros((num_experts,), jnp.float32)) if mixture.choice_bias else None
 
     def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
-        """`[T, E]` to `[T, X]`."""
+        """Map `[T, E]` to `[T, X]`."""
         kernel = self.kernel.get_value()
         if isinstance(kernel, product.PackedMatrix):
             logits_tx = product.loaded().multiply(x_te, kernel, rows.num_in_use, dtype=np.dtype(np.float32))
@@ -63,7 +63,7 @@ class Experts(nnx.Module):
 
 
 class SharedExpert(nnx.Module):
-    """An expert that all rows are sent to, which may be weighed by a score of its own."""
+    """An expert that all rows use, optionally weighted by a score."""
 
     def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: nnx.Rngs) -> None:
         self.gate_up = GatedLinear(width, mixture.shared_width, False, "silu", dtype, rngs)
@@ -71,7 +71,7 @@ class SharedExpert(nnx.Module):
         self.score = Linear(width, (1,), False, dtype, rngs) if mixture.shared_is_weighed else None
 
     def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
-        """`[T, E]` to float32 `[T, E]`."""
+        """Map `[T, E]` to float32 `[T, E]`."""
         y_te = self.down(self.gate_up(x_te, rows), rows).astype(jnp.float32)
         if self.score is None:
             return y_te
@@ -79,7 +79,7 @@ class SharedExpert(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """The weighted sum of what the experts that a row chooses make of it, and the shared expert's."""
+    """The weighted sum of the outputs of each row's experts, plus the shared expert's."""
 
     def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: nnx.Rngs) -> None:
         self.router = Router(width, mixture, dtype, rngs)
@@ -96,7 +96,7 @@ class MixtureOfExperts(nnx.Module):
         residual: jax.Array | None = None,
         kernel: ExpertsKernel | None = None,
     ) -> jax.Array:
-        """`[T, E]` to `[T, E]`; a residual is added.
+        """Map `[T, E]` to `[T, E]`; adds the residual, if any.
 
         Sums are made in float32 and rounded once.
         """

@@ -1,4 +1,4 @@
-"""What families with experts read of a config.json in the same words."""
+"""Fields of config.json that families with experts share."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from jpaged.models.json_fields import JsonFields
 
 MAX_EXPERTS = 2**14
 NUM_EXPERTS = ("num_local_experts", "num_experts")
-"""What families call the number of experts; most by either name."""
+"""Keys of the number of experts; most families accept both."""
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-"""Keys about how routers were trained, which inference does not read."""
+"""Keys about the training of routers, which inference does not read."""
 
 
 def read_width(fields: JsonFields, key: str, default: int | None = None) -> int:
-    """The width of an expert."""
+    """Read the width of an expert."""
     return fields.integer(key, default, maximum=MAX_WIDTH)
 
 
 def read_choice(fields: JsonFields, default: tuple[int, int], names: tuple[str, ...] = NUM_EXPERTS) -> tuple[int, int]:
-    """(experts, experts of each row).
+    """Read (experts, experts of each row).
 
     Args:
-        names: of the first, which transformers takes for one.
+        names: synonyms of the key of the first number.
 
     Raises:
-        InvalidArgument: it has several, and they differ.
+        InvalidArgument: several are present, and they differ.
     """
     found = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in names if fields.has(name)}
     num_experts = next(iter(found.values()), default[0])
@@ -35,10 +35,10 @@ def read_choice(fields: JsonFields, default: tuple[int, int], names: tuple[str, 
 
 
 def read_sparse_layers(fields: JsonFields, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: every `decoder_sparse_step`th, but for those of `mlp_only_layers`.
+    """Return True for each layer with experts: every `decoder_sparse_step`th, except those in `mlp_only_layers`.
 
     Raises:
-        Unsupported: none has.
+        Unsupported: no layer has experts.
     """
     step = fields.integer("decoder_sparse_step", 1, maximum=MAX_LAYERS)
     dense = fields.value("mlp_only_layers")

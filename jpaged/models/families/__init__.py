@@ -1,4 +1,4 @@
-"""Families of models: a file each where the general decoder fits, else a room.
+"""Families of models: a file each if the general decoder suffices, otherwise a folder.
 
 llama.py       Llama, Mistral, Qwen2 and Qwen3
 gemma.py       Gemma 2 and the language models of Gemma 3
@@ -8,7 +8,7 @@ gpt_oss.py     gpt-oss
 phi3.py        Phi-3 and Phi-4
 gpt2.py        GPT-2
 gpt_neox.py    GPT-NeoX and Pythia
-falcon.py      Falcon, with one key/value head, groups of them, or as many as query heads
+falcon.py      Falcon, with multi-query, grouped or full multi-head attention
 starcoder2.py  StarCoder2
 deepseek/      DeepSeek-V2 and V3, whose keys and values are latents
 opt/           OPT

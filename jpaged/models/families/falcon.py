@@ -1,4 +1,4 @@
-"""Falcon (Almazrouei et al. 2023): attention and feed-forward side by side, and few key/value heads."""
+"""Falcon (Almazrouei et al. 2023): parallel attention and feed-forward, and few key/value heads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jpaged.models.rope.config import RopeConfig
 
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
-    # Falcon 2 says ff_factor beside the width that it makes.
+    # Falcon 2 has ff_factor in addition to the width.
     fields.ignore(("hidden_dropout", "apply_residual_connection_post_layernorm", "ff_factor"))
     fields.only("alibi", False, why="biases on distances in place of rotary positions are not supported")
     width = fields.integer("n_embed" if fields.has("n_embed") else "hidden_size", maximum=MAX_WIDTH)
-    # What the first checkpoints call them.
+    # Names in the first checkpoints.
     num_layers = fields.integer("n_layer" if fields.has("n_layer") else "num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("n_head" if fields.has("n_head") else "num_attention_heads", maximum=MAX_WIDTH)
     has_groups = fields.flag("new_decoder_architecture", False)

@@ -1,7 +1,7 @@
-"""Gemma 2 and the language models of Gemma 3: norms on both sides of each part, and windows in most layers.
+"""Gemma 2 and the language models of Gemma 3: norms before and after each part, and windows in most layers.
 
-Gemma 2 (Gemma team 2024) caps scores and logits and alternates; Gemma 3 (2025) normalises queries and keys instead, has
-five layers with a window to one without, and turns the two kinds by ropes of their own.
+Gemma 2 (Gemma team 2024) caps scores and logits and alternates; Gemma 3 (2025) normalizes queries and keys instead, has
+five layers with a window per layer without one, and separate ropes for the two kinds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jpaged.models.rope.config import RopeConfig
 _LENGTHS = {2: 8192, 3: 131072}
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 _PERIODS = {2: 2, 3: 6}
-"""A layer in so many sees everything, the last of them."""
+"""Period of layers; the last layer of each has full attention."""
 
 
 def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
@@ -47,7 +47,7 @@ def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         eos_token_ids=(1,),
         bos_token_id=2,
-        # `hidden_act` is in old checkpoints of Gemma 2, which transformers does not read.
+        # Old checkpoints of Gemma 2 have `hidden_act`, which transformers does not read.
         activation=_activation(fields),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         norm_offset=1.0,
@@ -66,7 +66,7 @@ def _activation(fields: JsonFields) -> Activation:
 
 
 def _cap(fields: JsonFields, key: str, missing: float | None) -> float | None:
-    """A soft cap; null is none."""
+    """Read a soft cap; null means none."""
     return None if fields.value(key, missing) is None else fields.number(key, missing)
 
 
@@ -86,12 +86,12 @@ def _kinds(fields: JsonFields, num_layers: int, version: int) -> tuple[LayerKind
 
 
 def _types(fields: JsonFields, num_layers: int, version: int) -> tuple[str, ...]:
-    """What each layer sees: as it is listed, or by a period."""
+    """Return the attention kind of each layer: as listed, or by a period."""
     types = fields.texts("layer_types", FULL, SLIDING, count=num_layers)
     period = fields.integer("sliding_window_pattern", _PERIODS[version])
     if version == 2 and period != _PERIODS[2]:
         raise Unsupported(f"{fields.name}: sliding_window_pattern is {period}; in Gemma 2 it is {_PERIODS[2]}")
-    written = fields.integer("_sliding_window_pattern", period)  # by transformers, beside layer_types
+    written = fields.integer("_sliding_window_pattern", period)  # written by transformers, next to layer_types
     if written != period and not types:
         raise Unsupported(
             f"{fields.name}: _sliding_window_pattern is {written}, and layer_types is missing; transformers reads "
@@ -101,7 +101,7 @@ def _types(fields: JsonFields, num_layers: int, version: int) -> tuple[str, ...]
 
 
 def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tuple[RopeConfig, ...]:
-    """The rope of layers that see everything, and of Gemma 3 that of the others."""
+    """Read the rope of layers with full attention, and for Gemma 3 that of the others."""
     if version == 2:
         return (RopeConfig.from_hf(fields, max_position_embeddings),)
     sections = fields.mapping("rope_parameters")
@@ -152,7 +152,7 @@ def _to_hf(config: DecoderConfig) -> dict[str, object]:
 
 
 def _whole(number: float) -> float:
-    """The number that was read, an integer in every published config, which transformers insists on."""
+    """Round a number to an integer if it is close, because transformers requires an integer."""
     return round(number) if math.isclose(number, round(number), rel_tol=1e-9) else number
 
 
@@ -162,15 +162,15 @@ _NAMES = Names(
     mlp_post_norm="post_feedforward_layernorm",
 )
 
-# What tells how images come in.
+# Settings for image inputs.
 _OF_IMAGES = (
     *("vision_config", "mm_tokens_per_image"),
     *("boi_token_index", "eoi_token_index", "image_token_index"),
     *("boi_token_id", "eoi_token_id", "image_token_id"),
 )
-# What transformers reads of the whole and not of text_config; of either, the whole first.
+# Keys that transformers reads at the top level only; and those of either level, the top level first.
 _OF_WHOLE, _OF_EITHER = ("dtype", "torch_dtype", "tie_word_embeddings"), ("eos_token_id", "bos_token_id")
-# What transformers takes where text_config names none: checkpoints leave out what equals it.
+# Defaults of transformers for text_config: checkpoints omit values that equal them.
 _SIZES = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -182,7 +182,7 @@ _SIZES = {
 
 
 def _language(whole: JsonFields) -> JsonFields:
-    """The language model of a Gemma 3 that reads images: what is said of it, and of the whole."""
+    """Return the fields of the language model of a multimodal Gemma 3, from text_config and the top level."""
     text = whole.mapping("text_config")
     given = {key: whole.value(key) for key in (*_OF_WHOLE, *_OF_EITHER) if whole.has(key)}
     whole.ignore(_OF_IMAGES)
@@ -198,7 +198,7 @@ def _language(whole: JsonFields) -> JsonFields:
 
 
 def _language_prefix(stored: Iterable[str]) -> str:
-    """The prefix of checkpoints on the hub, or that which transformers writes since its version 5."""
+    """Return the prefix of checkpoints on the hub, or that of transformers since version 5."""
     is_old = any(name.startswith("language_model.model.") for name in stored)
     return "language_model.model." if is_old else "model.language_model."
 

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, layer norms, matrices stored the other way round."""
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, transposed weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jpaged.models.decoder.reading import divided_heads, name_of_activation, rea
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
 
-# Dropout, and what belongs to other heads than that of language models.
+# Dropout, and settings of heads other than the language model's.
 _HARMLESS = (
     "attn_pdrop",
     "embd_pdrop",
@@ -25,13 +25,13 @@ _HARMLESS = (
     "summary_proj_to_labels",
     "summary_type",
     "summary_use_proj",
-    # In which order products and casts are made; attention is in float32 here.
+    # The order of matmuls and casts; attention is in float32 here.
     "reorder_and_upcast_attn",
 )
 
 
 def _either(fields: JsonFields, own: str, usual: str, maximum: int) -> int:
-    """A size by the name that GPT-2 has for it, or by the usual one, or by both."""
+    """Read a size by GPT-2's name, or by the usual one, or by both."""
     size = fields.integer(own if fields.has(own) else usual, maximum=maximum)
     if fields.integer(usual, size, maximum=maximum) != size:
         raise fields.bad(usual, f"is {fields.integer(usual)}, and {own}, which is another name for it, is {size}")
@@ -85,7 +85,7 @@ def _to_hf(config: DecoderConfig) -> dict[str, object]:
 
 
 def _prefix(stored: Iterable[str]) -> str:
-    """Checkpoints that were saved without their head lack the prefix."""
+    """Return the prefix, which is empty for checkpoints saved without their head."""
     return "" if any(name.startswith("h.0.") for name in stored) else "transformer."
 
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia: a quarter of each head rotated, attention and feed-forward side by side."""
+"""GPT-NeoX (Black et al. 2022) and Pythia: a quarter of each head rotated, parallel attention and feed-forward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
 
 
 def _named(fields: JsonFields, name: str, usual: str, missing: float) -> float:
-    """A number by the family's name for it; the usual one may repeat it, which transformers does not read there."""
+    """Read a number by the family's name; the usual name, which transformers does not read, may only repeat it."""
     value = fields.number(name, missing)
     if fields.number(usual, value) != value:
         raise Unsupported(f"{fields.name}: {usual} is {fields.number(usual):g}, and {name} is {value:g}; keep {name}")

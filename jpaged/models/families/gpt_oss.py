@@ -15,7 +15,7 @@ from jpaged.models.rope.config import RopeConfig
 
 _THETA = 150000.0
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-"""The rope of a config that names none."""
+"""Rope of a config without one."""
 
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
@@ -51,7 +51,7 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
 
 
 def _rope(fields: JsonFields, max_position_embeddings: int) -> RopeConfig:
-    if fields.mapping("rope_scaling") or fields.has("rope_parameters"):  # an empty rope_scaling names none
+    if fields.mapping("rope_scaling") or fields.has("rope_parameters"):  # an empty rope_scaling counts as missing
         return RopeConfig.from_hf(fields, max_position_embeddings, default_theta=_THETA)
     theta = fields.number("rope_theta", _THETA)
     return RopeConfig.of_section(JsonFields(_ROPE, "config.json rope_parameters"), max_position_embeddings, theta)

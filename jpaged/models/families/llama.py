@@ -25,18 +25,18 @@ from jpaged.models.rope.config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class LlamaVariant:
-    """What distinguishes the architectures of this family, fixed in code.
+    """The differences between the architectures of this family, fixed in code.
 
     Attributes:
-        attention_bias: where biases are: `config` reads `attention_bias` for all four projections, `qkv` means
-            always on query, key and value only, `none` never.
-        mlp_bias: whether config.json may ask for biases in the feed-forward.
-        window: how config.json says that a sliding window is used: `none`, `sliding_window` alone, or together
-            with the switch `use_sliding_window`, for some layers.
-        default_head_dim: used when config.json has none; None derives it from hidden_size.
-        default_num_kv_heads: used when config.json has none; None means as many as query heads.
-        default_max_position_embeddings: used when config.json has none.
-        ends: likewise (bos, eos); None is none of the two.
+        attention_bias: location of biases: `config` reads `attention_bias` for all four projections, `qkv` means always
+            on query, key and value only, `none` never.
+        mlp_bias: config.json may set biases in the feed-forward.
+        window: how config.json enables a sliding window: `none`, by its length (`length`), or also with the switch
+            `use_sliding_window`, for some layers (`switch`).
+        default_head_dim: default for config.json; None derives it from hidden_size.
+        default_num_kv_heads: default for config.json; None is the number of query heads.
+        default_max_position_embeddings: default for config.json.
+        ends: default (bos, eos); None has neither.
     """
 
     model_type: str
@@ -51,7 +51,7 @@ class LlamaVariant:
 
     def read(self, fields: JsonFields, architecture: str) -> DecoderConfig:
         """See `Family`."""
-        fields.ignore(("max_sequence_length",))  # of Llama's first checkpoints, beside max_position_embeddings
+        fields.ignore(("max_sequence_length",))  # in Llama's first checkpoints, next to max_position_embeddings
         sizes = read_sizes(fields)
         heads = read_heads(
             fields, sizes["hidden_size"], num_kv_heads=self.default_num_kv_heads, head_dim=self.default_head_dim
@@ -104,7 +104,7 @@ class LlamaVariant:
         return result
 
     def _attention_biases(self, fields: JsonFields) -> tuple[bool, bool]:
-        """(bias on query, key and value; bias on the output)."""
+        """Return (bias on query, key and value; bias on the output)."""
         if self.attention_bias == "config":
             bias = fields.flag("attention_bias", False)
             return bias, bias
@@ -119,13 +119,13 @@ class LlamaVariant:
         return False
 
     def _kinds(self, fields: JsonFields, num_layers: int, head_dim: int) -> tuple[LayerKind, ...]:
-        """The kinds of layers; empty where none has a window."""
+        """Return the kinds of layers; empty if no layer has a window."""
         full = AttentionKind(head_dim**-0.5)
         allowed = (FULL,) if self.window == "none" else (FULL, SLIDING)
         types = fields.texts("layer_types", *allowed, count=num_layers)
         if self.window == "none":
             return ()
-        # transformers gives Mistral a window of 4096 when the key is missing, and none when it is null.
+        # transformers gives Mistral a window of 4096 if the key is missing, and none if it is null.
         window = read_window(fields, 4096)
         if self.window == "length":
             alike = (FULL if window is None else SLIDING,) * num_layers

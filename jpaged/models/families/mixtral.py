@@ -1,4 +1,4 @@
-"""Mixtral (Mistral 2023): a Mistral with experts in every layer, of which each token chooses two."""
+"""Mixtral (Mistral 2023): a Mistral with experts in every layer, of which each token uses two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (Microsoft 2024): a Llama whose projections are stored as one, with LongRoPE."""
+"""Phi-3 and Phi-4 (Microsoft 2024): a Llama with fused projections and LongRoPE."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _to_hf(config: DecoderConfig) -> dict[str, object]:
     (rope,) = config.ropes
     length: dict[str, object] = {"original_max_position_embeddings": rope.original_max_position_embeddings}
     return {
-        "pad_token_id": None,  # else transformers takes one beyond a small vocabulary
+        "pad_token_id": None,  # otherwise transformers' default exceeds a small vocabulary
         "intermediate_size": config.intermediate_size,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,

@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE: many small experts, in Qwen2-MoE beside one that all tokens share."""
+"""Qwen2-MoE and Qwen3-MoE: many small experts, in Qwen2-MoE also one that all tokens share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from jpaged.models.rope.config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class QwenMoe:
-    """What distinguishes the two, fixed in code.
+    """The differences between the two, fixed in code.
 
     Attributes:
-        has_shared_expert: beside the experts, weighed by a score of its own; else heads are normalised instead.
-        width: of an expert, where config.json has none.
-        choice: experts and how many of them a token chooses, likewise.
-        num_kv_heads: likewise.
+        has_shared_expert: there is a shared expert, weighted by a score (Qwen2-MoE); otherwise heads are normalized
+            (Qwen3-MoE).
+        width: of an expert; default for config.json.
+        choice: experts, and experts per token; default for config.json.
+        num_kv_heads: default for config.json.
     """
 
     model_type: str
@@ -85,7 +86,7 @@ class QwenMoe:
         return result
 
     def _mixture(self, fields: JsonFields) -> Mixture:
-        # Qwen3's have either name; by the other one transformers leaves those of Qwen2 at its default.
+        # Qwen3-MoE accepts either name; for Qwen2-MoE transformers ignores the other one and uses its default.
         names = ("num_experts",) if self.has_shared_expert else NUM_EXPERTS
         num_experts, top_k = read_choice(fields, self.choice, names)
         fields.only("num_local_experts", num_experts, why=f"{self.model_type} calls it num_experts, {num_experts} here")
@@ -103,14 +104,14 @@ class QwenMoe:
         if fields.flag("use_sliding_window", False):
             window = read_window(fields, 4096)
         else:
-            fields.ignore(("sliding_window",))  # which transformers writes as 0
+            fields.ignore(("sliding_window",))  # transformers writes it as 0
         if self.has_shared_expert:
             # transformers: every other one of the first layers.
             num_narrow = fields.integer("max_window_layers", 28, minimum=0)
             types = fields.texts("layer_types", FULL, SLIDING, count=num_layers)
             types = types or tuple(SLIDING if i < num_narrow and i % 2 == 0 else FULL for i in range(num_layers))
         else:
-            fields.ignore(("max_window_layers", "layer_types"))  # transformers' window is of all layers
+            fields.ignore(("max_window_layers", "layer_types"))  # the window of transformers applies to all layers
             types = (SLIDING,) * num_layers
         full, narrow = (AttentionKind(head_dim**-0.5, sliding_window=width) for width in (None, window))
         return tuple(

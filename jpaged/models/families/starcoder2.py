@@ -9,7 +9,7 @@ from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.rope.config import RopeConfig
 
-# Dropout, and what is left of StarCoder in the published files, which transformers does not read.
+# Dropout, and leftovers of StarCoder in the published files, which transformers does not read.
 _HARMLESS = (
     *("embedding_dropout", "residual_dropout"),
     *("activation_function", "layer_norm_epsilon", "scale_attn_weights"),

@@ -1,13 +1,13 @@
-"""EAGLE-3 heads (2025): one layer that proposes tokens, of embeddings and of hidden states of the model beside it.
+"""EAGLE-3 heads (2025): one layer that proposes tokens, from embeddings and the target model's hidden states.
 
-config.py   their shape, and what it is read from
-modules.py  the layer, and what is around it
-leaves.py   the leaves of its parameters: axes, and tensors in a checkpoint
+config.py   their shape, and their fields of config.json
+modules.py  the layer, and the modules around it
+leaves.py   the leaves of the parameters: axes, and tensors in a checkpoint
 
     the model's layers 2, L/2, L - 3     f f f ── fc ──> g            of the token at p
     the token at p + 1                   x ── embed ──> e             (norm(e), norm(g)) ── layer ──> h ── lm_head ──>
                                                                       a token at p + 2
-    and of what was proposed             its own h takes the place of g
+    after a proposed token               the head's own h replaces g
 
 Equation and names are those of the EAGLE-3 paper's code (https://arxiv.org/abs/2503.01840), and of vLLM's and SGLang's
 `llama_eagle3.py`.
@@ -38,9 +38,9 @@ HEADS = {
         lm_head=LM_HEAD,
     )
 }
-"""The families of heads, by the one name that each has here."""
+"""The families of heads, by their canonical names."""
 
 NAMES = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"), ARCHITECTURE)
-"""What config.json may call a head; those of the paper's authors are called as the model is."""
+"""Names of a head in config.json; the paper's authors use the model's architecture name."""
 
 __all__ = ["HEADS", "NAMES", "EagleConfig"]

@@ -1,4 +1,4 @@
-"""The shape of an EAGLE-3 head, and what it is read from."""
+"""The shape of an EAGLE-3 head, and its fields of config.json."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _HARMLESS = ("max_window_layers", "tie_word_embeddings", "target_model_type", "m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(DecoderConfig):
-    """A head of one Llama layer; its vocabulary is the model's, of which it proposes a part.
+    """A head of one Llama layer; its vocabulary is the model's, of which it may propose a part.
 
     Attributes:
         draft_vocab_size: tokens that it may propose.
         target_hidden_size: width of the model's hidden states.
-        norm_before_residual: what the layer adds to is normalised, too.
-        watched: numbers of the model's layers whose input it takes; None is what the paper's authors took.
-        has_embedding: it has one of its own; else it takes the model's.
-        has_ids: a tensor says which tokens it proposes; else it may propose all.
-        layer_name: what the names of its layer's tensors begin with.
+        norm_before_residual: the layer's residual input is normalized, too.
+        watched: numbers of the model's layers whose input it takes; None is the choice of the paper's authors.
+        has_embedding: it has an embedding; otherwise it uses the model's.
+        has_ids: a tensor lists the tokens that it proposes; otherwise it may propose all.
+        layer_name: prefix of the layer's tensors.
     """
 
     draft_vocab_size: int
@@ -42,11 +42,11 @@ class EagleConfig(DecoderConfig):
 
     @property
     def max_model_len(self) -> int:
-        """See `ModelConfig`: positions are turned, and have no end; beyond those of its training it is seldom right."""
+        """See `ModelConfig`. Rotary positions have no limit, but long sequences seldom have proposals accepted."""
         return MAX_INTEGER
 
     def stored_as(self, names: Collection[str]) -> EagleConfig:
-        """The head of a checkpoint that holds tensors of these names."""
+        """Return the head of a checkpoint with tensors of these names."""
         return dataclasses.replace(
             self,
             has_embedding="embed_tokens.weight" in names,
@@ -55,7 +55,7 @@ class EagleConfig(DecoderConfig):
         )
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The layers that it watches of a model with so many; that number stands for the output of the last one.
+        """Return the layers of a model whose input it takes; the number of layers stands for the last one's output.
 
         Raises:
             InvalidArgument: the model has no such layers.
@@ -102,9 +102,9 @@ def read(fields: JsonFields, architecture: str) -> EagleConfig:
 
 
 def _watched(fields: JsonFields) -> tuple[int, ...] | None:
-    """The layers whose input the head takes, where config.json names them.
+    """Read the layers whose input the head takes; None if config.json has none.
 
-    At the top, as vLLM has it, they are named by their input; in `eagle_config`, as SGLang has it, by their output.
+    Numbers at the top level (vLLM) refer to a layer's input, those in `eagle_config` (SGLang) to its output.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     inner = JsonFields(fields.mapping("eagle_config"), f"{fields.name} eagle_config")

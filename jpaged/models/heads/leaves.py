@@ -26,11 +26,11 @@ from jpaged.models.leaves import (
 )
 
 IDS = "d2t"
-"""A tensor: how much greater the model's id of each token is that a head proposes."""
+"""A tensor: for each token that a head proposes, the difference between the model's id and the head's."""
 
 
 def outer_leaves(config: EagleConfig, prefix: str) -> list[Leaf]:
-    """See `Family`; the embedding comes first where there is one."""
+    """See `Family`. The embedding, if any, comes first."""
     width, inner = config.hidden_size, NUM_WATCHED * config.target_hidden_size
     leaves = [embedding(config, width, f"{prefix}embed_tokens.weight")] if config.has_embedding else []
     leaves += [
@@ -62,7 +62,7 @@ def layer_leaves(config: EagleConfig, prefix: str, kind: LayerKind) -> list[Leaf
 
 
 def _ids(config: EagleConfig) -> Leaf:
-    """The model's ids of the tokens that the head proposes."""
+    """Return the leaf with the model's ids of the tokens that the head proposes."""
     size, vocab_size = config.draft_vocab_size, config.vocab_size
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""The modules of a head: its layer, and what is around it."""
+"""The modules of a head: its layer, and the modules around it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from jpaged.models.tokens import Rows, TokenBatch
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class HeadShared(Shared):
-    """What the layer takes beside states, the tokens' embeddings among it."""
+    """Inputs of the layer in addition to states, including the tokens' embeddings."""
 
     embedded_te: jax.Array = dataclasses.field(kw_only=True)
 
     @classmethod
     def of(cls, shared: Shared, embedded_te: jax.Array) -> HeadShared:
-        """What layers of decoders share, and embeddings."""
+        """Return the shared values of a decoder's layers, with embeddings."""
         return cls(shared.angles, shared.rows, shared.heads, shared.experts, embedded_te=embedded_te)
 
 
 class EagleLayer(nnx.Module):
-    """A Llama layer whose queries, keys and values are of tokens and states side by side."""
+    """A Llama layer whose queries, keys and values are computed from embeddings and states, concatenated."""
 
     def __init__(self, config: EagleConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
         self.embedding_norm = make_norm(config, dtype)
@@ -47,7 +47,7 @@ class EagleLayer(nnx.Module):
     def __call__(
         self, x: Measured, shared: HeadShared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[Measured, Any]:
-        """The layer over packed tokens; attend, carry and place as in `Model.run`."""
+        """Run the layer over packed tokens; attend, carry and place as in `Model.run`."""
         normed_te = self.state_norm(x.x_te)
         both_te = jnp.concatenate([self.embedding_norm(shared.embedded_te), normed_te], axis=-1)
         o_te, carry = self.attention.attend(both_te, None, shared, attend, carry, place)
@@ -58,7 +58,7 @@ class EagleLayer(nnx.Module):
 
 
 class EagleEnds(DecoderEnds):
-    """The embeddings, the matrix that joins hidden states, a norm, and the output matrix of the tokens proposed."""
+    """The embeddings, the matrix that joins hidden states, a norm, and the output matrix of the proposed tokens."""
 
     def __init__(self, config: EagleConfig, dtype: np.dtype, keys: EndsKeys) -> None:
         super().__init__(config, dtype, keys)
@@ -82,7 +82,7 @@ class EagleEnds(DecoderEnds):
         return self.fc(features_tf, rows)
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
-        """See `Ends`: tokens that it does not propose have minus infinity."""
+        """See `Ends`. Tokens that it does not propose have minus infinity."""
         logits_rd = super().logits(hidden_re, num_rows)
         if self.ids is None:
             return logits_rd

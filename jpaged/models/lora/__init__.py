@@ -1,6 +1,6 @@
-"""Adapters (LoRA), as models see them.
+"""LoRA adapters, as models use them.
 
-places.py   which matrices may have adapters, and how these lie beside each of them
+places.py   the matrices that may have adapters, and the layout of an adapter next to each
 """
 
 from jpaged.models.lora.places import AdaptedPlace, HostAdapter, adapted_places, is_of_experts

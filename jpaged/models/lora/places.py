@@ -1,10 +1,10 @@
-"""Which matrices adapters (LoRA) may add to, and how an adapter lies beside each of them.
+"""The matrices that LoRA adapters may apply to, and the layout of an adapter next to each.
 
-Of a matrix `[in, *out]` that is made of several tensors of a checkpoint, each of these is a part: queries, keys and
-values, or gates and ups. An adapter is to each tensor what it was trained to be: no zeros of others are multiplied.
+If a matrix `[in, *out]` is made of several checkpoint tensors, each of these is a part: queries, keys and values, or
+gates and ups. An adapter keeps a separate pair per tensor, as trained, so that no zeros are multiplied.
 
     a       [parts * rank, in]
-    b       of each part [rank, its columns], times what the adapter is scaled by
+    b       for each part [rank, its columns], times the adapter's scale
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class AdaptedPlace:
 
     Attributes:
         path: from the root.
-        leaves: the one that is there, or those of the layers that are stacked there.
-        is_stacked: whether an axis of layers comes first.
+        leaves: the leaf there, or those of the layers that are stacked there.
+        is_stacked: an axis of layers comes first.
     """
 
     path: LeafPath
@@ -45,12 +45,12 @@ class AdaptedPlace:
 
     @property
     def num_groups(self) -> int:
-        """Groups of columns that each have a share of each part: key/value heads, where those are parts."""
+        """Groups of columns with a share of every part: the key/value heads, if queries, keys and values are parts."""
         heads = self.leaves[0].heads
         return 1 if heads is None or self.num_parts == 1 else heads.num_kv_heads
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Shapes of one adapter's a, and of its b of each part, without an axis of layers."""
+        """Return the shapes of one adapter's a, and of b for each part, without an axis of layers."""
         width, *out = self.leaves[0].shape
         heads, num_parts = self.leaves[0].heads, self.num_parts
         columns: tuple[int, ...] = (math.prod(out) // num_parts,) * num_parts
@@ -59,14 +59,15 @@ class AdaptedPlace:
         return (self.num_parts * rank, width), tuple((rank, num) for num in columns)
 
     def axes(self) -> tuple[LogicalAxes, LogicalAxes]:
-        """The names of the axes of a, and of b of each part, likewise."""
+        """Return the axis names of a, and of b of each part, without an axis of layers."""
         width, *out = self.leaves[0].axes
-        if self.num_parts == 1 and len(out) > 1:  # gates and ups of one tensor: a part of both is no range of columns
+        # gates and ups of one tensor: a device's part of both is no contiguous range of columns
+        if self.num_parts == 1 and len(out) > 1:
             return (None, width), (None, None)
         return (None, width), (None, next((name for name in out if name is not None), None))
 
     def split(self, b: np.ndarray) -> tuple[np.ndarray, ...]:
-        """`[rank, *out]`, packed as the matrix is, in parts."""
+        """Split `[rank, *out]`, packed as the matrix is, into parts."""
         columns = [num // self.num_groups for _, num in self.shapes(len(b))[1]]
         of_groups = np.split(b.reshape(len(b), self.num_groups, -1), np.cumsum(columns)[:-1], axis=2)
         return tuple(np.ascontiguousarray(part).reshape(len(b), -1) for part in of_groups)
@@ -74,11 +75,11 @@ class AdaptedPlace:
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter in host memory, as a model's programs take it: zeros where it does not add anything.
+    """An adapter in host memory, as a model's programs take it: zeros for matrices that it does not change.
 
     Attributes:
-        matrices: of each place a, and b of each part; with an axis of layers first where those are stacked.
-        digest: a hash of every place and its matrices, 32 bytes; made when it is read, on the thread of who reads.
+        matrices: for each place a, and b of each part; with an axis of layers first if those are stacked.
+        digest: a hash of every place and its matrices, 32 bytes; computed at construction, on the loading thread.
     """
 
     matrices: Mapping[LeafPath, tuple[np.ndarray, tuple[np.ndarray, ...]]]
@@ -99,12 +100,12 @@ class HostAdapter:
 
 
 def is_of_experts(leaf: Leaf) -> bool:
-    """Whether a leaf is of experts or of the router that chooses them: these take no adapters."""
+    """Return True if a leaf belongs to experts or their router, which take no adapters."""
     return not _OF_EXPERTS.isdisjoint(leaf.path)
 
 
 def adapted_places(config: ModelConfig, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
-    """Every place that may have adapters, in the order of the tree."""
+    """Yield every place that may have adapters, in the order of the tree."""
     for path, leaves in placed_leaves(config, layer_mode):
         if path[0] == "layers" and path[-1] == "kernel" and not is_of_experts(leaves[0]):
             yield AdaptedPlace(path, leaves, layer_mode == "scan")

@@ -1,6 +1,6 @@
-"""Which of a model's matrices are quantised.
+"""Quantization of a model's matrices.
 
-rules.py    a description, by the names of modules in a checkpoint
+rules.py    rules over the names of modules in a checkpoint
 formats.py  the format of each leaf
-tree.py     what becomes of the tree of parameters
+tree.py     the parameter tree with quantized matrices
 """

@@ -1,4 +1,4 @@
-"""The format of each leaf of a quantised model: as its tensors are stored, and as it is kept and multiplied."""
+"""The format of each leaf of a quantized model: in the checkpoint's tensors, and in memory for the matmul."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _SPLIT = frozenset({"heads", "feed_forward"})
 """Axes that are both contracted and split over devices."""
 _NEVER = frozenset({"bias", "scale", "sinks", "embedding"})
 _CHOOSING = frozenset({"router", "score"})
-"""What weighs experts."""
+"""Layers that score experts."""
 EXPERT_AXES = frozenset({"experts", "expert_parts"})
-"""Axes that experts lie along."""
+"""Axes of experts."""
 
 
 def module_of(name: str) -> str:
-    """The name of the module that a tensor belongs to."""
+    """Return the name of the module that a tensor belongs to."""
     return name.removesuffix(".weight")
 
 
 def contracted_axis(leaf: Leaf) -> int:
-    """The axis of a matrix that rows are multiplied along, counted from the end."""
+    """Return the contracted axis of a matrix, counted from the end."""
     if leaf.path[-1] == "embedding":
         return -1
     return (1 if leaf.axes[0] in EXPERT_AXES else 0) - len(leaf.shape)
 
 
 def stored_formats(quantisation: Quantisation | None, leaf: Leaf) -> list[MatrixFormat | None]:
-    """The format of each tensor of a leaf in the checkpoint; None is none.
+    """Return the format of each tensor of a leaf in the checkpoint; None is unquantized.
 
-    Routers, norms, biases and the embedding of tokens are never quantised.
+    Routers, norms, biases and the embedding of tokens are never quantized.
     """
     is_output = leaf.path[0] == "lm_head"
     is_left = not _CHOOSING.isdisjoint(leaf.path) or (
@@ -44,9 +44,9 @@ def stored_formats(quantisation: Quantisation | None, leaf: Leaf) -> list[Matrix
 
 
 def leaf_format(quantisation: Quantisation | None, leaf: Leaf) -> MatrixFormat | None:
-    """The format in which a leaf is kept and multiplied; None keeps numbers of the model's own type.
+    """Return the format in which a leaf is stored and multiplied; None is unquantized.
 
-    Matrices that products read are quantised when all of their tensors are, alike; others are made of weights.
+    A matrix of matmuls is quantized if all its tensors are, in the same format; otherwise its tensors are dequantized.
     """
     first, *others = stored_formats(quantisation, leaf)
     is_product = leaf.path[-1] == "kernel" or leaf.path[0] == "lm_head"
@@ -57,5 +57,5 @@ def leaf_format(quantisation: Quantisation | None, leaf: Leaf) -> MatrixFormat |
 
 
 def is_uniform(quantisation: Quantisation | None, leaves: Sequence[Leaf]) -> bool:
-    """Whether the same leaf of several layers is quantised alike in all, so that it can be stacked."""
+    """Return True if the same leaf of several layers has one format, so that it can be stacked."""
     return quantisation is None or len({leaf_format(quantisation, leaf) for leaf in leaves}) == 1

@@ -1,4 +1,4 @@
-"""Which matrices of a model are quantised, and how: rules over the names that modules have in a checkpoint."""
+"""Quantization of a model's matrices: rules over the names of modules in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _PREFIXES = (
     ("model.language_model.", "language_model.model."),
     ("model.layers.", "layers."),
 )
-"""What the same modules' names begin with in the library that quantised them, and in checkpoints of others."""
+"""Pairs of equivalent prefixes of module names: those of quantization libraries, and those of other checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How the matrices of a model are quantised; hashable, a part of its config.
+    """Quantization of the matrices of a model; hashable, a part of the model's config.
 
     Attributes:
-        method: what the checkpoint calls it, or what was asked for when it is quantised here.
-        rules: regular expressions and formats; the first that is found in a module's name holds. None leaves it.
-        has_output: the rules hold for the output matrix too, which is left otherwise.
-        num_parts: that the model is split into: groups are cut nowhere else.
+        method: the method's name in the checkpoint, or the requested one if the model is quantized at load time.
+        rules: regular expressions and formats; the first one found in a module's name applies. None is unquantized.
+        has_output: the rules apply to the output matrix too, which is otherwise unquantized.
+        num_parts: parts that the model is split into; groups do not cross their boundaries.
     """
 
     method: str
@@ -34,16 +34,16 @@ class Quantisation:
     num_parts: int = 1
 
     def split(self, num_parts: int) -> Quantisation:
-        """The same of a model in so many parts."""
+        """Return the quantization of the model in `num_parts` parts."""
         return dataclasses.replace(self, num_parts=num_parts)
 
     def format_of(self, module: str) -> MatrixFormat | None:
-        """The format of a module's matrix as published, by its name (`model.layers.0.mlp.up_proj`); None has none."""
+        """Return the format of a module's matrix as published, by its name (`model.layers.0.mlp.up_proj`), or None."""
         place = self.rule_of(module)
         return None if place is None else self.rules[place][1]
 
     def rule_of(self, module: str) -> int | None:
-        """The place of the rule that holds for a module, by any of the names that it may have; None has none."""
+        """Return the index of the rule that applies to a module, under any equivalent name; None if none does."""
         names = _names_of(module)
         return next(
             (place for place, (pattern, _) in enumerate(self.rules) if any(re.search(pattern, name) for name in names)),

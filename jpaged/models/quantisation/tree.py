@@ -1,4 +1,4 @@
-"""The tree of parameters with quantised matrices in it: shapes, and the names of axes."""
+"""The parameter tree with quantized matrices: shapes, and the names of axes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LeafPath = tuple[str | int, ...]
 
 
 def placed_leaves(config: ModelConfig, layer_mode: LayerMode) -> Iterator[tuple[LeafPath, Sequence[Leaf]]]:
-    """Every place in the tree and the leaf that is there, or those of the layers that are stacked there."""
+    """Yield every place in the tree and its leaf, or the leaves of the layers that are stacked there."""
     family = find_family(config.architecture)
     prefix = family.name_prefix(())
     layers = [
@@ -43,7 +43,7 @@ def placed_leaves(config: ModelConfig, layer_mode: LayerMode) -> Iterator[tuple[
 
 
 def dense_formats(config: ModelConfig, part: MatricesOf = "all") -> frozenset[MatrixFormat]:
-    """The formats of the quantised matrices that all rows are multiplied with, in the layers or behind them."""
+    """Return the formats of the quantized matrices that all rows are multiplied with, in the layers or after them."""
     if config.quantisation is None:
         return frozenset()
     found = (
@@ -56,20 +56,20 @@ def dense_formats(config: ModelConfig, part: MatricesOf = "all") -> frozenset[Ma
 
 
 def can_stack(config: ModelConfig) -> bool:
-    """Whether layers that would be stacked are quantised alike."""
+    """Return True if layers that would be stacked have the same formats."""
     quantisation = config.quantisation
     return quantisation is None or all(is_uniform(quantisation, leaves) for _, leaves in placed_leaves(config, "scan"))
 
 
 def leaf_axes(quantisation: Quantisation | None, leaf: Leaf, dtype: np.dtype, *, is_stacked: bool) -> Any:
-    """The names of a leaf's axes, or of those of all arrays of a quantised one; an axis of layers comes first."""
+    """Return the axis names of a leaf, or those of all arrays of a quantized one; an axis of layers comes first."""
     axes: LogicalAxes = ("layers", *leaf.axes) if is_stacked else leaf.axes
     form = leaf_format(quantisation, leaf)
     return axes if form is None else component_axes(axes, contracted_axis(leaf), form, dtype)
 
 
 def put_quantised(shapes: Any, config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype) -> None:
-    """Puts the shapes of quantised matrices into a tree of shapes, in the places of those that they stand for."""
+    """Replace the shapes of matrices that are quantized by their quantized forms in a tree of shapes, in place."""
     for path, (leaf, *_) in placed_leaves(config, layer_mode):
         form = leaf_format(config.quantisation, leaf)
         if form is not None:

@@ -1,5 +1,5 @@
 """Rotary position embedding.
 
-config.py  the base, and how it is stretched, as a checkpoint describes it
+config.py  the base, and its scaling, as a checkpoint describes them
 angles.py  cosines and sines of positions, and the rotation
 """

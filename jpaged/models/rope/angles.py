@@ -16,7 +16,7 @@ from jpaged.models.rope.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair of dimensions, float32 `[D/2]`; 0 for pairs that are not rotated.
+    """Return radians per position of each pair of dimensions, float32 `[D/2]`; 0 for pairs that are not rotated.
 
     For `dynamic` and `longrope` they are those of short sequences.
     """
@@ -38,7 +38,7 @@ def _rotated(rope: RopeConfig, num_dims: int) -> np.ndarray:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What multiplies cos and sin, and so the logits of attention by its square (YaRN, section 3.4; LongRoPE)."""
+    """Return the factor of cos and sin; its square scales attention logits (YaRN, section 3.4; LongRoPE)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind == "longrope":
@@ -54,15 +54,15 @@ def attention_factor(rope: RopeConfig) -> float:
 def cos_sin(
     rope: RopeConfig, head_dim: int, positions_t: jax.Array, rope_lens_t: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every token's angles.
+    """Return cosine and sine of every token's angles.
 
     Args:
         head_dim: D.
         positions_t: position of each token in its sequence, int32 `[T]`.
-        rope_lens_t: length that each token's base is computed for, int32 `[T]`; read by `dynamic` and `longrope`. It
-            is max(position + 1, prompt length), so the keys of a prompt are the same however it is cut into chunks,
-            and equal to those of transformers' generate; where a model turns all keys anew beyond a length
-            (`DecoderConfig.outgrows_keys`), at least that length and one from there on.
+        rope_lens_t: length that each token's base is computed for, int32 `[T]`; read by `dynamic` and `longrope`. It is
+            max(position + 1, prompt length), so the keys of a prompt do not depend on its chunks, and equal those of
+            transformers' generate. In a model that recomputes all keys beyond a length (`DecoderConfig.outgrows_keys`),
+            it is at least that length, plus one from there on.
 
     Returns:
         cos and sin, float32 `[T, D/2]`; pairs that are not rotated have 1 and 0.
@@ -85,7 +85,7 @@ def _frequencies_of(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) -> 
 
 
 def apply(x_thd: jax.Array, cos_td: jax.Array, sin_td: jax.Array) -> jax.Array:
-    """Rotates dimension i against i + D/2 of every head, in float32, and returns the type that came in."""
+    """Rotate dimension i against i + D/2 of every head, in float32; returns the type of the input."""
     first, second = jnp.split(x_thd.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_td[:, None, :], sin_td[:, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_thd.dtype)
@@ -97,10 +97,10 @@ def _wavelengths(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _dynamic_stretch(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) -> jax.Array:
-    """NTK-aware scaling: the base grows by growth^(D / (D - 2)), so frequency i shrinks by growth^(-2i / (D - 2)).
+    """Return the factor of NTK-aware scaling: the base grows by growth^(D / (D - 2)), so frequency i shrinks.
 
-    Written as a factor on the frequencies it is exactly one up to the length of pretraining, and needs no power of
-    the base on the device.
+    It shrinks by growth^(-2i / (D - 2)). As a factor on the frequencies it is exactly one up to the length of
+    pretraining, and needs no power of the base on the device.
     """
     num_dims, original = rope.num_rotated(head_dim), jnp.float32(rope.original_max_position_embeddings)
     lengths_t = jnp.maximum(rope_lens_t.astype(jnp.float32), original)
@@ -110,7 +110,7 @@ def _dynamic_stretch(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) ->
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
-    """Long wavelengths are stretched, short ones kept, and those between are blended (Llama 3.1)."""
+    """Stretch long wavelengths, keep short ones, and blend those between (Llama 3.1)."""
     original = rope.original_max_position_embeddings
     wavelengths = np.float32(2 * math.pi) / frequencies
     is_long = wavelengths > original / rope.low_freq_factor
@@ -123,7 +123,7 @@ def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """A ramp over the dimensions from extrapolation to interpolation (YaRN, section 3.2)."""
+    """Return a ramp over the dimensions from extrapolation to interpolation (YaRN, section 3.2)."""
     wavelengths = _wavelengths(rope.theta, head_dim)
     extrapolated = np.float32(1) / wavelengths
     interpolated = np.float32(1) / (np.float32(rope.factor) * wavelengths)
@@ -143,7 +143,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _longrope(rope: RopeConfig, num_dims: int, factors: tuple[float, ...]) -> np.ndarray:
-    """Each wavelength is stretched by a factor of its own (LongRoPE, Ding et al. 2024)."""
+    """Stretch each wavelength by a separate factor (LongRoPE, Ding et al. 2024)."""
     return (np.float32(1) / (np.array(factors, np.float32) * _wavelengths(rope.theta, num_dims))).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a checkpoint describes it: the base, and how it is stretched beyond pretraining."""
+"""Rotary position embedding as a checkpoint describes it: the base, and its scaling beyond pretraining."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _OPTIONAL = ("attention_factor", *_MSCALES)
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: the base and how it is stretched beyond the length of pretraining.
+    """Rotary position embedding: the base and its scaling beyond the length of pretraining.
 
     Attributes:
         kind: the formula; the fields below are used by the kinds in brackets.
         theta: base of the geometric series of wavelengths.
         fraction: share of each head's dimensions that are rotated, the first ones.
-        factor: how far positions are stretched (all but default); of longrope, for the attention factor alone.
+        factor: scaling factor of positions (every kind except default); in longrope only for the attention factor.
         original_max_position_embeddings: length of pretraining (dynamic, llama3, yarn, longrope).
         low_freq_factor: wavelengths above original / this are stretched fully (llama3).
-        high_freq_factor: wavelengths below original / this are left alone (llama3).
-        beta_fast: rotations above which a dimension is left alone (yarn).
+        high_freq_factor: wavelengths below original / this are unchanged (llama3).
+        beta_fast: rotations above which a dimension is unchanged (yarn).
         beta_slow: rotations below which a dimension is stretched fully (yarn).
         attention_factor: scales cos and sin; None derives it from factor and the two mscales (yarn, longrope).
         mscale: numerator's weight in the derived attention factor (yarn).
         mscale_all_dim: denominator's weight (yarn).
-        truncate: whether the ramp between the betas starts and ends at whole dimensions (yarn).
+        truncate: the ramp between the betas starts and ends at whole dimensions (yarn).
         short_factor: of each rotated pair's wavelength in sequences no longer than pretraining's (longrope).
         long_factor: in longer ones (longrope).
     """
@@ -63,7 +63,7 @@ class RopeConfig:
             )
 
     def num_rotated(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
+        """Return the number of dimensions of a head that are rotated."""
         return int(head_dim * self.fraction)
 
     @classmethod
@@ -76,14 +76,16 @@ class RopeConfig:
         default_fraction: float | None = None,
         default_original: int | None = None,
     ) -> RopeConfig:
-        """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4).
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4).
 
         Args:
-            default_fraction: of the dimensions that are rotated, where the family can rotate a part; None is all.
-            default_original: length of pretraining, where the family has one beside the sections; None has not.
+            default_fraction: default fraction of rotated dimensions, if the family supports partial rotation; None is
+                all.
+            default_original: default length of pretraining, if the family has it outside the sections; None has no
+                default.
 
         Raises:
-            Unsupported: a kind or a key that we do not compute.
+            Unsupported: a kind or a key that is not implemented.
             InvalidArgument: a value out of range, or two sections that contradict each other.
         """
         old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
@@ -99,7 +101,7 @@ class RopeConfig:
             fraction = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_fraction))
             if fraction > 1:
                 raise config.bad("partial_rotary_factor", f"is {fraction:g}; the limit is 1")
-        # transformers lets the outer length of pretraining win, which Phi-3 style checkpoints carry.
+        # In transformers the outer length of pretraining, which Phi-3 style checkpoints have, takes precedence.
         theta, original = config.number("rope_theta", default_theta), None
         is_outer = default_original is not None or config.has("original_max_position_embeddings")
         if cls._kind(rope) in _KINDS_WITH_LENGTH and is_outer:
@@ -116,13 +118,13 @@ class RopeConfig:
         fraction: float = 1.0,
         original: int | None = None,
     ) -> RopeConfig:
-        """Reads one section, all of it.
+        """Read one section, all of it.
 
         Args:
-            original: the length of pretraining, where that is said elsewhere.
+            original: the length of pretraining, if it is given outside the section.
 
         Raises:
-            Unsupported: a kind or a key that we do not compute.
+            Unsupported: a kind or a key that is not implemented.
             InvalidArgument: a value out of range.
         """
         kind = cls._kind(rope)
@@ -151,10 +153,10 @@ class RopeConfig:
         return result
 
     def check(self, head_dim: int) -> None:
-        """Refuses heads that it does not fit.
+        """Check that it fits the heads.
 
         Raises:
-            InvalidArgument: a number of dimensions that cannot be rotated, or of factors that is not that of pairs.
+            InvalidArgument: a number of dimensions that cannot be rotated, or a number of factors that does not match.
         """
         num_dims = self.num_rotated(head_dim)
         if num_dims < 2 or num_dims % 2:
@@ -172,20 +174,20 @@ class RopeConfig:
 
     @property
     def max_prefix_len(self) -> int | None:
-        """Tokens up to which a prefix is turned alike whatever follows; None is without a limit."""
+        """Longest prefix whose rotation does not depend on later tokens; None means no limit."""
         return self.original_max_position_embeddings if self.kind in ("dynamic", "longrope") else None
 
     @staticmethod
     def _kind(rope: JsonFields) -> RopeKind:
         fallback = rope.text("type", "default")
         kind = rope.text("rope_type", fallback)
-        kind = "longrope" if kind == "su" else kind  # what the first Phi-3 checkpoints call it
+        kind = "longrope" if kind == "su" else kind  # the name in the first Phi-3 checkpoints
         if kind not in get_args(RopeKind):
             raise Unsupported(f"RoPE type {kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
         return cast(RopeKind, kind)
 
     def to_hf(self) -> dict[str, object]:
-        """The `rope_parameters` of config.json: the fields that this kind reads."""
+        """Return the `rope_parameters` of config.json: the fields that this kind reads."""
         result: dict[str, object] = {"rope_type": self.kind, "rope_theta": self.theta}
         if self.kind != "default":
             result["factor"] = self.factor
@@ -215,7 +217,7 @@ def _yarn(rope: JsonFields) -> dict[str, Any]:
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if fast < slow:
         raise rope.bad("beta_fast", f"is {fast:g}; it must be at least beta_slow, {slow:g}")
-    # transformers takes a zero among these for a missing one.
+    # transformers treats a zero among these as missing.
     given = [name for name in _OPTIONAL if rope.has(name) and not (name in _MSCALES and rope.value(name) == 0)]
     own: dict[str, Any] = {name: rope.number(name) for name in given}
     return own | {"beta_fast": fast, "beta_slow": slow, "truncate": rope.flag("truncate", True)}

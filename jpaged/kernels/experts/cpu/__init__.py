@@ -1,6 +1,6 @@
-"""The CPU kernel of experts: core.cc gates and sums rows, kernel.cc says what is multiplied where.
+"""The CPU kernel of experts: core.cc gates and sums rows, kernel.cc distributes the matmuls.
 
-experts.py  the call, and whether there is a library for it
+experts.py  the call, and the check for a library
 
-The products are those of `jpaged.kernels.product`, whose cores it calls.
+The matmuls are those of `jpaged.kernels.product`, whose cores it calls.
 """

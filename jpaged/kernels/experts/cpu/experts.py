@@ -1,7 +1,7 @@
-"""A mixture of packed experts in one call, which reads the matrices of the experts that have rows and no others.
+"""A mixture of packed experts in one call, which reads only the matrices of experts that have rows.
 
-Each row of a result is a function of that row and its experts alone, to the last bit: the other rows, their number and
-the number of threads do not show.
+Each row of a result is a function of that row and its experts alone, to the last bit. It does not depend on the other
+rows, their number or the number of threads.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CpuExperts:
-    """The library's function, as XLA knows it.
+    """The library's function, as registered with XLA.
 
     Attributes:
-        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
-        max_threads: of XLA's pool, at most; 0 is all.
+        max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
+        max_threads: maximum threads of XLA's pool; 0 is all.
     """
 
     max_width: int = MAX_WIDTH
@@ -40,7 +40,7 @@ class CpuExperts:
     def apply(
         self, x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate
     ) -> Float[Array, "T E"]:
-        """The weighted sum of what its experts make of each row, without the last bias, in float32.
+        """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32.
 
         Args:
             x_te: float32 or bfloat16, as the matrices.
@@ -67,13 +67,13 @@ class CpuExperts:
 
 @functools.cache
 def kernel() -> CpuExperts | str:
-    """The package's own kernel, or why there is none."""
+    """Return the package's kernel, or the reason why there is none."""
     found = register("experts")
     return found if isinstance(found, str) else CpuExperts()
 
 
 def loaded() -> CpuExperts:
-    """The package's own kernel, where experts were packed for it.
+    """Return the package's kernel, for experts that were packed for it.
 
     Raises:
         InternalError: there is none.

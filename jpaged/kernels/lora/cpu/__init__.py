@@ -1,4 +1,4 @@
-"""The CPU kernel of adapters: core.cc multiplies, kernel.cc says what is computed where.
+"""The CPU kernel of adapters: core.cc multiplies, kernel.cc distributes the work.
 
-lora.py  the call, and whether there is a library for it
+lora.py  the call, and the check for a library
 """

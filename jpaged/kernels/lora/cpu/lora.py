@@ -1,7 +1,7 @@
-"""What adapters add in one call, which reads those that rows have and no others.
+"""LoRA deltas in one call, which reads only the adapters that rows use.
 
-Each row of a result is a function of that row and its adapter alone, to the last bit: the other rows, their number and
-the number of threads do not show.
+Each row of a result is a function of that row and its adapter alone, to the last bit. It does not depend on the other
+rows, their number or the number of threads.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAX_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class CpuLora:
-    """The library's function, as XLA knows it.
+    """The library's function, as registered with XLA.
 
     Attributes:
-        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
-        max_threads: of XLA's pool, at most; 0 is all.
+        max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
+        max_threads: maximum threads of XLA's pool; 0 is all.
     """
 
     max_width: int = MAX_WIDTH
@@ -40,7 +40,7 @@ class CpuLora:
     def adapt(
         self, x_te: Float[Array, "T E"], adapters_t: Int[Array, "T"], num_rows: Int[Array, ""], matrix: AdaptedMatrix
     ) -> Float[Array, "T N"]:
-        """What the rows in use, the first ones, add to their products, float32; anything where a row's slot is 0."""
+        """Return the deltas of the rows in use, the first ones, float32; undefined for rows with slot 0."""
         num_columns = sum(b.shape[2] for b in matrix.b)
         run = jax.ffi.ffi_call(f"{NAME}_adapt", jax.ShapeDtypeStruct((len(x_te), num_columns), jnp.float32))
         empty = jnp.zeros((0,), x_te.dtype)
@@ -56,13 +56,13 @@ class CpuLora:
 
 @functools.cache
 def kernel() -> CpuLora | str:
-    """The package's own kernel, or why there is none."""
+    """Return the package's kernel, or the reason why there is none."""
     found = register("adapt")
     return found if isinstance(found, str) else CpuLora()
 
 
 def loaded() -> CpuLora:
-    """The package's own kernel, where matrices were packed, which it is in one library with.
+    """Return the package's kernel, for packed matrices, whose kernel is in the same library.
 
     Raises:
         InternalError: there is none.

@@ -1,4 +1,4 @@
-"""Paged attention on CPUs: a C++ kernel behind XLA's foreign functions.
+"""Paged attention on CPUs: a C++ kernel that XLA calls as a foreign function.
 
-attention.py  the call; core.cc has the arithmetic, kernel.cc what is computed where
+attention.py  the call; core.cc has the arithmetic, kernel.cc distributes the work
 """

@@ -1,8 +1,8 @@
-"""Paged attention on CPUs: a C++ kernel (kernel.cc, core.cc) that XLA calls through its foreign functions.
+"""Paged attention on CPUs: a C++ kernel (kernel.cc, core.cc) that XLA calls as a foreign function.
 
-Queries are float32, bfloat16 or float16, the pool any type that a layout knows; head size, block size and group are
-free. The result for a query is a function of its row's context alone, to the last bit: the batch, the chunks of a
-prefill, and the number of threads do not show. Vectors are as wide as the processor has them (16, 8 or 4 floats).
+Queries are float32, bfloat16 or float16, the pool any type that a layout supports; head size, block size and group are
+arbitrary. The result for a query is a function of the row's context alone, to the last bit. It does not depend on the
+batch, the chunks of a prefill, or the number of threads. Vectors have the processor's width (16, 8 or 4 floats).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class CpuKernel:
 
     Attributes:
         vectors: the widest that this processor has: avx512, avx2 or baseline.
-        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
-        max_threads: of XLA's pool, at most; 0 is all.
+        max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
+        max_threads: maximum threads of XLA's pool; 0 is all.
     """
 
     vectors: str
@@ -46,7 +46,7 @@ class CpuKernel:
         return out_thd, lse_th
 
     def update(self, call: AttentionCall, new_kv: NewKV) -> Updated:
-        """`attend` with keys and values, which come divided by their scales, stored before."""
+        """Store keys and values, which are divided by their scales, then `attend`."""
         k_tkd, v_tkd, slots_t = new_kv
         v_tkd = jnp.zeros((0,), k_tkd.dtype) if v_tkd is None else v_tkd
         shapes = (*_output_shapes(call), jax.ShapeDtypeStruct(call.pool.shape, call.pool.dtype))
@@ -83,7 +83,7 @@ def _output_shapes(call: AttentionCall) -> tuple[jax.ShapeDtypeStruct, jax.Shape
 
 
 def _numbers(call: AttentionCall) -> tuple[jax.Array, ...]:
-    """The operands behind the pool."""
+    """Return the operands after the pool."""
     rows, scales_lk2 = call.rows, call.scales_lk2
     numbers = (
         *(jnp.asarray(call.layer), rows.query_starts_s1, rows.positions, rows.begins),
@@ -95,7 +95,7 @@ def _numbers(call: AttentionCall) -> tuple[jax.Array, ...]:
 
 @functools.cache
 def kernel() -> CpuKernel | str:
-    """The package's own kernel, or why there is none."""
+    """Return the package's kernel, or the reason why there is none."""
     found = register("attend", "update")
     if isinstance(found, str):
         return found
@@ -104,23 +104,23 @@ def kernel() -> CpuKernel | str:
 
 
 def attend(call: AttentionCall) -> Attended:
-    """`CpuKernel.attend` of the package's own kernel."""
+    """Run `CpuKernel.attend` of the package's kernel."""
     return _loaded().attend(call)
 
 
 def update(call: AttentionCall, new_kv: NewKV) -> Updated:
-    """`CpuKernel.update` of the package's own kernel."""
+    """Run `CpuKernel.update` of the package's kernel."""
     return _loaded().update(call, new_kv)
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
-    """Why the kernel cannot do this call: only when there is none, for it leaves nothing out."""
+    """Return why the kernel cannot run, or None. It supports every call if it was built."""
     found = kernel()
     return found if isinstance(found, str) else None
 
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
-    """Why it does not run on this device."""
+    """Return why it does not run on this device, or None."""
     return None if device.platform == "cpu" else f"it runs on CPUs, not on {device.platform}"
 
 

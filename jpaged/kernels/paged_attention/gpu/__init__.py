@@ -2,6 +2,6 @@
 
 attention.py  the call
 kernel.py     the kernel
-work.py       the list of what it does
-tiling.py     how its work is cut
+work.py       the list of work items
+tiling.py     sizes of tiles, chunks and parts
 """

@@ -1,10 +1,10 @@
 """Paged attention on Hopper: prefill chunks and decodes of ragged rows in one launch of a Pallas Mosaic GPU kernel.
 
     rows -> items -> kernel -> outputs of items -> outputs of tokens
-                      └ each part of a context by itself, where it was cut; merged here
+                      └ each part of a split context separately; merged here
 
-The list of items is made in the traced program, from arrays (`work.py`). The kernel is in `kernel.py`, which is
-imported when a call is traced: it takes a quarter of a second.
+The traced program builds the list of items from arrays (`work.py`). The kernel is in `kernel.py`, which is imported
+when a call is traced, because its import takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_HEAD_DIM = 256
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
-    """Why a call cannot run here, or None. Queries have to be of 16 bits, and of the pool's type where that is."""
+    """Return why a call cannot run here, or None. Queries must have 16 bits, and the type of a 16-bit pool."""
     group, dtype = queries.num_heads // layout.num_kv_heads, queries.dtype.name
     if layout.dtype.name not in _KV_DTYPES:
         return f"the pool holds {layout.dtype.name}; its tensor-core products take {', '.join(_KV_DTYPES)}"
@@ -64,7 +64,7 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
 
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
-    """Why it does not run on this device, or None."""
+    """Return why it does not run on this device, or None."""
     if device.platform != "gpu":
         return f"runs on Hopper GPUs (sm_90); this is a {device.platform}"
     capability = str(device.compute_capability)
@@ -77,9 +77,9 @@ def attend(call: AttentionCall, tiling: Tiling | None = None, interpret: Any = N
     """See `jpaged.kernels.paged_attention.paged_attention`.
 
     Args:
-        call: which it is.
-        tiling: another cut than that of the rule.
-        interpret: parameters of Pallas' GPU interpreter, with which it runs on CPUs.
+        call: the call.
+        tiling: overrides the default tiling.
+        interpret: parameters of Pallas' GPU interpreter, to run on CPUs.
     """
     return attend_parts(call, [ContextPart(call.rows, call.spec)], tiling, interpret)
 
@@ -87,7 +87,7 @@ def attend(call: AttentionCall, tiling: Tiling | None = None, interpret: Any = N
 def attend_parts(
     call: AttentionCall, parts: Sequence[ContextPart], tiling: Tiling | None = None, interpret: Any = None
 ) -> Attended:
-    """`attend` over parts of the contexts of the call's rows, all of them in one launch."""
+    """Run `attend` over parts of the contexts of the call's rows, all of them in one launch."""
     from jpaged.kernels.paged_attention.gpu import kernel
 
     q_thd, tables_sm, spec = call.q_thd, call.rows.block_tables_sm, call.spec
@@ -115,12 +115,12 @@ def attend_parts(
 def _merge(
     out: jax.Array, largest: jax.Array, total: jax.Array, places: Places, tiling: Tiling
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs [T, K, G, D] and log-sum-exps [T, K, G] from those of the items."""
+    """Merge the items' results into outputs [T, K, G, D] and log-sum-exps [T, K, G]."""
     num_kv_heads = out.shape[1]
     heads = jnp.arange(num_kv_heads)[None, None, :, None]
     parts = jnp.arange(tiling.max_parts)[None, :, None]
     is_part_pt = (parts < places.parts_lt[:, None]).reshape(-1, places.parts_lt.shape[1])
-    # Behind the last part that one again: it is in the cache.
+    # After the last part, that part again: it is in the cache.
     items = places.items_lt[:, None] + jnp.minimum(parts, jnp.maximum(places.parts_lt[:, None] - 1, 0))
     items = items.reshape(*is_part_pt.shape, 1, 1)
     rows = jnp.repeat(places.first_rows_lt, tiling.max_parts, axis=0)[..., None] + jnp.arange(tiling.group)

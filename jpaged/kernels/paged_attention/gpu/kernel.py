@@ -1,27 +1,27 @@
-"""The Hopper kernel of paged attention itself: one block of threads, one tile of queries, one part of its keys.
+"""The Hopper kernel of paged attention: one thread block, one tile of queries, one part of their keys.
 
     64 or 128 rows of Q   | t0 h0 | t0 h1 | t1 h0 | t1 h1 | ...    tokens of one row, the query heads of one KV head
 
-    keys and values       | B tokens: k v | B tokens: k v | ...    one TMA copy a block, a barrier a chunk,
-                          └──────────── chunk ────────────┘        `stages` chunks on their way
+    keys and values       | B tokens: k v | B tokens: k v | ...    one TMA copy per block, a barrier per chunk,
+                          └──────────── chunk ────────────┘        `stages` chunks in flight
 
     for each chunk        wait; [convert to 16 bits]; [clean]; S = Q K^T; softmax; O += P V; commit; fetch ahead
 
-A tile of 64 rows is one warpgroup's, which does all of that. One of 128 rows is three's, which wait for each other's
-barriers alone:
+One warpgroup does all of that for a tile of 64 rows. A tile of 128 rows has three warpgroups, which only wait for each
+other's barriers:
 
-    producer              fetch ...; wait; [convert to 16 bits]; [clean]; hand over; wait until it is free; fetch ahead
+    producer              fetch ...; wait; [convert to 16 bits]; [clean]; hand off; wait until it is free; fetch ahead
     consumer 0, rows 0-   wait; S = Q K^T; softmax; O += P V; set free      so that each chunk is fetched once for both,
-    consumer 1, rows 64-  wait; S = Q K^T; softmax; O += P V; set free      and one's softmax hides the other's products
+    consumer 1, rows 64-  wait; S = Q K^T; softmax; O += P V; set free      and one's softmax hides the other's matmuls
 
-Where such a tile has 64 rows or less, as that of a decode, the consumers take turns with its chunks and add up at the
-end. Chunks that every query of a consumer sees are multiplied in a loop of their own, without masks.
+If such a tile has 64 rows or less, as in a decode, the consumers alternate between its chunks and add up at the end.
+Chunks that every query of a consumer sees are multiplied in a separate loop, without masks.
 
-The grid is (items, KV heads), heads fastest: they read neighbouring memory. An item is a tile and a part of its keys;
-what is asked is in its row of an array, see `ItemField` and `work.py`.
+The grid is (items, KV heads), heads fastest: they read adjacent memory. An item is a tile and a part of the keys. A row
+of an array describes it; see `ItemField` and `work.py`.
 
-Whatever a chunk holds outside of what the tile sees is cleared before it is used, since 0 times NaN is NaN: only at
-the ends of what is seen, and in rows whose tables name blocks outside of the layer, which read as zeros.
+Parts of a chunk that the tile does not see are cleared before use, since 0 times NaN is NaN. That happens only at the
+ends of the visible range, and in rows whose tables name blocks outside the layer, which read as zeros.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LOWEST = -1e30
 _WGMMA = plgpu.Layout.WGMMA
 _ROWS = _WGMMA.reduce(1)
 _WHOLE: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-"""The index of a load of a whole reference, which a load has no more since jax 0.12."""
+"""The index of a load of a whole reference; loads have no such parameter since jax 0.12."""
 
 
 class ItemField(enum.IntEnum):
@@ -60,31 +60,31 @@ class ItemField(enum.IntEnum):
     ROW = 0
     """The row whose block table is read."""
     FIRST_ROW = 1
-    """Where its queries begin: a multiple of 8, as copies into tiled memory round others without an error."""
+    """The item's first query row: a multiple of 8, because copies into tiled memory silently round other offsets."""
     NUM_TOKENS = 2
     """0 for an item that is not used."""
     POSITION = 3
     """The position of its first query."""
     KV_BEGIN = 4
     KV_END = 5
-    """First key that some query of the tile sees, and the first behind them."""
+    """First key that some query of the tile sees, and the end of the visible keys."""
     FIRST_CHUNK = 6
     NUM_CHUNKS = 7
-    """Its part of them."""
+    """The chunks of its part."""
     WINDOW = 8
-    """Keys that a query sees at most, itself among them."""
+    """Keys that a query sees at most, including its own."""
     HAS_BAD_IDS = 9
-    """Whether its row's table names a block outside of the layer."""
+    """Whether its row's table names a block outside the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """What the kernel is compiled for.
+    """Compile-time constants of the kernel.
 
     Attributes:
         spec: of the call.
-        tiling: how the work is cut.
-        is_interpreted: no tensor core: products are plain ones.
+        tiling: sizes of the work.
+        is_interpreted: without tensor cores: uses plain matmuls.
     """
 
     spec: AttentionSpec
@@ -102,22 +102,22 @@ def attend_items(
     static: Static,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernel over all items.
+    """Run the kernel over all items.
 
     Args:
-        q_kmd: [K, rows, D], the query heads of a token and KV head one after the other; see `ItemField.FIRST_ROW`.
+        q_kmd: [K, rows, D], the query heads of a token and KV head consecutively; see `ItemField.FIRST_ROW`.
         pool: [P, B, K, 2D], the pool with each key next to its value.
         tables_sm: block ids within the layer.
         items_nf: [items, len(ItemField)].
         layer: [1].
         scales: [L * K * 2], or None.
-        static: what it is compiled for.
+        static: compile-time constants.
         interpret: parameters of the interpreter, or None for the device.
 
     Returns:
-        outputs [items, K, 1 or 2, tile rows, D] divided by their sums, in the queries' type; where contexts may be cut,
-        what that rounds off lies behind them. Running maxima [items, K, tile rows] in base 2, and sums. What belongs to
-        items that are not used, and to a tile's rows without queries, may not be written.
+        outputs [items, K, 1 or 2, tile rows, D] divided by their sums, in the queries' type; if contexts may be split,
+        followed by their rounding errors. Running maxima [items, K, tile rows] in base 2, and sums. Entries of unused
+        items, and of a tile's rows without queries, may be undefined.
     """
     tiling = static.tiling
     num_kv_heads, _, head_dim = q_kmd.shape
@@ -169,13 +169,13 @@ def _scratch(q_dtype: Any, kv_dtype: Any, head_dim: int, tiling: Tiling) -> dict
 
 
 def swizzle_bytes(row_bytes: int) -> int:
-    """The widest pattern in which rows of so many bytes can be stored."""
+    """Return the widest swizzle pattern for rows of this many bytes."""
     return next(width for width in (128, 64, 32) if row_bytes % width == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Refs:
-    """Memory that the kernel works on: arguments and results, then what lies in shared memory."""
+    """Memory references of the kernel: arguments and results, then shared memory."""
 
     q: Any
     pool: Any
@@ -199,7 +199,7 @@ class _Refs:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What this block of threads has to do: its place in the grid, and the fields of its item, see `ItemField`."""
+    """The work of this thread block: its place in the grid, and the fields of the item, see `ItemField`."""
 
     item: jax.Array
     head: jax.Array
@@ -250,10 +250,10 @@ class _Consumer:
     """A warpgroup that multiplies, and its share of the tile.
 
     Attributes:
-        number: which of the block's consumers.
-        first_row: the first of its 64 rows in the tile.
-        first_chunk: the first of its chunks in the part, of which it takes each `step`-th.
-        step: 1 where it takes all.
+        number: index among the block's consumers.
+        first_row: the first of the 64 rows in the tile.
+        first_chunk: the first of the chunks in the part, of which it takes each `step`-th.
+        step: 1 if it takes all.
     """
 
     number: Any
@@ -262,16 +262,16 @@ class _Consumer:
     step: Any
 
     def chunk(self, turn: jax.Array) -> jax.Array:
-        """The chunk of the part that is its turn's."""
+        """Return the chunk of the part for this turn."""
         return self.first_chunk + turn * self.step
 
     def turns(self, num_chunks: jax.Array) -> jax.Array:
-        """How many of so many chunks are its own."""
+        """Return how many of the first `num_chunks` chunks it takes."""
         return lax.div(num_chunks - self.first_chunk + self.step - 1, jnp.int32(self.step))
 
 
 def _attend_alone(memory: _Refs, work: _Work, static: Static) -> None:
-    """All of a tile of 64 rows."""
+    """Process a tile of 64 rows."""
     me = _Consumer(0, 0, 0, 1)
     _fetch_queries(me, memory, work)
     _fetch_first(memory, work, static)
@@ -280,7 +280,7 @@ def _attend_alone(memory: _Refs, work: _Work, static: Static) -> None:
 
 
 def _consume(number: jax.Array, memory: _Refs, work: _Work, static: Static) -> None:
-    """The products of 64 of a tile's 128 rows; or of every second chunk, where the tile has no more than 64."""
+    """Multiply 64 of a tile's 128 rows; or every second chunk, if the tile has no more than 64."""
     is_whole = _is_whole(work, static)
     me = _Consumer(
         number,
@@ -303,18 +303,18 @@ def _consume(number: jax.Array, memory: _Refs, work: _Work, static: Static) -> N
 
 
 def _is_whole(work: _Work, static: Static) -> jax.Array:
-    """Whether the tile has rows for both consumers."""
+    """Return True if the tile has rows for both consumers."""
     return work.num_tokens * static.tiling.group > TILE_ROWS
 
 
 def _produce(memory: _Refs, work: _Work, static: Static) -> None:
-    """Fetches all chunks for the consumers, and makes of them what can be multiplied."""
+    """Fetch all chunks for the consumers, and convert and clean them if necessary."""
     stages, is_narrow = static.tiling.stages, memory.wide_s is not None
     _fetch_first(memory, work, static)
 
     def chunk(i: jax.Array, nothing: None) -> None:
         slot = lax.rem(i, jnp.int32(stages))
-        # 8 bits leave their slot here; 16 bits when the consumers have set it free, one turn later.
+        # 8-bit slots are free here; 16-bit slots when the consumers have freed them, one turn later.
         refilled = i + stages - (0 if is_narrow else 1)
         next_ids = _block_ids(refilled, memory, work, static)
         plgpu.barrier_wait(memory.kv_barriers.at[slot])
@@ -342,7 +342,7 @@ def _produce(memory: _Refs, work: _Work, static: Static) -> None:
 
 
 def _widened(i: jax.Array, slot: jax.Array, memory: _Refs, work: _Work, static: Static) -> Any:
-    """A chunk in 16 bits, where the consumers have done with the one before it."""
+    """Convert a chunk to 16 bits, after the consumers have freed the previous one in its slot."""
 
     @pl.when(i >= static.tiling.stages)
     def _() -> None:
@@ -358,7 +358,7 @@ def _hand_over(slot: jax.Array, memory: _Refs) -> None:
 
 
 def _wait_until_free(slot: jax.Array, memory: _Refs, work: _Work, static: Static) -> None:
-    """Waits for the consumers of what lies in a slot."""
+    """Wait until the consumers have freed a slot."""
     is_whole = _is_whole(work, static)
     for number in range(static.tiling.num_consumers):
 
@@ -373,10 +373,10 @@ def _fetch_queries(me: _Consumer, memory: _Refs, work: _Work) -> None:
 
 
 def _fetch_first(memory: _Refs, work: _Work, static: Static) -> None:
-    """Starts the copies of as many chunks as have room."""
+    """Start the copies of the first chunks, up to the number of slots."""
     tiling = static.tiling
     if tiling.chunk_rows > tiling.chunk_tokens:
-        # Rows that no copy reaches: what is multiplied with the zeros behind the context has to be a number.
+        # Rows that no copy reaches: they are multiplied with zeros after the context, and so must be finite.
         for slot in range(tiling.stages):
             _clear(memory.kv_s.at[slot], memory.wide_s is not None, static)
         plgpu.commit_smem()
@@ -391,7 +391,7 @@ def _fetch_first(memory: _Refs, work: _Work, static: Static) -> None:
 def _own_chunk(
     i: jax.Array, me: _Consumer, is_masked: bool, memory: _Refs, work: _Work, static: Static
 ) -> Iterator[Any]:
-    """A chunk that this warpgroup has fetched itself; when it is used, another is fetched to its place."""
+    """Provide a chunk that this warpgroup has fetched itself; after its use, fetch another into its slot."""
     stages = static.tiling.stages
     slot = lax.rem(i, jnp.int32(stages))
     # Read a turn before they are needed, so that no turn waits for them.
@@ -413,7 +413,7 @@ def _own_chunk(
 
     @pl.when(i + stages < work.num_chunks)
     def _() -> None:
-        # All warps have read the slot, and what they wrote there comes before what the copies write.
+        # All warps have read the slot, and their writes there precede those of the copies.
         plgpu.commit_smem()
         _fetch(next_ids, slot, memory, work, static)
 
@@ -422,7 +422,7 @@ def _own_chunk(
 def _given_chunk(
     i: jax.Array, me: _Consumer, is_masked: bool, memory: _Refs, work: _Work, static: Static
 ) -> Iterator[Any]:
-    """A chunk of the producer's; when it is used, the producer may know."""
+    """Provide a chunk of the producer's; after its use, notify the producer."""
     stages = static.tiling.stages
     slot = lax.rem(i, jnp.int32(stages))
     if memory.wide_s is not None:
@@ -452,7 +452,7 @@ class _State(NamedTuple):
 
 
 def _attend_chunks(me: _Consumer, held: Any, memory: _Refs, work: _Work, static: Static) -> _State:
-    """The softmax over a consumer's chunks, each of which it has while `held` holds it."""
+    """Compute the softmax over a consumer's chunks; `held` is a context manager that provides each one."""
 
     def turn(is_masked: bool, j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         i = me.chunk(j)
@@ -474,7 +474,7 @@ def _attend_chunks(me: _Consumer, held: Any, memory: _Refs, work: _Work, static:
 
 
 def _seen_by_all(me: _Consumer, work: _Work, static: Static) -> tuple[jax.Array, jax.Array]:
-    """The chunks of the part, from and to, whose keys are all there and are seen by all of a consumer's queries."""
+    """Return the range of chunks of the part whose keys all exist and are seen by all of a consumer's queries."""
     tiling = static.tiling
     span, group = jnp.int32(tiling.chunk_tokens), jnp.int32(tiling.group)
     first_key = work.begin
@@ -488,17 +488,17 @@ def _seen_by_all(me: _Consumer, work: _Work, static: Static) -> tuple[jax.Array,
 
 
 def _laid_out(numbers: jax.Array, layout: Any, static: Static) -> jax.Array:
-    """Fixes which thread holds what; the interpreter has no layouts."""
+    """Fix the layout of values over threads; the interpreter has no layouts."""
     return numbers if static.is_interpreted else plgpu.layout_cast(numbers, layout)
 
 
 def _count(shape: tuple[int, ...], axis: int, static: Static) -> jax.Array:
-    """0, 1, ... along an axis, laid out as scores are."""
+    """Return 0, 1, ... along an axis, in the layout of scores."""
     return _laid_out(lax.broadcasted_iota(jnp.int32, shape, axis), _WGMMA, static)
 
 
 def _block_ids(i: jax.Array, memory: _Refs, work: _Work, static: Static) -> list[jax.Array]:
-    """Block ids of the part's i-th chunk, as the table has them; behind the table's end its last one."""
+    """Return the block ids of the part's i-th chunk from the table; after the table's end its last one."""
     first = (work.first_chunk + i) * static.tiling.chunk_blocks
     last = memory.tables.shape[1] - 1
     return [memory.tables[work.row, jnp.minimum(first + j, last)] for j in range(static.tiling.chunk_blocks)]
@@ -509,7 +509,7 @@ def _is_block(block_id: jax.Array, static: Static) -> jax.Array:
 
 
 def _fetch(block_ids: list[jax.Array], slot: Any, memory: _Refs, work: _Work, static: Static) -> None:
-    """Starts the copies of a chunk. For an id outside of the layer some block comes, to be cleared before its use."""
+    """Start the copies of a chunk. An id outside the layer copies some block, which is cleared before its use."""
     layout = static.spec.layout
     first = memory.layer[0] * layout.blocks_per_layer
     for j, block_id in enumerate(block_ids):
@@ -545,7 +545,7 @@ def _attend_chunk(
 
 
 def _scores(me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: Static) -> tuple[jax.Array, jax.Array | float]:
-    """Scores [64, chunk rows], and what makes them such of base 2: above 0, so that it can be done to the largest."""
+    """Return scores [64, chunk rows], and their positive factor to base 2, which may also be applied to the maximum."""
     spec, q_s = static.spec, memory.q_s.at[me.number]
     if static.is_interpreted:
         scores = jnp.dot(q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
@@ -559,13 +559,13 @@ def _scores(me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: Static)
     scale = spec.kind.scale if memory.scales is None else spec.kind.scale * _scale(0, memory, work, static)
     if spec.kind.soft_cap is None:
         return scores, scale * _LOG2_E
-    # The fast tanh of the device is good for 3 digits; this one for 6.
+    # The fast tanh of the device is accurate to 3 digits; this one to 6.
     power = jnp.exp2(scores * (scale * (2 * _LOG2_E / spec.kind.soft_cap)))
     return 1 - 2 / (power + 1), spec.kind.soft_cap * _LOG2_E
 
 
 def _masked(scores: jax.Array, i: jax.Array, me: _Consumer, work: _Work, static: Static) -> jax.Array:
-    """Minus infinity where a query does not see a key."""
+    """Return the scores, with minus infinity for keys that a query does not see."""
     tiling = static.tiling
     rows, columns = (_count(scores.shape, axis, static) for axis in range(2))
     keys = _first_key(i, work, static) + columns
@@ -589,23 +589,23 @@ def _add_product(out: jax.Array, weights: jax.Array, v_s: Any, static: Static) -
 
 
 def _scale(part: int, memory: _Refs, work: _Work, static: Static) -> jax.Array:
-    """What this head's keys (0) or values (1) are divided by in the pool."""
+    """Return the scale by which this head's keys (0) or values (1) are divided in the pool."""
     return memory.scales[(memory.layer[0] * static.spec.layout.num_kv_heads + work.head) * 2 + part]
 
 
 def _columns(dtype: Any, width: int, num_columns: int) -> list[Any]:
-    """Pieces of rows that are stored in patterns of a width: registers would not hold the whole."""
+    """Return slices of columns, each one swizzle pattern wide: registers would not hold whole rows."""
     step = swizzle_bytes(width * jnp.dtype(dtype).itemsize) // jnp.dtype(dtype).itemsize
     return [pl.ds(start, step) for start in range(0, num_columns, step)]
 
 
 def _widen(narrow_s: Any, wide_s: Any, static: Static) -> None:
-    """8 bits to the queries' type."""
+    """Convert 8 bits to the queries' type."""
     head_dim = static.spec.layout.head_dim
     for columns in _columns(narrow_s.dtype, 2 * head_dim, 2 * head_dim):
         numbers = narrow_s[:, columns]
         if narrow_s.dtype != jnp.int8 and wide_s.dtype == jnp.bfloat16:
-            numbers = numbers.astype(jnp.float32)  # no instruction goes from these 8 bits to bfloat16
+            numbers = numbers.astype(jnp.float32)  # no instruction converts these 8 bits to bfloat16
         wide_s[:, columns] = numbers.astype(wide_s.dtype)
 
 
@@ -627,7 +627,7 @@ def _needs_cleaning(i: jax.Array, work: _Work, static: Static) -> jax.Array:
 
 
 def _clean(i: jax.Array, kv_s: Any, memory: _Refs, work: _Work, static: Static) -> None:
-    """Zeros for the keys and values that the tile does not see, and for those of blocks outside of the layer."""
+    """Clear the keys and values that the tile does not see, and those of blocks outside the layer."""
     block_size = static.spec.layout.block_size
     first_key, block_ids = _first_key(i, work, static), _block_ids(i, memory, work, static)
     head_dim = static.spec.layout.head_dim
@@ -643,9 +643,9 @@ def _clean(i: jax.Array, kv_s: Any, memory: _Refs, work: _Work, static: Static) 
 
 
 def _hand_in(state: _State, memory: _Refs) -> None:
-    """Gives the other consumer what this one has summed up: divided, in two numbers of 16 bits, as in `_store`."""
+    """Pass this consumer's sums to the other one: divided, as two 16-bit numbers, as in `_store`."""
     inverse = jnp.where(state.sum > 0, 1 / state.sum, 0.0)
-    plgpu.barrier_wait(memory.sum_barriers.at[0])  # its queries have done their part too
+    plgpu.barrier_wait(memory.sum_barriers.at[0])  # the other consumer has finished with its queries, too
     _write(state.out, inverse, memory.q_s.at[1], memory.q_s.at[0])
     memory.max_s[1] = state.max
     memory.sum_s[1] = state.sum
@@ -654,7 +654,7 @@ def _hand_in(state: _State, memory: _Refs) -> None:
 
 
 def _added_up(state: _State, memory: _Refs, static: Static) -> _State:
-    """The sums of the first consumer with those of the second one."""
+    """Add the sums of the second consumer to those of the first."""
     plgpu.barrier_arrive(memory.sum_barriers.at[0])
     plgpu.barrier_wait(memory.sum_barriers.at[1])
     other_max, other_sum = (_read_rows(ref.at[1], static) for ref in (memory.max_s, memory.sum_s))
@@ -667,7 +667,7 @@ def _added_up(state: _State, memory: _Refs, static: Static) -> _State:
 
 
 def _read_rows(ref: Any, static: Static) -> jax.Array:
-    """A number for each row, where its row is."""
+    """Load a number for each row, in the layout of the rows."""
     return ref[...] if static.is_interpreted else plgpu.load(ref, *_WHOLE, layout=_ROWS)
 
 
@@ -679,13 +679,13 @@ def _store(state: _State, me: _Consumer, memory: _Refs, work: _Work, static: Sta
     inverse = jnp.where(state.sum > 0, 1 / state.sum, 0.0)
     if memory.scales is not None:
         inverse *= _scale(1, memory, work, static)
-    _write(state.out, inverse, q_s)  # the queries have done their part
+    _write(state.out, inverse, q_s)  # the queries are no longer needed
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(max_s, memory.out_max.at[(*place, rows)])
     plgpu.copy_smem_to_gmem(sum_s, memory.out_sum.at[(*place, rows)])
     _copy_out(q_s, (*place, 0), me, memory, work, static)
     if static.tiling.max_parts > 1:
-        # Two numbers of 16 bits are as good as one of 32, and need no memory of their own.
+        # Two 16-bit numbers are as precise as one of 32, and need no extra memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         _write_rounded_off(state.out, inverse, q_s)
         plgpu.commit_smem()
@@ -694,7 +694,7 @@ def _store(state: _State, me: _Consumer, memory: _Refs, work: _Work, static: Sta
 
 
 def _write(out: jax.Array, inverse: jax.Array, target_s: Any, rest_s: Any = None) -> None:
-    """The outputs divided, in 16 bits; what that rounds off goes elsewhere at once, so that registers hold less."""
+    """Write the divided outputs in 16 bits, and the rounding errors to `rest_s` at once, to keep fewer registers."""
     for columns, piece in _divided(out, inverse, target_s.dtype):
         rounded = piece.astype(target_s.dtype)
         target_s[:, columns] = rounded
@@ -703,7 +703,7 @@ def _write(out: jax.Array, inverse: jax.Array, target_s: Any, rest_s: Any = None
 
 
 def _write_rounded_off(out: jax.Array, inverse: jax.Array, target_s: Any) -> None:
-    """What `_write` has rounded off."""
+    """Write the rounding errors of `_write`."""
     for columns, piece in _divided(out, inverse, target_s.dtype):
         target_s[:, columns] = _rounded_off(piece, piece.astype(target_s.dtype))
 
@@ -720,7 +720,7 @@ def _divided(out: jax.Array, inverse: jax.Array, dtype: Any) -> Iterator[tuple[A
 
 
 def _copy_out(q_s: Any, place: tuple[Any, ...], me: _Consumer, memory: _Refs, work: _Work, static: Static) -> None:
-    """Starts the copy of a consumer's results: of one token's where the tile has no more."""
+    """Start the copy of a consumer's results: only one token's rows if the tile has one token."""
     num_rows = -(-static.tiling.group // 8) * 8
 
     @pl.when(work.num_tokens == 1)

@@ -1,12 +1,12 @@
-"""The list of what the Hopper kernel does, made in the traced program from the rows that are there.
+"""The list of work items of the Hopper kernel, built in the traced program from the step's rows.
 
-    rows      | a: 40 tokens | b: 1 | c: 1 |         tiles of 16 tokens of one row, by the heads of a key/value head
+    rows      | a: 40 tokens | b: 1 | c: 1 |         tiles of 16 tokens of one row, times the heads of a key/value head
     tiles     | a a a | b | c |
     items     | a a a | b b b b b b | c c |          a tile and a part of the keys that it sees: b has a long context
 
-Their number is fixed by the sizes of the arrays, for a grid of threads is part of a program; what is cut follows the
-contexts. A part is about as long as each processor's share of the whole step, so that none is waited for: one row fills
-the chip by itself, and of sixty rows those that are longer than the rest are cut.
+The array sizes fix their number, because the grid is part of a program; the split follows the contexts. A part is about
+as long as each processor's share of the whole step, so that no processor is waited for. A single row fills the chip,
+and of sixty rows those that are longer than the rest are split.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 _FINENESS = 16
-"""Lengths of parts that are tried between a processor's share and twice as much."""
+"""Lengths of parts that are tried between a processor's share and twice that."""
 _NO_WINDOW = 1 << 30
 """A window that no context fills."""
 
 
 class Places(NamedTuple):
-    """Where queries and results lie in the kernel's arrays. L is the number of lists of rows.
+    """Places of queries and results in the kernel's arrays. L is the number of lists of rows.
 
     Attributes:
-        tokens_m: the token of each row of queries that the kernel reads; each tile begins at a multiple of 8 rows.
-        heads_m: and which of the heads that share a key/value head.
-        items_lt: the first of the items that have each token's results.
-        parts_lt: how many have, one behind the other; none where the token sees no key.
-        first_rows_lt: the first of its rows in each of them.
+        tokens_m: the token of each query row that the kernel reads; each tile begins at a multiple of 8 rows.
+        heads_m: its head within the group of a key/value head.
+        items_lt: the first of the items with each token's results.
+        parts_lt: number of consecutive items with its results; none if the token sees no key.
+        first_rows_lt: the first of the token's rows in each of them.
     """
 
     tokens_m: jax.Array
@@ -48,7 +48,7 @@ class Places(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """Tiles of one list of rows, [n]: whose they are, what they hold and see; and where each token is, [t]."""
+    """Tiles of one list of rows, [n]: their row, contents and visible keys; and the place of each token, [t]."""
 
     row_n: jax.Array
     first_token_n: jax.Array
@@ -64,11 +64,11 @@ class _Tiles(NamedTuple):
 
 
 def plan(parts: Sequence[ContextPart], tiling: Tiling, num_tokens: int) -> tuple[Int[Array, "n F"], Places]:
-    """Items as the kernel reads them (`kernel.ItemField`), and the places of what they read and write.
+    """Return items as the kernel reads them (`kernel.ItemField`), and the places of queries and results.
 
     Args:
         parts: lists of rows over the same packed tokens; a token may be in one of each, over other keys.
-        tiling: how the work is cut.
+        tiling: sizes of the work.
         num_tokens: T.
     """
     found = [_tiles(part, tiling, num_tokens) for part in parts]
@@ -102,7 +102,7 @@ def plan(parts: Sequence[ContextPart], tiling: Tiling, num_tokens: int) -> tuple
     )
     items_nf = jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
 
-    # Rows of queries in eights. The last tile may reach beyond the last token.
+    # Query rows in groups of eight. The last tile may extend beyond the last token.
     num_eighths = (len(parts) * num_tokens * tiling.group + 7 * len(size_n)) // 8 + tiling.tile_rows // 8
     eighths = jnp.arange(num_eighths)
     tile_e = jnp.minimum(_first_above(eighth_ends_n, eighths), len(size_n) - 1)
@@ -157,10 +157,10 @@ def _tiles(part: ContextPart, tiling: Tiling, num_tokens: int) -> _Tiles:
 
 
 def _share(chunks_n: jax.Array, tiling: Tiling) -> jax.Array:
-    """Chunks of each tile's parts.
+    """Return the chunks of each tile's parts.
 
-    It is the least length at which all parts have a place on the chip at once: one that is left over would be waited
-    for as long as all others took. Where the tiles alone are more than that, the longer ones are cut.
+    It is the smallest length at which all parts fit on the chip at once: a part that is left over would double the
+    time. If the tiles alone exceed that, the longer ones are split.
     """
     if tiling.max_parts == 1:
         return jnp.maximum(chunks_n, 1)
@@ -179,12 +179,12 @@ def _starts(ends_n: jax.Array) -> jax.Array:
 
 
 def _first_above(ends_s: jax.Array, numbers_n: jax.Array) -> jax.Array:
-    """Counts for each number the ends not above it. One fused pass: a binary search would be a loop of launches."""
+    """Count for each number the ends not above it. One fused pass: a binary search would launch a loop of kernels."""
     return (ends_s[None, :] <= numbers_n[:, None]).sum(axis=1)
 
 
 def _has_bad_ids(rows: RaggedRows, spec: AttentionSpec) -> Int[Array, "S"]:
-    """Whether a row's table names blocks outside of the layer, as far as its context needs the table."""
+    """Return True for each row whose table names blocks outside the layer, as far as its context needs the table."""
     layout, tables_sm = spec.layout, rows.block_tables_sm
     first_keys_m = jnp.arange(tables_sm.shape[1]) * layout.block_size
     is_needed_sm = (first_keys_m >= rows.begins[:, None]) & (first_keys_m < rows.kv_lens_s[:, None])

@@ -1,11 +1,11 @@
 """Paged attention on TPUs, in Pallas Mosaic.
 
 attention.py  the calls, for rows that decode and for chunks of prompts
-lists.py      which queries meet which keys, once a step
+lists.py      lists of queries and their keys, built once per step
 decode/       the kernel for rows that decode
 chunks/       the kernel for chunks of prompts
-store.py      new keys and values, stored by a kernel
-tables.py     block tables, of which pages come into scalar memory
+store.py      storing of new keys and values inside a kernel
+tables.py     block tables, of which pages are copied into scalar memory
 words.py      a buffer of blocks as words, and the numbers in them
-sizes.py      what both kernels' sizes come from; tuned/ has measured ones
+sizes.py      sizes of both kernels; tuned/ has measured ones
 """

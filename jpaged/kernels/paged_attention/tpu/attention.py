@@ -1,18 +1,18 @@
 """Paged attention on TPUs: a kernel for rows that decode, and one for chunks of prompts.
 
-    rows of one query     decode/   a product's rows are query heads
+    rows of one query     decode/   the rows of a matmul are query heads
     rows of more          chunks/   the packed queries in tiles; each row meets each tile that it has a part of
 
     packed tokens | a a a a a a a b | c d d d d d - - |        segments of the second call: a/0 b/0, d/1
                     └ tile 0 ───────┘ └ tile 1 ───────┘        of the first: c
 
-Which segments there are is computed from the rows by XLA, once a step (lists.py); the grid is as long as the list. The
-first call also stores the new keys and values: both see them. Its outputs are the array that the second writes into,
-tile by tile: what a tile has of other rows is read first, and stays.
+XLA computes the list of segments from the rows, once per step (lists.py); the grid is as long as the list. The first
+call also stores the new keys and values: both see them. Its outputs are the array that the second writes into, tile by
+tile: results of other rows in a tile are read first, and preserved.
 
-Verified by interpretation, with races looked for, and by compiling for v5e, v5p, v6e and tpu7x. Where a device has two
-cores, as those of a v5p have, they share the rows of one query and the heads of chunks: half of the key/value heads
-each, or half of the query heads of a single one; heads that cannot be halved are one core's.
+Verified by interpretation, with checks for races, and by compiling for v5e, v5p, v6e and tpu7x. If a device has two
+cores, as in a v5p, they share the rows of one query and the heads of chunks: half of the key/value heads each, or half
+of the query heads of a single one; heads that cannot be halved run on one core.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_LATENT_DIM = 640
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
-    """Why there is no kernel for it, or None. Lists of rows and tokens lie in scalar memory, which is small."""
+    """Return why there is no kernel for it, or None. Lists of rows and tokens must fit into the small scalar memory."""
     if queries.dtype.name not in _QUERY_DTYPES:
         return f"queries of {queries.dtype} are none of {', '.join(_QUERY_DTYPES)}"
     if layout.num_shards > 1:
@@ -59,7 +59,7 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
 
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
-    """Why a device cannot run it; None for TPUs, which alone can."""
+    """Return why a device cannot run it, or None; only TPUs can."""
     return None if device.platform == "tpu" else f"needs a TPU; this device's platform is {device.platform}"
 
 
@@ -70,16 +70,16 @@ def attend(call: AttentionCall) -> Attended:
 
 
 def update(call: AttentionCall, new_kv: NewKV | None) -> Updated:
-    """`attend` with keys and values, which come divided by their scales, stored before; None stores none.
+    """Store keys and values, which are divided by their scales, then `attend`; None stores none.
 
-    Lists that were made for the rows say where.
+    The lists that were prepared for the rows determine the places.
     """
     lists = call.rows.lists
     if lists is None:
         lists = step_lists(call.rows, None if new_kv is None else new_kv[2], call.spec, call.queries)
 
     layout, (num_tokens, num_heads, head_dim) = call.spec.layout, call.q_thd.shape
-    # A token's heads beside each other, as the projection leaves them, and as the product behind takes the outputs.
+    # A token's heads are concatenated, as the projection produces them, and as the next matmul takes the outputs.
     padding = ((0, num_padding(call.spec, call.queries)), (0, 0), (0, sizing.key_lanes(layout) - head_dim))
     q_tw = jnp.pad(call.q_thd, padding).reshape(num_tokens + padding[0][1], -1)
     o_tw, lse, pool = decode.attend(call, q_tw, lists, new_kv)
@@ -93,7 +93,7 @@ def update(call: AttentionCall, new_kv: NewKV | None) -> Updated:
 
 
 def _scales(call: AttentionCall) -> jax.Array:
-    """Scales of keys and values of each head in turns [2K], the softmax scale multiplied into those of the keys."""
+    """Return alternating scales of keys and values of each head [2K]; those of the keys include the softmax scale."""
     layout, factors = call.spec.layout, np.asarray([call.spec.kind.scale, 1.0], np.float32)
     if call.scales_lk2 is None:
         return jnp.asarray(np.tile(factors, layout.num_kv_heads))

@@ -1,7 +1,7 @@
-"""What the TPU kernels' calls know of a step's rows: which queries meet which keys, the same in all layers.
+"""Lists of a step's rows for the TPU kernels' calls: which queries meet which keys, the same in all layers.
 
-A few hundred integers, made by XLA once a step (`prepare`), ahead of the loop over the layers. Made in the loop they
-were 23 operations of each layer, and a TPU starts none in less than a microsecond.
+They are a few hundred integers, computed by XLA once per step (`prepare`), before the loop over the layers. In the loop
+they were 23 operations of each layer, and a TPU starts none in less than a microsecond.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class CallLists(NamedTuple):
-    """What one of the two calls needs.
+    """Lists of one of the two calls.
 
     Attributes:
         segments: its work, as its kernel takes it.
         num_segments: [1].
-        is_ours_t: whether a token is in any of its rows.
+        is_ours_t: whether a token is in any of the call's rows.
     """
 
     segments: Any
@@ -39,16 +39,16 @@ class CallLists(NamedTuple):
 
 
 class StepLists(NamedTuple):
-    """What the calls of a step need, and those of a part of its contexts.
+    """Lists of the calls of a step, or of a part of the contexts.
 
     Attributes:
         decodes: rows of one query.
         chunks: rows of more; None in a step of one token.
-        cores: which rows of one query are each core's: first of them, and one behind the last of all.
-        starts: first token of each core's, and how many there are.
-        tiles: of tokens, that the call for rows of one query has.
+        cores: the rows of one query of each core: its first, and the end of all.
+        starts: first token of each core, and the number of tokens.
+        tiles: of tokens, for the call of rows of one query.
         tables: block tables of whole pages.
-        writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is stored.
+        writes: (slots [T], whether B tokens from here on fill a block [T]); empty if nothing is stored.
     """
 
     decodes: CallLists
@@ -63,13 +63,13 @@ class StepLists(NamedTuple):
 def prepare(rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: AttentionSpec, queries: Queries) -> RaggedRows:
     """See `jpaged.kernels.paged_attention.prepare_rows`.
 
-    XLA would make cheap lists again in every layer: it may not, behind the barrier.
+    The barrier keeps XLA from recomputing cheap lists in every layer.
     """
     return dataclasses.replace(rows, lists=jax.lax.optimization_barrier(step_lists(rows, slots_t, spec, queries)))
 
 
 def step_lists(rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: AttentionSpec, queries: Queries) -> StepLists:
-    """All lists; those of writes where the step's tokens have slots."""
+    """Return all lists; those of writes only if the step's tokens have slots."""
     writes: tuple[jax.Array, ...] = ()
     if slots_t is not None:
         slots_t = slots_t.astype(jnp.int32)
@@ -92,14 +92,14 @@ def step_lists(rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: Attentio
 
 
 def chunk_plan_for(spec: AttentionSpec, queries: Queries) -> ChunkPlan:
-    """The static side of the call for rows of several queries."""
+    """Return the static part of the call for rows of several queries."""
     from jpaged.kernels.paged_attention.tpu.chunks.plan import plan_for
 
     return plan_for(spec, queries, device_kind(), num_cores())
 
 
 def decode_plan_for(spec: AttentionSpec, queries: Queries, *, has_writes: bool) -> DecodePlan:
-    """The static side of the call for rows of one query."""
+    """Return the static part of the call for rows of one query."""
     from jpaged.kernels.paged_attention.tpu.decode.plan import plan_for
 
     queries = dataclasses.replace(queries, num_tokens=queries.num_tokens + num_padding(spec, queries))
@@ -107,17 +107,17 @@ def decode_plan_for(spec: AttentionSpec, queries: Queries, *, has_writes: bool) 
 
 
 def num_padding(spec: AttentionSpec, queries: Queries) -> int:
-    """Tokens that a step has to have besides its own, so that they are whole tiles."""
+    """Return the number of padding tokens that complete the last tile of a step."""
     return -queries.num_tokens % chunk_plan_for(spec, queries).tile if queries.num_tokens > 1 else 0
 
 
 def device_kind() -> str:
-    """The kind of the device that is compiled for, if the mesh says so, or else of those that are here."""
+    """Return the kind of the device that is compiled for, from the mesh, or else of the attached devices."""
     return str(_device().device_kind)
 
 
 def num_cores() -> int:
-    """The cores of that device: two of a v5p or v4 whose chip is one device."""
+    """Return the cores of that device: two for a v5p or v4 whose chip is one device."""
     device = _device()
     return (device.num_cores or 1) if device.platform == "tpu" else 1
 
@@ -130,7 +130,7 @@ def _device() -> Any:
 def _decode_lists(
     rows: RaggedRows, spec: AttentionSpec, queries: Queries
 ) -> tuple[CallLists, Int[Array, "n"], Int[Array, "cores+1"]]:
-    """The lists of rows of one query, their tokens, and how the cores share them."""
+    """Return the lists of rows of one query, their tokens, and their split over cores."""
     from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
 
     plan = decode_plan_for(spec, queries, has_writes=False)
@@ -163,11 +163,13 @@ def _decode_lists(
 
 
 def shares(items_n1: Int[Array, "n+1"], num_cores: int) -> Int[Array, "cores+1"]:
-    """Where each core's segments begin, and the last one's end: as near to equal shares of the items as they are cut.
+    """Return the first segment of each core, and the end of the last.
+
+    Items are split as evenly as whole segments allow.
 
     Args:
-        items_n1: of all segments before each, and of all.
-        num_cores: that share them.
+        items_n1: number of items before each segment, and in total.
+        num_cores: cores that share them.
     """
     target_c = items_n1[-1] * jnp.arange(num_cores + 1, dtype=jnp.int32) // num_cores
     after_c = (items_n1[None, :] < target_c[:, None]).sum(axis=1, dtype=jnp.int32)
@@ -183,7 +185,7 @@ def _tiles(
     cores: Int[Array, "cores+1"],
     plan: DecodePlan,
 ) -> tuple[Int[Array, "cores+1"], Tiles]:
-    """Where each core's tokens begin, and its tiles that have a token which is in no chunk of a prompt, in order."""
+    """Return each core's first token, and its tiles with a token that is in no chunk of a prompt, in order."""
     from jpaged.kernels.paged_attention.tpu.decode.plan import Tiles
 
     places = plan.sizes.places
@@ -194,7 +196,7 @@ def _tiles(
     is_in_ci = is_other_t.reshape(-1, places).any(axis=1)
     is_in_ci = is_in_ci & (i * places < starts[1:, None]) & ((i + 1) * places > starts[:-1, None])
     rank_ci = jnp.cumsum(is_in_ci, axis=1, dtype=jnp.int32)
-    # The tile behind the last stands for steps that are not: all segments are before it.
+    # The tile after the last stands for unused steps: all segments are before it.
     i1 = jnp.arange(len(i) + 1, dtype=jnp.int32)
     tile_ci = (i1[:, None] >= rank_ci[:, None, :]).sum(axis=2, dtype=jnp.int32)
     n = jnp.arange(len(token_n), dtype=jnp.int32)
@@ -222,7 +224,7 @@ def _is_used(rows: RaggedRows) -> Bool[Array, "S"]:
 def _tile_segments(
     rows: RaggedRows, is_ours_s: Bool[Array, "S"], num_tokens: int, plan: ChunkPlan
 ) -> tuple[ChunkSegments, Int[Array, "1"]]:
-    """The tiles that each of our rows has a part of, row by row, and how many they are."""
+    """Return the tiles that each of these rows has a part of, row by row, and their number."""
     from jpaged.kernels.paged_attention.tpu.chunks.plan import Segments as ChunkSegments
 
     spec, tile = plan.spec, plan.tile
@@ -230,7 +232,7 @@ def _tile_segments(
     num_rows, num_tiles = starts_s.shape[0], -(-num_tokens // tile)
     nums_s = jnp.where(is_ours_s, (ends_s - 1) // tile - starts_s // tile + 1, 0)
     lasts_s = jnp.cumsum(nums_s)
-    # A row of several queries shares a tile with others at its two ends only.
+    # A row of several queries shares a tile with others only at its two ends.
     most = num_tiles + min(num_rows, num_tokens // 2)
     i_n = jnp.arange(most, dtype=jnp.int32)
     row_n = jnp.minimum((i_n[:, None] >= lasts_s[None, :]).sum(axis=1, dtype=jnp.int32), num_rows - 1)
@@ -249,14 +251,14 @@ def _tile_segments(
 
 
 def _are_in(rows: RaggedRows, is_ours_s: Bool[Array, "S"], num_tokens: int) -> Bool[Array, "T"]:
-    """Whether each token is in any of our rows."""
+    """Return True for each token in any of these rows."""
     t_t1 = jnp.arange(num_tokens)[:, None]
     is_in_ts = (t_t1 >= rows.query_starts_s1[:-1]) & (t_t1 < rows.query_starts_s1[1:]) & is_ours_s
     return is_in_ts.any(axis=1)
 
 
 def _starts_whole_block(slots_t: Int[Array, "T"], block_size: int) -> Int[Array, "T"]:
-    """1 where this token and those behind it fill a block in order: they are stored at once."""
+    """Return 1 for each token that begins B tokens that fill a block in order: they are stored at once."""
     num_tokens = slots_t.shape[0]
     if num_tokens < block_size:
         return jnp.zeros_like(slots_t)

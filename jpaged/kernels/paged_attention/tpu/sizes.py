@@ -1,10 +1,10 @@
-"""What the sizes of both TPU kernels come from, and what the scalar memory next to the core allows.
+"""Common parts of both TPU kernels' sizes, and the limits of the scalar memory of a core.
 
     scalar memory   the lists of segments and tiles, the slots of new tokens; each rounded up to 128 words; and pages of
-                    the block tables, which lie outside of the core (tables.py)
+                    the block tables, which are stored outside the core (tables.py)
 
-Sizes come from `tuned/<device kind>.json` where somebody has measured that kind (tuned/README.md says how),
-and from a rule otherwise (sizes.py of each kernel).
+Sizes come from `tuned/<device kind>.json` if that kind has been measured (see tuned/README.md), and from a rule
+otherwise (sizes.py of each kernel).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import Queries
 
 SMEM_BYTES = 2**20
-"""Scalar memory of every generation since v5e, as their compiler says."""
+"""Scalar memory of every generation since v5e, according to their compiler."""
 SMEM_BUDGET_BYTES = SMEM_BYTES - 8 * 2**10
-"""What is planned; the rest is the compiler's, which took 1.1 KiB: registers without room, semaphores."""
+"""Planned use; the rest is left to the compiler, which took 1.1 KiB: register spills, semaphores."""
 
 PAGE_ALIGNMENT = 128
-"""Ids of a block table: a page of it begins and ends at a multiple of them."""
+"""Ids of a block table: a page of it begins and ends at a multiple of this."""
 PAGES_AHEAD = 8
-"""Pages on their way: those of so many rows, where rows are short."""
+"""Pages in flight: one per row if rows are short."""
 PAGES_BUDGET_BYTES = 32 * 2**10
-"""What pages of block tables take at most."""
+"""Maximum bytes of the pages of block tables."""
 
 NUM_SEGMENT_FIELDS = 7
-"""Lists that tell a segment (`Segments` in the plans of both kernels)."""
+"""Lists that describe segments (`Segments` in the plans of both kernels)."""
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _MIN_TILE = 16
 _MOST_CORES = 2
@@ -39,26 +39,26 @@ TUNED = Path(__file__).parent / "tuned"
 
 
 def key_lanes(layout: KVLayout) -> int:
-    """Lanes that a key fills, and a query head: of a latent those of all its pieces."""
+    """Return the lanes that a key or a query head fills: for a latent, those of all its pieces."""
     return layout.lanes if layout.value_dim is None else _up(layout.head_dim, _LANES)
 
 
 def value_lanes(layout: KVLayout) -> int:
-    """Lanes that a value fills, and a query head's output."""
+    """Return the lanes that a value fills, and a query head's output."""
     return layout.lanes if layout.value_dim is None else _up(layout.value_dim, _LANES)
 
 
 def measured(
     layout: KVLayout, num_heads: int, *, is_decode: bool, device_kind: str, folder: Path = TUNED
 ) -> dict[str, Any] | None:
-    """The entry of this device kind and shape, or None."""
+    """Return the entry of this device kind and shape, or None."""
     entries = _entries(folder / f"{device_kind.lower().replace(' ', '-')}.json")
     key = _key(layout, num_heads, is_decode=is_decode)
     return next((entry for entry in entries if entry["match"] == key), None)
 
 
 def lists_refusal(queries: Queries, num_kv_heads: int, num_tiles: int) -> str | None:
-    """Why there cannot be steps of so many rows and tokens, or None."""
+    """Return why steps of this many rows and tokens are not supported, or None."""
     if (need := scalar_bytes(queries, num_kv_heads, num_tiles)) <= SMEM_BUDGET_BYTES:
         return None
     return (
@@ -68,7 +68,11 @@ def lists_refusal(queries: Queries, num_kv_heads: int, num_tiles: int) -> str | 
 
 
 def scalar_bytes(queries: Queries, num_kv_heads: int, num_tiles: int) -> int:
-    """Scalar memory of the hungrier of a step's two calls; that for rows of one query has so many tiles of tokens."""
+    """Return the scalar memory of the larger of a step's two calls.
+
+    Args:
+        num_tiles: tiles of tokens of the call for rows of one query.
+    """
     num_rows, num_tokens = queries.num_rows, queries.num_tokens
     decodes = NUM_SEGMENT_FIELDS * _words(min(num_rows, num_tokens)) + 2 * _words(num_tokens)
     decodes += 2 * _words(_MOST_CORES * (num_tiles + 1)) + _words(_MOST_CORES)
@@ -95,7 +99,7 @@ def _key(layout: KVLayout, num_heads: int, *, is_decode: bool) -> dict[str, obje
 
 
 def _words(n: int) -> int:
-    """The words of scalar memory that a list of n numbers of 32 bits takes."""
+    """Return the words of scalar memory that a list of n 32-bit numbers takes."""
     return _up(n, _LANES)
 
 

@@ -1,4 +1,4 @@
-"""Stores a step's new keys and values in the pool, from inside a TPU kernel."""
+"""Storing of a step's new keys and values in the pool, inside a TPU kernel."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jpaged.kernels.kv_layout import KVLayout
 
 
 def store(writes: tuple[Any, ...], layer: Any, new_ref: Any, pool_ref: Any, written: Any, layout: KVLayout) -> None:
-    """Stores every new token in its slot; whole blocks in one DMA each. Returns when all have arrived.
+    """Store every new token in its slot; whole blocks in one DMA each. Returns when all have arrived.
 
     Args:
         writes: (slots [T], whether B tokens from here on fill a block [T]), in scalar memory.
-        layer: whose blocks are meant.
+        layer: the layer whose blocks are written.
         new_ref: [T, R, pack, lanes], anywhere.
         pool_ref: of all layers.
         written: semaphores of whole blocks and of single tokens.
@@ -32,7 +32,8 @@ def store(writes: tuple[Any, ...], layer: Any, new_ref: Any, pool_ref: Any, writ
         return pltpu.make_async_copy(new_ref.at[pl.ds(t, block_size)], pool_ref.at[block], written.at[0])
 
     def copy_token(t: Any, block: Any, offset: Any) -> Any:
-        # Slices, where numbers would do: the interpreter of jax 0.10 and 0.11 overlooks that a number lies in a whole.
+        # Slices instead of indices: the interpreter of jax 0.10 and 0.11 ignores that an index refers to a part of a
+        # whole.
         return pltpu.make_async_copy(new_ref.at[pl.ds(t, 1)], pool_ref.at[block, pl.ds(offset, 1)], written.at[1])
 
     def start(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:

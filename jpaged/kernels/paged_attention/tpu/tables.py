@@ -1,12 +1,12 @@
-"""Block tables of any length: they stay outside of the core, and pages of them come into scalar memory.
+"""Block tables of any length: they stay outside the core, and pages of them are copied into scalar memory.
 
-    tables      | row 0: page, page, page .. | row 1: page, page, page .. | row 2 ..        as wide as wanted
+    tables      | row 0: page, page, page .. | row 1: page, page, page .. | row 2 ..        of any width
     ring        | 0/2 | 1/0 | 2/0 | 2/1 | 2/2 |                        segment/page, in the order of the fetches
-                   └ of blocks that are under way or worked on
-                         └ the next block's    └ on their way
+                   └ of blocks in flight or in use
+                         └ the next block's    └ in flight
 
-A page has the ids of whole chunks, so that a fetch finds all of its ids beside each other. Each is asked for
-`PAGES_AHEAD` pages before its first id is needed, and stays while somebody may look at its ids again.
+A page has the ids of whole chunks, so that the ids of a fetch are contiguous. A page is requested `PAGES_AHEAD` pages
+before its first id is needed, and kept as long as its ids may be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pages(NamedTuple):
 
     Attributes:
         ids: the ring.
-        cursor: (segment, page of its row, slot) of the next page to be asked for, and the slot of the next to be used.
+        cursor: (segment, page of the row, slot) of the next page to request, and the slot of the next to use.
         come: semaphores of the slots.
     """
 
@@ -42,13 +42,13 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How the tables of a call are cut into pages.
+    """Paging of the tables of a call.
 
     Attributes:
         table_width: blocks in a row's table (M).
-        chunk_blocks: of which a page has whole numbers.
+        chunk_blocks: blocks of a chunk; a page has whole chunks.
         block_size: tokens.
-        held: chunks that are under way or worked on, whose ids may be looked at again.
+        held: chunks in flight or in use, whose ids may be read again.
     """
 
     table_width: int
@@ -62,7 +62,7 @@ class Paging:
 
     @property
     def chunks(self) -> int:
-        """How many a page has the ids of: a power of two."""
+        """Number of chunks whose ids a page has: a power of two."""
         return self.page_blocks // self.chunk_blocks
 
     @property
@@ -71,7 +71,7 @@ class Paging:
 
     @property
     def tokens(self) -> int:
-        """Those that the blocks of a page hold."""
+        """Tokens in the blocks of a page."""
         return self.page_blocks * self.block_size
 
     @property
@@ -80,7 +80,7 @@ class Paging:
         return 4 * self.ring * self.page_blocks
 
     def scratch_shapes(self) -> Pages:
-        """The memory of the pages."""
+        """Return the shapes of the pages' memory."""
         return Pages(
             ids=pltpu.SMEM((self.ring * self.page_blocks,), jnp.int32),
             cursor=pltpu.SMEM((4,), jnp.int32),
@@ -89,14 +89,14 @@ class Paging:
 
 
 def whole_pages(tables_sm: Int[Array, "S M"], *pagings: Paging) -> Int[Array, "S N"]:
-    """Tables with as many columns as the pages of all of these: where they have so many already, nothing is copied."""
+    """Return tables padded to whole pages of all these pagings; if they are wide enough, nothing is copied."""
     table_width = tables_sm.shape[1]
     num_columns = max(_num_pages(one) * one.page_blocks for one in pagings)
     return jnp.pad(tables_sm.astype(jnp.int32), ((0, 0), (0, num_columns - table_width)))
 
 
 def begin(segments: Any, first: Any, end: Any, tables_ref: Any, pages: Pages, paging: Paging) -> None:
-    """Asks for the first pages of the segments from first on and below end."""
+    """Request the first pages of the segments from `first` on and below `end`."""
     pages.cursor[0] = first
     pages.cursor[1] = _first_page(segments, jnp.clip(first, 0, jnp.maximum(end - 1, 0)), paging)
     pages.cursor[2], pages.cursor[3] = 0, 0
@@ -109,7 +109,7 @@ def begin(segments: Any, first: Any, end: Any, tables_ref: Any, pages: Pages, pa
 
 
 def turn(segments: Any, end: Any, tables_ref: Any, pages: Pages, paging: Paging) -> Any:
-    """Waits for the next page of all segments' in order, and asks for one more; returns the place of its first id."""
+    """Wait for the next page in the order of all segments, and request one more; return the place of the ids."""
     slot = pages.cursor[3]
     place = _place(slot, paging)
     pltpu.make_async_copy(pages.ids.at[place], pages.ids.at[place], pages.come.at[slot]).wait()
@@ -119,12 +119,12 @@ def turn(segments: Any, end: Any, tables_ref: Any, pages: Pages, paging: Paging)
 
 
 def _ask(segments: Any, end: Any, tables_ref: Any, pages: Pages, paging: Paging) -> None:
-    """Starts the DMA of the page at the cursor, if there is one, and moves the cursor."""
+    """Start the DMA of the page at the cursor, if there is one, and move the cursor."""
     segment, page, slot = (pages.cursor[i] for i in range(3))
 
     @pl.when(segment < end)
     def _() -> None:
-        # A row whose keys all lie behind its table sees none of them, and has a page all the same.
+        # A row whose keys are all beyond its table sees none of them, but still has a page.
         first = jnp.minimum(page, _num_pages(paging) - 1) * paging.page_blocks
         source = tables_ref.at[
             segments.row[segment], pl.ds(pl.multiple_of(first, sizing.PAGE_ALIGNMENT), paging.page_blocks)

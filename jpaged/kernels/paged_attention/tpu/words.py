@@ -1,13 +1,13 @@
-"""A buffer of blocks as rows of 128 words of 32 bits, and the numbers in its words.
+"""A buffer of blocks as rows of 128 32-bit words, and the numbers in its words.
 
 A token's row of tiles in the pool is `pack` rows of numbers in one row of words. Reading one row of words of every
-token is a load with a stride; cut out of the five axes of a buffer it would be shuffled together of single sublanes
-(counted for v6e: 1350 cycles of arithmetic a MiB of keys and values, 400 with strides).
+token is a strided load; sliced from the five axes of a buffer it would be shuffled together from single sublanes
+(counted for v6e: 1350 cycles of arithmetic per MiB of keys and values, 400 with strides).
 
     words     t0: k v   t1: k v  ...   tw: k v  ...          (bfloat16: a key and its value share a word)
-    numbers   k: t0 tw t1 tw+1 ...                           two tokens a word: of the first half, of the second
+    numbers   k: t0 tw t1 tw+1 ...                           two tokens per word: of the first half, of the second
 
-The interpreter knows references neither reshaped nor as another type: tests replace `read`, `write` and `spread`.
+The interpreter supports neither reshapes nor bitcasts of references: tests replace `read`, `write` and `spread`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 FP8_SHIFT = 120
-"""Numbers of 8 bits in floating point come 2^120 times too small where their bits are moved into a bfloat16."""
+"""8-bit floats are 2^120 times too small after their bits are moved into a bfloat16."""
 
 
 def read(buffer_ref: Any, start: Any, num: int, stride: int) -> Any:
-    """Words [num, 128] from every stride-th row of a buffer [..., pack, lanes] on."""
+    """Return words [num, 128] of every stride-th row of a buffer [..., pack, lanes], from `start` on."""
     return _rows(buffer_ref)[pl.ds(start, num, stride=stride), :]
 
 
 def write(buffer_ref: Any, start: Any, words: Any) -> None:
-    """Puts words [n, 128] into rows one behind the other."""
+    """Write words [n, 128] into consecutive rows."""
     _rows(buffer_ref)[pl.ds(start, words.shape[0]), :] = words
 
 
 def spread(ref: Any, row: int, numbers: Any) -> None:
-    """Puts [n, lanes] of 32 bits into a row of each of n places of a reference [n, bundles, rows, lanes]."""
+    """Write [n, lanes] of 32 bits into a row of each of n places of a reference [n, bundles, rows, lanes]."""
     num, bundles, rows, lanes = ref.shape
     if lanes == LANES:
         ref.reshape(-1, lanes)[pl.ds(row, num, stride=bundles * rows), :] = numbers
-    else:  # Mosaic has strides for rows of one register alone
+    else:  # Mosaic supports strides only for rows of one register
         ref[:, row // rows, row % rows, :] = numbers
 
 
 def gather(ref: Any, row: int) -> Any:
-    """A row [n, lanes] of each of n places of a reference [n, bundles, rows, lanes]."""
+    """Return a row [n, lanes] of each of n places of a reference [n, bundles, rows, lanes]."""
     num, bundles, rows, lanes = ref.shape
     if lanes == LANES:
         return ref.reshape(-1, lanes)[pl.ds(row, num, stride=bundles * rows), :]
@@ -57,31 +57,32 @@ def _rows(buffer_ref: Any) -> Any:
 
 
 def tokens_a_word(dtype: jnp.dtype, *, takes_fp8: bool) -> int:
-    """How many tokens share a word of what `numbers` makes."""
+    """Return the number of tokens that share a word of the result of `numbers`."""
     if dtype == jnp.int8 or (dtype == jnp.float8_e4m3fn and takes_fp8):
         return 4
     return 1 if dtype == jnp.float32 else 2
 
 
 def numbers_dtype(dtype: jnp.dtype, *, takes_fp8: bool) -> jnp.dtype:
-    """The type of what `numbers` makes."""
+    """Return the type of the result of `numbers`."""
     return dtype if tokens_a_word(dtype, takes_fp8=takes_fp8) != 2 else jnp.dtype(jnp.bfloat16)
 
 
 def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool, apart: int = 0) -> Any:
-    """Part j of each word, the lowest first, as numbers [W, 128].
+    """Return part j of each word, the lowest first, as numbers [W, 128].
 
     Args:
-        parts: words [W / n, 128] of the chunk's first tokens, of the next, ..., n as `tokens_a_word` says.
-        j: which of the `pack` numbers of each word.
+        parts: words [W / n, 128] of the chunk's first tokens, of the next, ..., with n from `tokens_a_word`.
+        j: index among the `pack` numbers of each word.
         dtype: of the numbers in the words.
-        takes_fp8: whether numbers of 8 bits in floating point are wanted as they are.
-        apart: how far from it another part is that is wanted of the same words, and shares operations; 0 for none.
+        takes_fp8: return 8-bit floats as they are.
+        apart: distance to another part of the same words that is also read, and shares operations; 0 for none.
 
     Returns:
         Numbers of token i of part 0, of part 1, ..., then of token i + 1. Those of float8 are 2^FP8_SHIFT times too
-        small unless they are wanted as they are, and those below 2^-6, its subnormals, may be zero: min(n, 2 n - 2^-14)
-        of n with another exponent would be them all, but a MiB of keys and values takes a v6e 1652 cycles so, not 1153.
+        small unless returned as they are, and those below 2^-6, its subnormals, may be zero: min(n, 2 n - 2^-14), for n
+        with another exponent, would preserve them all, but then a MiB of keys and values takes a v6e 1652 cycles
+        instead of 1153.
     """
     if dtype == jnp.float32:
         return pltpu.bitcast(parts[0], jnp.float32)
@@ -90,7 +91,7 @@ def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool, apar
     a, b = parts
     if dtype == jnp.bfloat16:
         return pltpu.bitcast(_halves(a, b, j), jnp.bfloat16)
-    # Sign, four bits of exponent and three of mantissa go to their places in each half of a word.
+    # Moves sign, four bits of exponent and three of mantissa to their places in each half of a word.
     halves = _halves(a, b, j // 2)
     if j % 2:
         magnitude, sign = (halves >> 4) & jnp.int32(0x07F007F0), halves & _signed(0x80008000)
@@ -100,9 +101,9 @@ def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool, apar
 
 
 def parted(even: Any, odd: Any) -> tuple[Any, Any]:
-    """The keys of two heads beside each other, and their values: of words whose lanes are key | value of a head each.
+    """Separate the keys of two heads from their values, given words whose lanes are key | value of one head each.
 
-    | k0 v0 |, | k1 v1 |  ->  | k1 v0 |  ->  | v0 k1 |, turned  ->  | k0 k1 |, | v0 v1 |
+    | k0 v0 |, | k1 v1 |  ->  | k1 v0 |  ->  | v0 k1 |, rotated  ->  | k0 k1 |, | v0 v1 |
     """
     even, odd, dtype = pltpu.bitcast(even, jnp.int32), pltpu.bitcast(odd, jnp.int32), even.dtype
     is_first = lax.broadcasted_iota(jnp.int32, even.shape, 1) < LANES // 2
@@ -112,14 +113,14 @@ def parted(even: Any, odd: Any) -> tuple[Any, Any]:
 
 
 def _halves(a: Any, b: Any, j: int) -> Any:
-    """The lower (0) or upper half of a's words below that of b's."""
+    """Return the lower (0) or upper half of a's words below that of b's."""
     if j == 0:
         return _pack(a, b, jnp.int16)
     return lax.shift_right_logical(a, jnp.int32(16)) | (b & _signed(0xFFFF0000))
 
 
 def _bytes(parts: list[Any], j: int, dtype: jnp.dtype, *, apart: int) -> Any:
-    """Byte j of four words as one word."""
+    """Return byte j of four words as one word."""
     a, b, c, d = parts
     if apart == 1 or (apart == 0 and j == 0):
         halves = [_halves(*pair, j // 2) for pair in ((a, c), (b, d))]
@@ -134,20 +135,20 @@ def _bytes(parts: list[Any], j: int, dtype: jnp.dtype, *, apart: int) -> Any:
 
 
 def _every_other_byte(a: Any, b: Any, j: int) -> Any:
-    """Bytes j and j + 2 of a's words, each below that of b's."""
+    """Return bytes j and j + 2 of a's words, each below that of b's."""
     if j == 0:
         return _chosen(b << 8, a, 0xFF00FF00)
     return _chosen(b, lax.shift_right_logical(a, jnp.int32(8)), 0xFF00FF00)
 
 
 def _chosen(a: Any, b: Any, mask: int) -> Any:
-    """The bytes of a's words that the mask has, and the others of b's: one operation, a selection."""
+    """Select the bytes of a's words in the mask, and the others of b's, in one operation."""
     is_a = pltpu.bitcast(jnp.full(a.shape, _signed(mask)), jnp.int8) != 0
     return pltpu.bitcast(jnp.where(is_a, pltpu.bitcast(a, jnp.int8), pltpu.bitcast(b, jnp.int8)), jnp.int32)
 
 
 def _pack(a: Any, b: Any, half: Any) -> Any:
-    """The lower halves of a's integers below those of b's, in one operation."""
+    """Return the lower halves of a's integers below those of b's, in one operation."""
     return pltpu.bitcast(pltpu.pack_elementwise([a, b], packed_dtype=half), a.dtype)
 
 

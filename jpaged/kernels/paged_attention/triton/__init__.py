@@ -1,6 +1,6 @@
 """Paged attention on GPUs of any generation since Ampere, in Pallas Triton.
 
 attention.py  the call
-work.py       how its work is cut
+work.py       sizes and list of the work
 kernel.py     the kernels
 """

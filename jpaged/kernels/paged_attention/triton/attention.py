@@ -1,10 +1,10 @@
-"""Paged attention on GPUs since Ampere: prefill chunks and decodes of ragged rows in a launch of a Triton kernel.
+"""Paged attention on GPUs since Ampere: prefill chunks and decodes of ragged rows in one launch of a Triton kernel.
 
     rows -> tiles -> items -> kernel -> outputs of tokens
-                                └ parts of a context, where several saw one -> a second kernel merges them
+                                └ parts of a split context -> a second kernel merges them
 
-The list of items is made in the traced program, from arrays: its length is fixed, and items that are not used do
-nothing. The kernels are in `kernel.py`, which is imported when a call is traced.
+The traced program builds the list of items from arrays: its length is fixed, and unused items do nothing. The kernels
+are in `kernel.py`, which is imported when a call is traced.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MAX_HEAD_DIM = 256
 _MAX_LATENT_DIM = 640
 _MAX_GROUP = 128
 _SHARED_BYTES = 101_376
-"""What a block of threads may have where it is least: on GPUs of compute capability 8.6, 8.9 and 12."""
+"""The smallest shared memory of a thread block: on GPUs of compute capability 8.6, 8.9 and 12."""
 _MIN_CAPABILITY = (8, 0)
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
-    """Why a call cannot run here, or None."""
+    """Return why a call cannot run here, or None."""
     group, dtype = group_of(layout, queries.num_heads), queries.dtype.name
     if dtype not in _QUERY_DTYPES:
         return f"queries are {dtype}; they have to be {', '.join(_QUERY_DTYPES)}"
@@ -56,7 +56,7 @@ def _latents_reason(layout: KVLayout, value_dim: int, queries: Queries) -> str |
 
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
-    """Why it does not run on this device, or with this jax, or None."""
+    """Return why it does not run on this device, or with this jax, or None."""
     if device.platform != "gpu":
         return f"runs on NVIDIA GPUs since Ampere (sm_80); this is a {device.platform}"
     capability = str(device.compute_capability)
@@ -72,8 +72,8 @@ def attend(call: AttentionCall, cut: Cut | None = None, *, is_interpreted: bool 
     """See `jpaged.kernels.paged_attention.paged_attention`.
 
     Args:
-        call: which it is.
-        cut: another one than that of the rule.
+        call: the call.
+        cut: overrides the default cut.
         is_interpreted: run the kernels on a CPU, in Pallas' interpreter.
     """
     return attend_parts(call, [ContextPart(call.rows, call.spec)], cut, is_interpreted=is_interpreted)
@@ -82,7 +82,7 @@ def attend(call: AttentionCall, cut: Cut | None = None, *, is_interpreted: bool 
 def attend_parts(
     call: AttentionCall, parts: Sequence[ContextPart], cut: Cut | None = None, *, is_interpreted: bool = False
 ) -> Attended:
-    """`attend` over parts of the contexts of the call's rows, all of them in one launch and merged in another."""
+    """Run `attend` over parts of the contexts of the call's rows, all of them in one launch and merged in another."""
     from jpaged.kernels.paged_attention.triton import kernel
 
     q_thd, rows, spec = call.q_thd, call.rows, call.spec

@@ -1,20 +1,20 @@
-"""The Triton kernels of paged attention: one attends to parts of contexts, one merges what they have of a token.
+"""The Triton kernels of paged attention: one attends to parts of contexts, one merges a token's parts.
 
     rows of a tile    | t0 h0 | t0 h1 | t1 h0 | t1 h1 | ...     tokens of one row, the query heads of one KV head
 
-    for each chunk    ids of its keys' blocks; K; S = Q K^T; softmax; V; O += P V
+    for each chunk    ids of the keys' blocks; K; S = Q K^T; softmax; V; O += P V
 
-The compiler turns the loop into a pipeline: while a chunk is multiplied, the next one's keys and values are on their
-way (cp.async). A key is found by its block's id alone, so that blocks may be of any size. Head sizes that are no power
-of two are cut into powers of two, as arrays of a program have such axes only: 80 is 64 and 16. A latent is cut behind
-its value, which is so many of its pieces, and read once.
+The compiler pipelines the loop: while a chunk is multiplied, the next one's keys and values are in flight (cp.async). A
+key is located by its block's id alone, so blocks may have any size. Head sizes that are no power of two are split into
+powers of two, because a program's arrays have only such axes: 80 is 64 and 16. A latent is split after its value, which
+consists of the first pieces, and is read once.
 
-Numbers of 8 bits come in pairs, as words of 16: Triton counts the elements before one with 31 bits, of which a pool of
-4 GiB would need 32. Even columns and odd ones are multiplied apart. Ampere converts no floats of 8 bits, so that it is
-done by shifts: they are those of 16 bits with an exponent that is 8 too small.
+8-bit numbers come in pairs, as 16-bit words: Triton counts the elements before one with 31 bits, and a pool of 4 GiB
+would need 32. Even and odd columns are multiplied separately. Ampere does not convert 8-bit floats, so the kernel does
+it by shifts: the result is a 16-bit float with an exponent that is 8 too small.
 
-What a program does not see it does not read: masked lanes become zeros, and so do keys and values of blocks outside of
-the layer.
+A program does not read what it does not see: masked lanes become zeros, and so do keys and values of blocks outside the
+layer.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LOWEST = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """What the kernels are compiled for.
+    """Compile-time constants of the kernels.
 
     Attributes:
-        specs: of what the rows of each list see.
-        cut: how the work is cut.
+        specs: attention spec of each list of rows.
+        cut: sizes of the work.
         is_interpreted: run them on a CPU, in Pallas' interpreter.
     """
 
@@ -56,17 +56,17 @@ class Static:
 
     @property
     def kinds(self) -> tuple[_Kind, ...]:
-        """What the programs of each list are compiled for."""
+        """Compile-time constants of the programs of each list."""
         return tuple(_Kind(spec, tile) for spec, tile in zip(self.specs, self.cut.tiles, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a program is compiled for: the same for several lists of rows, or not.
+    """Compile-time constants of a program; several lists of rows may share them.
 
     Attributes:
-        spec: of what its rows see.
-        tile: what a program works on at a time.
+        spec: of the rows' attention.
+        tile: sizes of a program's work.
     """
 
     spec: AttentionSpec
@@ -74,18 +74,18 @@ class _Kind:
 
     @property
     def lanes(self) -> int:
-        """Numbers of the pool that come in a word."""
+        """Numbers of the pool per word."""
         return 2 if is_paired(self.spec.layout) else 1
 
     @property
     def pieces(self) -> list[_Piece]:
-        """The powers of two that make up a key's words; for each, its lanes one after the other."""
+        """The powers of two that make up a key's words; for each, its lanes in order."""
         value_dim, head_dim = output_dim(self.spec.layout), self.spec.layout.head_dim
         return [*self.value_pieces, *self._cut(value_dim, head_dim)]
 
     @property
     def value_pieces(self) -> list[_Piece]:
-        """Those of a value's."""
+        """The pieces of a value."""
         return self._cut(0, output_dim(self.spec.layout))
 
     def _cut(self, first: int, last: int) -> list[_Piece]:
@@ -97,11 +97,11 @@ class _Kind:
         return found
 
     def kv_head(self, program: jax.Array) -> jax.Array | int:
-        """The key/value head that a program reads."""
+        """Return the key/value head that a program reads."""
         return program if self.spec.layout.value_dim is None else 0
 
     def dtype(self, q_dtype: Any) -> Any:
-        """What is multiplied: the queries' type, and the pool's where it is wider."""
+        """Return the type of the matmuls: the queries' type, or the pool's if that is wider."""
         return q_dtype if self.spec.layout.is_scaled else jnp.promote_types(q_dtype, self.spec.layout.dtype)
 
 
@@ -109,9 +109,9 @@ class _Piece(NamedTuple):
     """Columns of a head that are multiplied at a time.
 
     Attributes:
-        begin: of its words.
-        size: how many they are.
-        lane: which number of each word.
+        begin: its first word.
+        size: number of words.
+        lane: index of the number in each word.
         lanes: numbers of a word.
     """
 
@@ -122,22 +122,22 @@ class _Piece(NamedTuple):
 
     @property
     def words(self) -> jax.Array:
-        """Where its words lie in a head's."""
+        """Places of the words in a head's."""
         return self.begin + jnp.arange(self.size)[None, :]
 
     @property
     def columns(self) -> jax.Array:
-        """Where its numbers lie in a head."""
+        """Places of the numbers in a head."""
         return self.lanes * self.words + self.lane
 
 
 def is_paired(layout: KVLayout) -> bool:
-    """Whether the pool's numbers come in pairs: those of 8 bits, where halves of a head are wide enough."""
+    """Return True if the pool's numbers come in pairs: 8-bit numbers, if halves of a head are wide enough."""
     return layout.is_scaled and layout.head_dim % 32 == 0
 
 
 def words_of(pool: jax.Array, layout: KVLayout) -> jax.Array:
-    """The pool as the kernel reads it, which costs nothing: bits are only called by another name."""
+    """Return the pool in the type that the kernel reads, which is free: a bitcast."""
     if not layout.is_scaled:
         return pool
     if not is_paired(layout):
@@ -178,16 +178,16 @@ def attend_items(
     scales: jax.Array,
     static: Static,
 ) -> Attended:
-    """Runs both kernels.
+    """Run both kernels.
 
     Args:
         q_thd: queries.
-        pool: [P, B, 2K, D] (of latents [P, B, 1, D]), or what `words_of` makes of it.
+        pool: [P, B, 2K, D] (for latents [P, B, 1, D]), converted by `words_of`.
         tables_sm: block ids within the layer.
-        work: what there is to do.
+        work: the list of work items.
         layer: [1].
         scales: [L, K, 2], or one number that is not read.
-        static: what the kernels are compiled for.
+        static: compile-time constants.
 
     Returns:
         outputs [T, H, value's D] in the queries' type and log-sum-exps [T, H] of all tokens.
@@ -275,7 +275,7 @@ def _attend_item(item: jax.Array, head: jax.Array, memory: _Memory, kind: _Kind,
 
 
 def _nothing(kind: _Kind) -> tuple[jax.Array, ...]:
-    """The state before anything is seen, as a loop takes it."""
+    """Return the state before any key is seen, as a loop takes it."""
     rows = kind.tile.rows
     return (
         jnp.full((rows,), _LOWEST, jnp.float32),
@@ -285,12 +285,12 @@ def _nothing(kind: _Kind) -> tuple[jax.Array, ...]:
 
 
 class _Item(NamedTuple):
-    """What all chunks of an item have in common, in registers; see `ItemField`.
+    """Values that all chunks of an item share, in registers; see `ItemField`.
 
     Attributes:
         head: of keys and values.
         first_place: the layer's first block in the pool.
-        scale: of the scores, the head's keys included.
+        scale: of the scores, including the scale of the head's keys.
     """
 
     head: jax.Array | int
@@ -318,7 +318,7 @@ class _Item(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Token and query head of each row of a tile, and whether it is one."""
+    """Token and query head of each row of a tile, and whether the row is in use."""
 
     token: jax.Array
     head: jax.Array
@@ -336,7 +336,7 @@ def _at(ref: Any, places: _Places, piece: _Piece) -> Any:
 
 
 def _scale(part: int, head: jax.Array | int, memory: _Memory) -> jax.Array:
-    """What this head's keys (0) or values (1) are divided by in the pool."""
+    """Return the scale by which this head's keys (0) or values (1) are divided in the pool."""
     return memory.scales[memory.layer[0], head, part]
 
 
@@ -389,7 +389,7 @@ def _attend_chunk(
 
 
 def _number(words: jax.Array, lane: int, kind: _Kind) -> jax.Array:
-    """One number of each word; those of 8 bits as floats of 32."""
+    """Return one number of each word; 8-bit numbers as 32-bit floats."""
     layout = kind.spec.layout
     if not layout.is_scaled:
         return words
@@ -407,16 +407,16 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _capped(scores: jax.Array, scale: jax.Array | float, soft_cap: float | None) -> jax.Array:
-    """Scores in base 2."""
+    """Return scores in base 2."""
     if soft_cap is None:
         return scores * (scale * _LOG2_E)
-    # tanh by one power: the device's own is good for 3 digits.
+    # tanh by one power: the device's own is accurate to 3 digits.
     power = jnp.exp2(scores * (scale * (2 * _LOG2_E / soft_cap)))
     return (soft_cap * _LOG2_E) * (1 - 2 / (power + 1))
 
 
 def _store(state: _State, places: _Places, out: Any, lse: Any, kind: _Kind) -> None:
-    """Writes a tile's results; a row that has seen no key gets 0 and minus infinity."""
+    """Write a tile's results; a row that has seen no key gets 0 and minus infinity."""
     has_keys = state.sum > 0
     total = jnp.where(has_keys, state.sum, 1.0)
     logarithms = jnp.where(has_keys, state.max * math.log(2.0) + jnp.log(total), -jnp.inf)
@@ -427,7 +427,7 @@ def _store(state: _State, places: _Places, out: Any, lse: Any, kind: _Kind) -> N
 
 
 def _paged_attention_merge(kinds: tuple[_Kind, ...], tile: Tile, *refs: Any) -> None:
-    """Merges what all lists of rows have of some tokens, where it lies in several places."""
+    """Merge the parts of some tokens' results, from all lists of rows."""
     merges, part_out, part_max, part_sum, _, _, out, lse = refs
     kind, num_tokens = _Kind(kinds[0].spec, tile), out.shape[0]
     head, first_token = pl.program_id(0), pl.program_id(1) * tile.num_tokens

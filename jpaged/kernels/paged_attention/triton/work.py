@@ -1,18 +1,19 @@
-"""How the Triton kernels cut their work: into tiles of queries, chunks of keys, and parts of a context.
+"""The work of the Triton kernels: tiles of queries, chunks of keys, and parts of a context.
 
-    tile     16, 32, 64 or 128 rows: the queries of some tokens of one row by the query heads of one KV head, or by some
-             of those that read latents, for all read the same and their outputs are wide
-    chunk    16 to 64 keys, wherever their blocks lie
-    part     whole chunks of what a tile sees, which one program reads
-    item     a part of a tile: what the programs of all KV heads do
+    tile     16, 32, 64 or 128 rows: the queries of some tokens of one row times the query heads of one KV head; for
+             latents times some of the heads, because all read the same key and their outputs are wide
+    chunk    16 to 64 keys, wherever their blocks are
+    part     whole chunks of a tile's visible keys, which one program reads
+    item     a part of a tile: the work of one program per KV head
 
     tiles    | row 0 . . . . | row 1 | row 2 . | padding |         items   0 0 0 0 | 1 | 2 2 | 3
 
-Parts are as short as leaves all programs busy, and all of one length: it follows from the contexts that are there, so
-that a long one has more of them. Tokens that belong to no row are tiles too, which see nothing: they become zeros.
+Parts are as short as possible without exceeding the number of programs, and have equal lengths. The length follows from
+the step's contexts, so that long ones have more parts. Tokens that belong to no row are tiles too, which see nothing:
+they become zeros.
 
-Rows that share a prefix are a second list of rows over the same tokens (`cascade.py`): its tiles are larger, for
-each of them reads the prefix once. What several parts or lists have of a token is merged by log-sum-exps.
+Rows that share a prefix are a second list of rows over the same tokens (`cascade.py`): its tiles are larger, because
+each of them reads the prefix once. A token's results from several parts or lists are merged by log-sum-exps.
 """
 
 from __future__ import annotations
@@ -29,24 +30,27 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import AttentionSpec, ContextPart
 
 MIN_TILE_ROWS = 16
-"""The rows of the smallest product of a tensor core."""
+"""The rows of the smallest matmul of a tensor core."""
 NUM_PROGRAMS = 512
-"""As many programs fill the largest of these GPUs (170 multiprocessors) three times."""
+"""Programs that fill the largest of these GPUs (170 multiprocessors) three times."""
 MIN_PART_TOKENS = 256
 """Keys below which another part costs more in merging than it gains."""
 _PROMPT_ROWS, _LATENT_ROWS = 64, 32
 _MOST_LATENT_GROUP = 16
 _SHARED_ROWS = 32
-"""On an A100 three blocks of threads fit a processor beside such tiles of 128 numbers, two beside tiles of 64 rows; on
-an L4 two, and one. Alone, rows that decode fit four times and twice."""
+"""Maximum rows of tiles that read shared prefixes.
+
+With 128-number heads, an A100 processor holds three thread blocks with such tiles next to decoding rows, but two with
+tiles of 64 rows; an L4 holds two, and one. Decoding rows alone fit four times and twice.
+"""
 _WARPS_BYTES = 64 * 128 * 2
-"""A tile of so much and its sums fit the registers of four warps."""
+"""Bytes of a tile that fits, with its sums, into the registers of four warps."""
 _CHUNK_BYTES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program works on at a time.
+    """Sizes of a program's work.
 
     Attributes:
         group: query heads of a program.
@@ -60,27 +64,31 @@ class Tile:
 
     @property
     def num_tokens(self) -> int:
-        """Queries of a row that it holds."""
+        """Queries of a row in a tile."""
         return self.rows // self.group
 
     def num_warps(self, layout: KVLayout, dtype: jnp.dtype) -> int:
-        """Those whose registers hold it, for queries of a type; with the numbers that are made of 8 bits."""
+        """Return the number of warps whose registers hold a tile with its converted 8-bit numbers.
+
+        Args:
+            dtype: of queries.
+        """
         return 4 if _tile_bytes(self.rows, layout, dtype) <= _WARPS_BYTES else 8
 
     def max_num(self, num_tokens: int, num_rows: int) -> int:
-        """The most that a list of so many tokens and rows makes: only the last tile of a row has room left."""
+        """Return the maximum number of tiles for this many tokens and rows: only a row's last tile is partly filled."""
         return min(num_tokens, (num_tokens + num_rows * (self.num_tokens - 1)) // self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One way to cut the work of a call, whose lists of rows have tiles of their own.
+    """Sizes of the work of a call; each list of rows has its own tile.
 
     Attributes:
         tiles: of each list.
-        nums_tiles: tiles of each list at most.
+        nums_tiles: maximum tiles of each list.
         part_tokens: keys of the shortest part, in whole chunks of all tiles.
-        num_parts: parts of divided tiles at most; 0 where no context can be long enough.
+        num_parts: maximum parts of divided tiles; 0 if no context can be long enough.
         max_tokens: keys of the longest context.
     """
 
@@ -92,17 +100,17 @@ class Cut:
 
     @property
     def num_items(self) -> int:
-        """Items at most."""
+        """Maximum number of items."""
         return max(sum(self.nums_tiles), self.num_parts)
 
     @property
     def merged_tile(self) -> Tile:
-        """What a program merges: the smallest tile, for it holds the sums of two."""
+        """Tile of the merge: the smallest, because a program holds the sums of two."""
         return replace(self.tiles[0], rows=_fitting(MIN_TILE_ROWS, self.tiles[0].group))
 
     @property
     def merged_rows(self) -> int:
-        """Rows of results at most that wait to be merged; 0 where none ever does."""
+        """Maximum rows of results to be merged; 0 if none ever is."""
         whole = sum(count * tile.rows for count, tile in zip(self.nums_tiles, self.tiles, strict=True))
         divided = self.num_parts * max(tile.rows for tile in self.tiles)
         return max(divided, whole if len(self.tiles) > 1 else 0)
@@ -115,14 +123,14 @@ def choose_cut(
     sizes: tuple[int, int, int],
     are_shared: Sequence[bool] = (False,),
 ) -> Cut:
-    """The cut for a call.
+    """Return the cut for a call.
 
     Args:
-        spec: of its first list of rows.
+        spec: of the first list of rows.
         dtype: of queries.
         num_heads: query heads.
         sizes: tokens, rows, and the width of their tables.
-        are_shared: of each list of rows, whether what they see is the prefix of several.
+        are_shared: for each list of rows, whether it covers shared prefixes.
     """
     layout = spec.layout
     num_tokens, num_rows, table_width = sizes
@@ -130,12 +138,12 @@ def choose_cut(
     has_prompts = num_tokens > num_rows
     tiles = tuple(_choose_tile(layout, dtype, group, is_shared, has_prompts) for is_shared in are_shared)
     max_tokens = table_width * layout.block_size
-    if spec.kind.sliding_window is not None and len(tiles) == 1:  # other parts of contexts have no such end
+    if spec.kind.sliding_window is not None and len(tiles) == 1:  # other parts of contexts do not end with the window
         seen = max(tile.num_tokens + tile.chunk_tokens for tile in tiles)
         max_tokens = min(max_tokens, spec.kind.sliding_window + seen)
     return Cut(
         tiles=tiles,
-        # What belongs to no row is one more.
+        # Padding counts as one more row.
         nums_tiles=tuple(tile.max_num(num_tokens, num_rows + 1) for tile in tiles),
         part_tokens=MIN_PART_TOKENS,
         num_parts=max(2, NUM_PROGRAMS // (num_heads // group)) if max_tokens > MIN_PART_TOKENS else 0,
@@ -144,7 +152,7 @@ def choose_cut(
 
 
 def group_of(layout: KVLayout, num_heads: int) -> int:
-    """Query heads of a program: all that read a key/value head, and of those that read latents an equal part."""
+    """Return the query heads of a program: all of a key/value head; for latents an equal part of them."""
     group = num_heads // layout.num_kv_heads
     if layout.value_dim is None:
         return group
@@ -152,7 +160,7 @@ def group_of(layout: KVLayout, num_heads: int) -> int:
 
 
 def latent_bytes(layout: KVLayout, dtype: jnp.dtype) -> int:
-    """Shared memory that the smallest tile of latents takes: its queries, and two of the shortest chunks."""
+    """Return the shared memory of the smallest tile of latents: its queries, and two of the shortest chunks."""
     itemsize = max(2, layout.dtype.itemsize, dtype.itemsize)
     return 3 * MIN_TILE_ROWS * layout.head_dim * itemsize
 
@@ -163,7 +171,7 @@ def _choose_tile(layout: KVLayout, dtype: jnp.dtype, group: int, is_shared: bool
     rows = _fitting(rows, group)
     itemsize = max(2, layout.dtype.itemsize, dtype.itemsize)
     if layout.is_scaled and rows > MIN_TILE_ROWS:
-        itemsize = 4  # what 8 bits become on their way lies in registers, beside a large tile's sums
+        itemsize = 4  # converted 8-bit numbers are in registers, next to a large tile's sums
     chunk_tokens = 64
     while chunk_tokens > 16 and chunk_tokens * layout.head_dim * itemsize > _CHUNK_BYTES:
         chunk_tokens //= 2
@@ -171,14 +179,14 @@ def _choose_tile(layout: KVLayout, dtype: jnp.dtype, group: int, is_shared: bool
 
 
 def _fitting(rows: int, group: int) -> int:
-    """So many rows, or more where a token has more."""
+    """Return `rows`, doubled until a token's group fits."""
     while rows < group:
         rows *= 2
     return rows
 
 
 def shared_rows(layout: KVLayout, dtype: jnp.dtype) -> int:
-    """Rows of the tiles that read prefixes beside rows that decode: more, and no more warps than these take."""
+    """Return the rows of tiles that read prefixes next to decoding rows: more, without needing more warps."""
     rows = _SHARED_ROWS
     while rows > MIN_TILE_ROWS and _tile_bytes(rows, layout, dtype) > _WARPS_BYTES:
         rows //= 2
@@ -202,23 +210,23 @@ class ItemField(enum.IntEnum):
     """The position of the first token."""
     KV_BEGIN = 4
     KV_END = 5
-    """First key that the row sees, and the first behind them."""
+    """First key that the row sees, and the end of the visible keys."""
     FIRST_KEY = 6
     NUM_CHUNKS = 7
-    """Where the part begins, at a multiple of a chunk, and how long it is."""
+    """The part's beginning, at a multiple of a chunk, and its length in chunks."""
     MERGED_ROW = 8
-    """The first of the rows that its result takes among those that are merged; negative where it is the whole."""
+    """The first of its result's rows among those to be merged; negative if its result is final."""
     LIST = 9
-    """The list of rows that it is of."""
+    """The item's list of rows."""
 
 
 class MergeField(enum.IntEnum):
-    """Columns of the array that says where a token's results wait to be merged."""
+    """Columns of the array that locates a token's results to be merged."""
 
     FIRST_ROW = 0
-    """The first part's; the next one lies a tile further."""
+    """Row of the first part; the next one is a tile further."""
     NUM_PARTS = 1
-    """0 where its result is whole."""
+    """0 if the token's result is final."""
 
 
 class Work(NamedTuple):
@@ -234,7 +242,7 @@ class Work(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """Tiles of one list of rows, [n]: whose they are, what they hold and see; and where each token is, [t]."""
+    """Tiles of one list of rows, [n]: their row, contents and visible keys; and the place of each token, [t]."""
 
     row_n: jax.Array
     first_token_n: jax.Array
@@ -250,12 +258,12 @@ class _Tiles(NamedTuple):
 
 
 def plan(parts: Sequence[ContextPart], cut: Cut, num_tokens: int) -> Work:
-    """Lists the work of a call. It is the same in all layers of a kind, so that XLA makes it once.
+    """List the work of a call. It is the same in all layers of a kind, so that XLA computes it once.
 
     Args:
-        parts: lists of rows over the same packed tokens; a token may be in one of each, over other keys. What belongs
-            to no row of the first one sees nothing.
-        cut: how the work is cut.
+        parts: lists of rows over the same packed tokens; a token may be in one of each, over other keys. Tokens that
+            belong to no row of the first list see nothing.
+        cut: sizes of the work.
         num_tokens: T.
     """
     found = [_tiles(part, cut, place, num_tokens) for place, part in enumerate(parts)]
@@ -275,7 +283,7 @@ def plan(parts: Sequence[ContextPart], cut: Cut, num_tokens: int) -> Work:
     first_tiles = [sum(cut.nums_tiles[:place]) for place in range(len(parts))]
     tile_lt = jnp.stack([tiles.tile_t + first for tiles, first in zip(found, first_tiles, strict=True)])
     parts_lt = jnp.where(jnp.stack([tiles.is_row_t for tiles in found]), parts_n[tile_lt], 0)
-    # A tile's result is the whole where it is the only one that any of its tokens has.
+    # A tile's result is final if it is the only one of each token in it.
     num_many_t = jnp.append(0, jnp.cumsum(parts_lt.sum(axis=0) > 1))
     ends_n = jnp.minimum(first_token_n + size_n, num_tokens)
     is_merged_n = num_many_t[ends_n] > num_many_t[jnp.minimum(first_token_n, num_tokens)]
@@ -305,7 +313,7 @@ def plan(parts: Sequence[ContextPart], cut: Cut, num_tokens: int) -> Work:
 
 
 def _tiles(part: ContextPart, cut: Cut, place: int, num_tokens: int) -> _Tiles:
-    """Tiles of one of the lists of rows, the first of which has those of padding too."""
+    """Return the tiles of one of the lists of rows; the first list also has tiles of padding."""
     rows, spec, tile = part.rows, part.spec, cut.tiles[place]
     num_rows, table_width = rows.kv_lens_s.shape[0], rows.block_tables_sm.shape[1]
     lens_s = jnp.minimum(rows.kv_lens_s, table_width * spec.layout.block_size)
@@ -325,7 +333,7 @@ def _tiles(part: ContextPart, cut: Cut, place: int, num_tokens: int) -> _Tiles:
     size_n = jnp.where(tiles_n < tile_ends_r[-1], jnp.clip(counts_r[row_n] - offset_n, 0, tile.num_tokens), 0)
     position_n, begin_n, end_n = (jnp.append(x, 0)[row_n] for x in (rows.positions, rows.begins, lens_s))
     position_n += offset_n
-    if spec.kind.sliding_window is not None:  # what lies before that was given up, and is not read
+    if spec.kind.sliding_window is not None:  # earlier blocks were freed, and are not read
         begin_n = jnp.maximum(begin_n, position_n - spec.kind.sliding_window + 1)
     first_n = begin_n
     last_n = jnp.minimum(end_n, position_n + size_n)
@@ -360,7 +368,7 @@ def _columns(fields: Sequence[jax.Array]) -> jax.Array:
 
 
 def _divide(seen_n: jax.Array, is_used_n: jax.Array, cut: Cut) -> tuple[jax.Array, jax.Array]:
-    """Keys of a part, and parts of each tile: the shortest parts of which there are not too many."""
+    """Return the keys of a part, and the parts of each tile: the shortest parts whose number is within the limit."""
     whole_n = is_used_n.astype(jnp.int32)
     if cut.num_parts == 0:
         return jnp.int32(cut.max_tokens + MIN_PART_TOKENS), whole_n
@@ -369,11 +377,11 @@ def _divide(seen_n: jax.Array, is_used_n: jax.Array, cut: Cut) -> tuple[jax.Arra
         lengths.append(2 * lengths[-1])
     lengths_c = jnp.array(lengths, jnp.int32)
     parts_cn = jnp.maximum((seen_n + lengths_c[:, None] - 1) // lengths_c[:, None], whole_n)
-    # The longest part is a whole context; where even so there are too many, none is divided either.
+    # The longest part is a whole context; if there are still too many, none is divided.
     choice = jnp.minimum((parts_cn.sum(axis=1) > cut.num_parts).sum(), len(lengths) - 1)
     return lengths_c[choice], parts_cn[choice]
 
 
 def _first_above(ends_s: jax.Array, numbers_n: jax.Array) -> jax.Array:
-    """Counts for each number the ends not above it. One fused pass: a binary search would be a loop of launches."""
+    """Count for each number the ends not above it. One fused pass: a binary search would launch a loop of kernels."""
     return (ends_s[None, :] <= numbers_n[:, None]).sum(axis=1)

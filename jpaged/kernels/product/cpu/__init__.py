@@ -1,1 +1,1 @@
-"""The CPU kernel of products: core.cc has the arithmetic, kernel.cc what is computed where."""
+"""The CPU kernel of matmuls: core.cc has the arithmetic, kernel.cc distributes the work."""

@@ -1,6 +1,6 @@
-"""The kernel of TPUs: rows times matrices whose numbers share scales in groups.
+"""The kernel for TPUs: rows times matrices whose numbers share scales in groups.
 
 grouped.py  the calls: rows of several matrices, and rows of one
-form.py     which matrices it takes, in which blocks
+form.py     supported matrices, and block sizes
 kernel.py   the kernel
 """

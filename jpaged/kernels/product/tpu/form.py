@@ -1,4 +1,4 @@
-"""Which matrices the kernel takes, and in which blocks it reads them."""
+"""Matrices that the kernel supports, and the sizes of the blocks that it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jpaged.kernels.product.quantised import QuantisedMatrix
 LANES = 128
 _INT8, _MXFP4 = VALUE_DTYPES["int8"], VALUE_DTYPES["mxfp4"]
 _NUM_SUBLANES = 8  # of 32 bits
-_WHOLE_TILES = 64  # rows of int4: as many as a tile of any type has
+_WHOLE_TILES = 64  # rows of int4: the maximum rows of a tile of any type
 _MOST_ROWS = 512
 _BLOCK_NUMBERS = 1 << 20
 _CHUNK_DEPTH = 1024
@@ -21,17 +21,17 @@ _CHUNK_DEPTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class GroupedForm:
-    """How a product is run.
+    """Sizes and form of a matmul.
 
     Attributes:
         tile_rows: rows of a tile, all of one matrix.
-        block_depth: of a column that a block has; it divides the depth.
-        chunk_depth: of a block that are unpacked at a time; it divides `block_depth`.
-        block_columns: of a block; the last may reach beyond the matrix.
+        block_depth: depth of a block; it divides the depth.
+        chunk_depth: depth of a block that is unpacked at a time; it divides `block_depth`.
+        block_columns: columns of a block; the last block may extend beyond the matrix.
         group_size: numbers that share a scale.
-        scales_products: the product of each group is scaled; else weights are made, and multiplied with at once.
+        scales_products: each group's matmul is scaled; otherwise weights are dequantized, and multiplied at once.
         is_mxfp4: the numbers are codes of float4_e2m1fn.
-        is_interpreted: as a test runs it.
+        is_interpreted: for tests.
     """
 
     tile_rows: int
@@ -45,7 +45,7 @@ class GroupedForm:
 
 
 def unsupported_reason(matrix: QuantisedMatrix) -> str | None:
-    """Why the kernel does not take a matrix, or those of several parts or experts; None if it does."""
+    """Return why the kernel does not support a matrix, or those of several parts or experts; None if it does."""
     columns, size = matrix.shape[-1], matrix.group_size
     if matrix.is_embedding or matrix.axis < -3:
         return "rows are not multiplied with columns that lie beside each other"
@@ -61,10 +61,10 @@ def unsupported_reason(matrix: QuantisedMatrix) -> str | None:
 
 
 def choose_form(matrix: QuantisedMatrix, num_rows: int, dtype: np.dtype) -> GroupedForm:
-    """The blocks for rows of a type and number that share a matrix.
+    """Return the blocks for rows of a type and number that share a matrix.
 
-    Products of groups are scaled where that is less work than to scale the weights: where there are fewer rows than
-    numbers in a group, and where rows are whole numbers, whose products are exact.
+    Matmuls of groups are scaled if that is less work than scaling the weights: if there are fewer rows than numbers in
+    a group, or if rows are integers, whose matmuls are exact.
     """
     size = matrix.group_size
     tile_rows = min(_rounded_up(num_rows, 32 if dtype == _INT8 else 16), _MOST_ROWS)
@@ -84,12 +84,12 @@ def choose_form(matrix: QuantisedMatrix, num_rows: int, dtype: np.dtype) -> Grou
 
 
 def scales_by_group(matrix: QuantisedMatrix) -> bool:
-    """Whether groups are deep enough to be multiplied one by one."""
+    """Return True if groups are deep enough to be multiplied separately."""
     return matrix.group_size % LANES == 0 and matrix.values.dtype != _MXFP4
 
 
 def _largest_part(depth: int, unit: int, most: int, at_least: int = 0) -> int:
-    """The largest part of a depth that divides it, is of whole units, and is in bounds; else all of it."""
+    """Return the largest divisor of a depth that is a multiple of the unit and within bounds; else the depth."""
     parts = (part for part in range(unit, min(depth, most) + 1, unit) if depth % part == 0)
     return max((part for part in parts if part >= at_least), default=depth)
 

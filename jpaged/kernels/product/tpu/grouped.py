@@ -26,11 +26,11 @@ _INTEGERS = (VALUE_DTYPES["int8"], VALUE_DTYPES["int4"])
 def multiply_one(
     x_tk: Float[Array, "T K"], matrices: QuantisedMatrix, first: Int[Array, ""], *, is_interpreted: bool = False
 ) -> Float[Array, "T *out"]:
-    """Rows times one of several quantised matrices `[M, K, *out]`, which is read where it lies, in float32.
+    """Multiply rows with one of several quantized matrices `[M, K, *out]`, which is read in place, in float32.
 
     Args:
-        matrices: of which `unsupported_reason` has nothing to say.
-        first: which.
+        matrices: supported according to `unsupported_reason`.
+        first: index of the matrix.
     """
     rows, row_scales = _rounded(
         x_tk, matrices, matrices.input_scale if matrices.input_scale is None else matrices.input_scale[first]
@@ -55,14 +55,14 @@ def multiply_sorted(
     *,
     is_interpreted: bool = False,
 ) -> Float[Array, "P N"]:
-    """Rows sorted by matrix, each times its own `[X, K, N]`, in float32.
+    """Multiply rows sorted by matrix, each with its own `[X, K, N]`, in float32.
 
-    What becomes of rows behind those that are counted is anything.
+    Rows after those that are counted are undefined.
 
     Args:
         counts_x: rows of each matrix.
-        matrices_p: whose each row is.
-        matrices: of which `unsupported_reason` has nothing to say.
+        matrices_p: the matrix of each row.
+        matrices: supported according to `unsupported_reason`.
     """
     input_scale = None if matrices.input_scale is None else matrices.input_scale[matrices_p][:, None, None]
     rows, row_scales = _rounded(x_pk, matrices, input_scale)
@@ -72,7 +72,7 @@ def multiply_sorted(
     tiles = list_tiles(counts_x, len(rows), form.tile_rows)
     first_i, rows_i = tiles[:, TileField.FIRST_ROW], tiles[:, TileField.NUM_ROWS]
     num_used = jnp.sum(rows_i > 0, dtype=jnp.int32)[None]
-    # Behind the last tile that is used the same block is asked for, which is there.
+    # After the last used tile the same block is requested again, which is already there.
     last = tiles[jnp.maximum(num_used[0] - 1, 0), TileField.MATRIX]
     matrices_i = jnp.where(rows_i > 0, tiles[:, TileField.MATRIX], last)
     inside = jnp.arange(form.tile_rows, dtype=jnp.int32)
@@ -87,9 +87,9 @@ def multiply_sorted(
 def _rounded(
     x: jax.Array, matrices: QuantisedMatrix, input_scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Rows as the kernel multiplies them, and what sums are multiplied with behind it, `[P, 1]`.
+    """Return rows as the kernel multiplies them, and the factors of the sums, `[P, 1]`.
 
-    Integers stay what they are where groups are multiplied one by one; others have the type of the model.
+    Integers stay integers if groups are multiplied separately; other rows have the model's type.
     """
     rows, scales = rows_on_device(x, dataclasses.replace(matrices, input_scale=input_scale))
     if scales is None:
@@ -105,7 +105,7 @@ def _rounded(
 def _run(
     tiles: tuple[jax.Array, jax.Array], rows: jax.Array, matrices: QuantisedMatrix, form: GroupedForm
 ) -> jax.Array:
-    """The kernel on matrices as they lie: parts of columns are matrices of their own."""
+    """Run the kernel on matrices in place: parts of columns count as separate matrices."""
     zeros = None if matrices.zeros is None else _of_parts(matrices.zeros)
     arrays = _of_parts(matrices.values), _of_parts(matrices.scales), zeros
     sums = None
@@ -115,7 +115,7 @@ def _run(
 
 
 def _of_parts(array: jax.Array) -> jax.Array:
-    """`[M, K, *parts, N]` -> `[M * parts, K, N]`."""
+    """Reshape `[M, K, *parts, N]` to `[M * parts, K, N]`."""
     if array.ndim > 3:
         array = jnp.moveaxis(array, 1, -2)
     return array.reshape(-1, *array.shape[-2:])

@@ -1,11 +1,11 @@
-"""The kernel: a tile of rows times a matrix, whose numbers go from memory to the matrix unit and are weights between.
+"""The kernel: a tile of rows times a matrix, which is dequantized between memory and the matrix unit.
 
 grid (tiles, blocks of columns, blocks of the depth)
 
         matrix of the tile [K, N]                       scales [G, N]: those of a block of columns, all groups
          ┌────┬────┬────┐
-depth 0  │ *  │    │    │    * a block is fetched while the one before it is multiplied with; it is unpacked chunk by
-depth 1  │    │    │    │      chunk. Behind the last tile with rows nothing more is fetched.
+depth 0  │ *  │    │    │    * a block is fetched while the previous one is multiplied; it is unpacked chunk by
+depth 1  │    │    │    │      chunk. After the last tile with rows nothing more is fetched.
          └────┴────┴────┘
 """
 
@@ -32,13 +32,14 @@ def run(
     sums_pg: jax.Array | None,
     form: GroupedForm,
 ) -> jax.Array:
-    """Tiles of rows, each times its matrix: float32 `[P, N]`; what tiles that are not used have is anything.
+    """Multiply tiles of rows, each with its matrix: float32 `[P, N]`; unused tiles are undefined.
 
     Args:
-        tiles: int32 `[I]`: the matrix of each tile, those that are used first; int32 `[1]`: how many are.
-        x_pk: the rows, `tile_rows` of each tile: `[I * tile_rows, K]`, or of one that all tiles share.
-        arrays: values `[M, K, N]`, scales `[M, G, N]` and zero points likewise, or None.
-        sums_pg: where there are zero points and products are scaled, the sum of each row's group, float32 `[P, G]`.
+        tiles: int32 `[I]`: the matrix of each tile, the used ones first; int32 `[1]`: their number.
+        x_pk: the rows, `tile_rows` of each tile: `[I * tile_rows, K]`, or one tile that all share.
+        arrays: values `[M, K, N]`, scales `[M, G, N]` and zero points of the same shape, or None.
+        sums_pg: if there are zero points and matmuls of groups are scaled, the sum of each row's group, float32 `[P,
+            G]`.
     """
     matrices_i, num_used = tiles
     values, scales, zeros = arrays
@@ -96,7 +97,7 @@ def run(
 
 
 def _scratch(form: GroupedForm, dtype: np.dtype, num_zeros: int) -> tuple[Any, ...]:
-    """Room for the weights of a block, and for the zero points of its columns."""
+    """Return scratch memory for the weights of a block, and for the zero points of the columns."""
     if form.scales_products:
         return ()
     weights = pltpu.VMEM((form.block_depth, form.block_columns), dtype)
@@ -135,7 +136,7 @@ def _kernel(
     def begin() -> None:
         y_ref[...] = jnp.zeros_like(y_ref)
         if zeros_ref is not None and sums_ref is None:
-            scratch[1][...] = zeros_ref[0].astype(jnp.float32)  # one row of int8 is not to be had
+            scratch[1][...] = zeros_ref[0].astype(jnp.float32)  # Mosaic cannot read single rows of int8
         elif zeros_ref is not None and sums_ref is not None:
             y_ref[...] -= _dot(sums_ref[...], zeros_ref[0].astype(jnp.float32) * scales_ref[0])
 
@@ -173,13 +174,13 @@ def _kernel(
 
 
 def codes_of(values: jax.Array) -> jax.Array:
-    """Numbers of 4 bits as int4: Mosaic converts float4_e2m1fn on TPU7x alone, and XLA would copy all of them."""
+    """Return 4-bit numbers as int4: Mosaic converts float4_e2m1fn only on TPU7x, and XLA would copy all of them."""
     codes: jax.Array = pltpu.bitcast(values, jnp.int4)
     return codes
 
 
 def of_mxfp4(codes: jax.Array) -> jax.Array:
-    """Float32 of codes: a sign, and for the magnitudes 0 to 7 the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    """Convert codes to float32: a sign, and the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 for the magnitudes 0 to 7."""
     wide = codes.astype(jnp.int32)
     magnitudes = (wide & 7).astype(jnp.float32)
     doubled = magnitudes + jnp.maximum(magnitudes - 4, 0) + 2 * jnp.maximum(magnitudes - 6, 0)

@@ -1,4 +1,4 @@
-"""What the kernel is compiled for: the numbers of a matrix and of rows, and how the work is cut."""
+"""Compile-time form of a matmul: the numbers of a matrix and of rows, and sizes of the work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jpaged.kernels.product.quantised import QuantisedMatrix
 
 _KINDS: dict[np.dtype, Values] = {dtype: kind for kind, dtype in VALUE_DTYPES.items()}
 _MIN_ROWS, _MAX_ROWS, _MAX_DENSE_ROWS = 16, 128, 64
-"""The smallest product of a tensor core has 16 rows."""
+"""The smallest matmul of a tensor core has 16 rows."""
 _MIN_DEPTH = 32
-"""Depth of the smallest product of a tensor core with numbers of 8 bits."""
+"""Depth of the smallest matmul of a tensor core with 8-bit numbers."""
 _LEAST_OFFSET, _MOST_OFFSET = 1 << 31, 1 << 32
 _STAGE_BYTES = 32_768
-"""Rows and numbers of a chunk take so much at most: three fit the shared memory of any GPU since Ampere."""
+"""Maximum bytes of rows and numbers of a chunk: three fit the shared memory of any GPU since Ampere."""
 _MAX_CHUNK = 128
 _PROGRAMS = 264
 """Two for each processor of an H200."""
@@ -31,24 +31,24 @@ _FP8_ROWS = ("fp8", "fp8-groups")
 
 @dataclass(frozen=True, slots=True)
 class ProductForm:
-    """Static side of a product; hashable.
+    """The static part of a matmul; hashable.
 
     Attributes:
         kind: of the matrix's numbers; None is the rows' own type.
         depth: K.
         columns: N.
-        group_size: numbers of a column that share a scale; all of them where it is the depth.
+        group_size: numbers of a column that share a scale; equal to the depth if all do.
         has_zeros: columns have zero points.
         rows_have_scales: rows were rounded.
-        rows_have_groups: each with a scale for each group.
-        rows_are_fp8: rows come as floats of 8 bits, or as their bits where the tensor core does not take them.
+        rows_have_groups: each row has a scale for each group.
+        rows_are_fp8: rows come as 8-bit floats, or as their bits if the tensor core does not take them.
         multiplied: the type that rows and numbers are multiplied in.
-        depth_is_minor: words lie `[X, N, K]`, which is how the tensor core takes those of 8 bits.
+        depth_is_minor: words are `[X, N, K]`, the tensor core's order for 8 bits.
         tile_rows: rows of a program, a power of two.
         tile_words: words of a matrix's row in a program, a power of two; a word is a number, or a byte of two.
-        chunk: depth of a turn of its loop, a power of two.
+        chunk: depth of a turn of the loop, a power of two.
         num_splits: parts of the depth, whose sums the caller adds.
-        are_pairs: a word has two numbers of 8 bits, as there are more of them than are counted one by one.
+        are_pairs: a word has two 8-bit numbers, because there are more than can be counted individually.
         is_interpreted: run on a CPU, in Pallas' interpreter.
     """
 
@@ -71,12 +71,12 @@ class ProductForm:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether numbers have scales."""
+        """True if numbers have scales."""
         return self.kind is not None
 
     @property
     def has_groups(self) -> bool:
-        """Whether a column has several scales."""
+        """True if a column has several scales."""
         return self.group_size < self.depth
 
     @property
@@ -91,36 +91,36 @@ class ProductForm:
 
     @property
     def num_chunks(self) -> int:
-        """Turns that all of the depth takes."""
+        """Turns for the whole depth."""
         return -(-self.depth // self.chunk)
 
     @property
     def num_warps(self) -> int:
-        """The warps whose registers hold the sums."""
+        """Number of warps whose registers hold the sums."""
         return 4 if self.tile_rows * self.tile_words * self.lanes <= 64 * 128 else 8
 
     @property
     def sum_dtype(self) -> np.dtype:
-        """The type of the sums: those of whole numbers are exact."""
+        """Type of the sums: those of integers are exact."""
         is_whole = np.issubdtype(self.multiplied, np.integer) and not self.has_groups
         return np.dtype(np.int32 if is_whole else np.float32)
 
 
 def lanes_of(kind: Values | None) -> int:
-    """Numbers of a word of a matrix."""
+    """Return the numbers of a word of a matrix."""
     return 2 if kind in ("int4", "mxfp4") else 1
 
 
 def kind_of(matrix: QuantisedMatrix | jax.Array) -> Values | None:
-    """What the numbers of a matrix are; None is an array's."""
+    """Return the type of a matrix's numbers; None for an array."""
     return _KINDS[np.dtype(matrix.values.dtype)] if isinstance(matrix, QuantisedMatrix) else None
 
 
 def lies_by_columns(matrix: QuantisedMatrix | jax.Array) -> bool:
-    """Whether GPUs keep a column's numbers beside each other: where products of 8 bits are made of them.
+    """Return True if GPUs store a column's numbers contiguously: if 8-bit matmuls use them.
 
-    Tensor cores take 16 bits as they come, and 8 bits with their depth beside each other alone. Otherwise a product
-    of XLA's copies the matrix in every step.
+    Tensor cores take 16 bits in any order, but 8 bits only with contiguous depth. Otherwise XLA's matmul would copy the
+    matrix in every step.
     """
     if not isinstance(matrix, QuantisedMatrix) or matrix.activations is None or has_far_numbers(matrix):
         return False
@@ -128,17 +128,17 @@ def lies_by_columns(matrix: QuantisedMatrix | jax.Array) -> bool:
 
 
 def has_far_numbers(matrix: QuantisedMatrix | jax.Array) -> bool:
-    """Whether numbers of 8 bits lie where they are not counted one by one.
+    """Return True if 8-bit numbers have offsets that cannot be counted individually.
 
-    Triton counts what lies before a number with 31 bits, and with 63 where an array has more than 4 GiB. In between
-    two numbers of a row are one word.
+    Triton counts the elements before a number with 31 bits, and with 63 if an array has more than 4 GiB. In between,
+    two numbers of a row form one word.
     """
     is_byte = isinstance(matrix, QuantisedMatrix) and lanes_of(kind_of(matrix)) == 1
     return is_byte and _LEAST_OFFSET < math.prod(matrix.shape) <= _MOST_OFFSET
 
 
 def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
-    """Why the kernel does not take a matrix `[K, *out]`, or several; None where it does."""
+    """Return why the kernel does not support a matrix `[K, *out]`, or several; None if it does."""
     if not isinstance(matrix, QuantisedMatrix):
         return None
     lanes = 2 if has_far_numbers(matrix) else lanes_of(kind_of(matrix))
@@ -159,14 +159,14 @@ def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
 def choose_form(
     matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.dtype, *, are_rounded: bool, has_fp8: bool
 ) -> ProductForm:
-    """How a product with matrices `[X, K, *out]` is cut, for so many rows of the model's type, spread evenly over them.
+    """Return the form of a matmul with matrices `[X, K, *out]`, for rows of the model's type, spread evenly over them.
 
-    Rows and numbers that are both whole, or both of 8 bits, are multiplied as they are; what else has 8 or 4 bits is
-    multiplied in the model's type, which has them all.
+    If rows and numbers are both integers, or both have 8 bits, they are multiplied as they are. Other 8-bit or 4-bit
+    numbers are multiplied in the model's type, which represents all of them.
 
     Args:
-        are_rounded: the rows, as the matrix asks for.
-        has_fp8: the device's tensor core multiplies floats of 8 bits.
+        are_rounded: the rows are rounded as the matrix requires.
+        has_fp8: the device's tensor core multiplies 8-bit floats.
     """
     (num_matrices, depth, *out), kind = matrices.shape, kind_of(matrices)
     columns, group_size, activations, has_zeros = math.prod(out), depth, None, False
@@ -205,9 +205,9 @@ def choose_form(
 
 
 def split_depth(form: ProductForm, num_tiles: int, num_rows: int) -> ProductForm:
-    """Cuts the depth of a form into parts, where too few programs would read the matrix otherwise.
+    """Split the depth of a form into parts, if too few programs would read the matrix otherwise.
 
-    Sums of all parts are written and read once more: together they are to be no larger than half of the matrix.
+    Sums of all parts are written and read once more: together they must not exceed half of the matrix.
     """
     programs = num_tiles * -(-form.num_words // form.tile_words)
     bits = NUM_BITS[form.kind] if form.kind else 8 * form.multiplied.itemsize
@@ -222,7 +222,7 @@ def _multiplied(
     if activations is None:
         return dtype
     if activations == "int8":
-        # A difference of two numbers of 8 bits has 9, of 4 bits 5.
+        # The difference of two 8-bit numbers has 9 bits, of 4-bit numbers 5.
         is_whole = kind == "int4" or (kind == "int8" and matrices.zeros is None)
         return np.dtype(np.int8) if is_whole else _FLOAT16
     return VALUE_DTYPES["fp8"] if kind == "fp8" and has_fp8 else _FLOAT16

@@ -25,14 +25,14 @@ def multiply_sorted(
     *,
     is_interpreted: bool = False,
 ) -> Float[Array, "P N"]:
-    """Rows sorted by matrix, each times its own `[X, K, N]`, quantised or not, in float32.
+    """Multiply rows sorted by matrix, each with its own `[X, K, N]`, quantized or not, in float32.
 
-    What becomes of rows behind those that are counted is anything.
+    Rows after those that are counted are undefined.
 
     Args:
         counts_x: rows of each matrix.
-        matrices_p: whose each row is.
-        matrices: of which `unsupported_reason` has nothing to say.
+        matrices_p: the matrix of each row.
+        matrices: supported according to `unsupported_reason`.
     """
     model_dtype, row_scales = x_pk.dtype, None
     if isinstance(matrices, QuantisedMatrix):
@@ -52,9 +52,9 @@ def multiply_one(
     *,
     is_interpreted: bool = False,
 ) -> Float[Array, "T N"]:
-    """Rows, as `rows_on_device` has them, times a quantised matrix `[K, *out]`, in float32.
+    """Multiply rows, as `rows_on_device` returns them, with a quantized matrix `[K, *out]`, in float32.
 
-    Its numbers go from memory to the tensor core: no array of weights is made.
+    It is dequantized between memory and the tensor core: no array of weights is made.
     """
     matrices: QuantisedMatrix = jax.tree.map(lambda array: array[None], matrix)
     dtype = x_tk.dtype if row_scales is None else matrix.dtype
@@ -86,7 +86,7 @@ def _run(
     if form.lanes == 2:
         words = _words(words, jnp.int16 if form.are_pairs else jnp.int8)
     if form.depth_is_minor:
-        words = jnp.swapaxes(words, 1, 2)  # only another name for them, as they lie on GPUs
+        words = jnp.swapaxes(words, 1, 2)  # only a view: this is their order on GPUs
     if form.multiplied.itemsize > 1:
         words, x_pk = _bits(words), _bits(x_pk)
     of_columns = (len(words), -1, form.columns)
@@ -102,11 +102,11 @@ def _run(
 
 
 def _words(values: jax.Array, dtype: Any) -> jax.Array:
-    """Numbers two by two, the first in the lower half: where they lie so, only another name for them."""
+    """Return pairs of numbers as words, the first in the lower half: only a view if they are contiguous."""
     pairs = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
     return jax.lax.bitcast_convert_type(pairs, dtype)
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """Floats of 8 bits as their bits."""
+    """Return 8-bit floats as their bits."""
     return jax.lax.bitcast_convert_type(array, jnp.int8) if array.dtype == jnp.float8_e4m3fn else array

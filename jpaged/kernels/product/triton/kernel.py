@@ -4,17 +4,17 @@
 
     for each chunk of the depth    X; W; sums += X W          with groups    sums += (X W) * scales
 
-The compiler turns the loop into a pipeline: while a chunk is multiplied, the next one is on its way (cp.async). A
-program whose tile has no rows ends at once, and a matrix without rows is not read.
+The compiler pipelines the loop: while a chunk is multiplied, the next one is in flight (cp.async). A program whose tile
+has no rows ends at once, and a matrix without rows is not read.
 
-Two numbers of 4 bits lie in a byte; even columns and odd ones are multiplied apart, so that nothing is put in between.
-So are numbers of 8 bits, two in a word, where an array has more of them than 31 bits count.
-Floats of 8 and 4 bits become floats of 16 by shifts, as Ampere does not convert them: their exponents are 8 and 14 too
-small then, and what is missing comes behind the product. Where both sides are of 8 bits Triton is given both as they
-are; its sums of a chunk are added up in float32. What its compiler makes of floats of 8 bits for an H200 is one of
-floats of 16 (`mma.sync.m16n8k16.f32.f16.f16.f32`, as the PTX says): it takes Hopper's own products of 8 bits where a
-dot allows so many sums of fewer digits than float32 has, and Pallas has no word for that. So only dense matrices with a
-scale a column, which are cuBLASLt's, are multiplied in the tensor core's own type there.
+Two 4-bit numbers share a byte; even and odd columns are multiplied separately, so that no interleaving is needed. The
+same applies to 8-bit numbers, two per word, if an array has more of them than 31 bits count. 8-bit and 4-bit floats
+become 16-bit floats by shifts, because Ampere does not convert them: their exponents are then 8 and 14 too small, which
+is corrected after the matmul. If both sides have 8 bits, Triton gets both unchanged; its sums of a chunk are added up
+in float32. For 8-bit floats on an H200 its compiler emits a matmul of 16-bit floats
+(`mma.sync.m16n8k16.f32.f16.f16.f32`, according to the PTX): it uses Hopper's own 8-bit matmuls only if a dot allows
+many sums of less precision than float32, which Pallas cannot express. So only dense matrices with a scale per column,
+which cuBLASLt multiplies, use the tensor core's own type there.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jpaged.kernels.product.triton.tiles import TileField
 
 _FP8 = np.dtype(jnp.float8_e4m3fn)
 _MISSING = {"fp8": 2.0**8, "mxfp4": 2.0**14}
-"""What floats whose bits were shifted into 16 are to be multiplied by."""
+"""Correction factors of floats whose bits were shifted into 16."""
 
 
 class Operands(NamedTuple):
-    """What the kernel reads, or references to it.
+    """The kernel's inputs, or references to them.
 
     Attributes:
-        tiles: int32 `[I, 3]`, as `TileField` has them.
+        tiles: int32 `[I, 3]`, with the columns of `TileField`.
         rows: `[P, K]`.
         words: `[X, K, N]`, or int8 or int16 `[X, K, N / 2]` of two numbers each, or `[X, N, K]` (`depth_is_minor`).
-        scales: float32 `[X, G, N]`, or one number that is not read, as those behind it.
+        scales: float32 `[X, G, N]`, or one number that is not read, as for the next two.
         zeros: int8 `[X, G, N]`.
         row_scales: float32 `[P, G]`, or `[P, 1]`.
     """
@@ -58,7 +58,7 @@ class Operands(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a program's rows and words lie, and which of them there are."""
+    """Places of a program's rows and words, and which of them exist."""
 
     matrix: jax.Array
     rows: jax.Array
@@ -68,7 +68,7 @@ class _Place(NamedTuple):
 
 
 def multiply_tiles(operands: Operands, form: ProductForm) -> jax.Array:
-    """Sums `[splits, P, N]` in float32 of the rows that tiles have; the others are not written."""
+    """Return sums `[splits, P, N]` in float32 of the tiles' rows; the other rows are not written."""
     num_columns = -(-form.num_words // form.tile_words)
     out_shape = (form.num_splits, operands.rows.shape[0], form.columns)
     sums: jax.Array = pl.pallas_call(
@@ -119,7 +119,7 @@ def _multiply_tile(
 def _add_chunk(
     i: jax.Array, sums: tuple[jax.Array, ...], form: ProductForm, operands: Operands, place: _Place
 ) -> tuple[jax.Array, ...]:
-    """The sums of even and odd columns, or of all, with those of a chunk of the depth."""
+    """Add a chunk of the depth to the sums of even and odd columns, or of all."""
     depth = i * form.chunk + jnp.arange(form.chunk, dtype=jnp.int32)
     is_deep = None if form.depth % form.chunk == 0 else depth < form.depth
     x = _load(operands.rows.at[place.rows[:, None], depth[None, :]], _both(place.is_row, is_deep))
@@ -146,7 +146,7 @@ def _add_chunk(
 
 
 def _both(is_first: jax.Array, is_second: jax.Array | None) -> jax.Array:
-    """The mask of a tile, of those of its rows and of its columns."""
+    """Return the mask of a tile, from those of rows and columns."""
     return is_first[:, None] if is_second is None else is_first[:, None] & is_second[None, :]
 
 
@@ -162,13 +162,13 @@ def _scaled(
 
 
 def _load(at: Any, mask: jax.Array) -> jax.Array:
-    """What is there, and zeros where the mask is not; Triton makes no float of 8 bits of a whole number."""
+    """Load, with zeros outside the mask; Triton cannot convert an integer zero to an 8-bit float."""
     numbers: jax.Array = plgpu.load(at, mask=mask, other=0.0 if jnp.issubdtype(at.dtype, jnp.floating) else 0)
     return numbers
 
 
 def _missing(form: ProductForm) -> float:
-    """What sums are multiplied by, for floats whose exponents are too small."""
+    """Return the correction factor of the sums, for floats whose exponents are too small."""
     if form.multiplied == _FP8:
         return 1.0
     of_rows = _MISSING["fp8"] if form.rows_are_fp8 else 1.0
@@ -176,12 +176,12 @@ def _missing(form: ProductForm) -> float:
 
 
 def _shifted(x: jax.Array, form: ProductForm) -> jax.Array:
-    """Rows of 8 bits that the tensor core does not take, which come as their bits, as floats of 16."""
+    """Convert rows of 8-bit floats that the tensor core does not take, given as bits, to 16-bit floats."""
     return _float16(x, 7) if form.rows_are_fp8 and form.multiplied != _FP8 else x
 
 
 def _numbers(words: jax.Array, lane: int, form: ProductForm) -> jax.Array:
-    """One number of each word; zero points can be taken off it."""
+    """Return one number of each word; zero points can be subtracted from it."""
     if form.are_pairs:
         words = words >> 8 if lane else (words << 8) >> 8  # with their sign
     if form.kind == "fp8" and form.multiplied != _FP8:
@@ -195,7 +195,7 @@ def _numbers(words: jax.Array, lane: int, form: ProductForm) -> jax.Array:
 
 
 def _float16(bits: jax.Array, shift: int, mask: int = 0x7F) -> jax.Array:
-    """Bits of a float, with its sign in front, as those of a float of 16 with its exponent's lowest bits."""
+    """Convert the bits of a float, sign first, to those of a 16-bit float with the same low exponent bits."""
     wide = bits.astype(jnp.int16)
     return lax.bitcast_convert_type((wide & -0x8000) | ((wide & mask) << shift), jnp.float16)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TileField(enum.IntEnum):
-    """The columns of a list of tiles; a tile that is not used has no rows."""
+    """Columns of a list of tiles; an unused tile has no rows."""
 
     MATRIX = 0
     FIRST_ROW = 1
@@ -20,22 +20,22 @@ class TileField(enum.IntEnum):
 
 
 def max_tiles(num_rows: int, num_matrices: int, tile_rows: int) -> int:
-    """The most that rows make: only the last tile of a matrix has room left."""
+    """Return the maximum number of tiles for rows: only a matrix's last tile is partly filled."""
     return max(1, min(num_rows, (num_rows + min(num_rows, num_matrices) * (tile_rows - 1)) // tile_rows))
 
 
 def list_tiles(counts_x: Int[Array, "X"], num_rows: int, tile_rows: int) -> Int[Array, "I 3"]:
-    """The tiles of rows of which so many in turn are each matrix's; those of a matrix are neighbours.
+    """Return the tiles of rows sorted by matrix; those of a matrix are adjacent.
 
     Args:
-        counts_x: int32, together at most `num_rows`.
-        num_rows: that there may be.
+        counts_x: int32, rows of each matrix, together at most `num_rows`.
+        num_rows: maximum number of rows.
         tile_rows: of a tile.
     """
     ends_x, tiles_x = jnp.cumsum(counts_x), -(-counts_x // tile_rows)
     tile_ends_x = jnp.cumsum(tiles_x)
     numbers_i = jnp.arange(max_tiles(num_rows, len(counts_x), tile_rows), dtype=jnp.int32)
-    # A search would be a loop of launches.
+    # A search would launch a loop of kernels.
     matrices_i = jnp.sum(tile_ends_x[None, :] <= numbers_i[:, None], axis=1, dtype=jnp.int32)
     is_used = matrices_i < len(counts_x)
     matrices_i = jnp.minimum(matrices_i, len(counts_x) - 1)

@@ -1,8 +1,8 @@
-"""The CPU kernel of sampling: core.cc samples a row, kernel.cc says which thread samples which rows.
+"""The CPU kernel of sampling: core.cc samples a row, kernel.cc distributes rows over threads.
 
-sampling.py  the call, and whether there is a library for it
-feed.py      masks that a program which runs is given by the host; feed.h is its side of it
+sampling.py  the call, and the check for a library
+feed.py      masks that the host supplies to a running program; feed.h is the program's side
 row.h        a row and the pass over it
-floors.h     what truncation leaves of it
-noise.h      what is drawn of that
+floors.h     truncation of a row
+noise.h      the draw from the remaining tokens
 """

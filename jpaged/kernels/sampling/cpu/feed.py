@@ -1,4 +1,4 @@
-"""Masks that the host gives to a program that runs, and the tokens that it draws under them; see feed.h."""
+"""Masks that the host supplies to a running program, and the tokens that it samples with them; see feed.h."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TIMEOUT_MS = 50
 
 @dataclass(slots=True)
 class Feed:
-    """An open feed. Used by one thread at a time.
+    """An open mask channel. Used by one thread at a time.
 
     Attributes:
-        number: by which a program names it; above 0.
-        num_rows: rows of its masks (R).
+        number: its name for a program; above 0.
+        num_rows: rows of the masks (R).
         num_words: words of a mask (W).
     """
 
@@ -30,28 +30,31 @@ class Feed:
 
     @classmethod
     def open(cls, num_rows: int, num_words: int) -> Feed:
-        """A feed of its own for a program that is about to start."""
+        """Open a channel for a program that is about to start."""
         return cls(_functions().jpaged_feed_open(num_rows, num_words), num_rows, num_words)
 
     def give(self, mask_rw: NDArray[np.int32], verdict: int) -> None:
-        """Gives the next step its masks, which are copied.
+        """Send the masks of the next step, which are copied.
 
         Raises:
-            ValueError: they are of another shape or type.
+            ValueError: they have another shape or type.
         """
         if mask_rw.shape != (self.num_rows, self.num_words) or mask_rw.dtype != np.int32:
             raise ValueError(f"masks are {mask_rw.dtype}{mask_rw.shape}, not int32{(self.num_rows, self.num_words)}")
         _functions().jpaged_feed_give(self.number, np.ascontiguousarray(mask_rw).ctypes.data, verdict)
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]] | None:
-        """The tokens of the step that was given masks last, and which are sound, `[R]` each; None after a while."""
+        """Return the sampled tokens of the latest step with masks, and whether logits were finite, `[R]` each.
+
+        Return None on timeout.
+        """
         drawn_2r = np.empty((2, self.num_rows), np.int32)
         if not _functions().jpaged_feed_wait(self.number, drawn_2r.ctypes.data, _TIMEOUT_MS):
             return None
         return drawn_2r[0], drawn_2r[1] != 0
 
     def close(self) -> None:
-        """Ends it: a step that waits is void. Idempotent."""
+        """Close the channel: a waiting step becomes void. Idempotent."""
         _functions().jpaged_feed_close(self.number)
 
 

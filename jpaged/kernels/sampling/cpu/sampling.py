@@ -1,8 +1,8 @@
-"""Rows of logits to tokens, and to what the model's own distribution says of them, in one call.
+"""Rows of logits to tokens, and optionally to their log-probabilities, in one call.
 
-What becomes of a row is a function of that row alone, to the last bit: neither the other rows, nor the threads, nor
-what else is told of it show in its token. The noise has the bits of the specification, which takes other logarithms of
-them: where rounding decides between two tokens, and there alone, the two may differ.
+The result of a row is a function of that row alone, to the last bit. Its token depends neither on the other rows, nor
+on threads, nor on the requested log-probabilities. The noise has the bits of the specification, which uses other
+logarithms: only if rounding decides between two tokens may the two differ.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _ARGUMENTS = (
     *("temperature_r", "top_k_r", "top_p_r", "min_p_r"),
     *("seeds_r2", "sequence_indices_r", "positions_r", "banned_token_ids_rx"),
 )
-"""What the function takes of `RowSampling`, in its order."""
+"""The function's arguments from `RowSampling`, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuSampling:
-    """The library's function, as XLA knows it: a `jpaged.kernels.sampling.SamplingKernel`.
+    """The library's function, as registered with XLA: a `jpaged.kernels.sampling.SamplingKernel`.
 
     Attributes:
-        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
-        max_threads: of XLA's pool, at most; 0 is all.
+        max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
+        max_threads: maximum threads of XLA's pool; 0 is all.
     """
 
     max_width: int = MAX_WIDTH
@@ -43,13 +43,13 @@ class CpuSampling:
     def sample(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
     ) -> Sampled:
-        """Samples a token a row."""
+        """Sample a token per row."""
         return self._sample(logits_rv, how, jnp.zeros(2, jnp.int32), has_logprobs=has_logprobs, num_top=num_top)[0]
 
     def sample_fed(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, number: Int[Array, ""], step: Int[Array, ""]
     ) -> tuple[Sampled, Int[Array, ""]]:
-        """Samples a token a row, of those that a feed gives to a step."""
+        """Sample a token per row, from those that the mask channel allows in a step."""
         sampled, verdict_1 = self._sample(logits_rv, how, jnp.stack([number, step]), has_logprobs=False, num_top=0)
         return sampled, verdict_1[0]
 
@@ -72,6 +72,6 @@ class CpuSampling:
 
 @functools.cache
 def kernel() -> CpuSampling | str:
-    """The package's own kernel, or why there is none."""
+    """Return the package's kernel, or the reason why there is none."""
     found = register("sample")
     return found if isinstance(found, str) else CpuSampling()

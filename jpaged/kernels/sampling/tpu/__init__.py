@@ -1,5 +1,5 @@
 """The TPU kernel of sampling, in Pallas Mosaic.
 
-sampling.py  the call, and what is prepared for it
+sampling.py  the call, and the preparation of the inputs
 kernel.py    the kernel
 """

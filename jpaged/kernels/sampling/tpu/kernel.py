@@ -1,16 +1,16 @@
-"""The Mosaic kernel behind sampling on TPUs: rows of logits are read once, and all passes over them stay on the chip.
+"""The Mosaic kernel of sampling on TPUs: rows of logits are read once, and all passes over them stay on the chip.
 
     grid step g     logits of 8 rows ──► scaled by the temperature, banned tokens at minus infinity
-                    the next 8 rows  ──► on their way meanwhile
+                    the next 8 rows  ──► in flight
 
     scaled  | first half of the vocabulary, padded | second half, padded |      a row a sublane, a token a lane
 
-Tokens v and v + half take their noise from the two words of one threefry block, so they lie at equal places of the two
+Tokens v and v + half take their noise from the two words of one threefry block, so they are at equal places of the two
 halves. Padding is minus infinity. A row's state is kept in all 128 lanes at once.
 
-Each pass sums a row lane by lane in a fixed order, and then the lanes: what becomes of a row is a function of it alone.
-Thresholds are searched between bounds; a search ends when no row of the group can change what it keeps, and what
-no row of the group asks for is not run.
+Each pass sums a row lane by lane in a fixed order, and then the lanes: a row's result depends only on that row.
+Thresholds are searched between bounds. A search ends when no row of the group can change its kept tokens. Stages that
+no row of the group needs are skipped.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ LANES = 128
 ROWS = 8
 """Rows of a group."""
 PASS = 64 * LANES
-"""Columns of one turn of a pass: what a turn costs besides is what 8 vectors cost."""
+"""Columns of one turn of a pass, whose overhead equals the cost of 8 vectors."""
 DRAW = 8 * LANES
-"""Columns of each half in one turn of what is not a pass."""
+"""Columns of each half in one turn of loops other than passes."""
 _NUM_SUMS = 8
-_NUM_VALUE_HALVINGS = 16  # then of the bits: 32 at most
+_NUM_VALUE_HALVINGS = 16  # then of the bits: at most 32
 _NUM_HALVINGS = _NUM_VALUE_HALVINGS + 32
 
-_SHAPE = ROWS, LANES  # a number a row, in all lanes
+_SHAPE = ROWS, LANES  # a number per row, in all lanes
 
 SAMPLES, TRUNCATES_COUNT, TRUNCATES_SHARE = 1, 2, 4
 """Bits of a group's flags: a row has a temperature, a top_k, a top_p."""
 FIELDS = ("temperature", "is_greedy", "top_k", "top_p", "reach", "log_min_p", "key_high", "key_low")
 """Words of a row, in order; float32 as their bits. `reach`: how far below the largest a top_p below 1 can reach."""
 RESULTS = ("token", "num_unsound", "rank", "logprob", "log_total")
-"""Words of a row that come back, in order."""
+"""Result words of a row, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a call is compiled for.
+    """Compile-time constants of a call.
 
     Attributes:
         vocab_size: V.
-        has_logprobs: the token's log-probability and rank are wanted, too.
+        has_logprobs: also return the token's log-probability and rank.
         vmem_limit_bytes: for the compiler.
     """
 
@@ -70,27 +70,27 @@ class Plan:
 
     @property
     def half_width(self) -> int:
-        """Columns of a half with its padding: half a turn of a pass divides them."""
+        """Columns of a half with its padding: a multiple of half a turn of a pass."""
         return -(-self.half // (PASS // 2)) * (PASS // 2)
 
     @property
     def block_width(self) -> int:
-        """Columns that are read: beyond the second half, and the part of a vector before it."""
+        """Columns that are read: up to the end of the padded second half, including the start of the first vector."""
         return self.half // LANES * LANES + self.half_width + LANES
 
     @property
     def vmem_bytes(self) -> int:
-        """Two groups of logits, the scaled ones and their weights."""
+        """Bytes of two groups of logits, the scaled ones and their weights."""
         return 4 * ROWS * (2 * self.block_width + 4 * self.half_width)
 
 
 class Scalars(NamedTuple):
-    """What lies in scalar memory.
+    """Arguments in scalar memory.
 
     Attributes:
         flags: of each group.
-        num_banned: of each row, how many of its places in `banned` are in use.
-        banned: tokens, as many places a row; those outside of the vocabulary are none.
+        num_banned: of each row, the number of places in `banned` in use.
+        banned: tokens, a fixed number of places per row; those outside the vocabulary are ignored.
     """
 
     flags: Any
@@ -103,11 +103,11 @@ class _Group:
     """A group's rows in vector memory.
 
     Attributes:
-        plan: what it is compiled for.
+        plan: compile-time constants.
         fields_ref: [8, 128] int32.
-        logits_ref: [8, block_width], as they came.
+        logits_ref: [8, block_width], the original logits.
         scaled_ref: [8, 2 * half_width], divided by the temperature.
-        weights_ref: the same shape: exp(scaled - largest) of what is left.
+        weights_ref: the same shape: exp(scaled - largest) of the remaining tokens.
     """
 
     plan: Plan
@@ -117,30 +117,30 @@ class _Group:
     weights_ref: Any
 
     def words(self, name: str) -> jax.Array:
-        """An int32 field of each row."""
+        """Return an int32 field of each row."""
         i = FIELDS.index(name)
         return jnp.broadcast_to(self.fields_ref[:, i : i + 1], _SHAPE)
 
     def numbers(self, name: str) -> jax.Array:
-        """A float32 field of each row."""
+        """Return a float32 field of each row."""
         return lax.bitcast_convert_type(self.words(name), jnp.float32)
 
     def full(self, value: float) -> jax.Array:
-        """The same float32 for all rows."""
+        """Return the same float32 for all rows."""
         return jnp.full(_SHAPE, value, jnp.float32)
 
     def lanes(self) -> jax.Array:
-        """The number of each lane."""
+        """Return the index of each lane."""
         return lax.broadcasted_iota(jnp.int32, _SHAPE, 1)
 
     def over_scaled(self, take: Callable[[jax.Array, jax.Array], jax.Array], init: jax.Array) -> list[jax.Array]:
-        """Folds the scaled logits into `_NUM_SUMS` separate states."""
+        """Fold the scaled logits into `_NUM_SUMS` separate states."""
         return self._over((self.scaled_ref,), take, init)
 
     def over_weighed(
         self, take: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], init: jax.Array
     ) -> list[jax.Array]:
-        """Folds the scaled logits and their weights, alike."""
+        """Fold the scaled logits and their weights in the same way."""
         return self._over((self.scaled_ref, self.weights_ref), take, init)
 
     def _over(self, refs: tuple[Any, ...], take: Callable[..., jax.Array], init: jax.Array) -> list[jax.Array]:
@@ -155,7 +155,7 @@ class _Group:
         return list(lax.fori_loop(0, 2 * self.plan.half_width // PASS, turn, (init,) * _NUM_SUMS))
 
     def over_logits(self, take: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], init: jax.Array) -> jax.Array:
-        """Folds the logits as they came, with their tokens; minus infinity behind the last."""
+        """Fold the original logits, with their tokens; minus infinity after the last."""
         plan = self.plan
         width = -(-plan.vocab_size // LANES) * LANES
 
@@ -169,7 +169,7 @@ class _Group:
 
 
 def _sum(parts: list[jax.Array]) -> jax.Array:
-    """The sum of each row, in all lanes."""
+    """Return the sum of each row, in all lanes."""
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return jnp.broadcast_to(jnp.sum(parts[0], axis=1, keepdims=True), parts[0].shape)
@@ -184,18 +184,18 @@ def _min(x: jax.Array) -> jax.Array:
 
 
 def keys(x: jax.Array) -> jax.Array:
-    """Integers in the order of the floats."""
+    """Return integers in the order of the floats."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _floats(keys: jax.Array) -> jax.Array:
-    """The inverse of `keys`."""
+    """Return the floats of integers; the inverse of `keys`."""
     return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
 
 
 def _scale(group: _Group) -> jax.Array:
-    """Fills `scaled_ref`; how many logits of each row are NaN or plus infinity."""
+    """Fill `scaled_ref`; return the number of NaN and plus infinity among each row's logits."""
     plan, skip = group.plan, group.plan.half % LANES
     temperature, lanes = group.numbers("temperature"), group.lanes()
 
@@ -227,7 +227,7 @@ def _scale(group: _Group) -> jax.Array:
 
 
 def _ban(group: _Group, scalars: Scalars, first_row: jax.Array) -> None:
-    """Writes minus infinity over the banned tokens of each row."""
+    """Write minus infinity over the banned tokens of each row."""
     plan = group.plan
     width = scalars.banned.shape[0] // scalars.num_banned.shape[0]
 
@@ -247,7 +247,7 @@ def _ban(group: _Group, scalars: Scalars, first_row: jax.Array) -> None:
 
 
 _Search = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-"""Halvings that were made, keys low and high, their totals."""
+"""Number of halvings, keys low and high, their totals."""
 
 
 def search(
@@ -257,13 +257,13 @@ def search(
     need: jax.Array,
     is_settled: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """A threshold that leaves what the largest one with a total of at least `need` leaves.
+    """Return a threshold that keeps the same tokens as the largest one with a total of at least `need`.
 
     Args:
-        low: keys, whose totals suffice.
-        high: keys, whose totals do not; a row whose bounds are neighbours is settled.
-        total_at: of the thresholds, each row's; never grows with them.
-        need: each row's.
+        low: keys whose totals suffice.
+        high: keys whose totals do not; a row with adjacent bounds is settled.
+        total_at: returns each row's total for thresholds; decreases monotonically.
+        need: of each row.
         is_settled: (threshold low, its total, that of high) -> no value between the two is another threshold.
     """
 
@@ -293,15 +293,15 @@ def search(
 
 
 def has_one_between(weight: jax.Array, total: jax.Array, total_low: jax.Array, total_high: jax.Array) -> jax.Array:
-    """Whether one token lies between two thresholds, of the lower of which this is the weight.
+    """Return True if only one token is between two thresholds, the lower of which has this weight.
 
-    Two would weigh twice that at least. A weight in which rounding could hide another is not asked.
+    Two would weigh at least twice that. Returns False for weights so small that rounding could hide another token.
     """
     return (weight > 1e-4 * total) & (total_low - total_high < 1.5 * weight)
 
 
 def _floor_of_count(group: _Group, largest: jax.Array, bound: jax.Array) -> jax.Array:
-    """What leaves the top_k largest and those that tie with the last; minus infinity where all are kept."""
+    """Return the threshold of the top_k largest and of ties with the last; minus infinity if all are kept."""
     top_k = group.words("top_k")
     is_wanted = top_k < group.plan.vocab_size
     need = top_k.astype(jnp.float32)
@@ -317,7 +317,10 @@ def _floor_of_count(group: _Group, largest: jax.Array, bound: jax.Array) -> jax.
 
 
 def _floor_of_share(group: _Group, largest: jax.Array, floor: jax.Array) -> jax.Array:
-    """What leaves the smallest set of the likeliest whose share is top_p; minus infinity where all are kept."""
+    """Return the threshold of the smallest set of likeliest tokens with a share of top_p.
+
+    It is minus infinity if all are kept.
+    """
     top_p = group.numbers("top_p")
     is_wanted = top_p < 1
 
@@ -347,18 +350,18 @@ def _floor_of_share(group: _Group, largest: jax.Array, floor: jax.Array) -> jax.
 
 
 def _gumbel(bits: jax.Array) -> jax.Array:
-    """`noise`'s exponentials of these bits, as -log of them."""
-    # Halves are exact as floats, their sum is rounded once: what a conversion of the unsigned word gives.
+    """Return the negative logarithm of `noise`'s exponentials of these bits."""
+    # Halves are exact as floats, and their sum is rounded once, as in a conversion of the unsigned word.
     high, low = (lax.bitcast_convert_type(part, jnp.int32) for part in (bits >> 16, bits & 0xFFFF))
     whole = high.astype(jnp.float32) * 65536.0 + low.astype(jnp.float32)
     u = jnp.minimum((whole + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    # Small u decide a sample, for which 1 - u has few digits.
+    # Small u decide a sample; for them 1 - u has few digits.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))
     return -jnp.log(jnp.where(u < 2.0**-6, series, -jnp.log(1 - u)))
 
 
 def _draw(group: _Group, floor: jax.Array, *, has_noise: bool) -> jax.Array:
-    """Each row's token: the largest of what is not below the floor, noise added; of equals the lowest."""
+    """Return each row's token: the largest noisy logit not below the floor; of equals the lowest token."""
     plan, lanes = group.plan, group.lanes()
     key_high, key_low = (lax.bitcast_convert_type(group.words(name), jnp.uint32) for name in ("key_high", "key_low"))
     is_greedy = group.words("is_greedy") != 0
@@ -393,7 +396,7 @@ def _draw(group: _Group, floor: jax.Array, *, has_noise: bool) -> jax.Array:
 
 
 def _tell(group: _Group, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rank, log-probability and the logarithm of the sum, of the logits as they came."""
+    """Return rank, log-probability and the logarithm of the sum, of the original logits."""
     lowest, zero = group.full(-jnp.inf), group.full(0)
     largest = _max(group.over_logits(lambda m, x, _: jnp.maximum(m, x), lowest))
     chosen = _max(group.over_logits(lambda m, x, ids: jnp.where(ids == token, x, m), lowest))
@@ -407,7 +410,7 @@ def _kernel(scalars: Scalars, group: _Group, results_ref: Any) -> None:
     i = pl.program_id(0)
     flags = scalars.flags[i]
     lanes, told = group.lanes(), dict(zip(RESULTS, range(len(RESULTS)), strict=True))
-    # Told at once: it would take a register until the end.
+    # Written at once: it would occupy a register until the end.
     results_ref[...] = jnp.where(lanes == told["num_unsound"], _scale(group).astype(jnp.int32), 0)
     _ban(group, scalars, i * ROWS)
     parts = group.over_scaled(jnp.maximum, group.full(-jnp.inf))
@@ -434,13 +437,13 @@ def _kernel(scalars: Scalars, group: _Group, results_ref: Any) -> None:
 
 
 def call(scalars: Scalars, fields_rf: jax.Array, logits_rv: jax.Array, plan: Plan) -> jax.Array:
-    """Runs the kernel; `RESULTS` of each row, of groups that are whole.
+    """Run the kernel; returns `RESULTS` of each row, for whole groups.
 
     Args:
         scalars: of all groups.
         fields_rf: [groups * 8, 128], `FIELDS`.
         logits_rv: float32.
-        plan: what it is compiled for.
+        plan: compile-time constants.
     """
     num_groups = scalars.flags.shape[0]
     of_group = pl.BlockSpec(_SHAPE, lambda g, *_: (g, 0))
@@ -462,7 +465,7 @@ def call(scalars: Scalars, fields_rf: jax.Array, logits_rv: jax.Array, plan: Pla
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=plan.vmem_limit_bytes,
-            disable_bounds_checks=True,  # the loops' bounds are static, and a banned token is looked at first
+            disable_bounds_checks=True,  # the loops' bounds are static, and banned tokens are checked
         ),
         name="sample",
     )(*scalars, fields_rf, logits_rv)

@@ -1,4 +1,4 @@
-"""Sampling on TPUs as one call: what the kernel takes and gives, and what XLA does around it."""
+"""Sampling on TPUs as one call: the kernel's inputs and outputs, and the operations of XLA around it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 _VMEM_BYTES = 48 * 2**20  # of 64 MiB, the least of the generations since v5e
-_VMEM_BUDGET_BYTES = 44 * 2**20  # the rest is the compiler's
-_REACHABLE = 1e-4  # of the share that top_p leaves out; below that rounding would matter
+_VMEM_BUDGET_BYTES = 44 * 2**20  # the rest is left to the compiler
+_REACHABLE = 1e-4  # minimum share that top_p excludes; below that rounding would matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class TpuSampling:
     def sample(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
     ) -> Sampled:
-        """Samples a token a row."""
+        """Sample a token per row."""
         num_rows, vocab_size = logits_rv.shape
         plan = plan_of(vocab_size, has_logprobs=has_logprobs)
         if isinstance(plan, str):
@@ -62,7 +62,7 @@ class TpuSampling:
 
 
 def plan_of(vocab_size: int, *, has_logprobs: bool) -> kernel.Plan | str:
-    """How a call is cut, or why it cannot be."""
+    """Return the plan of a call, or why there is none."""
     plan = kernel.Plan(vocab_size, has_logprobs, _VMEM_BYTES)
     if plan.vmem_bytes > _VMEM_BUDGET_BYTES:
         need, budget = plan.vmem_bytes >> 20, _VMEM_BUDGET_BYTES >> 20
@@ -71,13 +71,13 @@ def plan_of(vocab_size: int, *, has_logprobs: bool) -> kernel.Plan | str:
 
 
 def unsupported_reason(vocab_size: int) -> str | None:
-    """Why there is no kernel for it, or None."""
+    """Return why there is no kernel for it, or None."""
     plan = plan_of(vocab_size, has_logprobs=True)
     return plan if isinstance(plan, str) else None
 
 
 def _flags(how: RowSampling, vocab_size: int) -> Int[Array, "G"]:
-    """What each group of rows needs."""
+    """Return the flags of each group of rows."""
     asked = (
         (kernel.SAMPLES, how.temperature_r > 0),
         (kernel.TRUNCATES_COUNT, how.top_k_r < vocab_size),
@@ -93,10 +93,10 @@ def _flags(how: RowSampling, vocab_size: int) -> Int[Array, "G"]:
 
 
 def _fields(how: RowSampling, vocab_size: int) -> Int[Array, "R 128"]:
-    """`kernel.FIELDS` of each row, as bits. A greedy row is told to keep all: its floor is its largest."""
+    """Return `kernel.FIELDS` of each row, as bits. A greedy row keeps all tokens: its floor is its largest logit."""
     is_greedy_r = how.temperature_r == 0
     left_out_r = 1 - how.top_p_r
-    # Tokens further below weigh less than what top_p leaves out, all of them together; e is the margin.
+    # All tokens further below together weigh less than the share that top_p excludes; the margin is a factor of e.
     reach_r = jnp.where(left_out_r >= _REACHABLE, jnp.log(vocab_size / left_out_r) + 1, jnp.inf)
     key_high_r1, key_low_r1 = noise.row_keys(how.seeds_r2, how.sequence_indices_r, how.positions_r)
     fields = {

@@ -1,8 +1,8 @@
-"""DeepSeek-V2 and V3 (2024): attention over latents, of which a token keeps one, and experts chosen by groups.
+"""DeepSeek-V2 and V3 (2024): multi-head latent attention, with one latent per token, and experts chosen by groups.
 
-config.py   what they read of a config.json
+config.py   their fields of config.json
 modules.py  attention whose keys and values are latents
-leaves.py   the leaves of its parameters: axes, and tensors in a checkpoint
+leaves.py   the leaves of the parameters: axes, and tensors in a checkpoint
 """
 
 from jpaged.models.decoder.leaves import outer_leaves

@@ -1,4 +1,4 @@
-"""The shape of a DeepSeek model, and what it is read from."""
+"""The shape of a DeepSeek model, and its fields of config.json."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from jpaged.models.rope.config import RopeConfig
 
 _NO_EFFECT = ("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size", *TRAINING)
 _LATER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Layers that predict tokens further ahead, for drafts: their tensors are left where they are."""
+"""Keys of layers that predict tokens further ahead, for drafts: their tensors are not loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
-    """A decoder whose attention sees latents: one key for all query heads, of `head_dim` = latent_dim + rope_dim.
+    """A decoder with latent attention: one key for all query heads, of `head_dim` = latent_dim + rope_dim.
 
     Attributes:
-        query_rank: width through which queries are projected; None projects them at once.
-        latent_dim: numbers of a latent from which all heads' keys and values are made.
-        nope_dim: numbers of a query head that meet those keys.
-        rope_dim: numbers of a query head, and of a latent, that are rotated.
+        query_rank: rank of the query projection; None is a single full projection.
+        latent_dim: size of a latent, from which all heads' keys and values are computed.
+        nope_dim: dimensions of a query head that are not rotated.
+        rope_dim: dimensions of a query head, and of a latent's key, that are rotated.
         v_head_dim: of a head's value.
-        is_interleaved: neighbouring dimensions are rotated against each other in the checkpoint, not halves.
+        is_interleaved: the checkpoint rotates neighboring dimensions against each other, not halves.
     """
 
     query_rank: int | None
@@ -45,7 +45,7 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def value_dim(self) -> int:
-        """See `ModelConfig`: what is attended to are latents, and heads' values are made of sums of them."""
+        """See `ModelConfig`. Attention reads latents, and heads' values are computed from sums of them."""
         return self.latent_dim
 
     @property
@@ -56,7 +56,7 @@ class DeepseekConfig(DecoderConfig):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What distinguishes the two, fixed in code.
+    """The differences between V2 and V3, fixed in code.
 
     Attributes:
         has_choice_bias: experts are chosen by sigmoids with a bias, and groups by their two best; else by a softmax,
@@ -104,7 +104,7 @@ class Variant:
         )
 
     def _refuse(self, fields: JsonFields, num_heads: int) -> None:
-        """Refuses what is not computed."""
+        """Refuse settings that are not supported."""
         fields.only("hidden_act", "silu", "swish", why="experts with another activation than silu are not supported")
         fields.only("num_key_value_heads", num_heads, why="all query heads see the same latents")
         fields.only("attention_bias", False, why="biases in attention are not supported")
@@ -186,7 +186,7 @@ def _query_rank(fields: JsonFields) -> int | None:
 
 
 def _groups(fields: JsonFields) -> tuple[int, int]:
-    """(groups, of which experts are chosen from so many), of DeepSeek-V2."""
+    """Read (groups, groups that a row may choose experts from), of DeepSeek-V2."""
     method = fields.text("topk_method", "greedy")
     if method == "greedy":
         fields.ignore(("n_group", "topk_group"))
@@ -197,7 +197,7 @@ def _groups(fields: JsonFields) -> tuple[int, int]:
 
 
 def _yarn_scale(rope: RopeConfig) -> float:
-    """What scores are multiplied by where YaRN stretches positions, beside what its cosines have."""
+    """Return the factor of attention scores for YaRN, in addition to the factor in its cosines."""
     weight: Any = rope.mscale_all_dim
     if rope.kind != "yarn" or weight is None or rope.factor <= 1:
         return 1.0

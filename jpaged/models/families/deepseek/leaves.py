@@ -1,7 +1,7 @@
-"""The leaves of attention over latents, and the tensors that they are in a checkpoint.
+"""The leaves of latent attention, and their tensors in a checkpoint.
 
-Heads' keys and values are published as one projection of latents. Here it is two: that of keys is applied to queries,
-and that of values to what attention gives, so that neither is made for any token.
+Checkpoints have heads' keys and values as one projection of latents. Here it is two: that of keys is applied to
+queries, and that of values to the output of attention, so that neither is computed for any token.
 
     kv_b_proj [H * (N + V), R]  ->  key_up [H, N, R]      q k = q (key_up c) = (q key_up) c
                                     value_up [H, R, V]    sum of p v = (sum of p c) value_up
@@ -49,7 +49,7 @@ def _norm(part: str, name: str, width: int) -> Leaf:
 
 
 def _queries(config: DeepseekConfig, name: str, width: int) -> Leaf:
-    """The projection of queries `[H * (N + R), width]` -> `[width, H * (N + R)]`."""
+    """Return the projection of queries `[H * (N + R), width]` -> `[width, H * (N + R)]`."""
     num_heads, dim = config.num_heads, config.nope_dim + config.rope_dim
     order = _rotated_by_halves(config, config.nope_dim)
 
@@ -63,7 +63,7 @@ def _queries(config: DeepseekConfig, name: str, width: int) -> Leaf:
 
 
 def _latents(config: DeepseekConfig, name: str) -> Leaf:
-    """The projection of latents `[D, E]` -> `[E, D]`."""
+    """Return the projection of latents `[D, E]` -> `[E, D]`."""
     width, order = config.hidden_size, _rotated_by_halves(config, config.latent_dim)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
@@ -75,7 +75,7 @@ def _latents(config: DeepseekConfig, name: str) -> Leaf:
 
 
 def _ups(config: DeepseekConfig, name: str) -> list[Leaf]:
-    """The two parts of one tensor."""
+    """Return the two leaves of one tensor."""
     num_heads, rank, nope, v_dim = config.num_heads, config.latent_dim, config.nope_dim, config.v_head_dim
     tensors, axes = ((name, (num_heads * (nope + v_dim), rank)),), ("heads", None, None)
 
@@ -93,7 +93,7 @@ def _ups(config: DeepseekConfig, name: str) -> list[Leaf]:
 
 
 def _rotated_by_halves(config: DeepseekConfig, first: int) -> np.ndarray:
-    """The order of dimensions in which those from the first on are rotated half against half; see `rotated_first`."""
+    """Return an order of dimensions in which those from `first` on rotate half against half; see `rotated_first`."""
     rotated = np.arange(config.rope_dim)
     if config.is_interleaved:
         rotated = np.concatenate((rotated[::2], rotated[1::2]))

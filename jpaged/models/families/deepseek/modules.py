@@ -1,4 +1,4 @@
-"""Attention over latents: one key for all query heads, which begins with what all their values are made of."""
+"""Latent attention: one key for all query heads; its first part also yields their values."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from jpaged.models.rope import angles as rope
 from jpaged.models.stack import LayerPlace
 
 _EPS = 1e-6
-"""Added to the mean square in the norms within attention, whatever config.json says of the others."""
+"""Added to the mean square in the norms within attention, whatever config.json has for the others."""
 
 
 class LatentAttention(nnx.Module):
     """Projections around an injected attention, whose keys are latents.
 
-    A head's key is `key_up` times the latent, and a rotated part that all heads share. Its score is the query's with
-    both, and so that of the query times `key_up` with the latent: only latents are kept, as DeepSeek-V2 (2024) has it.
+    A head's key is `key_up` times the latent, and a rotated part that all heads share. The query's score with both
+    equals that of the query times `key_up` with the latent: so only latents are stored, as in DeepSeek-V2 (2024).
     """
 
     def __init__(self, config: DeepseekConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
         width, num_heads, rank = config.hidden_size, config.num_heads, config.query_rank
         self.q_down = None if rank is None else Linear(width, (rank,), False, dtype, rngs)
         self.q_norm = None if rank is None else RMSNorm(rank, _EPS, dtype)
-        # One axis for all heads: TPUs would copy a stack of heads that are no multiple of 128 wide.
+        # One axis for all heads: TPUs would copy a stack of heads whose width is no multiple of 128.
         self.q = Linear(rank or width, (num_heads * (config.nope_dim + config.rope_dim),), False, dtype, rngs)
         self.kv_down = Linear(width, (config.head_dim,), False, dtype, rngs)
         self.kv_norm = RMSNorm(config.latent_dim, _EPS, dtype)
@@ -44,7 +44,7 @@ class LatentAttention(nnx.Module):
     def attend(
         self, x_te: jax.Array, norm: Norm, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
-        """What the heads find, `[T, H * V]`, and the carry."""
+        """Return the heads' outputs `[T, H * V]`, and the carry."""
         assert place.kind.rope is not None
         angles, rows = shared.angles[place.kind.rope], shared.rows
         q_te, q_norm = x_te, norm
@@ -65,13 +65,13 @@ class LatentAttention(nnx.Module):
 
 
 def _of_each_head(x_thi: jax.Array, matrix_hio: jax.Array) -> jax.Array:
-    """`[T, H, in]` times a matrix for each head, in x's type."""
+    """Multiply `[T, H, in]` with a matrix for each head, in x's type."""
     y_hto = accumulate(x_thi, matrix_hio, ((2,), (1,)), ((1,), (0,)))
     return y_hto.swapaxes(0, 1).astype(x_thi.dtype)
 
 
 class LatentLayer(DecoderLayer):
-    """A decoder's layer with attention over latents."""
+    """A decoder's layer with latent attention."""
 
     @staticmethod
     def make_attention(config: Any, dtype: np.dtype, rngs: nnx.Rngs) -> LatentAttention:

@@ -1,8 +1,8 @@
 """The OPT family (Zhang et al. 2022): learned positions, layer norms, a plain feed-forward.
 
-config.py   what it reads of a config.json
-modules.py  one layer, and what is around the layers
-leaves.py   the leaves of its parameters: axes, and tensors in a checkpoint
+config.py   its fields of config.json
+modules.py  one layer, and the modules around the layers
+leaves.py   the leaves of the parameters: axes, and tensors in a checkpoint
 """
 
 from jpaged.models.families.opt.config import OptConfig, read, to_hf

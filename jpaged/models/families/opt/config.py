@@ -1,4 +1,4 @@
-"""The shape of an OPT model, all of which a config.json says."""
+"""The shape of an OPT model, as in config.json."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jpaged.models.json_fields import JsonFields
 Activation = Literal["relu", "gelu"]
 
 POSITION_OFFSET = 2
-"""Rows of the positional embedding before that of position 0."""
+"""Rows of the position embedding before that of position 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptConfig(ModelConfig):
-    """An OPT model: learned positions, layer norms, a plain feed-forward, as many key/value heads as query heads.
+    """An OPT model: learned positions, layer norms, a plain feed-forward, and full multi-head attention.
 
     Attributes:
-        embed_size: width of the embedding; where it is not hidden_size, matrices lead into the layers and out of them.
+        embed_size: width of the embedding; if it differs from hidden_size, projections connect it to the layers.
         activation: between the two matrices of the feed-forward.
-        norm_first: layers normalise what goes into attention and feed-forward; else what comes out, with the residual.
+        norm_first: norms are before attention and feed-forward; otherwise after each residual sum.
         final_norm: a norm after the last layer.
         norm_affine: norms have scales and biases.
         use_bias: biases in attention and feed-forward.
@@ -38,7 +38,7 @@ class OptConfig(ModelConfig):
 
 def read(fields: JsonFields, architecture: str) -> OptConfig:
     """See `Family`."""
-    # What a pipeline puts before a prompt, and a note on how the checkpoint was converted: transformers reads neither.
+    # A pipeline's prompt prefix, and a note of the checkpoint's conversion: transformers reads neither.
     fields.ignore(("prefix", "output_projection"))
     hidden_size, num_heads = (
         fields.integer("hidden_size", maximum=MAX_WIDTH),

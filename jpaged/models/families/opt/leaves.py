@@ -1,4 +1,4 @@
-"""The leaves of an OPT model's tree, and the tensors that they are in a checkpoint."""
+"""The leaves of an OPT model's tree, and their tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jpaged.models.leaves import (
 
 
 def name_prefix(stored: Iterable[str]) -> str:
-    """See `Family`. Checkpoints that were saved without their head lack the outer `model.`."""
+    """See `Family`. Checkpoints saved without their head lack the outer `model.`."""
     is_bare = {name.partition(".")[0] for name in stored} - {"lm_head"} == {"decoder"}
     return "decoder." if is_bare else "model.decoder."
 

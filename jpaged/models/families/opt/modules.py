@@ -1,4 +1,4 @@
-"""The modules of the OPT family: one layer, and what is around the layers."""
+"""The modules of the OPT family: one layer, and the modules around the layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x_te: jax.Array, rows: Rows, *, norm: LayerNorm | None, norm_after: LayerNorm | None
     ) -> jax.Array:
-        """`[T, E]` to `[T, E]`, with the residual sum."""
+        """Map `[T, E]` to `[T, E]`, with the residual sum."""
         inner_tf = activate(self.up(x_te, rows, norm=norm), self.activation)
         return self.down(inner_tf, rows, residual=x_te, norm_after=norm_after)
 
@@ -58,7 +58,7 @@ class OptLayer(nnx.Module):
     def __call__(
         self, x_te: jax.Array, rows: Rows, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
-        """One layer over packed tokens; attend, carry and place as in `Model.run`."""
+        """Run one layer over packed tokens; attend, carry and place as in `Model.run`."""
         attention_norm, mlp_norm = self.attention_norm, self.mlp_norm
         before = (attention_norm, mlp_norm) if self.norm_first else (None, None)
         after = (None, None) if self.norm_first else (attention_norm, mlp_norm)
@@ -69,9 +69,9 @@ class OptLayer(nnx.Module):
 
 
 class OptEnds(Ends):
-    """The embeddings of tokens and positions, a norm where there is one, and the output matrix.
+    """The embeddings of tokens and positions, an optional final norm, and the output matrix.
 
-    Where the embedding is narrower than the layers, matrices lead into them and out of them.
+    If the embedding is narrower than the layers, projections connect the two.
     """
 
     def __init__(self, config: OptConfig, dtype: np.dtype, keys: EndsKeys) -> None:
@@ -88,7 +88,7 @@ class OptEnds(Ends):
         self.norm = LayerNorm(width, _NORM_EPS, config.norm_affine, dtype) if config.final_norm else None
 
     def begin(self, tokens: TokenBatch) -> tuple[jax.Array, Rows]:
-        """See `Ends`; layers share what the rows are."""
+        """See `Ends`. Layers share the rows."""
         x_te, rows = self.embed(tokens.ids_t), tokens.rows
         if self.project_in is not None:
             x_te = self.project_in(x_te, rows)

@@ -1,9 +1,9 @@
 """Attention of rows of several queries, chunks of prompts, on TPUs.
 
-call.py    what the kernel reads, made by XLA, and where its results go
+call.py    the kernel's inputs, prepared by XLA, and the places of the results
 kernel.py  the kernel: segments, their chunks of keys, and the pipeline
-keys.py    a chunk's blocks, fetched into a buffer and taken apart
+keys.py    a chunk's blocks, fetched into a buffer and unpacked
 stages.py  the pipeline's three stages
-plan.py    what the kernel is given and keeps
-sizes.py   how its work is cut
+plan.py    the kernel's arguments and scratch memory
+sizes.py   sizes of the work
 """

@@ -1,4 +1,4 @@
-"""The call of the kernel for rows of several queries: what it reads, and where its results go."""
+"""The call of the kernel for rows of several queries: its inputs, and the places of the results."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def attend(
     q_tw: Float[Array, "T W"],
     before_tw: Float[Array, "T W"],
 ) -> Attended:
-    """Attention of the rows of several queries.
+    """Compute attention of the rows of several queries.
 
     Args:
         call: of all rows; its pool is not read.
         ours: the lists of these rows.
         block_tables: of whole pages [S, N].
-        scales_2k: of keys and values of each head in turns, the softmax scale multiplied into those of the keys.
+        scales_2k: alternating scales of keys and values of each head; those of the keys include the softmax scale.
         pool: with the new keys and values.
         q_tw: the queries, as both kernels take them.
         before_tw: outputs of the tokens of other rows, in the array that becomes the result.
 
     Returns:
-        outputs of all tokens like the queries; log-sum-exp [T, H], anything for tokens of other rows.
+        outputs of all tokens in the queries' layout; log-sum-exp [T, H], undefined for tokens of other rows.
     """
     from jpaged.kernels.paged_attention.tpu.chunks.kernel import call as call_kernel
     from jpaged.kernels.paged_attention.tpu.chunks.plan import Scalars

@@ -1,28 +1,28 @@
 """The Mosaic kernel for rows of several queries: one call over a list of segments, each a part of a tile of queries.
 
     segment     the queries of one row in one tile, over the chunks of keys that they see
-    chunk       `fetch_blocks` blocks, each one DMA; the next chunk is on its way while this one is computed
-    part        `part` queries of the tile, with all query heads of a key/value head the rows of a product
-    item        a part, a key/value head and a chunk: what one turn of the pipeline multiplies
+    chunk       `fetch_blocks` blocks, each one DMA; the next chunk is in flight while this one is computed
+    part        `part` queries of the tile; with all query heads of a key/value head they are the rows of a matmul
+    item        a part, a key/value head and a chunk: one matmul of the pipeline
 
-    a chunk has come:   its words are taken apart, head by head: keys and values of each head lie dense    (`unpack`)
+    a chunk has arrived: its words are unpacked, head by head: keys and values of each head become dense   (`unpack`)
     then, two items at a time, each stage on other items, so that no unit waits for another:
 
         turn t      scores of items t      | weights of items t - 1   | values of items t - 2
-                    q k, scaled, masked    | maximum, 2^x, sums       | p v, added to what is faded
+                    q k, scaled, masked    | maximum, 2^x, sums       | p v, added to the faded output
                     ──► s                  | s ──► p, fade            | p, fade ──► o
 
-The pipeline runs on from chunk to chunk of a segment and is emptied at its end. Items beyond the last one work on a
-slot that nobody reads. A part that sees nothing of a chunk has no items in it, and chunks that all of their parts see
-whole have their scores unmasked.
+The pipeline continues from chunk to chunk of a segment and is drained at its end. Items after the last one work on an
+unused slot. A part that sees nothing of a chunk has no items in it, and the scores of chunks that all of their parts
+see completely are not masked.
 
-Each core of a device has query heads of its own, all segments, and their lanes of the queries and outputs:
+Each core of a device has its own query heads, all segments, and their lanes of the queries and outputs:
 
-    core 0      q0 q1 q2 q3     k0 v0 k1 v1         all cores have as much to do, however many tiles a step has
-    core 1      q4 q5 q6 q7     k2 v2 k3 v3         a key/value head that is the only one: all of them fetch it
+    core 0      q0 q1 q2 q3     k0 v0 k1 v1         all cores have equal work, whatever the tiles of a step
+    core 1      q4 q5 q6 q7     k2 v2 k3 v3         a single key/value head is fetched by all of them
 
-Scores are kept in units of log 2. A maximum fills the 128 lanes of its row, and each lane has a sum of its own until
-the end.
+Scores are in units of log 2. A maximum fills the 128 lanes of a row, and each lane keeps a separate sum until the
+end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LOWEST = -1e30
 
 
 def _chunk(scalars: Scalars, core: Any, segment: Any, c: Any, plan: Plan) -> Chunk:
-    """What part of the tile meets chunk c."""
+    """Return chunk c, with the parts of the tile that see some of it."""
     segments, window = scalars.segments, plan.spec.kind.sliding_window
     lo, hi, position = segments.lo[segment], segments.hi[segment], segments.position[segment]
     first_key, last_key = c * plan.chunk_tokens, (c + 1) * plan.chunk_tokens - 1
@@ -75,7 +75,7 @@ def _chunk(scalars: Scalars, core: Any, segment: Any, c: Any, plan: Plan) -> Chu
 
 
 def _item(chunk: Chunk, i: Any, plan: Plan) -> tuple[Any, Any, Item]:
-    """The part and the head of item i, and what later turns know of it; one behind the last repeats the last."""
+    """Return the part, the head and the `Item` of item i; after the last, the last again."""
     this = jnp.clip(i, 0, jnp.maximum(chunk.num_items - 1, 0))
     head = lax.rem(this, plan.num_kv_heads)
     part = jnp.minimum(chunk.first_part + lax.div(this, plan.num_kv_heads), plan.tile // plan.part - 1)
@@ -86,13 +86,13 @@ def _item(chunk: Chunk, i: Any, plan: Plan) -> tuple[Any, Any, Item]:
 def _attend(
     scalars: Scalars, segment: Any, chunk: Chunk, is_last: Any, items: Any, q_ref: Any, kept: Scratch, plan: Plan
 ) -> Any:
-    """Runs the chunk's items into the pipeline, and all out of it after the last chunk; returns what is in it."""
+    """Run the chunk's items through the pipeline, drained after the last chunk; return the items still in it."""
     num_turns = pl.cdiv(chunk.num_items, ITEMS_A_TURN) + jnp.where(is_last, 2, 0)
 
     def turns(is_masked: bool) -> Callable[[], Any]:
         def turn(t: Any, items: Any) -> Any:
             before, before_that = items
-            # The last stage first: what it reads is overwritten by the stage before.
+            # The last stage first: the previous stage overwrites its input.
             values(before_that, kept, plan)
             weights(before, kept, plan)
             news = []
@@ -111,7 +111,7 @@ def _attend(
 
 
 def _begin(scalars: Scalars, segment: Any, kept: Scratch, plan: Plan) -> None:
-    """Empties the running values of the segment's parts."""
+    """Clear the running values of the segment's parts."""
     begin, end = _slots(scalars, segment, plan)
 
     def clear(slot: Any) -> None:
@@ -129,7 +129,7 @@ def _slots(scalars: Scalars, segment: Any, plan: Plan) -> tuple[Any, Any]:
 
 
 def _finish(scalars: Scalars, core: Any, segment: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: Plan) -> None:
-    """Results of the segment's queries; those of the tile's other queries stay."""
+    """Write results of the segment's queries; those of the tile's other queries are preserved."""
     first_head, o_lanes = plan.first_head(core), plan.value_lanes
     lo, hi = scalars.segments.lo[segment], scalars.segments.hi[segment]
     begin, end = _slots(scalars, segment, plan)
@@ -157,7 +157,7 @@ def _finish(scalars: Scalars, core: Any, segment: Any, o_ref: Any, lse_ref: Any,
 
 
 def _others(scalars: Scalars, core: Any, step: Any, refs: Refs, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
-    """Whether a tile is begun that has others' queries, and the DMA of what all of its queries have so far."""
+    """Return whether a tile with other rows' queries begins here, and the DMA of the tile's results so far."""
     segments = scalars.segments
     tile, lo, hi = segments.tile[step], segments.lo[step], segments.hi[step]
     is_begun = (step == 0) | (tile != segments.tile[jnp.maximum(step - 1, 0)])
@@ -199,7 +199,7 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
     def _() -> None:
         _begin(scalars, step, kept, plan)
         first, begin_turn = first_chunk(step), kept.turn[0]
-        # One chunk at least, even of no block: whoever started its fetch relies on the turn.
+        # At least one chunk, even without blocks: the fetch that was started for it relies on the turn.
         end = jnp.maximum(pl.cdiv(segments.end[step], plan.chunk_tokens), first + 1)
 
         def turn(c: Any, items: Any) -> Any:
@@ -234,19 +234,19 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
 def call(
     scalars: Scalars, q: jax.Array, block_tables: jax.Array, pool: jax.Array, before: jax.Array, plan: Plan
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the kernel over all segments.
+    """Run the kernel over all segments.
 
     Args:
         scalars: as arrays.
         q: [T, H * lanes of a key], T whole tiles.
         block_tables: of whole pages [S, N].
         pool: of all layers.
-        before: [T, H * lanes of a value], what queries in no segment have; it becomes the outputs.
-        plan: the static side.
+        before: [T, H * lanes of a value], the outputs of queries in no segment; it becomes the outputs.
+        plan: the static part.
 
     Returns:
-        outputs, and log-sum-exp [T, cores * `Plan.lse_lanes`], each core's heads first in its lanes; queries in no
-        segment get anything.
+        outputs, and log-sum-exp [T, cores * `Plan.lse_lanes`], each core's heads first in its lanes, undefined for
+        queries in no segment.
     """
     flat, tree = jax.tree.flatten(scalars)
     num_scalars = len(flat)
@@ -283,7 +283,7 @@ def call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT_BYTES,
-            # Ids are looked at before they are used; every other place is a number of the kernel's own.
+            # Ids are checked before use; the kernel computes every other index itself.
             disable_bounds_checks=True,
         ),
         cost_estimate=cost(scalars, q, plan),

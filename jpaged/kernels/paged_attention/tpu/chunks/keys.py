@@ -1,4 +1,4 @@
-"""The keys and values of a chunk: fetched into a buffer, and taken apart head by head."""
+"""The keys and values of a chunk: fetched into a buffer, and unpacked head by head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jpaged.kernels.paged_attention.tpu.chunks.plan import LANES, Chunk, Plan, R
 
 
 def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
-    """Calls the body with each number from begin to end."""
+    """Call the body with each number from begin to end."""
 
     def turn(i: Any, carry: None) -> None:
         body(i)
@@ -28,7 +28,7 @@ def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
 def fetch(
     scalars: Scalars, core: Any, segment: Any, chunk: Any, refs: Refs, kept: Scratch, plan: Plan
 ) -> tuple[Any, Any]:
-    """Returns what starts the DMAs of a chunk into a buffer, and what waits for them."""
+    """Return functions that start the DMAs of a chunk into a buffer, and that wait for them."""
     layout, segments = plan.spec.layout, scalars.segments
     first_block, paging = scalars.layer[0] * layout.blocks_per_layer, plan.paging
     begin = jnp.maximum(segments.begin[segment] // layout.block_size, chunk * plan.fetch_blocks)
@@ -91,9 +91,9 @@ def fetch(
 
 
 def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan: Plan) -> None:
-    """Takes a chunk apart: each row of its tokens dense, and zero where no query of the segment sees the token.
+    """Unpack a chunk: each row of tokens becomes dense, and zero for tokens that no query of the segment sees.
 
-    The pieces of a latent come beside each other.
+    The pieces of a latent are concatenated.
     """
     layout, width = plan.spec.layout, plan.chunk_tokens
     tiles = layout.lanes // LANES
@@ -133,7 +133,7 @@ def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan:
 
 
 def _pair(words: Callable[[int, int], Any], width: int) -> tuple[Any, Any]:
-    """Two rows of bfloat16 [W, 128]: of the words' low halves and of their high ones."""
+    """Return two rows of bfloat16 [W, 128]: from the words' low halves and from their high ones."""
     a, b = words(0, width // 2), words(width // 2, width // 2)
     low = (a & jnp.int32(0xFFFF)) | (b << 16)
     high = lax.shift_right_logical(a, jnp.int32(16)) | (b & jnp.int32(-(1 << 16)))
@@ -141,7 +141,7 @@ def _pair(words: Callable[[int, int], Any], width: int) -> tuple[Any, Any]:
 
 
 def _numbers(words: Any, dtype: jnp.dtype) -> list[Any]:
-    """Each part of the words, the lowest first, as numbers of 32 bits."""
+    """Return each part of the words, the lowest first, as 32-bit numbers."""
     if dtype == jnp.float32:
         return [pltpu.bitcast(words, jnp.float32)]
     if dtype == jnp.bfloat16:
@@ -152,6 +152,6 @@ def _numbers(words: Any, dtype: jnp.dtype) -> list[Any]:
 
 
 def key_order(shape: tuple[int, int], axis: int, plan: Plan) -> Any:
-    """Which key of a chunk lies at each place of `axis`."""
+    """Return the key of a chunk at each place of `axis`."""
     place = lax.broadcasted_iota(jnp.int32, shape, axis)
     return (place >> 1) + (place & 1) * (plan.chunk_tokens // 2) if plan.is_paired else place

@@ -1,4 +1,4 @@
-"""What the kernel for rows of several queries is given and keeps: its lists, its static side, its memory."""
+"""Arguments and scratch memory of the kernel for rows of several queries, and the static part of the call."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LANES = 128
 
 
 class Segments(NamedTuple):
-    """Which queries meet in one step of the grid, and the keys that they see; each a list in scalar memory.
+    """The queries and the visible keys of each step of the grid; each field a list in scalar memory.
 
     Attributes:
-        row: whose block table is meant.
+        row: the row whose block table is read.
         tile: of the packed queries, in units of the query tile.
-        lo: first query in the tile that is the row's.
-        hi: one behind the last.
-        position: of the tile's first query, were it the row's.
+        lo: the row's first query in the tile.
+        hi: the end of the row's queries in the tile.
+        position: of the tile's first query, if it belonged to the row.
         begin: first key that any of them sees.
-        end: one behind the last.
+        end: the end of the keys that they see.
     """
 
     row: Any
@@ -42,13 +42,13 @@ class Segments(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What lies in scalar memory before the kernel starts.
+    """Arguments in scalar memory.
 
     Attributes:
         layer: [1].
         num_segments: [1].
-        segments: see there.
-        scales: [2K], of keys and values in turns, the softmax scale multiplied into those of the keys.
+        segments: see `Segments`.
+        scales: [2K], alternating for keys and values; those of the keys include the softmax scale.
     """
 
     layer: Any
@@ -69,23 +69,23 @@ class Refs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of the kernel's own, kept from step to step.
+    """Scratch memory of the kernel, kept from step to step.
 
     Attributes:
-        chunk: two buffers of blocks [2, n, B, R, pack, lanes], as they lie in the pool.
-        rows: rows of tokens, taken apart [buffers * R * pack, W, lanes]; latents, put together [buffers, W, lanes].
+        chunk: two buffers of blocks [2, n, B, R, pack, lanes], in the pool's layout.
+        rows: unpacked rows of tokens [buffers * R * pack, W, lanes]; for latents, concatenated [buffers, W, lanes].
         m: running maxima [slots, rows, 128].
-        l: running sums, alike.
+        l: running sums, of the same shape.
         o: running outputs [slots, rows, lanes of a value].
         s: scores of the items of a turn [items, rows, W].
-        p: their weights, alike.
-        fade: what their outputs so far are multiplied by [items, rows, 128].
-        turn: [1], number of chunks so far: which buffer is next.
-        num_missing: [2], blocks of a buffer that nobody fetches: their ids are outside of the layer.
-        ids: (where the id of the row's block 0 would lie, and those of the first blocks of the buffers) [3].
+        p: their weights, of the same shape.
+        fade: factors of the items' previous outputs [items, rows, 128].
+        turn: [1], number of chunks so far, which selects the next buffer.
+        num_missing: [2], blocks of a buffer that are not fetched: their ids are outside the layer.
+        ids: [3]: the place of the id of the row's block 0, and of the first blocks of the buffers.
         pages: of the block tables.
         fetched: semaphores of the buffers.
-        joined: a semaphore: what the tile's other queries have got before has come.
+        joined: a semaphore for the earlier results of the tile's other queries.
     """
 
     chunk: Any
@@ -106,7 +106,7 @@ class Scratch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The static side of one call.
+    """The static part of one call.
 
     Attributes:
         spec: of the attention.
@@ -115,8 +115,8 @@ class Plan:
         part: queries of an item, a power of two.
         fetch_blocks: blocks of a chunk.
         table_width: blocks in a row's table (M).
-        compute_dtype: of the matrix products' operands.
-        num_cores: of a device, which share the heads; 1 where they cannot be shared.
+        compute_dtype: of the matmuls' operands.
+        num_cores: cores of a device, which share the heads; 1 if the heads cannot be shared.
     """
 
     spec: AttentionSpec
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads of a core: the only one is all cores', each with its own query heads."""
+        """Key/value heads of a core; a single one belongs to all cores, each with its own query heads."""
         return max(self.spec.layout.num_kv_heads // self.num_cores, 1)
 
     @property
@@ -140,25 +140,25 @@ class Plan:
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether the heads of a core lie in rows of tiles of their own: it fetches no others."""
+        """True if the heads of a core have their own rows of tiles: the core fetches only these."""
         layout = self.spec.layout
         num_rows = self.num_kv_heads * self.head_rows
         return layout.num_kv_heads == self.num_cores * self.num_kv_heads and num_rows % layout.pack == 0
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """What a core fetches of a token."""
+        """Shape of what a core fetches for a token."""
         num_rows, *tile = self.spec.layout.token_shape
         return (num_rows // self.num_cores if self.has_own_rows else num_rows, *tile)
 
     @property
     def head_rows(self) -> int:
-        """Rows of tokens that a key/value head has: its key, and its value where that is none of the key's lanes."""
+        """Rows of tokens of a key/value head: its key, and its value unless it shares the key's lanes."""
         return 1 if self.spec.layout.is_joined or self.spec.layout.value_dim is not None else 2
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of tokens that a chunk becomes."""
+        """Unpacked rows of tokens of a chunk."""
         return 1 if self.spec.layout.value_dim is not None else self.token_shape[0] * self.spec.layout.pack
 
     @property
@@ -171,22 +171,22 @@ class Plan:
 
     @property
     def query_lanes(self) -> int:
-        """Those of a core's query heads."""
+        """Lanes of a core's query heads."""
         return self.num_heads // self.num_cores * self.key_lanes
 
     @property
     def output_lanes(self) -> int:
-        """Those of their outputs."""
+        """Lanes of their outputs."""
         return self.num_heads // self.num_cores * self.value_lanes
 
     @property
     def rows(self) -> int:
-        """Rows of an item's products."""
+        """Rows of an item's matmuls."""
         return self.group * self.part
 
     @property
     def chunk_tokens(self) -> int:
-        """Keys of an item's products."""
+        """Keys of an item's matmuls."""
         return self.fetch_blocks * self.spec.layout.block_size
 
     @property
@@ -195,12 +195,12 @@ class Plan:
 
     @property
     def num_slots(self) -> int:
-        """Parts of a tile times heads: what has running values; the slot behind them is nobody's."""
+        """Slots of running values: parts of a tile times heads; the slot after them is unused."""
         return self.tile // self.part * self.num_kv_heads
 
     @property
     def is_paired(self) -> bool:
-        """Whether two tokens half a chunk apart are neighbours among a product's keys: bfloat16 needs no arithmetic."""
+        """True if two tokens half a chunk apart are adjacent keys of a matmul: bfloat16 needs no arithmetic then."""
         return self.spec.layout.dtype == jnp.bfloat16 and self.compute_dtype == jnp.bfloat16
 
     @property
@@ -208,19 +208,19 @@ class Plan:
         return -(-self.num_heads // self.num_cores // LANES) * LANES
 
     def first_head(self, core: Any) -> Any:
-        """The first key/value head of a core."""
+        """Return the first key/value head of a core."""
         is_shared = self.num_cores > 1 and self.spec.layout.num_kv_heads > 1
         return core * self.num_kv_heads if is_shared else 0
 
 
 def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, num_cores: int = 1) -> Plan:
-    """The static side of a call on devices of this kind with so many cores."""
+    """Return the static part of a call on devices of this kind with `num_cores` cores."""
     layout = spec.layout
     group = queries.num_heads // layout.num_kv_heads
     if (group if layout.num_kv_heads == 1 else layout.num_kv_heads) % num_cores:
         num_cores = 1
     sizes = sizing.choose(layout, queries.num_heads, device_kind)
-    # A step of fewer tokens than a tile needs no whole one.
+    # A step with fewer tokens than a tile uses a smaller one.
     tile = min(sizes.tile, max(16, 1 << (queries.num_tokens - 1).bit_length()))
     is_wide = jnp.float32 in (queries.dtype, layout.dtype)
     return Plan(
@@ -236,7 +236,7 @@ def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, num_cores:
 
 
 class Item(NamedTuple):
-    """What later turns have to know of an item: its running values and its head's values, by their numbers."""
+    """Indices of an item for later stages: the running values, and the values of the head."""
 
     slot: Any
     value_row: Any
@@ -248,10 +248,10 @@ class Chunk:
 
     Attributes:
         first_key: of the chunk.
-        first_head: of the core's, among the pool's key/value heads.
-        buffer: first of its rows of tokens, taken apart.
-        first_row: of those, the first of the core's heads.
-        first_part: that sees a key.
+        first_head: the core's first among the pool's key/value heads.
+        buffer: first of the chunk's unpacked rows of tokens.
+        first_row: the first of those for the core's heads.
+        first_part: the first part that sees a key.
         num_items: parts from there on times heads.
         is_whole: whether all of them see all keys.
     """
@@ -266,7 +266,7 @@ class Chunk:
 
 
 def scratch_shapes(plan: Plan) -> Scratch:
-    """The kernel's own memory."""
+    """Return the shapes of the kernel's scratch memory."""
     layout, slots = plan.spec.layout, plan.num_slots + 1
     num_rows = num_buffers(plan.num_kv_heads) * plan.chunk_rows
     items = (ITEMS_A_TURN, plan.rows)
@@ -289,7 +289,7 @@ def scratch_shapes(plan: Plan) -> Scratch:
 
 
 def cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
-    """The cost with full tables, a bound: the lengths are not known when a program is compiled."""
+    """Estimate the cost with full tables, an upper bound: the lengths are unknown at compile time."""
     layout = plan.spec.layout
     num_keys = plan.table_width * layout.block_size
     num_segments = scalars.segments.row.shape[0]

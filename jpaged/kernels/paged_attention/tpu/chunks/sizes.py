@@ -1,8 +1,8 @@
-"""How the kernel of rows of several queries cuts its work.
+"""Sizes of the work of the kernel for rows of several queries.
 
-tile      queries of a step of the grid: the more, the fewer times a context is fetched for a prompt
-part      queries of a product, which has those of all query heads of a key/value head in its rows
-chunk     keys of a product
+tile      queries of a step of the grid: the larger, the fewer times a context is fetched for a prompt
+part      queries of a matmul, whose rows are those of all query heads of a key/value head
+chunk     keys of a matmul
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.tpu import sizes as sizing
 
 VMEM_LIMIT_BYTES = 60 * 2**20
-"""What the compiler may use; of the generations since v5e the smallest has 64 MiB."""
+"""The compiler's limit; of the generations since v5e the smallest has 64 MiB."""
 VMEM_BUDGET_BYTES = 52 * 2**20
-"""What is planned; the rest is the compiler's, for values that find no register."""
+"""Planned use; the rest is left to the compiler, for values that spill from registers."""
 ITEMS_A_TURN = 2
-"""Products that a turn of the pipeline works on at a time, in each of its three stages."""
+"""Matmuls that a turn of the pipeline works on at a time, in each of its three stages."""
 _TILES = (256, 128, 64, 32, 16)
 _TILE_ROWS = 2048
 _PART_ROWS = 256
@@ -41,10 +41,10 @@ class ChunkSizes:
 
 
 def choose(layout: KVLayout, num_heads: int, device_kind: str, folder: Path = sizing.TUNED) -> ChunkSizes:
-    """Measured sizes of this device kind and shape, or the rule's.
+    """Return measured sizes of this device kind and shape, or the rule's.
 
     Raises:
-        InternalError: an entry that cannot be used.
+        InternalError: an invalid entry.
     """
     entry = sizing.measured(layout, num_heads, is_decode=False, device_kind=device_kind, folder=folder)
     if entry is None:
@@ -62,7 +62,7 @@ def choose(layout: KVLayout, num_heads: int, device_kind: str, folder: Path = si
 
 
 def refusal(layout: KVLayout, num_heads: int) -> str | None:
-    """Why there is not enough vector memory for any sizes, or None."""
+    """Return why there is not enough vector memory for any sizes, or None."""
     need = vmem_bytes(rule(layout, num_heads), layout, num_heads)
     if need <= VMEM_BUDGET_BYTES:
         return None
@@ -73,9 +73,9 @@ def refusal(layout: KVLayout, num_heads: int) -> str | None:
 
 
 def rule(layout: KVLayout, num_heads: int) -> ChunkSizes:
-    """The largest tile and the longest chunk that the vector memory holds, the tile first.
+    """Return the largest tile and the longest chunk that the vector memory holds, with priority for the tile.
 
-    The last sizes come back even where it is not enough (see `refusal`).
+    If none fits, return the smallest sizes (see `refusal`).
     """
     group = num_heads // layout.num_kv_heads
     tiles = [tile for tile in _TILES if tile * group <= _TILE_ROWS] or [_TILES[-1]]
@@ -86,17 +86,17 @@ def rule(layout: KVLayout, num_heads: int) -> ChunkSizes:
 
 
 def part_of(group: int) -> int:
-    """Queries of one product: with their group of heads at most 256 rows, but 16 at least."""
+    """Return the queries of one matmul: with their group of heads at most 256 rows, but at least 16 queries."""
     return max(_TILES[-1], 1 << (_PART_ROWS // group).bit_length() - 1 if group <= _PART_ROWS else 0)
 
 
 def num_buffers(num_kv_heads: int) -> int:
-    """Chunks that are kept taken apart: two turns after a chunk's last products its values are multiplied."""
+    """Return the number of unpacked chunks: values are multiplied two turns after a chunk's last scores."""
     return 2 if num_kv_heads > ITEMS_A_TURN else 3
 
 
 def vmem_bytes(sizes: ChunkSizes, layout: KVLayout, num_heads: int) -> int:
-    """Vector memory of a call with queries of 32 bits, on a core with all heads: one with a share needs less."""
+    """Return the vector memory of a call with 32-bit queries, on a core with all heads; a share of them needs less."""
     group = num_heads // layout.num_kv_heads
     tokens, part = sizes.fetch_blocks * layout.block_size, part_of(group)
     keys, values = sizing.key_lanes(layout), sizing.value_lanes(layout)

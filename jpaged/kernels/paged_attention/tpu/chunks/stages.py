@@ -1,4 +1,4 @@
-"""The three stages that an item goes through, one a turn of the pipeline."""
+"""The three pipeline stages of an item, one per turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_KEY = 2**30
 
 
 def scores(scalars: Scalars, chunk: Chunk, part: Any, head: Any, q_ref: Any, kept: Scratch, plan: Plan) -> Any:
-    """First stage: the scores of a part and a head of the core's, in units of log 2."""
+    """First stage: compute the scores of a part and one of the core's heads, in units of log 2."""
     kind = plan.spec.kind
     queries = pl.ds(pl.multiple_of(part * plan.part, plan.part), plan.part)
 
@@ -36,7 +36,7 @@ def scores(scalars: Scalars, chunk: Chunk, part: Any, head: Any, q_ref: Any, kep
 
 
 def is_seen(scalars: Scalars, segment: Any, chunk: Chunk, part: Any, plan: Plan) -> Any:
-    """Which keys of the chunk each row of a part's products sees."""
+    """Return which keys of the chunk each row of a part's matmuls sees."""
     segments, window = scalars.segments, plan.spec.kind.sliding_window
     key_1w = chunk.first_key + key_order((1, plan.chunk_tokens), 1, plan)
     is_there_1w = (key_1w >= segments.begin[segment]) & (key_1w < segments.end[segment])
@@ -48,7 +48,7 @@ def is_seen(scalars: Scalars, segment: Any, chunk: Chunk, part: Any, plan: Plan)
 
 
 def weights(items: list[Item], kept: Scratch, plan: Plan) -> None:
-    """Second stage: the weights of the items' keys, and their sums."""
+    """Second stage: compute the weights of the items' keys, and their sums."""
     for place, item in enumerate(items):
         s_rw, m_rl = kept.s[place], kept.m[item.slot]
         m_new_rl = jnp.maximum(m_rl, s_rw.max(axis=1, keepdims=True))
@@ -60,7 +60,7 @@ def weights(items: list[Item], kept: Scratch, plan: Plan) -> None:
 
 
 def values(items: list[Item], kept: Scratch, plan: Plan) -> None:
-    """Third stage: the values of the items' keys are added to their outputs."""
+    """Third stage: add the weighted values of the items' keys to their outputs."""
     for place, item in enumerate(items):
         pv_rd = _dot(kept.p[place], kept.rows[item.value_row, :, : plan.value_lanes], 0, plan)
         kept.o[item.slot] = kept.o[item.slot] * wide(kept.fade[place], plan.value_lanes) + pv_rd
@@ -73,5 +73,5 @@ def _dot(a: Any, b: Any, b_axis: int, plan: Plan) -> Any:
 
 
 def wide(x_rl: Any, width: int) -> Any:
-    """A column that fills 128 lanes, in as many as are wanted."""
+    """Repeat a column that fills 128 lanes to a multiple of 128 lanes."""
     return jnp.concatenate([x_rl] * (width // LANES), axis=1)

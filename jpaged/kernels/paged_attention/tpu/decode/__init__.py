@@ -1,10 +1,10 @@
-"""Attention of rows that decode, one query a row, on TPUs.
+"""Attention of rows that decode, one query per row, on TPUs.
 
-call.py    what the kernel reads, made by XLA, and where its results go
+call.py    the kernel's inputs, prepared by XLA, and the places of the results
 kernel.py  the kernel: one loop over all rows' chunks of keys
-tokens.py  queries of a tile of tokens taken apart, outputs put together
+tokens.py  conversion of queries and outputs between a tile of tokens and rows of heads
 items.py   a chunk's blocks, fetched into a buffer
 stages.py  a chunk's arithmetic
-plan.py    what the kernel is given and keeps
-sizes.py   how its work is cut
+plan.py    the kernel's arguments and scratch memory
+sizes.py   sizes of the work
 """

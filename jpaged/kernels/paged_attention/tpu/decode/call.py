@@ -1,4 +1,4 @@
-"""The call of the kernel for rows that decode: what it reads, and where its results go."""
+"""The call of the kernel for rows that decode: its inputs, and the places of the results."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def attend(call: AttentionCall, q_tw: Float[Array, "T W"], lists: StepLists, new_kv: NewKV | None) -> Updated:
-    """Attention of the rows of one query, and the pool with the new keys and values of all tokens.
+    """Compute attention of the rows of one query, and store the new keys and values of all tokens.
 
     Args:
         call: of all rows.
         q_tw: its queries, as both kernels take them.
         lists: of the step.
-        new_kv: see there; None stores none.
+        new_kv: the new keys and values; None stores none.
 
     Returns:
-        outputs like the queries, 0 for tokens of no row; log-sum-exp [T, H], anything for tokens of other rows; the
-        pool. Tiles of tokens that are in chunks of prompts have anything.
+        outputs in the queries' layout, 0 for tokens of no row; log-sum-exp [T, H], undefined for tokens of other rows;
+        the pool. Outputs of tiles that only have tokens of prompt chunks are undefined.
     """
     from jpaged.kernels.paged_attention.tpu.decode.kernel import call as call_kernel
     from jpaged.kernels.paged_attention.tpu.decode.plan import Scalars
@@ -50,7 +50,7 @@ def attend(call: AttentionCall, q_tw: Float[Array, "T W"], lists: StepLists, new
 
 
 def _of_all_cores(results_xn: Float[Array, "X N"], starts: Int[Array, "cores+1"]) -> Float[Array, "T N"]:
-    """The results of all tokens, of which each core has left its own among those of all."""
+    """Combine the results of all tokens from those of each core."""
     num_cores = len(starts) - 1
     num_tokens = len(results_xn) // num_cores
     token_t1 = jnp.arange(num_tokens)[:, None]
@@ -62,15 +62,16 @@ def _of_all_cores(results_xn: Float[Array, "X N"], starts: Int[Array, "cores+1"]
 
 
 def _scales(call: AttentionCall, plan: Plan) -> Float[Array, "2 bundles rows 128"]:
-    """What the scores of each row of a bundle are multiplied by, in powers of two unless they are capped, and outputs.
+    """Return the factors of the scores of each row of a bundle (to base 2, unless they are capped), and of outputs.
 
-    A product of queries with keys that come too small is too small by what the queries were not lifted.
+    For float8 keys that come too small (`is_tiny`), they correct the part of the factor that the queries' scaling does
+    not.
     """
     from jpaged.kernels.paged_attention.tpu.decode.plan import LIFT, LOG2_E
     from jpaged.kernels.paged_attention.tpu.words import FP8_SHIFT
 
     layout, kind = call.spec.layout, call.spec.kind
-    # Without scales in the pool all of it is a constant: XLA for TPUs would make it again in every layer.
+    # Without scales in the pool this is a constant: XLA for TPUs would otherwise compute it in every layer.
     xnp: Any = np if call.scales_lk2 is None else jnp
     scales_k2: Any = np.ones((layout.num_kv_heads, 2), np.float32)
     if call.scales_lk2 is not None:

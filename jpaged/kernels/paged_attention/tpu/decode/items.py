@@ -1,4 +1,4 @@
-"""An item's blocks: which they are, how they are fetched into a buffer, and what of the buffer is not seen."""
+"""An item's blocks: their ids, their copies into a buffer, and clearing of the parts that are not seen."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jpaged.kernels.paged_attention.tpu import tables, words
 from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Refs, Scalars, Segments
 
 _PIECE = 128
-"""Rows of words that are made zero at once."""
+"""Rows of words that are cleared at once."""
 _UNROLL = 16
-"""DMAs that are started in a row."""
+"""DMAs that an unrolled loop starts."""
 _PARTIAL, _STRANGE = 1, 2
-"""What makes an item special: tokens that are not seen, and ids outside of the layer."""
+"""Flags of an item: some tokens are not seen; some ids are outside the layer."""
 
 
 def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
-    """Calls the body with each number from begin on and below end."""
+    """Call the body with each number from begin on and below end."""
 
     def turn(i: Any, carry: None) -> None:
         body(i)
@@ -33,7 +33,7 @@ def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
 
 
 def _blocks(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any, Any]:
-    """The first block of an item that is seen, counted from the item's first, and one behind the last."""
+    """Return the range of an item's visible blocks, relative to the item's first."""
     shift, num_blocks = plan.spec.layout.block_size.bit_length() - 1, plan.fetch_blocks
     begin = jnp.maximum((scalars.segments.begin[segment] >> shift) - item * num_blocks, 0)
     end = (scalars.segments.end[segment] + (1 << shift) - 1 >> shift) - item * num_blocks
@@ -41,14 +41,14 @@ def _blocks(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any,
 
 
 def following(segments: Segments, segment: Any, item: Any) -> tuple[Any, Any]:
-    """The segment and the item behind an item of a segment."""
+    """Return the segment and the item after an item of a segment."""
     is_last = item + 1 >= segments.last[segment]
     after = segment + is_last.astype(jnp.int32)
     return after, jnp.where(is_last, segments.first[after], item + 1)
 
 
 def start(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
-    """Starts the DMAs of the item at the cursor, and moves the cursor."""
+    """Start the DMAs of the item at the cursor, and move the cursor."""
     layout, num_blocks, tokens = plan.spec.layout, plan.fetch_blocks, plan.sizes.chunk_tokens
     segment, item, buffer = (kept.cursor[i] for i in range(3))
     _enter(scalars, segment, item, refs, kept, plan)
@@ -60,7 +60,7 @@ def start(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
     )
 
     def block(j: Any, greatest: Any) -> Any:
-        # Below zero, without a sign, is beyond every layer's blocks.
+        # As unsigned numbers, negative ids exceed every layer's blocks.
         block_id = kept.pages.ids[first_id + j].astype(jnp.uint32)
         source = layer_ref.at[jnp.minimum(block_id, layout.blocks_per_layer - 1).astype(jnp.int32)]
         place = kept.chunks.at[buffer, j, :, pl.ds(0, layout.token_shape[0])]
@@ -68,7 +68,7 @@ def start(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
         return jnp.maximum(greatest, block_id)
 
     def blocks(begin: Any, end: Any, unroll: int) -> Any:
-        """Whether an id of these is outside of the layer."""
+        """Return 1 if one of these ids is outside the layer."""
 
         def several(i: Any, greatest: Any) -> Any:
             for j in range(unroll):
@@ -94,7 +94,7 @@ def start(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
 
 
 def _enter(scalars: Scalars, segment: Any, item: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
-    """Where an item is the first whose ids are in a page, that page is the next one."""
+    """Switch to the next page if the item is the first whose ids are in it."""
     paging, segments = plan.paging, scalars.segments
 
     @pl.when((item == segments.first[segment]) | (item & (paging.chunks - 1) == 0))
@@ -105,12 +105,12 @@ def _enter(scalars: Scalars, segment: Any, item: Any, refs: Refs, kept: Kept, pl
 
 
 def buffer_after(buffer: Any, plan: Plan) -> Any:
-    """The buffer behind a buffer."""
+    """Return the buffer after a buffer."""
     return jnp.where(buffer + 1 == plan.sizes.ring, 0, buffer + 1)
 
 
 def receive(scalars: Scalars, segment: Any, item: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
-    """Waits for an item's blocks, and makes everything zero that is not seen."""
+    """Wait for an item's blocks, and clear everything that is not seen."""
     special, num_rows = kept.special[buffer], plan.spec.layout.token_shape[0]
 
     def wait(num_blocks: int) -> None:
@@ -127,7 +127,7 @@ def receive(scalars: Scalars, segment: Any, item: Any, buffer: Any, kept: Kept, 
 
         @pl.when(special & _PARTIAL > 0)
         def _() -> None:
-            # By powers of two: a semaphore counts bytes, whoever sent them.
+            # By powers of two: a semaphore counts bytes, whatever their source.
             for i in reversed(range(plan.fetch_blocks.bit_length())):
                 pl.when(((end - begin) & (1 << i)) > 0)(functools.partial(wait, 1 << i))
             _clean(*seen(scalars, segment, item, plan), buffer, kept, plan)
@@ -138,14 +138,14 @@ def receive(scalars: Scalars, segment: Any, item: Any, buffer: Any, kept: Kept, 
 
 
 def seen(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any, Any]:
-    """First token of an item that is seen, counted from the item's first, and one behind the last."""
+    """Return the range of an item's visible tokens, relative to the item's first."""
     tokens = plan.sizes.chunk_tokens
     begin = jnp.maximum(scalars.segments.begin[segment] - item * tokens, 0)
     return begin, jnp.minimum(scalars.segments.end[segment] - item * tokens, tokens)
 
 
 def _clean(begin: Any, end: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
-    """Makes the tokens before begin and from end on zero."""
+    """Clear the tokens before begin and from end on."""
     rows_a_token, chunk_ref = plan.sizes.pitch * plan.folds, kept.chunks.at[buffer]
     num_pieces = plan.sizes.chunk_tokens * rows_a_token // _PIECE
 
@@ -160,7 +160,7 @@ def _clean(begin: Any, end: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
 
 
 def _clean_strange(j: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
-    """Makes a block of the item zero if its id is outside of the layer."""
+    """Clear a block of the item if its id is outside the layer."""
     block_id = kept.pages.ids[kept.ids[1 + buffer] + j]
 
     @pl.when((block_id < 0) | (block_id >= plan.spec.layout.blocks_per_layer))

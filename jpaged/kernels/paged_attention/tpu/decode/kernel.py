@@ -1,7 +1,7 @@
-"""The Mosaic kernel of rows that decode: one query a row, and the memory's speed the limit.
+"""The Mosaic kernel of rows that decode, one query per row, limited by memory bandwidth.
 
-All rows' chunks of keys are one list of items, worked off by one loop. Three items are under way in each turn, at three
-stages that do not wait for each other, while the blocks of the items behind them arrive in a ring of buffers:
+All rows' chunks of keys form one list of items, processed by one loop. Three items are in progress in each turn, at
+three stages that do not wait for each other, while the blocks of later items arrive in a ring of buffers:
 
     turn i      fetch   item i + 3
                 wait    item i
@@ -12,22 +12,22 @@ stages that do not wait for each other, while the blocks of the items behind the
     rows        | row 0         | row 1 | row 2                 |
     items       |  0    1    2  |  3    |  4    5    6    7     |
 
-A step of the grid has a tile of the packed tokens, as the projection leaves them and the next product takes them: the
-queries of its rows are taken apart at its begin, and their outputs put together at its end. What is kept of a row
-(maximum, sum, output) lies in the place of its token, so that stages of two rows do not meet. Tokens of no row get
-zeros; those of chunks get them too, until the other kernel is there.
+A step of the grid has a tile of the packed tokens, in the layout of the projection and of the next matmul. The
+queries of these rows are unpacked at the beginning, and their outputs packed at the end. A row's state (maximum, sum,
+output) is at the place of the row's token, so that stages of two rows do not conflict. Tokens of no row get zeros;
+tokens of chunks also get zeros, until the other kernel overwrites them.
 
-Heads that share a product, a bundle, have their queries below each other and their keys beside each other:
+Heads that share a matmul, a bundle, have their queries stacked and their keys concatenated:
 
     | q0  0 |   | k0 |T       | s0 |
-    | 0  q1 | x | k1 |    =   | s1 |        8 rows are a register, and a product is as deep as the multiplier
+    | 0  q1 | x | k1 |    =   | s1 |        8 rows are a register, and a matmul is as deep as the multiplier
 
-Each core of a device has segments of its own, as many items as the others as near as rows can be cut, and results of
-its own. Where its tokens begin in a tile of another's, both have the tile, each with the rows of its own.
+Each core of a device has its own segments, with the items split as evenly as whole rows allow, and its own results. If
+its tokens begin within a tile of another core, both process the tile, each with its own rows.
 
-The new keys are in the pool before the first fetch starts: every core stores all of them, and waits for none. What one
-stores while another reads it is what lies there already. Blocks that no query sees are not fetched; what their part of
-a buffer holds is masked in the scores, and made zero where it would be a value.
+The new keys are in the pool before the first fetch starts: every core stores all of them, without waiting for the
+others. A core that stores a key while another reads it writes the same contents again. Blocks that no query sees are
+not fetched; their part of a buffer is masked in the scores, and cleared in the values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Refs, Sca
 from jpaged.kernels.paged_attention.tpu.store import store
 
 _STORES = 4
-"""Rows that are finished in a row: their reductions do not wait for each other."""
+"""Rows finished together: their reductions do not wait for each other."""
 
 
 def _kernel(scalars: Scalars, q_ref: Any, o_ref: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
@@ -89,7 +89,7 @@ def _kernel(scalars: Scalars, q_ref: Any, o_ref: Any, refs: Refs, kept: Kept, pl
         place = jnp.where(is_item, segments.place[segment], nobody)
         is_row_begin = item == segments.first[segment]
         after = items.following(segments, segment, item)
-        # Behind the last item, stages see it again, for nobody.
+        # After the last item, the stages see it again, with the unused place.
         goes_on = i + 1 < num_items
         following = tuple(jnp.where(goes_on, a, b) for a, b in zip(after, (segment, item), strict=True))
         buffer_after = jnp.where(goes_on, items.buffer_after(buffer, plan), buffer)
@@ -115,7 +115,7 @@ def _kernel(scalars: Scalars, q_ref: Any, o_ref: Any, refs: Refs, kept: Kept, pl
 
         items.repeat(0, pl.cdiv(last - first, _STORES), some)
 
-    # A core that has fewer steps than another keeps what its last one left.
+    # A core with fewer steps than another keeps the outputs of the last one.
     @pl.when(step < tiles.num[core])
     def _() -> None:
         tokens.put_together(o_ref, kept, plan)
@@ -130,20 +130,21 @@ def call(
     pool: jax.Array,
     plan: Plan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernel over all segments.
+    """Run the kernel over all segments.
 
     Args:
         scalars: as arrays.
         q: [T, H * lanes of a key], T whole tiles of `places`.
-        scale: of scores, in powers of two unless they are capped, and of outputs [2, bundles, rows, 128].
+        scale: factors of scores (to base 2, unless they are capped) and of outputs [2, bundles, rows, 128].
         block_tables: of whole pages [S, N].
-        new: [T, R, pack, lanes] in the pool's type, where the plan writes.
+        new: [T, R, pack, lanes] in the pool's type, if the plan writes.
         pool: of all layers.
-        plan: the static side.
+        plan: the static part.
 
     Returns:
         outputs, core by core [cores * T, H * lanes of a value], zero for tokens of no row; log-sum-exp [cores * T, 1,
-        `Plan.lse_lanes`] alike, anything for tokens of no segment; the pool. Tiles in no step get anything.
+        `Plan.lse_lanes`] in the same order, undefined for tokens of no segment; the pool. Tiles in no step are
+        undefined.
     """
     flat, tree = jax.tree.flatten(scalars)
     places, bundles = plan.sizes.places, plan.num_bundles
@@ -194,7 +195,7 @@ def call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=plan.sizes.vmem_limit_bytes,
-            # Ids are compared with the layer's blocks before they are used.
+            # Ids are compared with the layer's blocks before use.
             disable_bounds_checks=True,
         ),
         cost_estimate=_cost(scalars, q, plan),
@@ -233,7 +234,7 @@ def _values_shape(plan: Plan) -> tuple[int, int, int]:
 
 
 def _cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
-    """The cost with full tables, a bound: the lengths are not known when a program is compiled."""
+    """Estimate the cost with full tables, an upper bound: the lengths are unknown at compile time."""
     layout = plan.spec.layout
     num_keys, num_segments = plan.table_width * layout.block_size, scalars.segments.row.shape[0]
     num_scores = num_segments * plan.num_bundles * plan.rows * num_keys

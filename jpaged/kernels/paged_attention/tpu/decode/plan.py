@@ -1,4 +1,4 @@
-"""What the kernel of rows that decode is given and keeps, and the static side of its call."""
+"""Arguments and scratch memory of the kernel of rows that decode, and the static part of the call."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from jpaged.kernels.paged_attention.tpu.sizes import key_lanes, value_lanes
 from jpaged.kernels.paged_attention.tpu.tables import Pages, Paging
 
 FP8_KINDS = ("TPU7x",)
-"""Device kinds whose products take numbers of 8 bits in floating point, beside bfloat16."""
+"""Device kinds whose matmuls take 8-bit floats in addition to bfloat16."""
 TURNING_KINDS = ("TPU7x",)
-"""Device kinds that turn integers of 8 bits faster than their matrix units take what is not turned (counted: a push of
-bfloat16 takes 4 cycles, and 8 where it is to be turned)."""
+"""Device kinds that transpose 8-bit integers faster than their matrix units take untransposed operands.
+
+By counted cycles, a push of bfloat16 takes 4 cycles, and 8 if it must be transposed.
+"""
 LOG2_E = math.log2(math.e)
 LIFT = 100
-"""Queries and weights are multiplied by 2^100 where keys and values are 2^120 times too small."""
+"""Queries and weights are multiplied by 2^100 if keys and values are 2^120 times too small."""
 
 
 class Segments(NamedTuple):
-    """What one query sees; each a list in scalar memory, `first` and `items` one longer than the others.
+    """The visible keys of one query; each field a list in scalar memory.
+
+    `first` and `items` are one longer than the others.
 
     Attributes:
-        row: whose block table is meant.
+        row: the row whose block table is read.
         place: of the query's token among those of the step of the grid.
         begin: first key that it sees.
-        end: one behind the last.
-        first: first item of its chunks.
-        last: one behind the last; one item at least, even of no key.
-        items: items of all segments before.
+        end: the end of the keys that it sees.
+        first: first item of the chunks.
+        last: the end of the items; at least one item, even without keys.
+        items: number of items of all segments before.
     """
 
     row: Any
@@ -47,12 +51,13 @@ class Segments(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tokens of each step of the grid: `places` of them that lie side by side, if one is in no chunk of a prompt.
+    """The tokens of each step of the grid: `places` adjacent ones, at least one of which is in no chunk of a prompt.
 
     Attributes:
         num: steps of each core [cores].
-        tile: of the packed tokens, in units of `places`, core by core [cores * tiles]; behind the last step its own.
-        first: first segment of each step, and one behind the last, core by core [cores * (tiles + 1)].
+        tile: of the packed tokens, in units of `places`, core by core [cores * tiles]; repeats the last one after the
+            last step.
+        first: first segment of each step, and the end of the last, core by core [cores * (tiles + 1)].
     """
 
     num: Any
@@ -61,14 +66,14 @@ class Tiles(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What lies in scalar memory before the kernel starts.
+    """Arguments in scalar memory.
 
     Attributes:
         layer: [1].
-        cores: first segment of each core, and one behind the last of all [cores + 1].
-        segments: see there.
-        tiles: see there.
-        writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is written.
+        cores: first segment of each core, and the end of all [cores + 1].
+        segments: see `Segments`.
+        tiles: see `Tiles`.
+        writes: (slots [T], whether B tokens from here on fill a block [T]); empty if nothing is written.
     """
 
     layer: Any
@@ -79,22 +84,22 @@ class Scalars(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Memory of the kernel's own.
+    """Scratch memory of the kernel.
 
     Attributes:
-        q: queries of the step's tokens, taken apart, and then outputs [places, bundles, rows, lanes of a key].
+        q: unpacked queries of the step's tokens, and then outputs [places, bundles, rows, lanes of a key].
         chunks: ring of buffers [ring, n, B, pitch, pack, lanes].
         values: of heads that share columns of lanes, as words [ring, columns, W / tokens of a word, 128].
         scores: of the item at stage 2 [bundles, rows, W].
-        weights: of the item at stage 3, alike.
-        fade: what its row's output is multiplied by [bundles, rows, 128], alike in all lanes.
-        m: running maxima [places + 1, bundles, rows, 128], alike in all lanes; the last place is nobody's.
+        weights: of the item at stage 3, of the same shape.
+        fade: factor of the row's previous output [bundles, rows, 128], equal in all lanes.
+        m: running maxima [places + 1, bundles, rows, 128], equal in all lanes; the last place is unused.
         l: running sums, by lane.
         o: running outputs [places + 1, bundles, rows, lanes of a value].
         cursor: (segment, item of it, buffer) of the next fetch.
         turn: [1], the buffer of the next item.
-        special: [ring], whether tokens of the buffer's item are not seen, and whether ids are outside of the layer.
-        ids: (where the id of the cursor's block 0 would lie, and those of the buffers' items) [1 + ring].
+        special: [ring], whether tokens of the buffer's item are not seen, and whether ids are outside the layer.
+        ids: [1 + ring]: the place of the id of the cursor's block 0, and of the buffers' items.
         pages: of the block tables.
         fetched: semaphores of the buffers.
         written: semaphores of whole blocks and of single tokens.
@@ -119,7 +124,7 @@ class Kept(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """Arguments and results; queries and outputs as they are kept."""
+    """Arguments and results; queries and outputs are those of the scratch memory."""
 
     q: Any
     scale: Any
@@ -132,19 +137,18 @@ class Refs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The static side of one call.
+    """The static part of one call.
 
     Attributes:
         spec: of the attention.
-        sizes: how the work is cut.
+        sizes: sizes of the work.
         group: query heads of a key/value head.
         table_width: blocks in a row's table (M).
-        compute_dtype: of the matrix products' operands.
-        takes_fp8: whether numbers of 8 bits in floating point are used as they are: products take them, or they become
-            numbers of 32 bits.
-        turns_keys: whether keys are turned before they are products' operands, while they have 8 bits.
-        has_writes: whether new keys and values are stored.
-        num_cores: of a device, which share the rows.
+        compute_dtype: of the matmuls' operands.
+        takes_fp8: 8-bit floats are used directly: matmuls take them, or they are converted to 32 bits.
+        turns_keys: keys are transposed before the matmuls, while they have 8 bits.
+        has_writes: new keys and values are stored.
+        num_cores: cores of a device, which share the rows.
     """
 
     spec: AttentionSpec
@@ -171,12 +175,12 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of a bundle's product."""
+        """Rows of a bundle's matmul."""
         return -(-self.sizes.bundle * self.group // 8) * 8
 
     @property
     def column_heads(self) -> int:
-        """Heads whose keys lie beside each other in as many lanes as a row of the pool has."""
+        """Heads whose keys share the lanes of one row of the pool."""
         return 2 if self.spec.layout.is_joined else 1
 
     @property
@@ -197,19 +201,19 @@ class Plan:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether numbers come 2^FP8_SHIFT times too small."""
+        """True if numbers come 2^FP8_SHIFT times too small."""
         return self.spec.layout.dtype == jnp.float8_e4m3fn and not self.takes_fp8
 
     @property
     def rows_of_heads(self) -> tuple[int, ...]:
-        """The row of each query head among those of a token."""
+        """Row of each query head among those of a token."""
         bundle, group = self.sizes.bundle, self.group
         heads = range(self.spec.layout.num_kv_heads)
         return tuple(k // bundle * self.rows + k % bundle * group + g for k in heads for g in range(group))
 
 
 def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, *, has_writes: bool, num_cores: int = 1) -> Plan:
-    """The static side of a call with these queries on devices of this kind with so many cores."""
+    """Return the static part of a call with these queries on devices of this kind with `num_cores` cores."""
     layout = spec.layout
     sizes = choose(layout, queries.num_heads, queries.num_tokens, device_kind)
     is_wide = jnp.float32 in (queries.dtype, layout.dtype)

@@ -1,9 +1,9 @@
-"""How the kernel of rows that decode cuts its work.
+"""Sizes of the work of the kernel of rows that decode.
 
-ring      buffers of a chunk each: three that are worked on, and those whose blocks are on their way
-places    tokens of one step of the grid: their queries, outputs, maxima and sums lie in vector memory
-bundle    heads that share a product, so that it has 8 rows; not less than two where two heads share a row of lanes
-pitch     rows of words from token to token in a buffer; a load with a stride that 4 divides takes longer
+ring      buffers of a chunk each: three in progress, and those whose blocks are in flight
+places    tokens of one step of the grid: their queries, outputs, maxima and sums are in vector memory
+bundle    heads that share a matmul, so that it has 8 rows; at least two if two heads share a row of lanes
+pitch     rows of words from token to token in a buffer; a load whose stride is a multiple of 4 takes longer
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.tpu import sizes as sizing
 
 VMEM_LIMIT_BYTES = 56 * 2**20
-"""What the compiler may use; of the generations since v5e the smallest has 64 MiB."""
+"""The compiler's limit; of the generations since v5e the smallest has 64 MiB."""
 VMEM_BUDGET_BYTES = 44 * 2**20
-"""What is planned; the rest is the compiler's, for values that find no register."""
+"""Planned use; the rest is left to the compiler, for values that spill from registers."""
 _CHUNK_BYTES = {"TPU7x": 2 * 2**20}
 _CHUNK_BYTES_ELSEWHERE = 2**20
 _MAX_CHUNK_TOKENS = 2048
@@ -38,8 +38,8 @@ class DecodeSizes:
     Attributes:
         chunk_tokens: of a buffer, a multiple of 128 and of the block size.
         ahead: chunks that are fetched before they are needed.
-        bundle: heads of one product.
-        pitch: rows of tiles from token to token in a buffer, of which the token has some.
+        bundle: heads of one matmul.
+        pitch: rows of tiles from token to token in a buffer, some of which the token uses.
         places: tokens of a step of the grid.
     """
 
@@ -51,7 +51,7 @@ class DecodeSizes:
 
     @property
     def ring(self) -> int:
-        """Buffers."""
+        """Number of buffers."""
         return self.ahead + _STAGES
 
     @property
@@ -62,10 +62,10 @@ class DecodeSizes:
 def choose(
     layout: KVLayout, num_heads: int, num_places: int, device_kind: str, folder: Path = sizing.TUNED
 ) -> DecodeSizes:
-    """Chunks as measured on this device kind for this shape, or the rule's.
+    """Return sizes with the measured chunks of this device kind and shape, or the rule's.
 
     Raises:
-        InternalError: an entry that cannot be used.
+        InternalError: an invalid entry.
     """
     entry = sizing.measured(layout, num_heads, is_decode=True, device_kind=device_kind, folder=folder)
     if entry is None:
@@ -83,7 +83,7 @@ def choose(
 
 
 def refusal(layout: KVLayout, num_heads: int) -> str | None:
-    """Why there is not enough vector memory for any sizes, or None."""
+    """Return why there is not enough vector memory for any sizes, or None."""
     need = vmem_bytes(rule(layout, num_heads, _LEAST_PLACES, ""), layout, num_heads)
     if need <= VMEM_BUDGET_BYTES:
         return None
@@ -97,9 +97,9 @@ def refusal(layout: KVLayout, num_heads: int) -> str | None:
 def rule(
     layout: KVLayout, num_heads: int, num_places: int, device_kind: str, chunk_tokens: int | None = None
 ) -> DecodeSizes:
-    """Chunks of one or two MiB, and as many under way as the vector memory holds; at least one.
+    """Return chunks of one or two MiB, and as large a number in flight as the vector memory holds, at least one.
 
-    The last sizes come back even where it is not enough (see `vmem_bytes`).
+    If that does not fit either, return the smallest sizes (see `vmem_bytes`).
     """
     group, rows = num_heads // layout.num_kv_heads, layout.token_shape[0]
     folds = layout.lanes // _LANES
@@ -125,13 +125,13 @@ def rule(
 
 
 def num_tiles(layout: KVLayout, num_heads: int, num_tokens: int) -> int:
-    """Steps of the grid that a step of so many tokens has at most."""
+    """Return the maximum steps of the grid for a step of `num_tokens` tokens."""
     num_tokens = -(-num_tokens // _LEAST_PLACES) * _LEAST_PLACES
     return num_tokens // rule(layout, num_heads, num_tokens, "").places
 
 
 def _tile_of(num_tokens: int, most: int) -> int:
-    """The largest power of two up to `most` that divides so many tokens, which are whole tiles of the other kernel."""
+    """Return the largest power of two up to `most` that divides the tokens, whole tiles of the other kernel."""
     tile = 1 << most.bit_length() - 1
     while num_tokens % tile:
         tile //= 2
@@ -139,13 +139,13 @@ def _tile_of(num_tokens: int, most: int) -> int:
 
 
 def vmem_bytes(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> int:
-    """Vector memory of a call with queries of 32 bits."""
+    """Return the vector memory of a call with 32-bit queries."""
     bundles, rows = _rows(sizes, layout, num_heads)
     chunk = sizes.chunk_tokens * sizes.pitch * layout.lanes * 4
     scores = 2 * bundles * rows * sizes.chunk_tokens * 4
     one_bundle = 3 * sizes.chunk_tokens * sizes.bundle * sizing.key_lanes(layout) * 4
     if layout.is_joined:
-        # Half of the chunk, of numbers that may have become twice as wide.
+        # Half of the chunk, with numbers that may be twice as wide after conversion.
         chunk += sizes.chunk_tokens * -(-layout.num_kv_heads // 2) * _LANES * max(2, layout.dtype.itemsize)
     return sizes.ring * chunk + scores + one_bundle + (sizes.places + 1) * _place_bytes(sizes, layout, num_heads)
 

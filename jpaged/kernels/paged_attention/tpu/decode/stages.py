@@ -1,4 +1,4 @@
-"""The arithmetic of an item at each of its three stages, and what ends a row."""
+"""The arithmetic of an item at each of the three stages, and the end of a row."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ _LN_2 = math.log(2)
 
 
 def _columns(bundle: int, plan: Plan) -> range:
-    """The columns of lanes of a bundle, by their numbers among those of all heads."""
+    """Return the columns of lanes of a bundle, as indices among those of all heads."""
     first = bundle * plan.sizes.bundle
     last = min(first + plan.sizes.bundle, plan.spec.layout.num_kv_heads)
     return range(first // plan.column_heads, -(-last // plan.column_heads))
 
 
 def _is_alone(column: int, plan: Plan) -> bool:
-    """Whether it is the key | value of the last head, which has no other to share it with."""
+    """Return True if the column is the key | value of the last head, which has no other head to share it with."""
     return plan.spec.layout.is_joined and 2 * column + 1 == plan.spec.layout.num_kv_heads
 
 
 def _reader(chunk_ref: Any, plan: Plan) -> Callable[..., Any]:
-    """What reads the numbers in a row of the pool's lanes of each token, by the row's number."""
+    """Return a function that reads the numbers of each token in a row of the pool's lanes, by the row's index."""
     layout, pitch = plan.spec.layout, plan.sizes.pitch * plan.folds
     num_parts = words.tokens_a_word(layout.dtype, takes_fp8=plan.takes_fp8)
     num_tokens = plan.sizes.chunk_tokens // num_parts
-    # Heads that share lanes are taken apart from the next one, others multiplied with it, and so are a latent's pieces.
+    # Distance to the part used together: heads that share lanes pair with the next head, others with the next matmul
+    # operand, and a latent's pieces with each other.
     apart = 1 if layout.is_joined or layout.value_dim is not None else 2 if plan.sizes.bundle > 1 else 0
 
     @functools.cache
@@ -53,21 +54,24 @@ def _reader(chunk_ref: Any, plan: Plan) -> Callable[..., Any]:
 
 
 def _pieces(numbers: Callable[..., Any], lanes: int) -> list[Any]:
-    """The beginning of a latent, whose pieces lie in rows of their own."""
+    """Return the prefix of a latent, whose pieces are in separate rows."""
     return [numbers(row) for row in range(lanes // words.LANES)]
 
 
 def _beside(columns: list[Any], plan: Plan, axis: int = 1) -> Any:
-    """Columns of numbers as one operand of a product [W, columns * lanes], or below each other if they are turned."""
+    """Concatenate columns of numbers into one operand of a matmul [W, columns * lanes].
+
+    Transposed columns are stacked instead (axis 0).
+    """
     if plan.compute_dtype == jnp.float32 or plan.spec.layout.dtype == jnp.int8:
         columns = [column.astype(plan.compute_dtype) for column in columns]
     return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=axis)
 
 
 def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
-    """Keys of a bundle's heads, with tokens behind each other where the plan turns them.
+    """Return keys of a bundle's heads, transposed if `plan.turns_keys`.
 
-    Where two heads share a column, their values are taken apart from them, and kept.
+    If two heads share a column, their values are separated, and kept for stage 3.
     """
     numbers = _reader(kept.chunks.at[buffer], plan)
     columns = _pieces(numbers, plan.key_lanes) if plan.spec.layout.value_dim is not None else []
@@ -86,7 +90,7 @@ def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
 
 
 def _values(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
-    """Values of a bundle's heads."""
+    """Return values of a bundle's heads."""
     dtype = words.numbers_dtype(plan.spec.layout.dtype, takes_fp8=plan.takes_fp8)
     numbers = _reader(kept.chunks.at[buffer], plan)
     columns = _pieces(numbers, plan.value_lanes) if plan.spec.layout.value_dim is not None else []
@@ -106,7 +110,7 @@ def _dot(plan: Plan) -> Callable[..., Any]:
 
 
 def score(scalars: Scalars, segment: Any, item: Any, buffer: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
-    """Stage 1: scores in powers of two, minus infinity where no key is seen."""
+    """Stage 1: compute scores to base 2, minus infinity for keys that are not seen."""
     tokens, cap = plan.sizes.chunk_tokens, plan.spec.kind.soft_cap
     num_parts = words.tokens_a_word(plan.spec.layout.dtype, takes_fp8=plan.takes_fp8)
     column = lax.broadcasted_iota(jnp.int32, (plan.rows, tokens), 1)
@@ -131,7 +135,7 @@ def score(scalars: Scalars, segment: Any, item: Any, buffer: Any, refs: Refs, ke
 
 
 def weigh(place: Any, is_first: Any, kept: Kept, plan: Plan) -> None:
-    """Stage 2: the running maximum and sum of the row, and the weights of this item's values."""
+    """Stage 2: update the running maximum and sum of the row, and compute the weights of this item's values."""
     for bundle in range(plan.num_bundles):
         s_rw = kept.scores[bundle]
         m_rl = jnp.where(is_first, LOWEST, kept.m[place, bundle])
@@ -148,7 +152,7 @@ def weigh(place: Any, is_first: Any, kept: Kept, plan: Plan) -> None:
 
 
 def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
-    """Stage 3: weighted values join the output of the row."""
+    """Stage 3: add weighted values to the output of the row."""
     lanes, dot = plan.value_lanes, _dot(plan)
     column_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, lanes), 0) // (plan.group * plan.column_heads)
     for bundle in range(plan.num_bundles):
@@ -162,7 +166,7 @@ def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
 
 
 def finish(place: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
-    """A row's output and its log-sum-exp, a lane for each head."""
+    """Write a row's output and its log-sum-exp, a lane for each head."""
     lane = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.lse_lanes), 1)
     row = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.lse_lanes), 0)
     lse = jnp.zeros((plan.rows, plan.lse_lanes), jnp.float32)
@@ -175,6 +179,6 @@ def finish(place: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
         refs.o[place, bundle, :, : plan.value_lanes] = o_rd
         log2_r1 = jnp.log(l_r1) * LOG2_E - (float(LIFT) if plan.is_tiny else 0.0)
         lse_r1 = jnp.where(has_keys_r1, (kept.m[place, bundle][:, :1] + log2_r1) * _LN_2, -jnp.inf)
-        # A column becomes a row of lanes: everything but the diagonal is added as zero.
+        # Converts a column to a row of lanes: everything except the diagonal is zero in the sum.
         lse = jnp.where(lane == bundle * plan.rows + row, lse_r1, lse)
     refs.lse[place] = lse.sum(axis=0, keepdims=True)

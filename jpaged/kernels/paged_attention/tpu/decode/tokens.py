@@ -1,13 +1,12 @@
-"""Queries of a tile of tokens taken apart, and outputs put together: heads beside each other, or below.
+"""Queries of a tile of tokens unpacked into rows of heads, and outputs packed back.
 
-    [places, H * lanes]                 a token's heads beside each other, as products leave and take them
-    [places, bundles, rows, lanes]      the heads of a bundle below each other, as its product takes them
+    [places, H * lanes]                 a token's heads concatenated, the layout of matmuls before and after
+    [places, bundles, rows, lanes]      the heads of a bundle stacked, the layout of the bundle's matmul
 
 Outputs of latents have fewer lanes than queries.
 
-One head of all tokens at a time: its lanes are rows that lie as far from each other as a token has rows. Where two
-heads' keys share lanes, a head that has the other half of them is turned by half: queries come in the lower half, and
-outputs go into the upper one, as the other kernel leaves them.
+Each copy moves one head of all tokens, as strided rows. If two heads' keys share lanes, the head with the other half
+is rotated by half: queries come in the lower half, and outputs go into the upper one, as the other kernel writes them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan
 
 
 def take_apart(q_ref: Any, kept: Kept, plan: Plan) -> None:
-    """The queries of all tokens, as rows of numbers of 32 bits."""
+    """Unpack the queries of all tokens, as rows of 32-bit numbers."""
     for head, row in enumerate(plan.rows_of_heads):
         q_pl = q_ref[:, _lanes(head, plan.key_lanes)].astype(jnp.float32)
         is_turned = plan.spec.layout.is_joined and head // plan.group % 2 == 1
@@ -31,17 +30,17 @@ def take_apart(q_ref: Any, kept: Kept, plan: Plan) -> None:
 
 
 def put_together(o_ref: Any, kept: Kept, plan: Plan) -> None:
-    """The outputs of all tokens, in the queries' type."""
+    """Pack the outputs of all tokens, in the queries' type."""
     layout = plan.spec.layout
     for head, row in enumerate(plan.rows_of_heads):
         kv_head, o_pl = head // plan.group, words.gather(kept.q, row)[:, : plan.value_lanes]
-        # A head that has its lanes alone has its values in the upper half.
+        # A head without a partner has its values in the upper half already.
         is_turned = layout.is_joined and kv_head % 2 == 0 and kv_head < layout.num_kv_heads - 1
         o_ref[:, _lanes(head, plan.value_lanes)] = (_turned(o_pl) if is_turned else o_pl).astype(o_ref.dtype)
 
 
 def clear(kept: Kept, plan: Plan) -> None:
-    """Zero for every token: queries that no head has stay finite, and a token of no row has this output."""
+    """Clear every token: query rows without a head stay finite, and a token of no row has zero as output."""
 
     def place(i: Any) -> None:
         kept.q[i] = jnp.zeros(kept.q.shape[1:], kept.q.dtype)
