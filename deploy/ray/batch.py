@@ -145,6 +145,12 @@ class Local:
         with _translated():
             return call.read(await self._replica.detokenize(call.request))
 
+    async def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[bytes, ...]:
+        """See `AsyncClient.token_bytes`."""
+        call = wire.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=None)
+        with _translated():
+            return call.read(await self._replica.detokenize(call.request))
+
 
 async def _in_time(run: Callable[[], Awaitable[_T]]) -> _T:
     """What a call comes to, which is made again while the queue is full."""

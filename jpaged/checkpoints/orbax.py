@@ -21,12 +21,14 @@ import numpy as np
 import tensorstore as ts
 
 from jpaged import json_text
+from jpaged.checkpoints.tensor_files import MAX_INDEX_BYTES, read_bounded
 from jpaged.checkpoints.tensor_source import ALL_DTYPES, check_shape, unsupported_dtype
 from jpaged.errors import InvalidArgument
 from jpaged.version import __version__
 
 MANIFEST_FILE = "jpaged.json"
 PARAMS_FOLDER = "params"
+MAX_MANIFEST_BYTES = 1 << 20
 
 _FORMAT = "jpaged-orbax"
 _FORMAT_VERSION = 1
@@ -49,7 +51,9 @@ def write_manifest(folder: Path, architecture: str, dtype: str) -> None:
 
 def _check_manifest(path: Path) -> None:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bounded(path, MAX_MANIFEST_BYTES))
+    except InvalidArgument:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
     if not isinstance(value, dict) or value.get("format") != _FORMAT:
@@ -153,8 +157,10 @@ def _names(folder: Path) -> frozenset[str]:
     if not path.is_file():
         raise InvalidArgument(str(folder), "holds no Orbax arrays; convert the checkpoint again")
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["tree_metadata"].values()
+        entries = json.loads(read_bounded(path, MAX_INDEX_BYTES))["tree_metadata"].values()
         paths = [[key["key"] for key in entry["key_metadata"]] for entry in entries]
         return frozenset(str(name) for (name,) in paths)
+    except InvalidArgument:
+        raise
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(str(folder), f"cannot be read as an Orbax checkpoint: {error!r}") from error

@@ -151,6 +151,12 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
             wire.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model)
         )
 
+    async def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[bytes, ...]:
+        """See `Client.token_bytes`."""
+        return await self._run(
+            wire.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model)
+        )
+
     async def server_info(self) -> ServerInfo:
         """See `Client.server_info`."""
         return await self._run(wire.server_info_call())

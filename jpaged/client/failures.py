@@ -86,10 +86,15 @@ def translated(error: grpc.RpcError, proxy: str = "") -> JpagedError:
     """
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return JpagedError(str(error))
+    return error_of(error.code(), details_of(error, proxy), error.trailing_metadata())
+
+
+def details_of(error: grpc.Call | grpc.aio.AioRpcError, proxy: str = "") -> str | None:
+    """Return the text of a call's status, with the proxy as in `translated`."""
     code, text = error.code(), error.details()
     if proxy and code in _OF_TRANSPORT and not is_of_server(error):
-        text = f"{text or code.name} (through the proxy {proxy})"
-    return error_of(code, text, error.trailing_metadata())
+        return f"{text or code.name} (through the proxy {proxy})"
+    return text
 
 
 def _invalid_argument(text: str, status: status_pb2.Status | None) -> InvalidArgument:

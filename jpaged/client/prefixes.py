@@ -87,7 +87,7 @@ class PrefixCalls:
             for message in call:
                 yield _framed(message)
         except grpc.RpcError as error:
-            raise translated(error) from error
+            raise translated(error, endpoint.proxy) from error
         finally:
             call.cancel()
             self._servers.endpoints.leave(endpoint)
@@ -107,7 +107,7 @@ class PrefixCalls:
         except grpc.RpcError as error:
             if messages.failure is not None:  # it ended the call
                 raise messages.failure from error
-            raise translated(error) from error
+            raise translated(error, endpoint.proxy) from error
         finally:
             self._servers.endpoints.leave(endpoint)
 
@@ -155,7 +155,7 @@ class AsyncPrefixCalls:
             async for message in call:
                 yield _framed(message)
         except aio.AioRpcError as error:
-            raise translated(error) from error
+            raise translated(error, endpoint.proxy) from error
         finally:
             call.cancel()
             self._servers.endpoints.leave(endpoint)
@@ -184,7 +184,7 @@ class AsyncPrefixCalls:
             if failures:  # it ended the call
                 raise failures[0] from error
             if isinstance(error, aio.AioRpcError):
-                raise translated(error) from error
+                raise translated(error, endpoint.proxy) from error
             raise
         finally:
             self._servers.endpoints.leave(endpoint)

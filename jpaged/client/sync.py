@@ -158,6 +158,17 @@ class Client(BaseClient[GenerateStream]):
         """The text that ids stand for."""
         return self._run(wire.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model))
 
+    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[bytes, ...]:
+        """Return the bytes that each token adds to a text, which may be a part of a character.
+
+        Args:
+            skip_special_tokens: special tokens have no bytes.
+
+        Raises:
+            Unsupported: the server is older and returns texts alone.
+        """
+        return self._run(wire.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model))
+
     def server_info(self) -> ServerInfo:
         """What the server is; answered in every state."""
         return self._run(wire.server_info_call())

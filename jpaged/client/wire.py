@@ -17,7 +17,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.chat import ChatOptions
 from jpaged.client.chat import chat_message, piece_of
 from jpaged.completions import completions_of
-from jpaged.errors import InternalError, InvalidArgument
+from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.load import Load, ReplicaLoad
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
@@ -281,6 +281,25 @@ def detokenize_call(token_ids: Sequence[int], *, skip_special_tokens: bool, mode
         token_ids=checked_ids("token_ids", token_ids), skip_special_tokens=skip_special_tokens, model=model
     )
     return Call("Detokenize", request, lambda response: response.text)
+
+
+def token_bytes_call(
+    token_ids: Sequence[int], *, skip_special_tokens: bool, model: str | None
+) -> Call[tuple[bytes, ...]]:
+    """Ids -> the bytes of each."""
+    request = inference_pb2.DetokenizeRequest(
+        token_ids=checked_ids("token_ids", token_ids),
+        skip_special_tokens=skip_special_tokens,
+        model=model,
+        return_token_bytes=True,
+    )
+
+    def read(response: inference_pb2.DetokenizeResponse) -> tuple[bytes, ...]:
+        if len(response.token_bytes) != len(request.token_ids):
+            raise Unsupported("the server returns no bytes of tokens: it is older than this client")
+        return tuple(response.token_bytes)
+
+    return Call("Detokenize", request, read)
 
 
 def server_info_call() -> Call[ServerInfo]:

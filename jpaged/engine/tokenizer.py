@@ -48,6 +48,12 @@ class Tokenizer(Protocol):
         ...
 
 
+def is_special_token(tokenizer: Tokenizer, token_id: int) -> bool:
+    """Return True if texts without special tokens leave a token out."""
+    has_text = bool(tokenizer.decode([token_id], skip_special_tokens=False))
+    return has_text and not tokenizer.decode([token_id], skip_special_tokens=True)
+
+
 class NoTokenizer:
     """Placeholder for a model without tokenizer files, or with `--skip-tokenizer-init`: token ids only, no text."""
 

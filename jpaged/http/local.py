@@ -121,6 +121,10 @@ class LocalServer:
         """The text of ids."""
         return await self.service.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
+    async def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[bytes]:
+        """Return the bytes that each token adds to a text."""
+        return await self.service.token_bytes(token_ids, skip_special_tokens=skip_special_tokens)
+
     def _asker(self, adapter: str, cache_salt: str, priority: int) -> Asker:
         return Asker(
             tenant=self.tenant,

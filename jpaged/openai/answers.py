@@ -6,7 +6,6 @@ to it, so that results would depend on which server ran a line, beside which oth
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated
-from jpaged.errors import InvalidArgument, ModelNotFound, RequestTooLong
+from jpaged.errors import InvalidArgument, ModelNotFound, RequestTooLong, Unsupported
 from jpaged.openai.bodies import Job, renamed, shown
 from jpaged.openai.choices import MAX_CHARACTER_TOKENS, AnswerSize, ShownToken
 from jpaged.openai.lines import (
@@ -43,7 +42,7 @@ _T = TypeVar("_T")
 _P = TypeVar("_P")
 
 _BYTES_OF_NUMBER, _BYTES_OF_BASE64_NUMBER, _BYTES_OF_TOKEN = 22, 6, 60
-_TEXTS_AT_ONCE = 64
+_TOKENS_AT_ONCE = 4096
 _MANY_FIELDS = 200
 _CHARS_OF_FIELD = 10
 MAX_PARTS_OF_CALL = 256
@@ -95,6 +94,10 @@ class Server(Protocol):
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    async def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Sequence[bytes]:
+        """Return the bytes of each token; raise Unsupported if the server returns texts alone."""
+        ...
+
 
 class Work(Protocol):
     """Runs work on so many characters, ids or numbers: on a thread where they are many and something else waits."""
@@ -135,7 +138,6 @@ class Answers:
 
     Args:
         model: what all servers serve; a line that names another is refused.
-        token_bytes: returns the bytes of a token; None is not known.
         adapters: returns the names of loaded adapters, each of which a line may have as its model.
         work: makes texts of what was answered.
         max_bytes: size of an answer, as estimated before it is computed; None is no limit.
@@ -146,7 +148,6 @@ class Answers:
         model: ModelInfo,
         work: Work = at_once,
         adapters: Callable[[], Collection[str]] = frozenset,
-        token_bytes: Callable[[int], bytes] | None = None,
         *,
         max_bytes: int | None = None,
     ) -> None:
@@ -154,7 +155,6 @@ class Answers:
         self._max_bytes = max_bytes
         self._model = model
         self._work = work
-        self._token_bytes = token_bytes
         self._token_texts: dict[int, ShownToken] = {}
 
     async def answer(self, server: Server, line: Line) -> Answered:
@@ -196,20 +196,30 @@ class Answers:
 
     async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
         """Learns the texts of the tokens that the output's log-probabilities speak of."""
-        token_ids = await self._work(partial(_tokens_named, output), _num_told(output))
-        for number, token_id in enumerate(token_ids - self._token_texts.keys()):
-            if number % _TEXTS_AT_ONCE == 0:
-                await asyncio.sleep(0)  # a server in this process answers without a pause
-            self._token_texts[token_id] = await self._shown(server, token_id)
+        named = await self._work(partial(_tokens_named, output), _num_told(output))
+        token_ids = sorted(named - self._token_texts.keys())
+        for begin in range(0, len(token_ids), _TOKENS_AT_ONCE):
+            some = token_ids[begin : begin + _TOKENS_AT_ONCE]
+            try:
+                shown_tokens = await self._shown_tokens(server, some)
+            except Unsupported:
+                shown_tokens = [await self._shown_text(server, token_id) for token_id in some]
+            self._token_texts.update(zip(some, shown_tokens, strict=True))
 
-    async def _shown(self, server: Server, token_id: int) -> ShownToken:
-        """Return a token as log-probabilities show it; a server elsewhere returns no bytes of parts of characters."""
+    async def _shown_tokens(self, server: Server, token_ids: Sequence[int]) -> list[ShownToken]:
+        """Return tokens as log-probabilities show them."""
+        every = await server.token_bytes(token_ids, skip_special_tokens=False)
+        plain = await server.token_bytes(token_ids, skip_special_tokens=True)
+        return [
+            ShownToken(data, data.decode(errors="replace"), is_special=data != kept)
+            for data, kept in zip(every, plain, strict=True)
+        ]
+
+    async def _shown_text(self, server: Server, token_id: int) -> ShownToken:
+        """Return a token of an older server, which returns no bytes of parts of characters."""
         alone = await server.detokenize([token_id], skip_special_tokens=False)
         is_special = bool(alone) and not await server.detokenize([token_id], skip_special_tokens=True)
-        data = None if "\ufffd" in alone else alone.encode()
-        if self._token_bytes is not None:
-            data = self._token_bytes(token_id)
-        return ShownToken(data, alone, is_special=is_special)
+        return ShownToken(None if "\ufffd" in alone else alone.encode(), alone, is_special=is_special)
 
     async def _scored(self, server: Server, line: Line) -> Answered:
         job = await self._work(partial(scoring_job_of, line), size_of(line.body))

@@ -21,7 +21,7 @@ from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from jpaged.client import wire
-from jpaged.client.channel import require_target
+from jpaged.client.channel import proxy_name, require_target
 from jpaged.client.failures import translated
 from jpaged.client.tls import Tls, open_channel
 from jpaged.config import RoleOptions
@@ -43,6 +43,7 @@ class _Server:
     """One of them.
 
     Attributes:
+        proxy: the HTTP proxy of the connection, for messages; "" is none.
         num_open: calls that it works on for us.
         absent_until_s: until then it is not asked; 0 where it was there the last time.
     """
@@ -50,6 +51,7 @@ class _Server:
     target: str
     channel: aio.Channel
     stub: Any
+    proxy: str
     num_open: int = 0
     absent_until_s: float = 0.0
     num_asked: int = 0
@@ -76,7 +78,8 @@ class _Server:
     def note_absence(self) -> None:
         """It could not be reached, or says nothing."""
         if self.absent_until_s == 0.0:
-            _LOG.warning("prefill server %s is not there", self.target)
+            through = f" (through the proxy {self.proxy})" if self.proxy else ""
+            _LOG.warning("prefill server %s is not there%s", self.target, through)
         self.absent_until_s = time.monotonic() + _ABSENT_S
 
     def note_answer(self) -> None:
@@ -91,6 +94,7 @@ class Answer:
 
     def __init__(self, server: _Server, call: Any) -> None:
         self.target = server.target
+        self._proxy = server.proxy
         self.tokens: Sequence[FirstToken] = ()
         self.num_cached_tokens = 0
         self._server: _Server | None = server
@@ -104,7 +108,7 @@ class Answer:
             JpagedError: they do not come.
         """
         tokens = list[FirstToken]()
-        with _translating():
+        with _translating(self._proxy):
             while len(tokens) < num_sequences:
                 message = await self._call.read()
                 if message is aio.EOF or not message.HasField("told"):
@@ -119,7 +123,7 @@ class Answer:
 
     async def pieces(self) -> AsyncIterator[Sequence[Piece]]:
         """The blocks of the prompt in pieces, some at a time."""
-        with _translating():
+        with _translating(self._proxy):
             while (message := await self._call.read()) is not aio.EOF:
                 if len(message.pieces.pieces) > MAX_PIECES:
                     raise InternalError(f"{self.target} sent a message of more than {MAX_PIECES} pieces")
@@ -151,7 +155,8 @@ class Prefills:
         self._patience_s = options.prefill_timeout
         for target in options.prefill_target:
             channel = open_channel(aio, target, tls)
-            self._servers.append(_Server(target, channel, prefill_pb2_grpc.PrefillServiceStub(channel)))
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+            self._servers.append(_Server(target, channel, stub, proxy_name(target, None)))
 
     async def ask(
         self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
@@ -218,12 +223,12 @@ def _message_of(request: Request, num_known: int, kv_identity: bytes) -> prefill
 
 
 @contextlib.contextmanager
-def _translating() -> Any:
+def _translating(proxy: str) -> Any:
     """Raise the errors of the tree of jpaged.errors, and Unavailable where the connection was closed."""
     try:
         yield
     except grpc.RpcError as error:
-        raise translated(error) from error
+        raise translated(error, proxy) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

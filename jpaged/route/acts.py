@@ -200,7 +200,7 @@ async def _each(members: Sequence[Member], act: Act) -> list[tuple[bytes, Jpaged
             method = member.endpoint.methods[act.method]
             return await method(act.content, timeout=ACT_TIMEOUT_S, metadata=act.metadata), None
         except aio.AioRpcError as error:
-            return b"", caused(error)
+            return b"", caused(error, member.endpoint.proxy)
 
     return list(await asyncio.gather(*(ask(one) for one in members)))
 

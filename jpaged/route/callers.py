@@ -101,9 +101,9 @@ def told_by_servers(metadata: Any) -> Metadata:
     return tuple((key, value) for key, value in metadata or () if _goes_on(key) or key == "grpc-retry-pushback-ms")
 
 
-def caused(error: aio.AioRpcError) -> JpagedError:
-    """Return the error that a server told, with its status behind it."""
-    failure = translated(error)
+def caused(error: aio.AioRpcError, proxy: str) -> JpagedError:
+    """Return the error of a call to a server, with its status as the cause; see `translated`."""
+    failure = translated(error, proxy)
     failure.__cause__ = error
     return failure
 

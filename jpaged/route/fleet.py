@@ -27,8 +27,8 @@ from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.access.watching import FileWatch
-from jpaged.client.channel import Backoff
-from jpaged.client.failures import translated
+from jpaged.client.channel import Backoff, proxy_name
+from jpaged.client.failures import details_of, translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question
 from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import metadata_of
@@ -250,7 +250,8 @@ class Fleet:
                 except InvalidArgument as error:  # files that are being changed, perhaps: it is tried again
                     _LOG.error("%s: no connection can be made: %s", target, error)
                     continue
-                member = Member(address, Endpoint(target, channel, channel_methods(channel)), self._files_number)
+                endpoint = Endpoint(target, channel, channel_methods(channel), proxy_name(target, None))
+                member = Member(address, endpoint, self._files_number)
                 member.following = asyncio.get_running_loop().create_task(self._follow(member))
                 self.members[target] = member
 
@@ -286,7 +287,7 @@ class Fleet:
                         self._dismiss(member, "it loads, drains or stalls: its health is not SERVING")
                 self._dismiss(member, "it has ended its watch")
             except aio.AioRpcError as error:
-                self._dismiss(member, f"{error.code().name}: {error.details()}")
+                self._dismiss(member, f"{error.code().name}: {details_of(error, member.endpoint.proxy)}")
             except JpagedError as error:
                 self._dismiss(member, sentence_of(error))
             except Exception as error:  # of one server, which is none of ours perhaps: the others go on
@@ -307,7 +308,7 @@ class Fleet:
             model = await methods["model"](control_pb2.GetModelInfoRequest(), **times)
             info = await methods["info"](control_pb2.GetServerInfoRequest(), **times)
         except aio.AioRpcError as error:
-            raise translated(error) from error
+            raise translated(error, member.endpoint.proxy) from error
         if model is None or info is None:
             raise Unavailable("what it says of itself is no message of jpaged.v1")
         if info.role == "prefill":
@@ -398,7 +399,7 @@ class Fleet:
             if answer is None:  # bytes that are no message
                 failure = Unavailable(f"{endpoint.name} does not say how it is")
         except aio.AioRpcError as error:
-            failure = translated(error)
+            failure = translated(error, endpoint.proxy)
         self.endpoints.told(endpoint, question, answer, failure)
 
     def _start(self, work: Any) -> None:

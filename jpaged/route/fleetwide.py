@@ -168,5 +168,5 @@ async def _ask(endpoint: Endpoint, method: str, content: bytes, metadata: Metada
     try:
         answer: bytes = await endpoint.methods[method](content, timeout=_LIST_TIMEOUT_S, metadata=metadata)
     except aio.AioRpcError as error:
-        return caused(error)
+        return caused(error, endpoint.proxy)
     return answer

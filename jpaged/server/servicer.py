@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
@@ -312,12 +313,14 @@ async def tokenized(service: Service, message: inference_pb2.TokenizeRequest) ->
 
 async def detokenized(service: Service, message: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
     """Answer Detokenize."""
-    text = await service.detokenize(
-        message.token_ids,
-        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-        model=model_from(message),
-    )
-    return inference_pb2.DetokenizeResponse(text=text)
+    skip_special_tokens = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+    how: Any = {"skip_special_tokens": skip_special_tokens, "model": model_from(message)}
+    text = await service.detokenize(message.token_ids, **how)
+    if not message.return_token_bytes:
+        return inference_pb2.DetokenizeResponse(text=text)
+    token_bytes = await service.token_bytes(message.token_ids, **how)
+    build = partial(inference_pb2.DetokenizeResponse, text=text, token_bytes=token_bytes)
+    return await service.work(build, len(token_bytes))
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):

@@ -17,7 +17,7 @@ from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.scheduling.editing import nothing_left
-from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer, is_special_token
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.answers import ChatAnswers
@@ -205,11 +205,26 @@ class InputProcessor:
         Raises:
             InvalidArgument: there are too many, or one is none of the model's.
         """
+        return self.tokenizer.decode(self._text_token_ids(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[bytes]:
+        """Return the bytes that each of several ids adds to a text; raise as `detokenize` does.
+
+        Args:
+            skip_special_tokens: special tokens have no bytes.
+        """
+        ids, tokenizer = self._text_token_ids(token_ids), self.tokenizer
+        found = {token_id: tokenizer.token_bytes(token_id) for token_id in set(ids)}
+        if skip_special_tokens:
+            found |= {token_id: b"" for token_id in found if is_special_token(tokenizer, token_id)}
+        return [found[token_id] for token_id in ids]
+
+    def _text_token_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return ids of a text, which may be more than a sequence has."""
         limit = max(self._geometry.max_model_len, MAX_DETOKENIZE_IDS)
         if len(token_ids) > limit:
             raise InvalidArgument("token_ids", f"{len(token_ids)} ids; at most {limit}")
-        ids = self._checked_ids("token_ids", token_ids)
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._checked_ids("token_ids", token_ids)
 
     def prefix(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids of a prefix of prompts, which is shorter than a prompt may be.

@@ -59,6 +59,8 @@ _T = TypeVar("_T")
 
 _RETRY_S = 1.0
 """How soon a caller may come back when it need not wait for the end of a request."""
+_DECODINGS_OF_TOKEN = 5
+"""Calls of a tokenizer for the bytes of one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +303,14 @@ class Service:
         processor = self._model(model).input_processor
         detokenize = functools.partial(processor.detokenize, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._workers.run(detokenize, len(token_ids))
+
+    async def token_bytes(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str | None = None
+    ) -> list[bytes]:
+        """Return the bytes that each of several ids adds to a text."""
+        processor = self._model(model).input_processor
+        token_bytes = functools.partial(processor.token_bytes, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._workers.run(token_bytes, _DECODINGS_OF_TOKEN * len(token_ids))
 
     def abort(self, request_id: str, tenant: str = "") -> None:
         """End a request by its caller's id; its own stream says what was generated.

@@ -284,7 +284,9 @@ def _tokenize(rng: random.Random, names: Names) -> Message:
 
 def _detokenize(rng: random.Random, names: Names) -> Message:
     ids = [rng.randrange(200) for _ in range(rng.randint(0, 100))]
-    return inference_pb2.DetokenizeRequest(token_ids=ids, skip_special_tokens=rng.random() < 0.5)
+    return inference_pb2.DetokenizeRequest(
+        token_ids=ids, skip_special_tokens=rng.random() < 0.5, return_token_bytes=rng.random() < 0.5
+    )
 
 
 def _pin(rng: random.Random, names: Names) -> Message:

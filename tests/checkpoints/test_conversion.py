@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import os
 import shutil
 import weakref
 from collections.abc import Callable
@@ -21,10 +22,10 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.demo_model.saving import save_params
 from jpaged.checkpoints import conversion, hub
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
-from jpaged.checkpoints.orbax import OrbaxTensors, write_manifest
+from jpaged.checkpoints.orbax import MANIFEST_FILE, MAX_MANIFEST_BYTES, PARAMS_FOLDER, OrbaxTensors, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
 from jpaged.checkpoints.safetensors_writer import StoredTensor
-from jpaged.checkpoints.tensor_files import TensorFiles
+from jpaged.checkpoints.tensor_files import MAX_INDEX_BYTES, TensorFiles
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
 from jpaged.models.hf_config import from_hf, to_hf
@@ -156,6 +157,20 @@ def test_a_type_that_is_too_narrow_is_refused_and_nothing_is_left(to, tmp_path: 
     with pytest.raises(InvalidArgument, match=r"float16 is too narrow for 3 numbers of tensor model\.norm\.weight"):
         convert_folder(tmp_path / "once", tmp_path / "narrow", ConversionOptions(to, "float16"))
     assert [path.name for path in tmp_path.iterdir()] == ["once"]
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [(MANIFEST_FILE, MAX_MANIFEST_BYTES), (f"{PARAMS_FOLDER}/_METADATA", MAX_INDEX_BYTES)]
+)
+def test_a_file_of_names_that_is_too_large_is_refused_before_it_is_read(name: str, limit: int, tmp_path: Path) -> None:
+    (tmp_path / PARAMS_FOLDER).mkdir()
+    write_manifest(tmp_path, "LlamaForCausalLM", "float32")
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, limit + 1)
+    with pytest.raises(
+        InvalidArgument, match=rf"^{tmp_path / name}: has {limit + 1} bytes; the limit for this file is {limit} bytes"
+    ):
+        OrbaxTensors(tmp_path)
 
 
 @pytest.mark.long

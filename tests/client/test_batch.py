@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import httpx2
 import pytest
 
+from jpaged._proto.v1 import inference_pb2
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
 from jpaged.client.batching import targets
 from jpaged.client.results import PASSING, OutputError, Results, failure_in
+from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.server import servicer
+from jpaged.service.service import Service
+from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from tests.server.harness import eventually, running
+from tests.service.test_token_bytes import byte_fallback
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -91,6 +98,55 @@ async def test_every_line_gets_its_answer(tmp_path):
     assert summary.completion_tokens == sum(
         line["response"]["body"]["usage"]["completion_tokens"] for line in found.values() if failure_in(line) is None
     )
+
+
+def fallback_folder(tmp_path: Path) -> Path:
+    """A folder of a tokenizer as SentencePiece makes them: bytes are tokens, and the first word has no space."""
+    (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (tmp_path / "tokenizer.json").write_text(byte_fallback().to_str())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["bytes", "demo", "fallback"])
+async def test_bytes_of_tokens_are_those_of_http(tmp_path: Path, name: str) -> None:
+    folders = {"demo": FOLDER, "fallback": tmp_path}
+    tokenizer: Any = ByteTokenizer()
+    if name in folders:
+        fallback_folder(tmp_path)
+        tokenizer = HuggingFaceTokenizer(folders[name])
+    how = {"max_tokens": 60, "temperature": 2.0, "seed": 5, "ignore_eos": True, "logprobs": 2, "prompt": [70, 71]}
+    asked = [how, how | {"skip_special_tokens": False}, how | {"logprobs": 0, "seed": 6, "prompt": [5]}]
+    source, target = write_input(tmp_path / "in", [(COMPLETIONS, body) for body in asked]), tmp_path / "out"
+    executor = FakeExecutor(vocab_size=tokenizer.vocab_size)
+    async with (
+        running(executor=executor, tokenizer=tokenizer, http_port=0) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        await run_batch(BatchOptions(source, target, harness.target), ignore)
+        answers = [(await client.post(COMPLETIONS, json=body)).json() for body in asked]
+    found = results(target)
+    for number, answer in enumerate(answers):
+        written = found[f"c{number}"]["response"]["body"]["choices"][0]
+        assert written == answer["choices"][0]
+        assert len(written["logprobs"]["bytes"]) == 60
+        assert any("\ufffd" in token for token in written["logprobs"]["tokens"])
+
+
+async def test_an_older_server_returns_texts_of_tokens_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def detokenized(service: Service, message: inference_pb2.DetokenizeRequest) -> Any:
+        text = await service.detokenize(message.token_ids, skip_special_tokens=message.skip_special_tokens)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    monkeypatch.setattr(servicer, "detokenized", detokenized)
+    how = {"max_tokens": 4, "temperature": 2.0, "seed": 5, "ignore_eos": True, "logprobs": 0}
+    bodies = [{"prompt": "x", **how, "allowed_token_ids": [token_id]} for token_id in (0xC3, 104)]
+    source, target = write_input(tmp_path / "in", [(COMPLETIONS, body) for body in bodies]), tmp_path / "out"
+    async with running() as harness:
+        await run_batch(BatchOptions(source, target, harness.target), ignore)
+    found = [results(target)[name]["response"]["body"]["choices"][0]["logprobs"] for name in ("c0", "c1")]
+    assert [one["bytes"] for one in found] == [[None] * 4, [[104]] * 4]
+    assert [one["tokens"] for one in found] == [["\ufffd"] * 4, ["h"] * 4]
 
 
 async def test_a_second_run_goes_on_where_the_first_was_torn(tmp_path):

@@ -127,6 +127,9 @@ async def test_the_other_calls(client_of):
         assert bytes(chat) == b"user: x\nassistant: "
         assert await client.detokenize([104, 105, ByteTokenizer.EOS]) == "hi"
         assert await client.detokenize([104, ByteTokenizer.EOS], skip_special_tokens=False) == "h<eos>"
+        parts = [0xC3, 104, ByteTokenizer.EOS]
+        assert await client.token_bytes(parts) == (b"\xc3", b"h", b"")
+        assert await client.token_bytes(parts, skip_special_tokens=False) == (b"\xc3", b"h", b"<eos>")
         info = await client.server_info()
         assert (info.state, info.api_version, info.platform, info.startup) == ("serving", "v1", "cpu", None)
         assert info.options["port"] == "0"

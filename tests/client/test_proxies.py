@@ -17,7 +17,12 @@ from jpaged.client.channel import is_local, proxy_for, proxy_name
 from jpaged.client.failures import translated
 from jpaged.client.health import check_health
 from jpaged.client.tls import open_channel
+from jpaged.config import EngineConfig
 from jpaged.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from jpaged.peers.prefill import Prefills
+from jpaged.types import Request, SamplingParams
+from tests.route.rig import routed
+from tests.server.harness import eventually
 
 ELSEWHERE = "192.0.2.1:50051"
 """An address of documentation: nothing is there."""
@@ -159,3 +164,27 @@ def test_the_option_takes_the_place_of_the_environment(proxy: Proxy, monkeypatch
             health.Check(health_pb2.HealthCheckRequest(), timeout=0.2)
     assert "proxy" not in str(translated(failed.value))
     assert proxy.asked == [ELSEWHERE]
+
+
+def test_errors_of_saved_prefixes_name_the_proxy(proxy: Proxy) -> None:
+    with Client(ELSEWHERE) as client, pytest.raises(Unavailable, match=f"proxy http://{proxy.address}"):
+        list(client.prefixes.save("a story"))
+
+
+async def test_a_router_names_the_proxy_of_a_server_that_it_does_not_reach(proxy: Proxy) -> None:
+    async with routed(ELSEWHERE, wait_for=0) as made:
+        await eventually(lambda: "403" in made.states().get(ELSEWHERE, ""))
+        assert made.states()[ELSEWHERE].endswith(f"(through the proxy http://{proxy.address})")
+
+
+async def test_a_server_names_the_proxy_of_a_prefill_server_that_it_does_not_reach(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = EngineConfig.load({"role": "decode", "prefill_target": (ELSEWHERE,)}).roles
+    prefills = Prefills(options)
+    try:
+        with pytest.raises(Unavailable, match=f"proxy http://{proxy.address}"):
+            await prefills.ask(Request("a", (1, 2), SamplingParams()), 0, b"", 60.0, 60.0)
+    finally:
+        await prefills.close()
+    assert f"{ELSEWHERE} is not there (through the proxy http://{proxy.address})" in caplog.text

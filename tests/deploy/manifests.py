@@ -224,8 +224,6 @@ def _probe_problems(pod: Pod, config: EngineConfig | None) -> Iterator[str]:
     if probes and (config is None or (is_follower(pod) and config.server.probe_port is None)):
         yield "has a probe, and nothing that answers it"
         return
-    if probes and config is not None and config.server.probe_port is None:
-        yield "probes share a port with strangers, whose connections make them fail: --probe-port is needed"
     for name, asked in probes.items():
         if is_follower(pod) and config is not None and asked.get("port") != config.server.probe_port:
             yield f"{name} asks port {asked.get('port')}; a follower answers on {config.server.probe_port}"

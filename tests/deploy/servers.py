@@ -90,6 +90,8 @@ class Server:
             answering = server.port if server.probe_port is None else server.probe_port
             if port != answering:
                 yield f"{name} asks port {port}; the server answers health on {answering}"
+        if self.probed and server.probe_port is None:
+            yield "probes share a port with strangers, whose connections make them fail: --probe-port is needed"
         if self.probed and server.host != "0.0.0.0":
             yield f"listens on {server.host}, where nothing outside reaches it"
         needed_s = self.sleep_s + server.shutdown_timeout + FLUSH_S

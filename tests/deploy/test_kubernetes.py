@@ -89,6 +89,13 @@ def routed(place: int, word: str) -> list[str]:
     return words
 
 
+def workers_without_probes() -> list[Document]:
+    """The containers of a group's worker, started without the image's options: no port answers probes."""
+    group = next(one for one in FILES["leaderworkerset-tpu.yaml"] if one["kind"] == "LeaderWorkerSet")
+    (container,) = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    return [container | {"command": ["jpaged", "serve", "--host", "0.0.0.0"], "args": ["demo"]}]
+
+
 # File, kind, path -> what is planted there, and what is said about it.
 MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
     ("deployment", "Deployment"): [
@@ -102,7 +109,6 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
             ["demo", "--probe-port", "50053"],
             "startupProbe asks port 50052; the server answers health on 50053",
         ),
-        (f"{SERVER}.args", ["demo"], "probes share a port with strangers"),
         (f"{SERVER}.args", ["demo", "--metrics-port", "9401"], "prometheus.io/port is 9400, not 9401"),
         (f"{SERVER}.args", ["demo", "--host", "127.0.0.1"], "listens on 127.0.0.1"),
         (f"{SERVER}.args", ["demo", "--swap-space", "6"], "--swap-space 6 GiB does not fit into 6 GiB"),
@@ -134,7 +140,7 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
             50051,
             "livenessProbe asks port 50051; a follower answers on 50052",
         ),
-        (f"{WORKER}.containers.0.args", ["demo"], "has a probe, and nothing that answers it"),
+        (f"{WORKER}.containers", workers_without_probes(), "has a probe, and nothing that answers it"),
     ],
     ("leaderworkerset-gpu", "LeaderWorkerSet"): [(f"{LEADER}.nodeSelectors", {}, "'nodeSelectors' was unexpected")],
     ("jobset-batch", "JobSet"): [
@@ -164,6 +170,7 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
             routed(5, "--probe-port=50053"),
             "readinessProbe asks port 50052; the server answers health on 50053",
         ),
+        (f"{SERVER}.args", routed(5, "--max-connections=512"), "probes share a port with strangers"),
         (f"{SERVER}.args", routed(4, "--shutdown-timeout=90"), "is killed after 90 s, not above the 97 s"),
         (f"{SERVER}.args", routed(3, "--pin-prefix=x"), "unrecognized arguments: --pin-prefix=x"),
         (f"{SERVER}.livenessProbe.grpc.service", MISSING, "livenessProbe asks for '', not for 'liveness'"),

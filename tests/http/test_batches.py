@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gzip
 import io
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -331,6 +332,30 @@ async def test_files_have_bounds(tmp_path: Path) -> None:
                 "/v1/files", content=_endless(), headers={"content-type": "multipart/form-data; boundary=b"}
             )
             assert endless.json()["error"]["code"] == "REQUEST_TOO_LONG"
+
+
+async def test_a_file_that_gzip_compressed_is_kept_as_its_lines(tmp_path: Path) -> None:
+    lines = jsonl([line("a"), line("b")])
+    async with serving(tmp_path, max_batch_file_size=0.0625) as (_, client):
+        batch = await send(client, lines)
+        parts = gzip.compress(lines[:50]) + gzip.compress(lines[50:])
+        file = await client.files.create(file=("in.jsonl.gz", parts), purpose="batch")
+        assert (file.filename, file.bytes) == ("in.jsonl", len(lines))
+        assert (await client.files.content(file.id)).content == lines
+        packed = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        for one in (batch, packed):
+            ended = await once(client, one.id, lambda found: found.status in ENDED)
+            assert (ended.status, ended.request_counts.completed) == ("completed", 2)
+        kept = _names(tmp_path, "*/files/*")
+        whole = gzip.compress(lines)
+        for damaged in (whole[:-9], whole[:20] + b"\xff" + whole[21:], whole[:-8] + b"x" * 8, b"\x1f\x8b"):
+            with pytest.raises(openai.BadRequestError, match="cannot be decompressed") as refused:
+                await client.files.create(file=("in.jsonl.gz", damaged), purpose="batch")
+            assert refused.value.param == "body.file"
+        with pytest.raises(openai.APIStatusError, match="decompressed lines are over the limit of 65536") as large:
+            await client.files.create(file=("in.jsonl.gz", gzip.compress(bytes(1 << 24))), purpose="batch")
+        assert (large.value.status_code, large.value.code) == (413, "REQUEST_TOO_LONG")
+        assert _names(tmp_path, "*/files/*") == kept
 
 
 async def _endless() -> AsyncIterator[bytes]:

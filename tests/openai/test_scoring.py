@@ -44,6 +44,9 @@ class FakeServer:
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         raise AssertionError("nothing is generated")
 
+    async def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Sequence[bytes]:
+        raise AssertionError("nothing is generated")
+
     async def score(
         self,
         prompt: str | Sequence[int],

@@ -94,6 +94,8 @@ async def test_texts_and_tokens_are_turned_into_each_other(replica):
     tokens = await replica.tokenize(inference_pb2.TokenizeRequest(text="hello"))
     text = await replica.detokenize(inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids))
     assert (list(tokens.token_ids), text.text) == (list(b"hello"), "hello")
+    asked = inference_pb2.DetokenizeRequest(token_ids=[0xC3, ByteTokenizer.EOS], return_token_bytes=True)
+    assert list((await replica.detokenize(asked)).token_bytes) == [b"\xc3", b""]
     with pytest.raises(Refused, match="INVALID_ARGUMENT: token_ids: 9999"):
         await replica.detokenize(inference_pb2.DetokenizeRequest(token_ids=[9999]))
 

@@ -134,7 +134,7 @@ def _byte_level() -> Tokenizer:
     return _trained(models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), trainer)
 
 
-def _byte_fallback() -> Tokenizer:
+def byte_fallback() -> Tokenizer:
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *names], show_progress=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -165,7 +165,7 @@ def _demo() -> Tokenizer:
     return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("make", [_demo, _byte_level, _byte_fallback, _metaspace, _word_pieces])
+@pytest.mark.parametrize("make", [_demo, _byte_level, byte_fallback, _metaspace, _word_pieces])
 def test_the_bytes_of_every_token_are_those_that_it_adds_to_a_text(make: Any) -> None:
     tokenizer = make()
     tokens = TokenBytes(tokenizer)
@@ -187,7 +187,7 @@ def test_the_bytes_of_every_token_are_those_that_it_adds_to_a_text(make: Any) ->
 
 @pytest.mark.parametrize("letter", ["€", "é", "😀", "\x00", "\xad", "\u4f60"])
 def test_a_part_of_a_character_is_that_part(letter: str) -> None:
-    for make in (_byte_level, _byte_fallback):
+    for make in (_byte_level, byte_fallback):
         tokenizer = make()
         ids = tokenizer.encode(f"x{letter}", add_special_tokens=False).ids
         joined = b"".join(map(TokenBytes(tokenizer).of, ids))

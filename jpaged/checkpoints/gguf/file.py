@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.checkpoints.gguf.blocks import READ
-from jpaged.checkpoints.tensor_files import StableFile
+from jpaged.checkpoints.tensor_files import MAX_HEADER_BYTES, StableFile
 from jpaged.errors import InvalidArgument, Unsupported
 
 SUFFIX = ".gguf"
@@ -30,6 +30,8 @@ _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"
 """Types removed from llama.cpp, by number."""
 _MAGIC = b"GGUF"
 _VERSION_BYTES, _VERSIONS = 4, (2, 3)
+_FIRST_BYTES = 1 << 20
+"""Bytes of a header that are read at first; vocabularies make it 2 to 16 MiB."""
 _UNREADABLE = (OSError, ValueError, LookupError, OverflowError, TypeError)
 """Errors of the package, which has no error class."""
 
@@ -41,8 +43,9 @@ class GgufTensor:
     Attributes:
         kind: type as in llama.cpp: F32, Q4_K.
         shape: of the weights, the contracted axis last.
-        data: memory-mapped, for its shape and type: numbers for F16, F32 and F64; otherwise bytes of the rows along the
-            last axis.
+        stored_shape: shape of the array in the file: of numbers for F16, F32 and F64; otherwise of bytes, those of a row
+            along the last axis.
+        dtype: dtype of that array.
         path: the file that holds it.
         begin: offset of the bytes in the file.
         state: size and modification time that the file must still have.
@@ -50,22 +53,22 @@ class GgufTensor:
 
     kind: str
     shape: tuple[int, ...]
-    data: np.ndarray
+    stored_shape: tuple[int, ...]
+    dtype: np.dtype
     path: Path
     begin: int
     state: tuple[int, int]
 
     def read(self, expert: int | None = None) -> np.ndarray:
-        """Read `data`, or the part of one of stacked experts.
+        """Read the array in the file, or the part of one of stacked experts.
 
         Raises:
             InvalidArgument: the file has changed since it was opened.
         """
-        part = self.data if expert is None else self.data[expert]
-        found = np.empty(part.shape, part.dtype)
+        found = np.empty(self.stored_shape if expert is None else self.stored_shape[1:], self.dtype)
         file = StableFile(self.path, self.state)
         try:
-            file.fill(found, self.begin + (expert or 0) * part.nbytes)
+            file.fill(found, self.begin + (expert or 0) * found.nbytes)
         finally:
             file.close()
         return found
@@ -142,10 +145,10 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Map the files of a model; they are parsed once while they do not change.
+    """Read the headers of a model's files; they are parsed once while they do not change.
 
     Raises:
-        InvalidArgument: a part is missing, truncated or damaged.
+        InvalidArgument: a part is missing, truncated or damaged, or changes while it is read.
         Unsupported: a tensor has an unknown type.
     """
     parts = parts_of(path)
@@ -176,22 +179,28 @@ def _open(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
 
 
 def _read(path: Path, state: tuple[int, int]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    file = StableFile(path, state)
     try:
-        reader = _reader()(path)
+        reader = _reader()(path, _Header(path, file))
         metadata = {name: _value(field) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
         tensors = {
             tensor.name: GgufTensor(
                 tensor.tensor_type.name,
                 tuple(int(n) for n in reversed(tensor.shape)),
-                tensor.data,
+                tensor.data.shape,
+                tensor.data.dtype,
                 path,
                 int(tensor.data_offset),
                 state,
             )
             for tensor in reader.tensors
         }
+    except InvalidArgument:
+        raise
     except _UNREADABLE as error:
         raise InvalidArgument(str(path), _unreadable(path)) from error
+    finally:
+        file.close()
     if getattr(reader, "byte_order", "I") != "I":
         raise InvalidArgument(str(path), "has the byte order of other machines; convert the model again")
     return metadata, tensors
@@ -209,21 +218,65 @@ def _unreadable(path: Path) -> str:
     return f"is not a complete GGUF file: its {path.stat().st_size} bytes are cut off or damaged; download it again"
 
 
+class _Header:
+    """The beginning of a file, in memory as far as it is needed.
+
+    Raises:
+        InvalidArgument: the file changes, or more than the limit is needed.
+    """
+
+    def __init__(self, path: Path, file: StableFile) -> None:
+        self._path, self._file, self.num_file_bytes = path, file, file.state[0]
+        self._data = np.empty(0, np.uint8)
+
+    def until(self, end: int) -> np.ndarray:
+        """Return the bytes of the file up to `end` at least, or all if it is shorter."""
+        end = min(end, self.num_file_bytes)
+        if end > MAX_HEADER_BYTES:
+            raise InvalidArgument(
+                str(self._path), f"its header is damaged, or over the limit of {MAX_HEADER_BYTES} bytes"
+            )
+        if end > len(self._data):
+            most = min(self.num_file_bytes, MAX_HEADER_BYTES)
+            data = np.empty(min(most, max(end, 2 * len(self._data), _FIRST_BYTES)), np.uint8)
+            self._file.fill(data, 0)
+            self._data = data
+        return self._data
+
+
 @functools.cache
 def _reader() -> Any:
-    """Return the package's reader with fast array parsing: otherwise a vocabulary takes 7 s, number by number."""
+    """Return the package's reader with fast array parsing and without access to the file that it maps.
+
+    A vocabulary takes the package 7 s, number by number; a mapped page of a truncated file ends the process.
+    """
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType  # takes a tenth of a second
 
     known = {kind.value for kind in GGMLQuantizationType}
 
     class Reader(GGUFReader):
+        def __init__(self, path: Path, header: _Header) -> None:
+            self._path, self._header = path, header
+            self._is_in_header = True
+            super().__init__(path)
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
+            kind, begin = np.dtype(dtype).newbyteorder(override_order or self.byte_order), int(offset)
+            count, end = int(count), begin + kind.itemsize * int(count)
+            if self._is_in_header:
+                return self._header.until(end)[begin:end].view(kind)
+            if end > self._header.num_file_bytes:
+                raise ValueError("ends in a tensor")
+            return np.broadcast_to(np.zeros((), kind), (count,))  # for its shape and type
+
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            self._is_in_header = False
             for field in fields:
                 _, name, _, _, (number,), _ = field.parts
                 if number not in known:
                     kind = f"type {number} ({_REMOVED.get(int(number), 'unknown')})"
                     raise Unsupported(
-                        f"{self.data.filename}: tensor {bytes(name).decode()} is of {kind}; "
+                        f"{self._path}: tensor {bytes(name).decode()} is of {kind}; "
                         f"of GGUF's types read: {', '.join(READ)}"
                     )
             super()._build_tensors(start_offs, fields)
@@ -240,9 +293,13 @@ def _reader() -> Any:
                 if len(numbers) != count:
                     raise ValueError("ends in an array")
                 return 12 + numbers.nbytes, [numbers], [0], kinds
-            data, strings, at = np.asarray(self.data), [], begin
+            data, strings, at = self._header.until(begin), [], begin
             for _ in range(count):
+                if at + 8 > len(data):
+                    data = self._header.until(at + 8)
                 length = int.from_bytes(data[at : at + 8].tobytes(), "little")
+                if at + 8 + length > len(data):
+                    data = self._header.until(at + 8 + length)
                 strings.append(data[at + 8 : at + 8 + length])
                 at += 8 + length
                 if at > len(data):

@@ -115,8 +115,9 @@ class Course:
             self._tries.answered()
         has_told = not self._is_held and self._first is not None
         if has_told and not self._can_go_on():
+            proxy = self._tries.proxy
             self._tries.leave()
-            raise translated(error) from error
+            raise translated(error, proxy) from error
         self._held.clear()
         return self._tries.wait_s(error, has_begun=has_told or (self._was_accepted and self._tries.can_go_on))
 

@@ -71,6 +71,11 @@ class Tries:
         return self._resuming is not None
 
     @property
+    def proxy(self) -> str:
+        """The proxy of this try's connection, for messages; "" is none."""
+        return "" if self._endpoint is None else self._endpoint.proxy
+
+    @property
     def remaining_s(self) -> float | None:
         """The time that the next try may take: all share one timeout."""
         return self._attempts.remaining_s
@@ -99,7 +104,7 @@ class Tries:
         Args:
             has_begun: it is a stream that a server had accepted, and can go on behind what has come of it.
         """
-        failure = translated(error, "" if self._endpoint is None else self._endpoint.proxy)
+        failure = translated(error, self.proxy)
         try:
             wait_s = self._after(failure, error, has_begun)
             if wait_s is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from starlette.routing import Route
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, QueueFull, RequestTooLong, StorageError
 from jpaged.http.batching.pages import page_of
 from jpaged.http.batching.runner import Runner
+from jpaged.http.batching.store import Store
 from jpaged.http.batching.values import StoredFile
 from jpaged.http.errors import JSON
 from jpaged.http.exchange import answer_of
@@ -34,6 +37,7 @@ UPLOAD_GRACE_S = 10.0
 _CHARS_OF_FILE = 200
 _MAX_FRAME_BYTES = 64 << 10
 """What a form has beside its file."""
+_GZIP_MAGIC = b"\x1f\x8b"
 _PURPOSES = ("batch", "batch_output")
 
 
@@ -50,7 +54,7 @@ def routes(service: Service, runner: Runner) -> list[Route]:
             form = await _form_of(request, max_bytes)
             try:
                 content, filename = _file_in(form, max_bytes)
-                file = await read(lambda: store.add_file(owner, content, filename))
+                file = await read(lambda: _kept(store, owner, content, filename, max_bytes))
             finally:
                 await form.close()
         return JSON(file.shown())
@@ -91,6 +95,41 @@ def routes(service: Service, runner: Runner) -> list[Route]:
         Route("/v1/files/{file_id}", delete, methods=["DELETE"]),
         Route("/v1/files/{file_id}/content", content, methods=["GET"]),
     ]
+
+
+def _kept(store: Store, owner: str, content: IO[bytes], filename: str, max_bytes: int) -> StoredFile:
+    """Keep the lines of an upload, which gzip may have compressed; its name loses its `.gz` then."""
+    is_compressed = content.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    content.seek(0)
+    if not is_compressed:
+        return store.add_file(owner, content, filename)
+    return store.add_file(owner, _Decompressed(content, max_bytes), filename.removesuffix(".gz"))
+
+
+class _Decompressed:
+    """Reader of a file that gzip compressed, bounded in what it decompresses to.
+
+    Raises:
+        InvalidArgument: the file is damaged.
+        RequestTooLong: its lines are over `max_bytes`; nothing beyond is decompressed.
+    """
+
+    def __init__(self, file: IO[bytes], max_bytes: int) -> None:
+        self._file = gzip.GzipFile(fileobj=file, mode="rb")
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    def read(self, size: int, /) -> bytes:
+        """See `Source.read`."""
+        try:
+            part = self._file.read(size)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise InvalidArgument("body.file", f"cannot be decompressed: {error}") from error
+        self._num_bytes += len(part)
+        if self._num_bytes > self._max_bytes:
+            limit = f"{self._max_bytes} bytes (max_batch_file_size)"
+            raise RequestTooLong("body.file", f"its decompressed lines are over the limit of {limit}")
+        return part
 
 
 class _Uploads:

@@ -157,7 +157,6 @@ class Running:
             loaded.model,
             self._service.work,
             loaded.adapters.names,
-            loaded.tokenizer.token_bytes,
             max_bytes=int(http.max_response_size * 2**20),
         )
         try:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jpaged import json_text
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, QueueFull, StorageError
@@ -42,6 +42,14 @@ _COPY_BYTES = 1 << 20
 _RESERVE_BYTES = 1 << 20
 _RETRY_S = 60.0
 _LOG = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Reader of the bytes of a file that a caller sent."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes; none at the end."""
+        ...
 
 
 @dataclass(slots=True)
@@ -96,7 +104,7 @@ class Store:
             os.close(self._lock)
             self._lock = -1
 
-    def add_file(self, owner: str, source: IO[bytes], filename: str) -> StoredFile:
+    def add_file(self, owner: str, source: Source, filename: str) -> StoredFile:
         """Keep what a caller sent.
 
         Raises:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from jpaged.completions import completions_of
-from jpaged.engine.tokenizer import Tokenizer
+from jpaged.engine.tokenizer import Tokenizer, is_special_token
 from jpaged.http.generate.asked import Asked
 from jpaged.openai.choices import ShownToken
 from jpaged.service.evaluations import num_at_once, run_all
@@ -138,8 +138,7 @@ class TokenTexts:
 def shown_token(tokenizer: Tokenizer, token_id: int) -> ShownToken:
     """Return a token as log-probabilities show it."""
     alone = tokenizer.decode([token_id], skip_special_tokens=False)
-    is_special = bool(alone) and not tokenizer.decode([token_id], skip_special_tokens=True)
-    return ShownToken(tokenizer.token_bytes(token_id), alone, is_special=is_special)
+    return ShownToken(tokenizer.token_bytes(token_id), alone, is_special=is_special_token(tokenizer, token_id))
 
 
 def _begun_character(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

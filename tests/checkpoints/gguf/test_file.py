@@ -10,14 +10,17 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
+from jpaged.checkpoints.gguf import file as files
 from jpaged.checkpoints.gguf.file import open_gguf
 from jpaged.checkpoints.gguf.names import places
+from jpaged.checkpoints.tensor_files import StableFile
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unsupported
 from jpaged.models.model import Model
@@ -199,8 +202,9 @@ def test_a_file_is_converted_to_the_checkpoint_that_it_was_made_of(tmp_path: Pat
 
 def test_a_file_that_changes_after_it_was_opened_fails_the_read(tmp_path: Path) -> None:
     """A mapped page of a file that was made shorter would end the process."""
-    tensor = next(iter(open_gguf(write(tmp_path / "tiny.gguf")).tensors.values()))
-    np.testing.assert_array_equal(tensor.read(), tensor.data)
+    file = write(tmp_path / "tiny.gguf")
+    tensor = next(iter(open_gguf(file).tensors.values()))
+    np.testing.assert_array_equal(tensor.read(), gguf.GGUFReader(file).tensors[0].data)
     os.truncate(tensor.path, 100)
     with pytest.raises(InvalidArgument, match=r"tiny\.gguf: changed while it was read"):
         tensor.read()
@@ -208,3 +212,33 @@ def test_a_file_that_changes_after_it_was_opened_fails_the_read(tmp_path: Path) 
     os.utime(tensor.path, ns=(1, 1))
     with pytest.raises(InvalidArgument, match=r"tiny\.gguf: changed while it was read"):
         tensor.read()
+
+
+@pytest.mark.parametrize("num_reads", [0, 1, 2])
+def test_a_file_that_is_cut_while_its_header_is_read_is_an_error(
+    num_reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped page of a file that was made shorter would end the process."""
+    file = write(tmp_path / "tiny.gguf", **{"general.description": "long " * 4000})
+    num_done = 0
+    fill = StableFile.fill
+
+    def cutting(stable: StableFile, array: np.ndarray, begin: int) -> None:
+        nonlocal num_done
+        if num_done == num_reads:
+            os.truncate(file, 0)
+        num_done += 1
+        fill(stable, array, begin)
+
+    monkeypatch.setattr(StableFile, "fill", cutting)
+    monkeypatch.setattr(files, "_FIRST_BYTES", 100)
+    with pytest.raises(InvalidArgument, match=r"tiny\.gguf: changed while it was read"):
+        open_gguf(file)
+    assert num_done == num_reads + 1
+
+
+def test_a_header_over_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "tiny.gguf", **{"general.description": "long " * 4000})
+    monkeypatch.setattr(files, "MAX_HEADER_BYTES", 10_000)
+    with pytest.raises(InvalidArgument, match=r"tiny\.gguf: its header is damaged, or over the limit of 10000 bytes"):
+        open_gguf(file)
