@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -60,6 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if "xla_force_host_platform_device_count" not in flags[0]:
         flags.append(DEVICES_XLA_FLAG)
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests without a garbage collector, and keep what they import out of every later collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
