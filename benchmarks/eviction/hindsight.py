@@ -25,8 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
 from benchmarks.eviction.traces import BLOCK_SIZE, Coming
 from jpaged.engine.kv.blocks import block_key, root_key
@@ -129,6 +127,9 @@ def bound(trace: Sequence[Coming], num_blocks: int, value: Callable[[int], float
         num_blocks: of the pool.
         value: what a hit of the block with so many in front of it saves.
     """
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_array
+
     segments = list(_segments(trace, value))
     if not segments:
         return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ def _prefix(family: AnyFamily, names: Collection[str]) -> str:
     return "" if any(name.startswith(family.layers_prefix) for name in names) else prefix
 
 
+@functools.cache
 def num_params(config: ModelConfig) -> int:
     """Return the number of the model's parameters; a tied embedding counts once."""
     leaves = model_leaves(config)

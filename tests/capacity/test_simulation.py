@@ -38,7 +38,7 @@ def sample(name="sharegpt", rate=2.0, count=40):
 
 
 def test_every_request_gets_its_tokens_and_the_same_seed_the_same_times():
-    trace = sample(count=20)
+    trace = sample(count=8)
     first, second = serve(trace), serve(trace)
     assert first == second
     assert first.load.num_generation_tokens == sum(request.output_tokens for request in trace)
@@ -98,7 +98,7 @@ def test_samples_of_a_prompt_share_its_blocks_and_beams_share_more():
 
 
 def test_a_full_pool_preempts_either_way():
-    trace = sample(rate=1000.0, count=24)
+    trace = sample(rate=1000.0, count=16)
     recomputed = serve(trace, num_kv_slots=3200)
     swapped = serve(trace, num_kv_slots=3200, preemption_mode="swap", num_host_blocks=1000)
     assert recomputed.load.num_preemptions > 0

@@ -101,7 +101,7 @@ def test_a_rate_above_what_is_sustained_grows_a_queue_and_one_below_does_not():
     options = OPTIONS.replace(kv_policy="reserve-max")
 
     def serve(rate):
-        trace = synthesize(WORKLOADS["alpaca"], rate_per_s=rate, num_requests=140, seed=0, max_model_len=2048)
+        trace = synthesize(WORKLOADS["alpaca"], rate_per_s=rate, num_requests=70, seed=0, max_model_len=2048)
         return simulate(trace, deployment, options)
 
     sustained = sustained_requests_per_s(serve(1e6))

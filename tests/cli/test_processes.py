@@ -48,7 +48,7 @@ def test_a_server_pins_a_prefix_and_answers_prometheus(tmp_path):
             process.end(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_server_says_what_it_does_and_ends_on_a_signal(serve, number):
     address = serve.wait_for(r"^listening on (127\.0\.0\.1:\d+), loading fake-model$").group(1)
     serve.wait_for(r"weights: 2 of 2")

@@ -74,11 +74,13 @@ def names_in(text):
     return [word for word in re.findall(r"[A-Z][a-z]+", text) if word in {*lexicon.BOYS, *lexicon.GIRLS}]
 
 
+@pytest.mark.long
 def test_a_name_that_is_used_is_used_again(stories):
     steady = [text for text in stories.values() if 1 not in collections.Counter(names_in(text)).values()]
     assert len(steady) >= 18
 
 
+@pytest.mark.long
 def test_the_pronoun_behind_a_name_is_that_of_the_name(stories):
     """As in "a robot named Leo. He lived in a dark cave."."""
     pairs = [pair for text in stories.values() for pair in re.findall(r"named (\w+)(?: who [^.]*)?\. (He|She) ", text)]

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from benchmarks.demo_model.stories import lexicon
 from benchmarks.demo_model.stories.grammar import document
@@ -46,6 +45,8 @@ def test_nouns_are_few_tokens():
 
 
 def test_the_chat_template_writes_what_the_model_was_trained_on():
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     spans = next(spans for spans in (document(1, index) for index in range(50)) if len(spans) == 2)
     question, answer = spans[0].text.split("|>")[1].split("<|")[0], spans[1].text.removesuffix("<|endoftext|>")
@@ -62,6 +63,8 @@ def test_the_chat_template_writes_what_the_model_was_trained_on():
 
 
 def test_the_chat_template_refuses_another_role():
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     with pytest.raises(jinja2.TemplateError, match="role must be system, user or assistant, not tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)

@@ -5,7 +5,6 @@ import signal
 import subprocess
 
 import pytest
-from transformers import AutoTokenizer
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, RequestTooLong, Unavailable
@@ -44,6 +43,8 @@ def made(process, source, messages=USER, max_bytes=1 << 20):
     ],
 )
 def test_the_text_is_that_of_transformers(process, source):
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     template = ChatTemplate(process, source, tokenizer.special_tokens_map | VARIABLES)
     for messages in (USER, TALK):

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
@@ -57,6 +56,8 @@ def test_what_is_long_is_tokenised_and_told_without_the_gil(parsing, monkeypatch
 
 
 def test_a_conversation_is_what_transformers_makes_of_it(parsing):
+    from transformers import AutoTokenizer
+
     messages = [{"role": "user", "content": "Who are you?"}]
     wanted = AutoTokenizer.from_pretrained(FOLDER).apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False

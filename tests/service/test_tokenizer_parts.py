@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
@@ -114,6 +113,8 @@ def make_folder(folder: Path, change: Change) -> Path:
 
 def assert_as_transformers_reads_it(folder: Path) -> None:
     """The same ids for every text, the same text for ids, and the same facts."""
+    from transformers import AutoTokenizer
+
     theirs: Any = AutoTokenizer.from_pretrained(str(folder))
     parts = read_parts(folder)
     for text in TEXTS:
@@ -218,6 +219,7 @@ def test_files_may_begin_with_a_byte_order_mark(tmp_path: Path, model_type: str)
 def test_a_folder_with_tokenizer_model_alone_has_a_tokenizer(tmp_path: Path) -> None:
     """As transformers converts it, by a library that jpaged itself requires."""
     import sentencepiece
+    from transformers import AutoTokenizer
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert any(name.startswith("sentencepiece") for name in project["dependencies"])

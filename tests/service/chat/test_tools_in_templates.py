@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from jpaged.chat import ChatOptions, ReasoningOptions, Tool, reasoning_of
 from jpaged.demo import FOLDER
@@ -70,6 +69,8 @@ def rendered(process, source, messages, **given):
 
 @pytest.mark.parametrize("source", [QWEN, LLAMA])
 def test_the_text_is_that_of_transformers(process, source):
+    from transformers import AutoTokenizer
+
     plain = [
         USER,
         {
