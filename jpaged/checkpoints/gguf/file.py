@@ -43,8 +43,8 @@ class GgufTensor:
     Attributes:
         kind: type as in llama.cpp: F32, Q4_K.
         shape: of the weights, the contracted axis last.
-        stored_shape: shape of the array in the file: of numbers for F16, F32 and F64; otherwise of bytes, those of a row
-            along the last axis.
+        stored_shape: shape of the array in the file: in numbers for F16, F32 and F64; otherwise in bytes of a row along
+            the last axis.
         dtype: dtype of that array.
         path: the file that holds it.
         begin: offset of the bytes in the file.
