@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpaged import json_text
 from jpaged.chat.tools import MAX_TOOL_CALLS
 from jpaged.errors import InvalidArgument
 
@@ -103,7 +104,7 @@ def _text_part(where: str, part: Any) -> str:
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
-    """Return a call without what clients add: its index, and its arguments as an object."""
+    """Return a call without what clients add: its index and `parsed_arguments`. Its arguments are a text."""
     _check_names(where, call, {"id", "type", "function", "index"})
     if (call.get("type") or "function") != "function":
         raise InvalidArgument(f"{where}.type", f"{str(call['type'])[:_MAX_SHOWN]!r} is not 'function'")
@@ -111,15 +112,23 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     _check_names(f"{where}.function", function, {"name", "arguments", "parsed_arguments"})
     if function.get("name") is None:
         raise InvalidArgument(f"{where}.function.name", "is missing")
-    texts = {
-        key: _text(f"{where}.function.{key}", "" if function.get(key) is None else function[key])
-        for key in ("name", "arguments")
-    }
+    name = _text(f"{where}.function.name", function["name"])
+    arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
     read: dict[str, Any] = {
         "type": "function",
-        "function": {key: without_surrogates(text) for key, text in texts.items()},
+        "function": {"name": without_surrogates(name), "arguments": without_surrogates(arguments)},
     }
     return {"id": _text(f"{where}.id", call["id"]), **read} if call.get("id") else read
+
+
+def _arguments(where: str, arguments: Any) -> str:
+    """Return the arguments of a call as text, which they are, or as the JSON of the object that they are."""
+    if not isinstance(arguments, Mapping):
+        return _text(where, "" if arguments is None else arguments)
+    try:
+        return json_text.dumps(dict(arguments), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(where, f"is no JSON object: {error}") from error
 
 
 def without_surrogates(text: str) -> str:

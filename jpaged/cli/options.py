@@ -111,7 +111,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag_of(spec.name), **keywords)
 
 
-def _structured_outputs(word: str) -> StructuredOutputs:
+def _structured_outputs(word: str) -> StructuredOutputs | None:
     try:
         given = json.loads(word)
     except ValueError as error:

@@ -171,8 +171,10 @@ class StructuredOutputs:
             )
 
 
-def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs:
-    """The constraint that an object of JSON says, by the names of its fields.
+def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs | None:
+    """Return the constraint of an object of JSON, by the names of its fields; None if none of them is set.
+
+    Fields that are null, and flags that are false, are not set: clients send all fields with their defaults.
 
     Raises:
         InvalidArgument: it has a field of another name, or a value out of range.
@@ -181,7 +183,8 @@ def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs:
     for name in given:
         if name not in names:
             raise InvalidArgument(f"{FIELD}.{name}", f"is not known: it has {', '.join(names)}")
-    return StructuredOutputs(**given)
+    is_set = any(value is not None and (value is not False or name == "json") for name, value in given.items())
+    return StructuredOutputs(**given) if is_set else None
 
 
 def response_format_of(given: object, field: str) -> StructuredOutputs | None:

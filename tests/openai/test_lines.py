@@ -389,6 +389,21 @@ def test_a_response_format_takes_options_of_structured_outputs(body, wanted):
     assert job_of(chat(**body)).sampling.structured_outputs == wanted
 
 
+UNSET = {field.name: field.default for field in dataclasses.fields(StructuredOutputs)}
+"""What clients send that write every field with its default."""
+
+
+@pytest.mark.parametrize("line", [chat, completion])
+@pytest.mark.parametrize("given", [{}, {"json": None, "json_object": False}, UNSET])
+def test_structured_outputs_without_a_value_are_left_out(line, given):
+    for more in ({}, {"response_format": {"type": "text"}}):
+        assert job_of(line(structured_outputs=given, **more)).sampling == job_of(line()).sampling
+    held = job_of(line(structured_outputs=given, response_format={"type": "json_object"})).sampling
+    assert held.structured_outputs == StructuredOutputs(json_object=True)
+    with pytest.raises(InvalidArgument, match=r"structured_outputs.guided: is not known"):
+        job_of(line(structured_outputs={"guided": None}))
+
+
 OUTPUT = RequestOutput(
     request_id="r",
     prompt="x",

@@ -99,7 +99,7 @@ class ChatTemplate:
             kwargs: those that the caller sets by name.
 
         Raises:
-            InvalidArgument: the template has no such variable, or the caller sets it by name too.
+            InvalidArgument: the template has no variable that turns thinking on, or the caller sets it by name too.
         """
         asked = {"effort": (reasoning.effort, (_EFFORT,)), "enabled": (reasoning.enabled, _SWITCHES)}
         variables: dict[str, Any] = {}
@@ -107,6 +107,8 @@ class ChatTemplate:
             if value is None:
                 continue
             name = next((name for name in names if name in self._settable), None)
+            if name is None and field == "effort":
+                continue  # advice: clients of OpenAI's API send it by default
             if name is None:
                 raise InvalidArgument(f"reasoning.{field}", f"the chat template has no variable {' or '.join(names)}")
             if name in kwargs:

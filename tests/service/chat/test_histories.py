@@ -382,3 +382,31 @@ async def test_any_answer_is_accepted_back(tmp_path: Path, monkeypatch: pytest.M
         llm.close()
         await client.close()
         await theirs.close()
+
+
+def test_arguments_that_are_an_object_are_those_of_their_text() -> None:
+    given = {"city": "Zürich", "days": [1, 2.5], "deep": {"a": None}, "half": "\ud800"}
+
+    def called(arguments: Any) -> dict[str, Any]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    as_text = called(json.dumps(given, ensure_ascii=False))
+    assert read_message("messages[0]", called(given)) == read_message("messages[0]", as_text)
+    assert chat_message(Prompt(messages=[USER, called(given)])) == chat_message(Prompt(messages=[USER, as_text]))
+    body = {"messages": [USER, called({**given, "half": ""})]}
+    check_values("body", body)
+    assert chat_job(body).prompts[0].messages == (USER, read_message("", called({**given, "half": ""})))
+    template = ChatTemplate(template_process(), PRINTS, {})
+    plain = for_template([read_message("", called({"a": {"b": 1}}))], max_bytes=1000)
+    assert '<f {"a": {"b": 1}}>' in template.render(plain, max_bytes=1000)
+    looped: dict[str, Any] = {}
+    looped["a"] = looped
+    for wrong, problem in (
+        ([1], "is not a string"),
+        (3, "is not a string"),
+        (looped, "is no JSON"),
+        ({"a": {1}}, "is no JSON"),
+    ):
+        with pytest.raises(InvalidArgument, match=rf"^m\.tool_calls\[0\]\.function\.arguments: .*{problem}"):
+            read_message("m", called(wrong))
