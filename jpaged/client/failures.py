@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -89,10 +89,11 @@ def translated(error: grpc.RpcError, proxy: str = "") -> JpagedError:
     return error_of(error.code(), details_of(error, proxy), error.trailing_metadata())
 
 
-def details_of(error: grpc.Call | grpc.aio.AioRpcError, proxy: str = "") -> str | None:
+def details_of(error: Any, proxy: str = "") -> str | None:
     """Return the text of a call's status, with the proxy as in `translated`."""
-    code, text = error.code(), error.details()
-    if proxy and code in _OF_TRANSPORT and not is_of_server(error):
+    code: grpc.StatusCode | None = error.code()
+    text: str | None = error.details()
+    if proxy and code is not None and code in _OF_TRANSPORT and not is_of_server(error):
         return f"{text or code.name} (through the proxy {proxy})"
     return text
 

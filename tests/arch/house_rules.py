@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "errors": set(),
     "blockstore": {"errors"},  # files and bytes
     "structured": {"errors", "json_text"},
-    "chat": {"errors"},
+    "chat": {"errors", "json_text"},
     "types": {"errors", "structured", "chat"},
     "completions": {"errors", "types", "chat"},
     "progress_bar": {"types"},
