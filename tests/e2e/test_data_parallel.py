@@ -116,7 +116,12 @@ def test_the_queue_s_limit_is_that_of_all_copies(tmp_path: Path) -> None:
         engine, make = llm._serving.engine, llm._serving.input_processor.make_request
         params = SamplingParams(max_tokens=1)
         go = threading.Event()
-        held = engine.call_soon(go.wait)  # no request ends before all are there
+
+        def hold() -> None:
+            """Let no request end before all are there."""
+            go.wait()
+
+        held = engine.call_soon(hold)
         try:
             for i in range(19):
                 engine.submit(

@@ -43,20 +43,20 @@ def llm() -> Iterator[LLM]:
 
 def run(llm: LLM, asked: dict[str, tuple[SamplingParams, tuple[Generated, ...]]]) -> dict[str, list[OutputEvent]]:
     """Requests of one prompt, all at once: what is sent of each."""
-    serving, sent = llm._serving, SimpleQueue[tuple[str, OutputEvent]]()
+    serving, sent = llm._serving, SimpleQueue[OutputEvent]()
     for name, (sampling, generated) in asked.items():
         prompt = Prompt(text="Once upon a time", generated=generated)
         request = serving.input_processor.make_request(request_id=name, sampling=sampling, prompt=prompt)
         if serving.grammars is not None:
             request = serving.grammars.bind_now(request)
-        serving.engine.submit(move_grammars(request), lambda event, name=name: sent.put((name, event)))
+        serving.engine.submit(move_grammars(request), sent.put)
     events = {name: list[OutputEvent]() for name in asked}
     running = set(asked)
     while running:
-        name, event = sent.get(timeout=WAIT_S)
-        events[name].append(event)
+        event = sent.get(timeout=WAIT_S)
+        events[event.request_id].append(event)
         if event.is_last:
-            running.discard(name)
+            running.discard(event.request_id)
     return events
 
 
