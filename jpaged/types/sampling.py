@@ -400,7 +400,7 @@ class SamplingParams:
 
     @property
     def is_by_name(self) -> bool:
-        """True if its rows are scheduled individually in each step instead of staying in the persistent decode batch."""
+        """True if its rows are scheduled individually in each step, outside of the persistent decode batch."""
         return self.changes_logits or self.asks_more_of_samples or bool(self.beam_width)
 
     @property

@@ -44,12 +44,11 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Properties of the model, as clients see them. Requests must give `name` as their model. Adapter limits are 0 if
-    off.
+    """Properties of the model, as clients see them. A request's model must equal `name`. Limits are 0 without adapters.
 
     Attributes:
-        tool_call_parser: format of its tool calls; "" if unknown.
-        reasoning_parser: format of its reasoning; "" if unknown.
+        tool_call_parser: format of tool calls; "" if unknown.
+        reasoning_parser: format of reasoning; "" if unknown.
         max_logprobs: maximum top log-probabilities per position; -1 for the full vocabulary.
         lossy_kv_window: StreamingLLM: number of recent tokens visible to each token, in addition to the sinks; 0 for
             all.
@@ -190,12 +189,12 @@ class Request:
 
     @property
     def adapter_number(self) -> int:
-        """Number of its adapter; 0 for none."""
+        """Number of the request's adapter; 0 for none."""
         return 0 if self.adapter is None else self.adapter.number
 
     @property
     def adapter_digest(self) -> bytes:
-        """Digest of its adapter's matrices; empty for none."""
+        """Digest of the adapter's matrices; empty for none."""
         return b"" if self.adapter is None else self.adapter.matrices.digest
 
 
@@ -252,7 +251,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinish:
-    """How a sequence ended; `matched_stop` is the stop string or token id that ended it, if any."""
+    """Finish of a sequence; `matched_stop` is the stop string or token id that ended it, if any."""
 
     reason: FinishReason
     matched_stop: str | int | None = None
