@@ -40,15 +40,15 @@ class Hardware:
     """One accelerator; every number is of one device, in bytes, bytes per second and FLOP per second.
 
     Attributes:
-        hbm_bytes: by the data sheet.
-        usable_bytes: that programs may use.
-        hbm_bytes_per_s: peak.
-        flops: peak of bfloat16 products.
-        host_bytes_per_s: to the host's memory, one way.
-        link_bytes_per_s: to the other devices over all links together, one way.
-        kinds: what jax calls such a device.
-        clock_hz: that cycles are counted in; None where nothing is counted in cycles.
-        multiplies_fp8: its matrix units take floats of 8 bits (NVIDIA's since Ada, TPUs since Ironwood).
+        hbm_bytes: memory by the data sheet.
+        usable_bytes: memory that programs may use.
+        hbm_bytes_per_s: peak memory bandwidth.
+        flops: peak of bfloat16 matrix multiplication.
+        host_bytes_per_s: bandwidth to host memory, one way.
+        link_bytes_per_s: bandwidth to other devices over all links together, one way.
+        kinds: jax's names of the device.
+        clock_hz: clock for cycle counts; None if nothing is counted in cycles.
+        multiplies_fp8: its matrix units support 8-bit floats (NVIDIA's since Ada, TPUs since Ironwood).
     """
 
     name: str
@@ -64,7 +64,7 @@ class Hardware:
 
     @property
     def ridge_tokens(self) -> float:
-        """The tokens of a step with which products of 16 bits take as long as reading the weights."""
+        """Tokens per step at which 16-bit matrix multiplication takes as long as reading the weights."""
         return self.flops / self.hbm_bytes_per_s
 
 
@@ -100,5 +100,5 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def find_hardware(device_kind: str) -> Hardware | None:
-    """What a device has, by what jax calls it; None where that is not in the table."""
+    """Return the properties of a device by jax's name for it; None if it is not in the table."""
     return next((device for device in HARDWARE.values() if device_kind in device.kinds), None)

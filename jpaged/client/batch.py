@@ -182,9 +182,7 @@ async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary],
 
 
 def _pack_gzip(journal: Path, output: Path) -> None:
-    """Compress the collected lines into the output, and remove them; the old output stays until the new one is
-    complete.
-    """
+    """Compress the journal into the output, and remove it; the old output stays until the new one is complete."""
 
     def write(new: Path) -> None:
         with journal.open("rb") as lines, gzip.open(new, "wb", compresslevel=6) as compressed:

@@ -33,13 +33,11 @@ class GrammarState(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Reason why the grammar cannot continue, such as too much work in a step; the request must end. None if it
-        can.
-        """
+        """Reason why the grammar cannot continue, such as a work limit per step; the request must end. None if it can."""
         ...
 
     def fill(self, mask_w: np.ndarray) -> None:
-        """Write the mask of allowed tokens into int32 `[W]`; end-of-sequence tokens are included if the text may end."""
+        """Write the mask of allowed tokens into int32 `[W]`, including end-of-sequence tokens if the text may end."""
         ...
 
     def accept(self, token_id: int) -> bool:

@@ -133,9 +133,7 @@ class Course:
         return methods["Generate"](request, timeout=self._tries.remaining_s, metadata=self._metadata)
 
     def _can_go_on(self) -> bool:
-        """Return True if another server can continue: the seed must be known, and no prompt log-probabilities be
-        pending.
-        """
+        """Return True if another server can continue: the seed is known, and no prompt log-probabilities are pending."""
         sampling, first = self._request.sampling, self._first
         is_sampled = not sampling.HasField("temperature") or sampling.temperature > 0
         if is_sampled and not sampling.HasField("seed") and (first is None or not first.HasField("seed")):
@@ -161,8 +159,7 @@ class Course:
         return InternalError(f"request {self._request.request_id!r} cannot go on elsewhere: {problem}")
 
     def _fit(self, message: Message, first: Message) -> None:
-        """Rewrite a message of a later server to match the first one: no repeated output, and the first server's
-        counts.
+        """Rewrite a message of a later server to match the first one: no repeated output, the first server's counts.
 
         The first server may have counted tokens that were lost in transit; they are generated again and are the same.
         """
