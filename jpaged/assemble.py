@@ -385,8 +385,8 @@ def _make_executors(
     """
     attention = Attention.on(model, options, places[0].mesh)
     _say((*attention.reasons(), *attention.passed_over()), progress)
-    # With several processes on CPUs, compile programs anew: loaded from the cache they returned log-probabilities of
-    # other sums
+    # With several processes on CPUs, do not use the cache: programs loaded from it returned log-probabilities of other
+    # sums
     # (jaxlib 0.10.2). Gloo identifies collectives only by their order, which loading seems to lose.
     is_told_by_order = other is not None and first_device(places[0].mesh).platform == "cpu"
     cache = None if is_told_by_order else compile_cache_dir()

@@ -61,16 +61,16 @@ _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u206
 
 
 def printable(text: str) -> str:
-    r"""Return a text that is safe in a log line or a terminal: control characters, including line ends, become
-    `\u001b`.
+    r"""Return a text that is safe in a log line or a terminal: control characters become `\u001b`.
 
-    Texts of other processes may contain them, and could otherwise forge lines or control the reader's terminal.
+    Line ends count as control characters. Texts of other processes may contain them, and could otherwise forge lines or
+    control the reader's terminal.
     """
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def sentence_of(error: BaseException) -> str:
-    """Return a one-line description of an error: its message, the system's message with the file, or that it is a bug."""
+    """Return a one-line description of an error: the message, the system's message with the file, or a bug notice."""
     if isinstance(error, JpagedError):
         return str(error)
     if isinstance(error, OSError):

@@ -58,7 +58,7 @@ GivenAdapter = str | Sequence[str | None] | None
 
 
 class _Asked(NamedTuple):
-    """A request, and the parser of its answers for chats."""
+    """A request, and for chats the parser of the answers."""
 
     request: Request
     answers: ChatAnswers | None
@@ -93,7 +93,7 @@ class _Admission:
         self._calls: deque[_Call] = deque()
 
     def add(self, call: _Call) -> None:
-        """Queue a call; each of its requests ends in exactly one event with `is_last`."""
+        """Queue a call; each request ends in exactly one event with `is_last`."""
         with self._lock:
             self._calls.append(call)
         if self._engine.call_soon(self._fill).cancelled():

@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Prometheus metric: the name, without the suffix of its kind, and the help."""
+    """Prometheus metric: the name without the suffix of the kind, and the help."""
 
     name: str
     help: str

@@ -30,7 +30,7 @@ class ProgressBar:
         if use_tqdm is False:
             return
         if use_tqdm is True:
-            from tqdm.auto import tqdm  # a notebook has bars of its own
+            from tqdm.auto import tqdm  # a notebook would draw a widget
 
             use_tqdm = functools.partial(tqdm, disable=None)
         self._bar = use_tqdm(total=num_requests, desc="Processed prompts", dynamic_ncols=True)

@@ -1,7 +1,7 @@
-"""One line -> one line of output, by whatever completes, scores and embeds: a client, or an engine in this process.
+"""One line -> one line of output, run on a client or on the engine of this process.
 
-A body without a seed gets one from its line's custom_id. A server would give it one by the order in which requests come
-to it, so that results would depend on which server ran a line, beside which others, and on whether the run was resumed.
+A body without a seed gets one derived from its line's custom_id. A server's seed would depend on the order of requests,
+so that results would depend on the server, on concurrent lines, and on whether the run was resumed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Server(Protocol):
 
 
 class Work(Protocol):
-    """Runs work on so many characters, ids or numbers: on a thread where they are many and something else waits."""
+    """Runs work on `size` characters, ids or numbers; may use a thread if `size` is large."""
 
     async def __call__(self, work: Callable[[], _T], size: int) -> _T: ...
 
@@ -109,11 +109,11 @@ async def at_once(work: Callable[[], _T], size: int) -> _T:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What came of a body of scores or embeddings.
+    """Result of a body of scores or embeddings.
 
     Attributes:
-        body: makes the body that answers it, of so many numbers.
-        size: how many.
+        body: builds the response body.
+        size: how many numbers the body has.
     """
 
     body: Callable[[], dict[str, Any]]
@@ -158,7 +158,7 @@ class Answers:
         self._token_texts: dict[int, ShownToken] = {}
 
     async def answer(self, server: Server, line: Line) -> Answered:
-        """Run a line; raises the JpagedError that it failed with, InvalidArgument where the line is at fault."""
+        """Run a line; raise the JpagedError that it failed with, InvalidArgument if the line is invalid."""
         if line.url in (EMBEDDINGS_URL, SCORE_URL):
             return await self._scored(server, line)
         job = await self._work(partial(job_of, line), size_of(line.body))
@@ -223,7 +223,7 @@ class Answers:
         return Answered(text, found.prompt_tokens)
 
     async def evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
-        """Run what a body of scores or embeddings asks for; raises as `answer` does."""
+        """Run a body of scores or embeddings; raise as `answer` does."""
         try:
             return await self._evaluate(server, job)
         except RequestTooLong as error:

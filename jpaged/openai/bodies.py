@@ -1,9 +1,9 @@
-"""What a body of completions or of a chat asks for, whichever way it came. No I/O.
+"""Bodies of completions and chats, from any source. No I/O.
 
-A field that cannot be honoured is an error that names it. `neutral_fields.py` has the fields and values that change
-nothing, which pass. What OpenAI does not have but `SamplingParams` does (`top_k`, `beam_width`, `cache_salt`, ...) is a
-field too, by the same name, as `adapter` is, the name of one that the server has loaded. Fields that are null count as
-left out.
+A field that cannot be honored is an error that names it; `neutral_fields.py` lists fields and values without effect,
+which pass. Options of `SamplingParams` that OpenAI lacks (`top_k`, `beam_width`, `cache_salt`, ...) are fields under
+the
+same names, and so is `adapter`, the name of a loaded adapter. Fields that are null count as absent.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _FLAGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, bool)}
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """An answer is told as it comes.
+    """Options of a streamed answer.
 
     Attributes:
-        include_usage: a last chunk has the tokens of the whole, and no choices.
-        continuous_usage_stats: every chunk has those so far.
+        include_usage: the last chunk has the usage of the whole, and no choices.
+        continuous_usage_stats: every chunk has the usage so far.
     """
 
     include_usage: bool = False
@@ -61,17 +61,18 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a body asks for.
+    """A parsed body.
 
     Attributes:
-        prompts: a request for each; a chat is one.
-        has_echo: the prompt stands in front of the text, and its log-probabilities in front of the text's.
-        is_only_told: nothing is generated, the prompt is told: `max_tokens` of 0. `sampling` makes one token then,
-            which nobody is told.
-        has_token_ids: ids of tokens are told beside the text.
-        user: whoever the caller asks for, in the caller's words; it changes nothing about the answer.
-        streaming: None answers in one piece.
-        names: what the caller has called fields that have another name here.
+        prompts: one request each; a chat is one.
+        has_echo: prepend the prompt to the text, and its log-probabilities to the text's.
+        is_only_told: return only the prompt, without generated text: `max_tokens` of 0. `sampling` then samples one
+            token,
+            which is dropped.
+        has_token_ids: return token ids in addition to the text.
+        user: the end user as named by the caller; has no effect.
+        streaming: None for a single response.
+        names: the caller's names of fields that have another name here.
     """
 
     sampling: SamplingParams

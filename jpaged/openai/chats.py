@@ -1,4 +1,4 @@
-"""Chats in OpenAI's words: messages, tools and reasoning of a body, and an answer as a message. No I/O."""
+"""Fields of chats in OpenAI's format: messages, tools and reasoning of a body, and an answer as a message. No I/O."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
-    """What a body asks for beside its messages.
+    """Return the options of a chat body.
 
     Raises:
         InvalidArgument: names the field, as in `tools[2].function.name`.

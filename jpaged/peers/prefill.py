@@ -156,7 +156,7 @@ class Prefills:
     async def ask(
         self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
     ) -> Answer:
-        """Have a prompt computed by a prefill server; see `PrefillServers.ask`."""
+        """Send a prompt to a prefill server; see `PrefillServers.ask`."""
         message = _message_of(request, num_known, kv_identity)
         # A key determines the tenant, and may act for all; without keys, the policy `fair` needs the prompt's tenant.
         metadata = wire.metadata_of("" if self._key else request.tenant, self._key)

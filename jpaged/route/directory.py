@@ -92,9 +92,7 @@ class Directory:
         return max((one for one in among if one.num_busy == least), key=lambda one: rank(key.chain[0], one.name))
 
     def note(self, key: Beginning, name: str) -> None:
-        """Record that a server was sent this prompt. The longest beginning is entered first, so that it is evicted
-        first.
-        """
+        """Record that a server was sent this prompt. The longest beginning is entered first, and so evicted first."""
         life = self._life_of.get(name)
         if life is None:
             return
@@ -112,7 +110,7 @@ class Directory:
             entries.popitem(last=False)
 
     def ended(self, key: Beginning, life: int) -> None:
-        """Record the end of a placed call, in the life of its server in which it began."""
+        """Record the end of a placed call, in the life of the server that began it."""
         calls = self._open.get(life)
         if calls is not None and key.token_ids is not None:
             for digest in key.chain:
@@ -121,9 +119,7 @@ class Directory:
                     del calls[digest]
 
     def _longest(self, key: Beginning, names: Set[str], told: Mapping[str, int]) -> tuple[int, Set[str]]:
-        """Return the length of the longest beginning among some servers, in hashes or tokens, and the servers that have
-        it.
-        """
+        """Return the length of the longest cached beginning, in hashes or tokens, and the servers that have it."""
         depth, holders = self._longest_sent(key.chain, names - told.keys())
         lengths = dict.fromkeys(holders, depth if key.token_ids is None else key.num_tokens(depth))
         for name in names & told.keys() & self._life_of.keys():

@@ -120,7 +120,7 @@ class Member:
 
     @property
     def life(self) -> int:
-        """Start time of its process in nanoseconds; identifies the process."""
+        """Start time of the server process in nanoseconds; identifies the process."""
         return int(self.info.start_time.ToNanoseconds())
 
 

@@ -44,7 +44,7 @@ class Fleetwide:
         self._start_time.GetCurrentTime()
 
     async def server_info(self) -> bytes:
-        """Return the properties of the router and of its servers' backends."""
+        """Return the properties of the router and of the servers' backends."""
         members, num_all = self._fleet.admitted(), len(self._fleet.members)
         state = control_pb2.SERVER_STATE_SERVING if members else control_pb2.SERVER_STATE_STARTING
         if self._is_draining():

@@ -111,7 +111,7 @@ class Relay:
         return answer
 
     async def generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        """Forward a stream, to as many servers as necessary.
+        """Forward a stream, resuming it on other servers if necessary.
 
         Raises:
             JpagedError: the error that ended it.
@@ -172,7 +172,7 @@ class Relay:
         await self._fleet.until_any(within_s)
 
     async def _tell_accepted(self, call: Any, context: Any) -> bool:
-        """Send the initial metadata to the caller as soon as a server has accepted the request; return True if it has."""
+        """Forward the initial metadata once a server has accepted the request; return True if it has."""
         initial = told_by_servers(await call.initial_metadata())
         if not any(key == _ACCEPTED_KEY for key, _ in initial):
             return False

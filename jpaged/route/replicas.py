@@ -46,8 +46,7 @@ class Replicas:
         self._names = there
 
     def order(self, key: Beginning, told_busy: Mapping[str, int]) -> list[str]:
-        """Return the servers in order of preference: the one with the longest cached beginning, then the others by
-        load.
+        """Return the servers in order of preference: the longest cached beginning first, then by load.
 
         Args:
             key: key of the prompt's beginnings.

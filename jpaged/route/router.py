@@ -141,7 +141,7 @@ class Router:
         return self.port
 
     def stop_on_signals(self) -> None:
-        """Map SIGTERM and SIGINT to a drain (a second one cuts it short), and SIGHUP to a reload of keys and targets."""
+        """Map SIGTERM and SIGINT to a drain (a second one cuts it short), SIGHUP to a reload of keys and targets."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)

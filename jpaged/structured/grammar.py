@@ -33,7 +33,7 @@ class GrammarState(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Reason why the grammar cannot continue, such as a work limit per step; the request must end. None if it can."""
+        """Reason why the grammar cannot continue, such as a work limit per step; None if it can."""
         ...
 
     def fill(self, mask_w: np.ndarray) -> None:

@@ -133,7 +133,7 @@ class Course:
         return methods["Generate"](request, timeout=self._tries.remaining_s, metadata=self._metadata)
 
     def _can_go_on(self) -> bool:
-        """Return True if another server can continue: the seed is known, and no prompt log-probabilities are pending."""
+        """Return True if another server can continue: seed known, and no prompt log-probabilities pending."""
         sampling, first = self._request.sampling, self._first
         is_sampled = not sampling.HasField("temperature") or sampling.temperature > 0
         if is_sampled and not sampling.HasField("seed") and (first is None or not first.HasField("seed")):
