@@ -69,7 +69,7 @@ class Entry:
         self.completion_tokens += completion_tokens
 
     def note_error(self, name: str) -> None:
-        """Record the error of the call or one of its requests; only the first counts."""
+        """Record the error of the call or of a request; only the first counts."""
         self.error = self.error or name
 
     def note_act(self, act: str) -> None:

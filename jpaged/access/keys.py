@@ -177,9 +177,7 @@ def _keys_of(table: Mapping[str, Any]) -> Keys:
 
 
 def limits_of_table(where: str, value: Any) -> Limits:
-    """Return the limits of a table; raise InvalidArgument for an unknown name or a value that is not a positive
-    integer.
-    """
+    """Return the limits of a table; raise InvalidArgument for an unknown name or a value below 1."""
     table = _table(where, value)
     _require_names(where, table, {spec.name for spec in fields(Limits)})
     for name, limit in table.items():

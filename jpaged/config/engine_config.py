@@ -151,8 +151,7 @@ class EngineConfig:
             raise InvalidArgument(f"{NAME}.method", f"{method} does not go with adapters (enable_lora is True)")
 
     def _for_head(self, given: Mapping[str, Any]) -> EngineConfig:
-        """Return these options for EAGLE-3: one step per dispatch and no swapped blocks, because the head must see each
-        token once.
+        """Return these options for EAGLE-3, whose head must see each token once: single steps, and no swapping.
 
         Raises:
             InvalidArgument: an option was set to a conflicting value.
@@ -352,12 +351,12 @@ def tpu_library() -> Path | None:
 
 
 def keep_tokenizers_on_their_thread() -> None:
-    """Make the tokenizers library use the calling thread: a few long texts would occupy all of its threads."""
+    """Make the tokenizers library use the calling thread: a few long texts would occupy the whole thread pool."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def explain_environment() -> list[tuple[str, str | None, str]]:
-    """Return (variable, value, meaning) of the variables that jpaged reads, and of set variables of its libraries.
+    """Return (variable, value, meaning) of the variables that jpaged reads, and of set variables of libraries.
 
     Possible secrets are shown as `(set)`.
     """

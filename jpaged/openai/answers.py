@@ -51,7 +51,7 @@ MAX_PARTS_OF_CALL = 256
 
 
 class Server(Protocol):
-    """What runs lines. Its methods are `AsyncClient`'s."""
+    """Server that runs lines, with the methods of `AsyncClient`."""
 
     async def complete(
         self,
@@ -269,7 +269,7 @@ class Answers:
             raise InvalidArgument(field, f"{num_parts} with {num} {what} make {size}, over {limit}")
 
     def _adapter(self, name: str | None, adapter: str | None) -> str | None:
-        """Return the adapter that a body names by its field, or by the name of its model."""
+        """Return the adapter that a body names by `adapter` or by `model`."""
         if name in (None, self._model.name):
             return adapter
         if name not in self._adapters():

@@ -209,7 +209,7 @@ def _fills_length(body: dict[str, Any]) -> bool:
 
 
 def _names(body: Mapping[str, Any]) -> dict[str, str]:
-    """What a body has called fields that have another name here."""
+    """Return the caller's names of fields that have another name here."""
     names = {"structured_outputs": "response_format", "max_tokens": "max_completion_tokens"}
     return {ours: theirs for ours, theirs in names.items() if theirs in body}
 
@@ -226,7 +226,7 @@ def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument
 
 
 def _of_both(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What completions and chats have in common, by the names of a Job."""
+    """Return the common fields of completions and chats, by the names of a Job."""
     user = name_in(body, "user")
     if user is not None and len(user) > MAX_USER_CHARS:
         raise InvalidArgument("user", f"{len(user)} characters, over the limit of {MAX_USER_CHARS}")
@@ -323,7 +323,7 @@ def _biases(given: Any) -> dict[int, Any] | None:
 
 
 def name_in(body: Mapping[str, Any], field: str) -> str | None:
-    """Return the name that a field has, None where it is left out; raises InvalidArgument for what is no string."""
+    """Return the name in a field, None if absent; raise InvalidArgument if it is not a string."""
     name = body.get(field)
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(field, f"{shown(name)} is not a string")
@@ -331,7 +331,7 @@ def name_in(body: Mapping[str, Any], field: str) -> str | None:
 
 
 def flag_in(body: Mapping[str, Any], field: str) -> bool:
-    """Return whether a field is true, False where it is left out; raises InvalidArgument for what is neither."""
+    """Return the flag in a field, False if absent; raise InvalidArgument if it is not a boolean."""
     value = body.get(field, False)
     if not isinstance(value, bool):
         raise InvalidArgument(field, f"{shown(value)} is not true or false")

@@ -60,7 +60,7 @@ def _reasoning_in(body: Mapping[str, Any]) -> Any:
 
 
 def message_of(output: CompletionOutput) -> dict[str, Any]:
-    """An answer as a message: without content where it only calls."""
+    """Return an answer as a message: without content if it only calls tools."""
     message: dict[str, Any] = {"role": "assistant", "content": output.text}
     if output.reasoning_content:
         message["reasoning_content"] = output.reasoning_content

@@ -60,13 +60,13 @@ def logprobs_of(positions: Sequence[PositionLogprobs], token_text: TokenText) ->
 
 
 def status_of(finish_reason: str) -> str:
-    """Return the status of a response by the finish reason of its sequence."""
+    """Return the status of a response by the sequence's finish reason."""
     is_cut = finish_reason in (FinishReason.LENGTH.value, FinishReason.ABORT.value)
     return "incomplete" if is_cut else "completed"
 
 
 def items_of(request_id: str, output: CompletionOutput, token_text: TokenText) -> list[dict[str, Any]]:
-    """Return the items of an answer: reasoning, content, calls; the last one is incomplete if the answer is truncated."""
+    """Return the items of an answer: reasoning, content, calls; the last one is incomplete if it is truncated."""
     parts: list[tuple[str, Any]] = []
     if output.reasoning_content:
         parts.append(("reasoning", output.reasoning_content))
