@@ -36,7 +36,7 @@ class JpagedError(Exception):
     """Base class of every error raised on purpose.
 
     Attributes:
-        grpc_status: name of its status code.
+        grpc_status: name of the status code.
         exit_code: exit code of a server that ends with it; docs/health.md lists all of them.
     """
 

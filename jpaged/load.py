@@ -5,7 +5,7 @@
     sent        server/servicer.py -> client/wire.py ReplicaLoad and LoadTotals, by the names of the proto's fields
     scraped     telemetry/metrics.py                 everything that has a metric
 
-A new number needs a field here, a field in the proto, and a line where it is counted. `vllm:*` metrics have vLLM's
+A new number needs a field here, a field in the proto, and a line of code that counts it. `vllm:*` metrics have vLLM's
 meaning, so that dashboards, autoscalers and routers made for vLLM work; `jpaged:*` metrics are specific to jpaged.
 """
 
@@ -336,7 +336,7 @@ class Distribution:
     """A histogram of seconds, or of counts.
 
     Attributes:
-        bounds: upper bounds of its buckets; vLLM's if it has the histogram, so that one query can combine both.
+        bounds: upper bounds of the buckets; vLLM's if it has the histogram, so that one query can combine both.
     """
 
     metric: Metric

@@ -27,7 +27,7 @@ class Entry:
         tenant: tenant of the call.
         act: control operation with its subject: "PinPrefix system".
         began_s: arrival time on the system clock.
-        error: error name of its requests; "" on success.
+        error: error name of the requests; "" on success.
         is_closed: it has been answered.
     """
 

@@ -29,7 +29,7 @@ class Permission:
     """Permission that a call requires.
 
     Attributes:
-        role: minimum role of its key.
+        role: minimum role of the key.
         public: condition under which it needs no key.
         on_control_port: if there is a control port, only that port accepts it.
     """

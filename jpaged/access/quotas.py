@@ -1,7 +1,7 @@
 """Quotas per tenant: requests and tokens per minute, concurrent streams.
 
 Requests and tokens are token buckets that hold one minute's worth and refill continuously. A request takes one request
-and, once its size is known, the tokens of its prompt and of all that it may generate; at the end it returns unused
+and, once its size is known, the tokens of the prompt and of all that it may generate; at the end it returns unused
 tokens. A request over quota fails with a retry delay; a request larger than the quota fails permanently.
 """
 

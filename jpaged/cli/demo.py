@@ -154,7 +154,7 @@ def _tell(client: Client, story: _Story, number: int, seed: int) -> None:
 
 
 def _columns(stories: Sequence[_Story], console: Console) -> Columns:
-    """Return panels side by side that fit the terminal; each shows the end of its story."""
+    """Return panels side by side that fit the terminal; each shows the end of a story."""
     num_columns = max(1, min(3, console.width // 36))
     num_rows = -(-len(stories) // num_columns)
     width, height = console.width // num_columns - 1, max(4, (console.height - 2) // num_rows)
@@ -171,7 +171,7 @@ def _columns(stories: Sequence[_Story], console: Console) -> Columns:
 
 
 def _print_new_lines(stories: Sequence[_Story], console: Console) -> None:
-    """Print the text since the last call in whole lines, each with the number of its story."""
+    """Print the text since the last call in whole lines, each with the story's number."""
     for number, story in enumerate(stories, start=1):
         is_done = story.finish is not None or story.error is not None
         while len(rest := story.text[story.num_printed :]) > _WRAP_CHARACTERS or (is_done and rest):

@@ -65,7 +65,7 @@ class ServerProcess:
 
     @property
     def last_lines(self) -> list[str]:
-        """The last lines of its output."""
+        """The last lines of output."""
         return [line for _, line in self.lines][-_NUM_LAST_LINES:]
 
     def _listen(self) -> None:
@@ -99,7 +99,7 @@ class ServerProcess:
         return True
 
     def stop(self, patience_s: float = 0.0) -> int:
-        """End it by SIGTERM, read the rest of its output and return its exit code.
+        """End it by SIGTERM, read the remaining output and return its exit code.
 
         Args:
             patience_s: time for a server that may already be ending, before the signal.

@@ -61,7 +61,7 @@ class BaseStream:
             raise
 
     def _wait_s(self, error: grpc.RpcError) -> float:
-        """Return the delay before the request resumes; if it cannot, raise the error of its call."""
+        """Return the delay before the request resumes; if it cannot, raise the call's error."""
         if self._course.has_ended:
             self._is_closed = True
             return 0.0

@@ -22,7 +22,7 @@ def check_health(
         service: name of the service; "" for the server as a whole.
         timeout_s: timeout for connecting and answering.
         tls: None connects without TLS.
-        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Not used for loopback addresses.
+        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Never used for loopback addresses.
 
     Raises:
         InvalidArgument: the target is not HOST:PORT.

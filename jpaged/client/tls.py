@@ -72,7 +72,7 @@ def open_channel(
     Args:
         more: gRPC options in addition to those of every client.
         name: name that the server's certificate must have, if it is not the target's host.
-        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Not used for loopback addresses.
+        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Never used for loopback addresses.
     """
     options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS, *more, *proxy_options(target, proxy)]
     if name is not None:

@@ -1,6 +1,6 @@
 """Values <-> messages, and the assembly of streams. No I/O; shared by both clients.
 
-A unary call is a `Call`: its method, its request, and the conversion of its response. A client only sends it.
+A unary call is a `Call`: its method, its request, and a conversion of the response. A client only sends it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     a slow head or body                  closed after `REQUEST_TIMEOUT_S` without more of the body, or a complete head
     a head without an end                400, and closed
     bytes that are not HTTP              400, and closed
-    a head of more than 64 KiB           400, and closed, however many lines it has
+    a head of more than 64 KiB           400, and closed, whatever the number of lines
     more connections than the limit      a few more may ask only for health; all else 503, and closed
 
 uvicorn's protocol bounds the parts of a body and of a response in memory.
@@ -47,7 +47,7 @@ _NEVER_S = 1 << 30
 
 
 class PortConfig(uvicorn.Config):
-    """uvicorn's settings for an application, and the limits of its connections.
+    """uvicorn's settings for an application, and limits of connections.
 
     Args:
         tls: creates the context of each connection; None for no TLS.

@@ -29,7 +29,7 @@ async def body_in(service: Service, request: Request) -> tuple[dict[str, Any], i
     """Read the JSON object of a request; return it with its size in bytes.
 
     Raises:
-        RequestTooLong: it is over max_request_size.
+        RequestTooLong: it exceeds max_request_size.
         InvalidArgument: it is not a JSON object, or has values that a message cannot hold.
     """
     content = await _content_of(service, request)

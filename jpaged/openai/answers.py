@@ -131,14 +131,14 @@ class Answered:
 
 
 class Answers:
-    """Answers lines; it keeps the texts of the tokens that log-probabilities speak of.
+    """Answers lines, and caches the texts of tokens in log-probabilities.
 
     Args:
-        model: what all servers serve; a line that names another is refused.
-        token_bytes: returns the bytes of a token; None is not known.
-        adapters: returns the names of loaded adapters, each of which a line may have as its model.
-        work: makes texts of what was answered.
-        max_bytes: size of an answer, as estimated before it is computed; None is no limit.
+        model: the model of all servers; a line that names another is rejected.
+        token_bytes: returns the bytes of a token; None if unknown.
+        adapters: returns the names of loaded adapters, each of which a line may name as its model.
+        work: runs the encoding of answers.
+        max_bytes: limit of an answer's size, as estimated before it is computed; None for no limit.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Answers:
             raise renamed(error, job.names) from error
 
     async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
-        """Learns the texts of the tokens that the output's log-probabilities speak of."""
+        """Fetch the texts of the tokens in the output's log-probabilities."""
         token_ids = await self._work(partial(_tokens_named, output), _num_told(output))
         for number, token_id in enumerate(token_ids - self._token_texts.keys()):
             if number % _TEXTS_AT_ONCE == 0:
@@ -280,14 +280,14 @@ class Answers:
 
 
 def size_of(body: Mapping[str, Any]) -> int:
-    """Return how many fields a body has, and characters, ids and texts in them, at the first look."""
+    """Return the approximate size of a body: fields, and the lengths of their values."""
     if len(body) >= _MANY_FIELDS:
         return _CHARS_OF_FIELD * len(body)
     return sum(_CHARS_OF_FIELD + len(value) if isinstance(value, str | list | dict) else 1 for value in body.values())
 
 
 def seed_of(custom_id: str) -> int:
-    """Return the seed of a line that brings none: the same wherever and however often it runs."""
+    """Return the seed of a line without one: the same on every run."""
     return int.from_bytes(hashlib.sha256(custom_id.encode(errors="surrogatepass")).digest()[:8])
 
 
@@ -296,7 +296,7 @@ async def _by_calls(
     parts: Sequence[_P],
     check: Callable[[Sequence[_T], int], None],
 ) -> tuple[list[_T], int]:
-    """Return what comes of all parts, and their tokens; no call has more parts than a server takes.
+    """Return the results of all parts, and their tokens; split them into calls that a server accepts.
 
     Args:
         check: raises InvalidArgument if the answers so far show that all are too large.
@@ -312,7 +312,7 @@ async def _by_calls(
 
 
 def _num_told(output: RequestOutput) -> int:
-    """Return about how many characters are written of an output."""
+    """Return the approximate number of characters of an output."""
     lists = [output.prompt_logprobs or (), *(one.logprobs or () for one in output.outputs)]
     first = [positions[-1] for positions in lists if positions]
     widest = max((1 + len(one.top) + len(one.asked) for one in first if one is not None), default=0)

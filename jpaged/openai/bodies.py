@@ -32,9 +32,9 @@ _REPLACED = (
     "input.arguments",
     "input.name",
 )
-"""Texts that a model wrote in an earlier answer: halves of characters in them are replaced, not refused."""
+"""Texts that a model wrote in an earlier answer: unpaired surrogates in them are replaced, not rejected."""
 _MAX_PATH = 200
-"""Characters that errors have of where a value lies: each value has a path, and its names are the caller's."""
+"""Maximum characters of a value's path in errors; names in it are the caller's."""
 
 _SHARED = {"model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format"}
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
@@ -95,7 +95,7 @@ def loaded(where: str, text: str | bytes) -> dict[str, Any]:
     """Read the JSON object that a text holds.
 
     Raises:
-        InvalidArgument: it holds none; says `where`.
+        InvalidArgument: it holds none; names `where`.
     """
     try:
         value = json.loads(text)
@@ -113,7 +113,7 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
 
     Args:
         where: what errors call the whole.
-        prefix: what they put in front of a field's name.
+        prefix: prefix of field names in errors.
     """
     for name in value:
         _check_text(where, name)
@@ -200,7 +200,7 @@ def chat_job(given: Mapping[str, Any]) -> Job:
 
 
 def _fills_length(body: dict[str, Any]) -> bool:
-    """Return True if a body has no limit of tokens, and give it the least that must fit."""
+    """Return True if a body has no token limit, and set the minimum that must fit."""
     if "max_tokens" in body:
         return False
     if type(least := body.get("min_tokens", 1)) is int:
@@ -215,12 +215,12 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
-    """Return an error of a field by the name that the caller has given it."""
+    """Return an error with the caller's name of the field."""
     bare = error.field.removeprefix("sampling.")
     if isinstance(error, RequestTooLong) or bare == "prompt":
         return type(error)(names.get("prompt", "prompt"), error.problem)
     first, dot, rest = bare.partition(".")
-    if first == "structured_outputs" and first in names:  # what is inside has no name of the caller's
+    if first == "structured_outputs" and first in names:  # the caller has no names for nested fields
         return type(error)(names[first], error.problem)
     return type(error)(f"{names.get(first, first)}{dot}{rest}", error.problem)
 
@@ -261,7 +261,7 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
 
 
 def _prompts(given: Any) -> tuple[Prompt, ...]:
-    """One text, one list of ids, or a list of either."""
+    """Return the prompts: one text, one list of ids, or a list of either."""
     if isinstance(given, str):
         return (Prompt(text=given),)
     if not isinstance(given, list) or not given:
@@ -310,7 +310,7 @@ def _constraint(response_format: Any, given: Any) -> StructuredOutputs | None:
 
 
 def _biases(given: Any) -> dict[int, Any] | None:
-    """Token ids -> what is added; JSON has them as texts."""
+    """Return token ids -> biases; JSON has the ids as strings."""
     if not isinstance(given, dict):
         raise InvalidArgument("logit_bias", f"{shown(given)} is not an object of token ids and numbers")
     for name in given:
@@ -346,5 +346,5 @@ def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as errors show it: the beginning of what is long."""
+    """Return a value as errors show it, truncated."""
     return repr(value)[:_MAX_SHOWN]

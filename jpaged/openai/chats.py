@@ -25,7 +25,7 @@ _OF_REASONING = {"reasoning_effort": "effort", "include_reasoning": "include"}
 
 
 def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The conversation of a body, whose contents are texts or lists of text parts.
+    """Return the conversation of a body, whose contents are strings or lists of text parts.
 
     Raises:
         InvalidArgument: names the field, as in `messages[1].content`.

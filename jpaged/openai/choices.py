@@ -25,7 +25,7 @@ class ShownToken:
 
     Attributes:
         data: the bytes that it adds to a text; None if unknown.
-        alone: text of the single token, where some tokenizers strip a space.
+        alone: text of the single token, from which some tokenizers strip a space.
         is_special: texts without special tokens leave it out.
     """
 
@@ -82,10 +82,10 @@ class TextOffsets:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Common fields of an answer and all of its chunks.
+    """Common fields of an answer and the answer's chunks.
 
     Attributes:
-        request_id: base of its id.
+        request_id: base of the id.
         model: the name in the request.
         created: seconds since 1970.
     """

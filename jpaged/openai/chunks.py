@@ -40,7 +40,7 @@ def sent_event(value: object) -> bytes:
 
 
 class Chunks:
-    """Builds the chunks of one job. Not safe for concurrent use.
+    """Builds the chunks of one job. Must not be shared between threads.
 
     Args:
         token_text: returns the text of every token in the log-probabilities.

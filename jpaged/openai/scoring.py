@@ -235,7 +235,7 @@ def _token_entry(token: TokenLogprob) -> dict[str, Any]:
 def similarities_body(
     job: SimilarityJob, vectors: Sequence[Sequence[float]], *, model: str, prompt_tokens: int
 ) -> dict[str, Any]:
-    """Return the response to a SimilarityJob: the cosine of each pair, from the vectors of its `texts`."""
+    """Return the response to a SimilarityJob: the cosine of each pair, from the vectors of `job.texts`."""
     _require_one_each(job.texts, vectors)
     units = {text: _unit(vector) for text, vector in zip(job.texts, vectors, strict=True)}
     data = [

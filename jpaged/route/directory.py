@@ -3,9 +3,9 @@
     hash of a beginning -> the lives of servers that were sent a prompt with it
                            least recently used entries are evicted first, the longest beginnings first
 
-A restarted server has a new life and an empty cache; entries of its former life no longer count.
+A restarted server has a new life and an empty cache; entries of the former life no longer count.
 
-For a prompt of token ids, a server with KV events has what the events report, plus the prompts of its open calls: their
+For a prompt of token ids, a server with KV events has what the events report, plus the prompts of open calls: their
 blocks are in use, or will be once computed.
 """
 

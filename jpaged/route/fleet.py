@@ -100,8 +100,8 @@ class Member:
         is_admitted: it takes part in everything that the fleet does.
         problem: why it is not admitted, as text.
         is_other: it serves, but is not admitted because its model differs from the fleet's.
-        files_number: generation of the certificate files of its connection, counted from the start.
-        telling: source of its KV events; None if it has none, or is not listened to.
+        files_number: generation of the connection's certificate files, counted from the start.
+        telling: source of the KV events; None if it has none, or is not listened to.
     """
 
     def __init__(self, address: Address, endpoint: Endpoint, files_number: int = 0) -> None:
@@ -134,7 +134,7 @@ class Fleet:
         endpoints: the admitted servers.
         members: all named servers, by target.
         model: properties of the fleet's model, as a message; empty if unknown.
-        checkpoint: fingerprint of its weights; empty if unknown.
+        checkpoint: fingerprint of the weights; empty if unknown.
         router_id: id of this router in the metadata of calls, to detect loops.
         model_number: changes when the fleet switches to another model.
     """

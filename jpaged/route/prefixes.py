@@ -5,8 +5,8 @@
     token ids   four for each
     a chat      its messages as sent, concatenated
 
-The chain is cut at fixed positions, close together at first. Two prompts share as many hashes as they share leading
-bytes, and none if tenant, adapter, salt or tools differ, because they then share no blocks.
+The chain is cut at fixed positions, close together at first. The common hashes of two prompts cover their common
+leading bytes. They have none in common if tenant, adapter, salt or tools differ, because they then share no blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """The part of a request that decides its placement: the beginning of its prompt, and its owner.
+    """The part of a request that decides the placement: the beginning of the prompt, and the owner.
 
     Attributes:
         chain: its hashes, the shortest beginning first.

@@ -53,7 +53,7 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RouteOptions:
-    """Options of a router, in addition to those of its port.
+    """Options of a router, in addition to those of the port.
 
     Attributes:
         targets: servers from the command line.

@@ -1,7 +1,7 @@
 """The list of servers: named ones, those of a file that may change, and all addresses of a DNS name.
 
     HOST:PORT
-    HOST:PORT,kv-events=tcp://*:5557,kv-events-replay=tcp://*:5558     address of its KV events, if it differs from
+    HOST:PORT,kv-events=tcp://*:5557,kv-events-replay=tcp://*:5558     address of the KV events, if it differs from
     HOST:PORT,kv-events=none                                           the server's own report; * is its host
 
 If a lookup finds nothing, a name keeps its addresses, and if a file is invalid, its targets stay: queries show which
@@ -43,9 +43,9 @@ class Address:
     """One server.
 
     Attributes:
-        target: gRPC target of its channel.
+        target: gRPC target of the channel.
         name: name that its certificate must have, if `target` is a resolved address.
-        events: address of its KV events, or `NOWHERE`; None for the server's own report.
+        events: address of the KV events, or `NOWHERE`; None for the server's own report.
         replay: address for replays of missed events.
     """
 

@@ -97,7 +97,7 @@ class Server:
     Attributes:
         state: stage of the lifecycle.
         control_port: the separate port for control operations; None if there is none.
-        leaves_threads: the loading or engine thread was left behind and may hang, which would block the process's exit.
+        leaves_threads: the loading or engine thread was abandoned and may hang, which would block the process's exit.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Watchdog of the engine: stalled after --stall-timeout, hung after --step-timeout.
 
     seconds without a step    0 ...... stall_timeout ...... step_timeout
-                              serving  stalled: not ready   hung: the server ends, with the stacks of its threads
+                              serving  stalled: not ready   hung: the server ends, with all threads' stacks
 
 A stall is reported as observed, and may pass. A hang ends the process, so it counts only time in which this process was
 awake: after a stop of the process or its machine, a step looks long.

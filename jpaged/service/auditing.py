@@ -1,4 +1,4 @@
-"""Audit of requests: copies the service's record of a request to the audit entry of its call.
+"""Audit of requests: copies the service's record of a request to the call's audit entry.
 
 A request gets a separate audit line if its call was answered before it ended (as in a batch), or if there is no call.
 """

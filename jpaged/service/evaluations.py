@@ -71,7 +71,7 @@ async def score(
 
     Args:
         read: decodes the prompt and its continuations; called on a thread if they are large.
-        size: total characters and token ids of the prompt with each of its continuations.
+        size: total characters and token ids of the prompt with each continuation.
 
     Raises:
         JpagedError: one of them is invalid or has failed; the others are aborted.

@@ -28,7 +28,7 @@ class EngineClient(Protocol):
     Attributes:
         clock: the clock of deadlines, and of `RequestTimes`.
         max_num_in_flight: maximum number of accepted requests.
-        eyes: inspector of its KV pools.
+        eyes: inspector of the KV pools.
         travels: transfer of prefixes to and from other servers.
         keep_place: reserves a slot for a request whose prompt another server computes; returns the transfer object that
             receives its blocks.
@@ -116,7 +116,7 @@ class LoadedModel:
         adapters: adapters that requests may name.
         grammars: grammars of requests with structured output; None if the engine fills no masks.
         role_counts: counters of disaggregated prefill.
-        checkpoint: fingerprint of the files of its weights.
+        checkpoint: fingerprint of the weights' files.
     """
 
     engine: EngineClient

@@ -66,7 +66,7 @@ class RequestRecord:
         reason: name of the error, as in google.rpc.ErrorInfo; "" on success. The message is not kept, because it may
             quote
             a prompt; the exception is not kept, because its traceback references the whole call.
-        headers: response headers for the caller, such as the trace context of its span.
+        headers: response headers for the caller, such as the span's trace context.
     """
 
     operation: str

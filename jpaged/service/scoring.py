@@ -81,11 +81,10 @@ class Continued:
 
 
 def continued(processor: InputProcessor, prompt: Prompt, continuations: Sequence[GivenContinuation]) -> Continued:
-    """Return the prompt with each of its continuations.
+    """Return the prompt with each continuation.
 
-    If the prompt is a text, a text continuation is tokenized together with it as one text. The continuation is the
-    tokens of
-    both after as many tokens as the prompt has by itself.
+    If the prompt is a text, a text continuation is tokenized together with it as one text. The tokens of both are split
+    after the number of tokens that the prompt has alone.
 
     Raises:
         InvalidArgument: there are none or too many, or one is empty or neither text nor token ids.

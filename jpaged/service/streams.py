@@ -4,13 +4,13 @@
     put(event) -> pending - wake -> deliver -> stream.buffer - release -> read -> one message
 
 A step puts one event per row. The first event wakes the loop and the others ride along, so a step costs one wake-up for
-any number of rows, and none if all of its events can wait. `put` never blocks.
+any number of rows, and none if all events can wait. `put` never blocks.
 
 A message costs 0.1 ms of processor time on the server and on a client on the same machine, whatever its size; a token
-of
-a small model takes as long. So messages are rate-limited: streams are flushed in rounds, and a round of n messages is
-followed by n / rate seconds in which tokens accumulate. With few streams, every step is a round. A stream's first and
-last tokens never wait, and others wait at most MAX_WAIT_S. Rounds need fewer wake-ups and writes than single messages.
+of a small model takes as long. So messages are rate-limited: streams are flushed in rounds, and a round of n messages
+is followed by n / rate seconds in which tokens accumulate. Each step is a round if there are few streams. A stream's
+first and last tokens never wait, and others wait at most MAX_WAIT_S. Rounds need fewer wake-ups and writes than single
+messages.
 
 A slow reader also finds the events since its last read merged. A stream's memory is bounded by what its request may
 generate.
@@ -100,7 +100,7 @@ class OutputStream:
         """Wait for an event and merge those that fit into the same message. Usage never decreases.
 
         Raises:
-            Exception: the request failed; the error of its last event.
+            Exception: the request failed; the last event's error.
         """
         await self._has_events.wait()
         events = self._take()

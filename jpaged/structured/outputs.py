@@ -28,7 +28,7 @@ llama.cpp has the same bound. Without one, models write whitespace until `max_to
 
 
 class Kind(enum.Enum):
-    """Kind of a constraint: the name of its field."""
+    """Kind of a constraint: the field's name."""
 
     JSON = "json"
     REGEX = "regex"
@@ -62,7 +62,8 @@ class StructuredOutputs:
         whitespace_pattern: a regular expression of the whitespace between parts of JSON; None for the server's default,
             which is JSON_WHITESPACE unless configured.
         disable_any_whitespace: no whitespace between parts of JSON.
-        disable_additional_properties: objects whose schema names properties allow no others, unless the schema says so.
+        disable_additional_properties: objects whose schema names properties allow no others, unless the schema sets
+            additionalProperties.
         always_complete: the text is complete even if `max_tokens` is reached: when few tokens are left, only tokens
             after which it can be finished in time are allowed.
     """
@@ -172,7 +173,7 @@ class StructuredOutputs:
 
 
 def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs:
-    """Return the constraint of a JSON object, by the names of its fields.
+    """Return the constraint of a JSON object, by field names.
 
     Raises:
         InvalidArgument: it has an unknown field, or a value out of range.

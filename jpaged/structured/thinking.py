@@ -31,11 +31,12 @@ class TagTexts:
 
 
 class ThinkingBudget:
-    """Token counter of one sequence that forces the closing tag when the budget is used up. Not thread-safe.
+    """Token counter of one sequence that forces the closing tag when the budget is used up.
 
     All thinking of a sequence shares one budget: once it is used up, a second opening is closed at once. Tags do not
-    count;
-    of a closing tag of several tokens, all but the last count until the tag is complete.
+    count,
+    except that the first tokens of a closing tag of several tokens count until the tag is complete. Must not be shared
+    between threads.
 
     With `texts`, tags are found in the decoded text, however the model splits them, but the opening one only at the
     start,

@@ -118,12 +118,12 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be sampled; None allows all.
         bad_words: texts that must not be generated; at most 128, of 256 characters each.
         structured_outputs: constraint of the text: JSON schema, regex, choice, grammar, JSON object or structural tag.
-        seed: the output depends only on (seed, sequence index, position); None or -1 picks a seed.
+        seed: the sampling noise depends only on (seed, sequence index, position); None or -1 picks a seed.
         logprobs: number of top log-probabilities per position; 0 for the sampled token only, -1 for the full
             vocabulary.
         logprob_token_ids: tokens whose log-probabilities are also returned at each position; at most 32.
         prompt_logprobs: as logprobs, for the prompt's tokens.
-        truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps as many tokens as fit into max_model_len.
+        truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         stop: texts that end a sequence; not part of the output.
         stop_token_ids: tokens that end a sequence; the token id is returned, its text is not.
         include_stop_str_in_output: keep the stop string, or the stop token's text, in the output.

@@ -158,7 +158,7 @@ class Request:
         bad_word_ids: tokens of sampling.bad_words, in every form of each.
         told_from: first prompt token whose log-probability is returned; None for none.
         pooling: return the prompt's hidden states, pooled this way.
-        grammar: constraint of its text, from sampling.structured_outputs, and a thinking budget.
+        grammar: constraint of the text, from sampling.structured_outputs, and a thinking budget.
         thinking: the thinking budget; None for unlimited.
         continued: its sequences that resume after tokens generated on another server, or have finished there.
     """
@@ -229,7 +229,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Times of a request's phases, in seconds of the engine's monotonic clock (`time.monotonic` of its process).
+    """Times of a request's phases, in seconds of the engine's monotonic clock (the process's `time.monotonic`).
 
     On another machine only differences are meaningful: `first_token_s - arrival_s` is the time to first token, and the
     time per output token is `(last_token_s - first_token_s) / (tokens of a sequence - 1)`.
@@ -237,9 +237,9 @@ class RequestTimes:
     Attributes:
         arrival_s: it was accepted and queued.
         first_scheduled_s: it entered its first step; None if it ended before that.
-        first_token_s: the host had the first token of any of its sequences; None if there was none.
+        first_token_s: the host had the first token of any sequence; None if there was none.
         last_token_s: the host had its last token.
-        preempted_s: alternating start and end times of its first 32 preemptions.
+        preempted_s: alternating start and end times of the first 32 preemptions.
     """
 
     arrival_s: float
@@ -330,7 +330,7 @@ class RequestOutput:
         times: times in the engine that ran it; None from a server that does not report them.
         prompt_logprobs: one entry per prompt token, None for the first; None if not requested.
         embedding: the pooled hidden states, if requested.
-        error: why the request failed while others of its batch ran; `outputs` is then empty.
+        error: why the request failed while the rest of the batch ran; `outputs` is then empty.
     """
 
     request_id: str

@@ -56,7 +56,7 @@ def vocabulary_of(model: str) -> TokenizerVocabulary:
 
 
 class Offline:
-    """A loaded model, and the limits of its devices or the reason why they are unknown."""
+    """A loaded model, and the devices' limits or the reason why they are unknown."""
 
     def __init__(self, model: str, llm: Any, limits: Limits | None, reason: str, report: StartupReport) -> None:
         self.model = model

@@ -60,9 +60,7 @@ def _here(dtype: str) -> Limits:
 
 
 def probed(dtype: str) -> Limits:
-    """Return the limits of this machine, measured by a child, so that this process does not load jax or start its
-    threads.
-    """
+    """Return the limits of this machine, measured by a child process, so that jax is not loaded here."""
     command = [sys.executable, "-m", "jpaged", "bench", "probe", "--dtype", dtype, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:

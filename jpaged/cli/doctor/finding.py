@@ -14,7 +14,7 @@ class Finding:
     """A result of a check, and its consequence.
 
     Attributes:
-        group: heading of its section.
+        group: heading of the section.
         note: consequence if not ok: what does not work, and why.
         remedy: a command or an action; empty if none.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class HelpAction(argparse.Action):
-    """Prints the help of its command, whole or the part that a word selects, and exits."""
+    """Prints the help of a command, whole or the part that a word selects, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         text = "show all of this, or the group of that name, or the options with WORD in theirs, and exit"

@@ -94,7 +94,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of an input, each with the number of its row group; only a few rows are in memory at a time.
+    """Yield the rows of an input, each with the row group's number; only a few rows are in memory at a time.
 
     Raises:
         InvalidArgument: it cannot be read, or a column is missing or unknown.

@@ -1,7 +1,7 @@
 """Several servers of one model that share the lines of a batch. Each server pulls lines when it has capacity.
 
     Lines ──take──> Target: a window of calls in flight ──> a result
-       ^───give back─── it is full, or lost
+       ^────return──── it is full, or lost
 
 The window is the number of rows that the server reports. A slow server has free capacity less often, and so gets fewer
 lines; near the end it takes no line that the others would finish sooner. A line is in one place at any time, so that it

@@ -3,7 +3,7 @@
 endpoints.py  the servers: availability, load, choice for the next call: no I/O
 traces.py     trace context of calls
 tries.py      retry rules: no I/O
-course.py     one request, on as many servers as needed: no I/O
+course.py     one request, on one or more servers: no I/O
 progress.py   the output of a stream so far
 threads.py    calls of a `Client`
 tasks.py      calls of an `AsyncClient`

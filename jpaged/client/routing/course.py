@@ -1,4 +1,4 @@
-"""One Generate request, on as many servers as needed: the request to each, and the new output of each. No I/O.
+"""One Generate request, on one or more servers: the request to each, and the new output of each. No I/O.
 
     server A   begin ── chunk ── chunk ── gone
     server B                              resume after their tokens ── chunk ── last
@@ -33,7 +33,7 @@ class Course:
         call: the current gRPC call.
         num_tries: number of times it was started.
         is_elsewhere: it has resumed; its messages may differ from those that the server sent.
-        has_ended: its last message has come; the status of its call no longer matters.
+        has_ended: its last message has come; the call's status no longer matters.
     """
 
     def __init__(

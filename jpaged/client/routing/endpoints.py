@@ -54,7 +54,7 @@ class Endpoint:
 
     Attributes:
         name: its target, as given.
-        methods: RPC methods of its channel, by name; by default those of the services.
+        methods: RPC methods of the channel, by name; by default those of the services.
         health: methods of grpc.health.v1.
         num_open: open calls from this client.
         proxy: the HTTP proxy of the connection, for messages; "" for none.
@@ -77,7 +77,7 @@ class Endpoint:
 
     @property
     def num_busy(self) -> int:
-        """Number of its open calls, including those of other clients as last reported."""
+        """Number of open calls, including those of other clients as last reported."""
         return self.num_open + self.num_others
 
 
@@ -97,7 +97,7 @@ class Server(Protocol):
 
     @property
     def num_busy(self) -> int:
-        """Number of its open calls."""
+        """Number of open calls."""
 
 
 S = TypeVar("S", bound=Server)
@@ -135,7 +135,7 @@ class Endpoints:
 
     Args:
         endpoints: at least one, unless they are watched; several are queried in the background.
-        ask: sends a query without blocking; the answer goes to `told`.
+        ask: sends a query without blocking; `told` handles the answer.
         clock: seconds.
         lock: guards the state of the servers; None creates one.
         placement: strategy for prompts.
@@ -232,7 +232,7 @@ class Endpoints:
     def note_absence(self, endpoint: Endpoint) -> None:
         """Record that a server is unavailable or ended a call by disconnecting; back off until it answers.
 
-        A watched server is queried at once: it serves many callers, and one of its calls may fail for another reason.
+        A watched server is queried at once: it serves many callers, and a single call may fail for another reason.
         """
         with self._lock:
             now_s = self._clock()

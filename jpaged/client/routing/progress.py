@@ -57,7 +57,7 @@ class Progress:
         """Add a delta.
 
         Args:
-            has_finished: it is the last of its sequence.
+            has_finished: it is the sequence's last.
         """
         self.num_prompt_logprobs += len(delta.prompt_logprobs)
         if delta.token_ids or has_finished:

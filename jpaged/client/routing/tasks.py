@@ -70,7 +70,7 @@ class AsyncServers:
         return call.read(await answered)
 
     def ask(self, endpoint: Endpoint, question: Question) -> None:
-        """Send a query without waiting; the answer goes to `Endpoints.told`."""
+        """Send a query without waiting; `Endpoints` handles the answer."""
         asking = asyncio.get_running_loop().create_task(self._hear(endpoint, question))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)

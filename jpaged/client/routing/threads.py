@@ -90,7 +90,7 @@ class Servers:
             time.sleep(wait_s)
 
     def ask(self, endpoint: Endpoint, question: Question) -> None:
-        """Send a query without waiting; the answer goes to `Endpoints.told`."""
+        """Send a query without waiting; `Endpoints` handles the answer."""
         method, request = asked_of(endpoint, question)
         try:
             future = method.future(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)

@@ -1,12 +1,11 @@
 """Retry rules of a call: which failures are retried, on which server, and how often. No I/O.
 
-    a call            UNAVAILABLE, lost        full queue         INTERNAL from a server   anything else
-    no output yet     elsewhere; MAX_ATTEMPTS  elsewhere, once    elsewhere, once          raises
-    it was accepted   elsewhere; as `Resuming` waits as told to   elsewhere, once          raises
+    a call            UNAVAILABLE, lost        full queue           INTERNAL from a server   anything else
+    no output yet     elsewhere; MAX_ATTEMPTS  elsewhere, once      elsewhere, once          raises
+    it was accepted   elsewhere; as `Resuming` after its retry time elsewhere, once          raises
 
 "Elsewhere" is another available server, without a delay. A call is lost if its server goes away while it runs: the
-status
-is UNAVAILABLE, a CANCELLED that this client did not request, or one made up by the transport.
+status is UNAVAILABLE, a CANCELLED that this client did not request, or one made up by the transport.
 """
 
 from __future__ import annotations

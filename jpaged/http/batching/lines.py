@@ -88,7 +88,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 class Outputs:
-    """The two files that a batch writes. Not thread-safe.
+    """The two files that a batch writes. Must not be shared between threads.
 
     Args:
         grow: reserves disk space for the next bytes, or raises.

@@ -29,7 +29,7 @@ from jpaged.types import LoadedAdapter
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A job with the context of its HTTP request.
+    """A job with the context of the HTTP request.
 
     Attributes:
         model: the model that runs it.

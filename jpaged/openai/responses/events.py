@@ -35,7 +35,7 @@ _REASONING, _MESSAGE, _CALL = "reasoning", "message", "call"
 
 
 class ResponseEvents:
-    """Builds the events of one response from its request's events. Not safe for concurrent use.
+    """Builds the events of one response from its request's events. Must not be shared between threads.
 
     Attributes:
         reasoning: the reasoning so far.

@@ -81,7 +81,7 @@ class _Answer:
 
 
 class ChatAnswers:
-    """Splits the answers of one request, each sequence separately. Not thread-safe.
+    """Splits the answers of one request, each sequence separately. Must not be shared between threads.
 
     Args:
         parser: makes the parser of one answer.

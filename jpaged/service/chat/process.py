@@ -105,7 +105,7 @@ def template_process() -> TemplateProcess:
 
 
 class _Child:
-    """One process, the server's end of its socket, and its stderr. `end` runs when the object is garbage-collected."""
+    """One process, the server's end of the socket, and the stderr. `end` runs when the object is garbage-collected."""
 
     def __init__(self) -> None:
         with contextlib.ExitStack() as opened:

@@ -80,7 +80,7 @@ class TrialProcess:
 
 
 class _Child:
-    """One process, and the server's end of its socket. `end` runs when the object is garbage-collected."""
+    """One process, and the server's end of the socket. `end` runs when the object is garbage-collected."""
 
     def __init__(self, spec: VocabularySpec) -> None:
         with contextlib.ExitStack() as opened:

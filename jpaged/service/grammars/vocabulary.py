@@ -54,7 +54,7 @@ class Vocabulary:
 
         Args:
             tokenizer: the model's tokenizer.
-            vocab_size: V, the width of its logits.
+            vocab_size: V, the width of the logits.
             eos_token_ids: all tokens that end a text.
 
         Raises:

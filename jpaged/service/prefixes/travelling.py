@@ -88,7 +88,7 @@ class Travelling:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "jpaged-prefixes")
 
     async def save(self, prefix: Prefix, num_known_tokens: int = 0) -> AsyncGenerator[Header | Sequence[Piece]]:
-        """Yield the cached part of a prefix. Its blocks are held until the iterator is closed.
+        """Yield the cached part of a prefix. Its blocks stay referenced until the iterator is closed.
 
         Args:
             num_known_tokens: leading tokens whose blocks need not be sent.

@@ -3,7 +3,7 @@
     stream          chunk, chunk, ..., complete (of one sequence), ...    a chunk has only new tokens
     no stream       complete, complete, ...                               one per sequence, when all have ended
 
-A `complete` message has all tokens of its sequence in both cases. Log-probabilities are in chunks, or in `complete` if
+A `complete` message has all tokens of the sequence in both cases. Log-probabilities are in chunks, or in `complete` if
 not streaming. Those of the prompt are in the first chunk of each sequence.
 """
 

@@ -230,7 +230,7 @@ def parser_for(
     """Return the answer format of a model.
 
     Args:
-        template: source of its chat template; None if it has none.
+        template: source of the model's chat template; None if it has none.
         architecture: as its config names it, such as `DeepseekV3ForCausalLM`; distinguishes models with equal
             templates.
         tool_call_parser: a name of `TOOL_FORMATS`, "none", or "auto" to detect it.
