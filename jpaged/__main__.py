@@ -1,8 +1,7 @@
 """`python -m jpaged`, the same as `jpaged`; exits quietly on an interrupt, even during imports.
 
 A required package that is missing, too old or broken ends a command with one sentence. `--version` and `doctor`'s check
-of
-packages import only Python's standard library.
+of packages import only Python's standard library.
 """
 
 import io

@@ -380,8 +380,7 @@ def _make_executors(
     """Return an executor with a pool for each replica; nothing is compiled yet.
 
     The weights are read once, and all replicas are in memory before the first pool is allocated, because it determines
-    the
-    size of the others.
+    the size of the others.
     """
     attention = Attention.on(model, options, places[0].mesh)
     _say((*attention.reasons(), *attention.passed_over()), progress)

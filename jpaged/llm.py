@@ -155,10 +155,9 @@ class LLM:
         print(outputs[0].outputs[0].text)
 
     The engine runs on a separate thread. All methods are thread-safe; concurrent calls share the engine's batch, which
-    does
-    not change their results. On an event loop, use `await asyncio.to_thread(llm.generate, ...)`. The engine stops with
-    `close`, at the end of a `with` block, or when the object is garbage-collected. A forked child process cannot use
-    it.
+    does not change their results. On an event loop, use `await asyncio.to_thread(llm.generate, ...)`. The engine stops
+    with `close`, at the end of a `with` block, or when the object is garbage-collected. A forked child process cannot
+    use it.
 
     Args:
         model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, a GGUF file, or a Hugging Face hub id.
@@ -201,15 +200,13 @@ class LLM:
         """Generate completions for every prompt; return the results in the order of the prompts.
 
         If one of several requests fails at run time, only its output has an `error` and no `outputs`. The error of a
-        single
-        prompt is raised, and so is a failure of the engine.
+        single prompt is raised, and so is a failure of the engine.
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or a sequence.
             sampling_params: one for all prompts, or one for each; `SamplingParams()` by default.
             use_tqdm: progress bar. True shows one on stderr if that is a terminal; False shows none. A callable that
-                creates
-                the bar, such as `functools.partial(tqdm, leave=False)`, is always used.
+                creates the bar, such as `functools.partial(tqdm, leave=False)`, is always used.
             adapter: name of a LoRA adapter for all prompts, or one for each; None for the base model.
 
         Raises:
@@ -231,10 +228,8 @@ class LLM:
         """Generate the assistant's next turn of every conversation, using the model's chat template.
 
         If the model's format is known (`tool_call_parser`, `reasoning_parser`), outputs have tool calls in `tool_calls`
-        and
-        reasoning in `reasoning_content`, and `text` has neither. `sampling_params`, `use_tqdm` and `adapter` are those
-        of
-        `generate`.
+        and reasoning in `reasoning_content`, and `text` has neither. `sampling_params`, `use_tqdm` and `adapter` are
+        those of `generate`.
 
         Args:
             conversations: messages in OpenAI's format, of one conversation or of several.
@@ -262,8 +257,8 @@ class LLM:
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or a sequence.
             continuations: texts or lists of token ids for one prompt; for several prompts, one such sequence for each.
-                A text
-                continuation of a text prompt is tokenized together with it; the tokens after the prompt's are scored.
+                A text continuation of a text prompt is tokenized together with it; the tokens after the prompt's are
+                scored.
             use_tqdm: as in `generate`.
             adapter: name of an adapter for all; None for the base model.
 

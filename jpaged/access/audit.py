@@ -1,8 +1,7 @@
 """Audit log: a line of JSON per call with caller, time, method, outcome and usage. Never a prompt or an answer.
 
 A thread writes the lines, so that calls never wait for a disk. The file is appended to, and reopened if it was moved,
-so
-that log rotation needs no signal. Lines that cannot be written are counted and lost.
+so that log rotation needs no signal. Lines that cannot be written are counted and lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Files that are reloaded when they change: replaced, written to, or relinked.
 
 A file may block its reader: a FIFO, or a mount whose server is gone. Looks run on daemon threads, which neither an
-event
-loop nor the process's exit waits for.
+event loop nor the process's exit waits for.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ class ReasoningOptions:
     Attributes:
         effort: the chat template's variable `reasoning_effort`, such as "low"; None leaves it to the template.
         enabled: switch thinking on or off, by the chat template's variable `enable_thinking` or `thinking`; None leaves
-            it
-            to the template.
+            it to the template.
         thinking_token_budget: maximum tokens of thinking; None for no limit.
         include: return the reasoning; False drops it.
 

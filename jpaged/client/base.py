@@ -91,10 +91,8 @@ class BaseClient(Generic[_StreamT]):
     """Client of one server, or of several servers of one model.
 
     Prompts with the same beginning go to the same server, unless it has more load than the others. If a server fails,
-    its
-    streams resume on another one (`routing`). Prefixes and adapters are pinned and loaded on every server; queries go
-    to
-    any server. Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
+    its streams resume on another one (`routing`). Prefixes and adapters are pinned and loaded on every server; queries
+    go to any server. Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
 
     Args:
         target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path"); one or several.
@@ -180,8 +178,7 @@ class BaseClient(Generic[_StreamT]):
         """Start the assistant's next turn and return its stream at once.
 
         Each chunk has content in `text`, reasoning in `reasoning_content` and parts of tool calls in `tool_calls`. If
-        the server
-        does not know the model's format, everything is in `text`.
+        the server does not know the model's format, everything is in `text`.
 
         Args:
             messages: the conversation, in OpenAI's format.

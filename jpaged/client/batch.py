@@ -1,8 +1,7 @@
 """Runs an OpenAI batch file against servers: distribution, retries, and an output that can be resumed.
 
 A line of output is written when its request has ended. A second run keeps successes and permanent failures, and runs
-the
-rest: requests without a line, and those with a transient failure (`results.PASSING`).
+the rest: requests without a line, and those with a transient failure (`results.PASSING`).
 
 Lines of a server that fails are run by the others. If all servers are unavailable for longer than the retries take, the
 run ends; written lines stay.

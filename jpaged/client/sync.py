@@ -117,8 +117,7 @@ class Client(BaseClient[GenerateStream]):
         """Return the log-likelihood of each continuation of a prompt; continuations are texts or token ids.
 
         A text continuation is tokenized together with a text prompt. The prompt is computed once, and many
-        continuations share a
-        step.
+        continuations share a step.
 
         Args:
             adapter: name of an adapter loaded on the server.

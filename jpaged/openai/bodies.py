@@ -2,8 +2,7 @@
 
 A field that cannot be honored is an error that names it; `neutral_fields.py` lists fields and values without effect,
 which pass. Options of `SamplingParams` that OpenAI lacks (`top_k`, `beam_width`, `cache_salt`, ...) are fields under
-the
-same names, and so is `adapter`, the name of a loaded adapter. Fields that are null count as absent.
+the same names, and so is `adapter`, the name of a loaded adapter. Fields that are null count as absent.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class Job:
         prompts: one request each; a chat is one.
         has_echo: prepend the prompt to the text, and its log-probabilities to the text's.
         is_only_told: return only the prompt, without generated text: `max_tokens` of 0. `sampling` then samples one
-            token,
-            which is dropped.
+            token, which is dropped.
         has_token_ids: return token ids in addition to the text.
         user: the end user as named by the caller; has no effect.
         streaming: None for a single response.

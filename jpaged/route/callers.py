@@ -51,8 +51,7 @@ def passed_on(context: Any, router_id: str) -> Metadata:
     """Return the metadata to forward to a server: everything except that of the connection.
 
     If the router checks keys, it forwards the key's tenant, so that servers without keys isolate tenants too. Values
-    that are
-    not text, under keys that jpaged servers ignore, are dropped.
+    that are not text, under keys that jpaged servers ignore, are dropped.
 
     Raises:
         InvalidArgument: the tenant is not text; a server would reject it too.

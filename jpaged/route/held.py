@@ -5,8 +5,7 @@
     the router's event loop ── cached tokens of this prompt? ──────────┘
 
 The lock is kept for some hundred blocks, about 1 ms, so that events do not delay calls for longer. A server whose
-events
-cannot be received is treated as one without events: its entry is what was sent to it.
+events cannot be received is treated as one without events: its entry is what was sent to it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Lifecycle of a router: first the port, then its servers, then calls; at the end a drain and an exit code.
 
 For "", "readiness" and each service, grpc.health.v1 answers SERVING while any server accepts calls, otherwise and
-during a
-drain NOT_SERVING; for "liveness" it always answers SERVING.
+during a drain NOT_SERVING; for "liveness" it always answers SERVING.
 """
 
 from __future__ import annotations

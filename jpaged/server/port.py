@@ -43,8 +43,7 @@ class FreedMemory:
     """Returns free memory to the system, on a separate thread, a while after a large message.
 
     A message of 1 MiB can take 100 MiB when decoded, in pieces of 32 KiB between live objects. The C library would keep
-    the
-    pieces after they are freed.
+    the pieces after they are freed.
     """
 
     def __init__(self) -> None:
@@ -249,8 +248,7 @@ class _Core(_AioServer):
     """gRPC's server, except for unknown methods.
 
     gRPC core dispatches registered methods. For others, grpc.aio decodes the name as UTF-8 in its accept loop, and a
-    failure
-    ends the loop: a single call would end the server. This class never reads the name.
+    failure ends the loop: a single call would end the server. This class never reads the name.
 
     Attributes:
         unknown: the handler of those methods.

@@ -90,8 +90,7 @@ class InputProcessor:
             InvalidArgument: a field is invalid; names it.
             RequestTooLong: prompt and max_tokens exceed the limit.
             Unsupported: messages, but the model has no chat template; or tools that the template ignores or whose calls
-                cannot
-                be parsed.
+                cannot be parsed.
         """
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None

@@ -64,8 +64,7 @@ class RequestRecord:
         finish_reasons: by sequence index.
         status: final gRPC status: "OK", "INVALID_ARGUMENT", ...; "CANCELLED" if the client disconnected.
         reason: name of the error, as in google.rpc.ErrorInfo; "" on success. The message is not kept, because it may
-            quote
-            a prompt; the exception is not kept, because its traceback references the whole call.
+            quote a prompt; the exception is not kept, because its traceback references the whole call.
         headers: response headers for the caller, such as the span's trace context.
     """
 
@@ -167,8 +166,7 @@ class Records:
 
         Args:
             whole: record of the call that this one is a part of. Observers are not notified of a part; its usage is
-                added to
-                `whole`.
+                added to `whole`.
         """
         observers = self._observers if whole is None else ()
         for observer in observers:

@@ -29,8 +29,7 @@ class Workers:
         """Run work on `size` characters or ids: inline if few, otherwise on a thread.
 
         None stands for a conversation, whose cost its size does not show. If the caller is cancelled while the work
-        waits for a
-        thread, the work is cancelled too.
+        waits for a thread, the work is cancelled too.
         """
         if size is not None and size < SMALL:
             return work()

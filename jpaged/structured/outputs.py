@@ -47,10 +47,8 @@ class StructuredOutputs:
     """One constraint on the generated text, and options. A value out of range raises `InvalidArgument`.
 
     Set at most one constraint. Options without a constraint apply to that of a `response_format` or of tools. A schema
-    or a
-    structural tag may be given as text or as the parsed value; it is kept as text in the caller's order, which is the
-    order
-    of an object's properties.
+    or a structural tag may be given as text or as the parsed value; it is kept as text in the caller's order, which is
+    the order of an object's properties.
 
     Attributes:
         json: a JSON schema.

@@ -34,13 +34,12 @@ class ThinkingBudget:
     """Token counter of one sequence that forces the closing tag when the budget is used up.
 
     All thinking of a sequence shares one budget: once it is used up, a second opening is closed at once. Tags do not
-    count,
-    except that the first tokens of a closing tag of several tokens count until the tag is complete. Must not be shared
-    between threads.
+    count, except that the first tokens of a closing tag of several tokens count until the tag is complete. Must not be
+    shared between threads.
 
     With `texts`, tags are found in the decoded text, however the model splits them, but the opening one only at the
-    start,
-    because an answer may quote it. Otherwise, and for a later opening tag, the tokens must be those of the tokenizer.
+    start, because an answer may quote it. Otherwise, and for a later opening tag, the tokens must be those of the
+    tokenizer.
 
     Args:
         open_ids: the opening tag's tokens; empty if a sequence always begins open.

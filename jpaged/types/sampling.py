@@ -98,8 +98,7 @@ class SamplingParams:
     """Sampling parameters, stop conditions and other options of one request.
 
     Frozen. Every field is checked on construction; a value out of range raises `InvalidArgument`, which names the
-    field.
-    Defaults: 16 tokens at temperature 1.0, one sequence.
+    field. Defaults: 16 tokens at temperature 1.0, one sequence.
 
     Args:
         max_tokens: maximum tokens to generate per sequence, >= 1.

@@ -85,12 +85,10 @@ class Prompt:
         chat_options: options of messages: tools, tool choice, and variables of the chat template.
         generated: tokens that sequences of the request have generated on another server.
         fills_length: generate up to the limits of the model's length and the pool; `SamplingParams.max_tokens` is then
-            the
-            minimum that must fit.
+            the minimum that must fit.
         max_filled: with `fills_length`, the maximum to generate; None for no limit.
         is_only_told: only prompt results are returned. The sampled token is dropped and needs no room, so the prompt
-            may
-            have `max_model_len` tokens.
+            may have `max_model_len` tokens.
     """
 
     text: str | None = None
@@ -270,8 +268,7 @@ class SequenceDelta:
         is_last: no delta of any sequence follows.
         times: set only with is_last; None from a server that does not report them.
         prompt_logprobs: log-probabilities of the prompt's tokens, from the second or the requested one on; sent before
-            any
-            token.
+            any token.
         embedding: the prompt's pooled hidden states, float32; sent before any token.
         reasoning_content: chats: reasoning to append; not part of `text`.
         tool_calls: chats: parts of calls, in order; not part of `text`.

@@ -120,8 +120,7 @@ def read_start(lines: Iterable[tuple[float, str]]) -> Start:
     """Return the phases of a start, from the lines that the server printed and their times.
 
     A phase ends with the last line that names it. The first is the interpreter's start until the port is open, the
-    second
-    the imports until the first progress line.
+    second the imports until the first progress line.
     """
     ends: dict[str, float] = {}
     ready_s = 0.0

@@ -256,8 +256,7 @@ class Targets(Generic[_S]):
         Args:
             lines: the lines to run.
             answer: runs a line on a server and stores its result; returns True if the server ran it and did not refuse
-                it at
-                once. An error of `ELSEWHERE` returns the line to the queue, any other error ends the run.
+                it at once. An error of `ELSEWHERE` returns the line to the queue, any other error ends the run.
             fail: stores the failure of a line whose servers were lost repeatedly.
 
         Raises:

@@ -5,8 +5,7 @@
     {"role": "tool", "tool_call_id": ..., "content": ...}
 
 Templates differ in how they expect a turn with calls and no content. Most expect arguments as an object and a content
-of
-None; DeepSeek's adds arguments to text; gpt-oss's looks for tags in the content. `forms` yields all variants.
+of None; DeepSeek's adds arguments to text; gpt-oss's looks for tags in the content. `forms` yields all variants.
 """
 
 from __future__ import annotations

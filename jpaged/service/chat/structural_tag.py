@@ -80,8 +80,7 @@ def structural_tag_for(
     """Return the constraint of an answer, or None if it is free.
 
     With `tool_choice` "auto" an answer is constrained only if a tool is strict or only one call is allowed. A call must
-    then
-    be of one of the tools, and the arguments of strict tools must follow their schemas.
+    then be of one of the tools, and the arguments of strict tools must follow their schemas.
 
     Args:
         choice: as `tool_choice_of` reads it.

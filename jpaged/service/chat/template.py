@@ -133,8 +133,7 @@ class ChatTemplate:
 
         Raises:
             InvalidArgument: the template refuses the messages, fails on them or leaves one out, or the caller may not
-                set a
-                variable.
+                set a variable.
             RequestTooLong: the text exceeds max_bytes.
             Unsupported: there are tools or documents that the template does not use.
             Unavailable: the process that renders has ended.

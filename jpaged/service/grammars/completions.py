@@ -28,8 +28,7 @@ _STANDSTILL, _AGAIN = 4, 1
 A closing bracket (-2) at a standstill may be inside a string, where a quote (0) is better, or one of several closing
 brackets, where it is better than another comma (3). A repeated state, as in the digits of a number, costs more each
 time, so that a comma wins at last. A standstill then costs more too: the next item of a list allows what the item
-before
-it did, and the search would otherwise extend a string in it instead of ending it.
+before it did, and the search would otherwise extend a string in it instead of ending it.
 """
 _FIRST_PART = 2048
 _NUM_PLACES = 96
@@ -65,8 +64,7 @@ class Endings:
     Attributes:
         shortest: tokens of a complete text; None if no end was found.
         reach: maximum number of tokens that one more token may add to the distance to an end: twice the longest
-            completion
-            found from any state. None if no completion was found from some state.
+            completion found from any state. None if no completion was found from some state.
     """
 
     shortest: tuple[int, ...] | None

@@ -54,8 +54,7 @@ class HuggingFaceTokenizer:
     Args:
         parts: tokenizer parts from elsewhere than the folder's files.
         parse_special_tokens: parse special tokens that a text or message spells out. Those that a chat template writes
-            are
-            always parsed.
+            are always parsed.
         chat_template: source of a template that replaces the model's; None for the model's.
         trusts_request_templates: a chat request may bring a template.
 

@@ -46,8 +46,7 @@ class TokenBytes:
     """The bytes that each token of a `tokenizers.Tokenizer` adds to a text.
 
     A byte-level vocabulary encodes bytes as letters, and ByteFallback names single bytes (`<0xE2>`). For other tokens,
-    the
-    text after another token is decoded, because decoders strip a space only at the start of a text.
+    the text after another token is decoded, because decoders strip a space only at the start of a text.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -97,9 +97,9 @@ class CallObject:
     """One call. Writing starts once its name is known and its arguments, an object or null, begin.
 
     Before that, only `name`, the arguments under either key, and ignored keys (`type`, `id`, `index`) may occur. Any
-    other
-    key makes it malformed, so that a JSON answer that is not a call is recognized early. Keys after the arguments are
-    skipped. An object with a name and no arguments is a call without arguments, and so is one whose arguments are null.
+    other key makes it malformed, so that a JSON answer that is not a call is recognized early. Keys after the arguments
+    are skipped. An object with a name and no arguments is a call without arguments, and so is one whose arguments are
+    null.
 
     Args:
         writer: receives the call.

@@ -17,8 +17,7 @@ class Llama3JsonParser(ToolParser):
     """Parses calls without tags, and calls after the one tag.
 
     An object that is not a call is content (see `ToolParser`), decided at its first key that no call has. Code after
-    the
-    tag, which Llama writes for its built-in tools, is content too, including the tag.
+    the tag, which Llama writes for its built-in tools, is content too, including the tag.
     """
 
     tags = (TAG,)

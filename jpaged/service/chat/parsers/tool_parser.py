@@ -22,8 +22,7 @@ class ToolParser(abc.ABC):
 
     Text that begins like a call and is none is content in full, including its tags. The decision is made when the
     arguments begin: from there on it is a call, whose arguments are passed through as the model writes them, valid or
-    not.
-    Malformed text after the arguments is content again. Whitespace next to calls is not content.
+    not. Malformed text after the arguments is content again. Whitespace next to calls is not content.
     """
 
     tags: ClassVar[tuple[str, ...]]
