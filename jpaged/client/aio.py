@@ -56,11 +56,13 @@ class AsyncGenerateStream(BaseStream):
 
 
 class AsyncClient(BaseClient[AsyncGenerateStream]):
-    """Client of one or several servers, for asyncio. Arguments and errors: see `BaseClient`.
+    """Client of one or several servers, for asyncio.
 
-    async with AsyncClient("localhost:50051") as client:
-        output = await client.complete("Hello", SamplingParams(max_tokens=32))
-        async for chunk in client.generate("Hello"): ...
+        async with AsyncClient("localhost:50051") as client:
+            output = await client.complete("Hello", SamplingParams(max_tokens=32))
+            async for chunk in client.generate("Hello"): ...
+
+    Arguments and errors: see `BaseClient`.
     """
 
     prefixes: AsyncPrefixCalls

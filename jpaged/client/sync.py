@@ -49,11 +49,13 @@ class GenerateStream(BaseStream):
 
 
 class Client(BaseClient[GenerateStream]):
-    """Client of one or several servers, with blocking calls. Thread-safe. Arguments and errors: see `BaseClient`.
+    """Client of one or several servers, with blocking calls. Thread-safe.
 
-    with Client("localhost:50051") as client:
-        output = client.complete("Hello", SamplingParams(max_tokens=32))
-        for chunk in client.generate("Hello"): ...
+        with Client("localhost:50051") as client:
+            output = client.complete("Hello", SamplingParams(max_tokens=32))
+            for chunk in client.generate("Hello"): ...
+
+    Arguments and errors: see `BaseClient`.
     """
 
     prefixes: PrefixCalls

@@ -100,7 +100,7 @@ class SamplingParams:
     Frozen. Every field is checked on construction; a value out of range raises `InvalidArgument`, which names the
     field. Defaults: 16 tokens at temperature 1.0, one sequence.
 
-    Args:
+    Attributes:
         max_tokens: maximum tokens to generate per sequence, >= 1.
         min_tokens: no end-of-sequence or stop token is sampled before this number of tokens.
         temperature: 0 is greedy; otherwise logits are divided by it, up to 100.

@@ -35,7 +35,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
-    """`max_tokens`, or the maximum length, was reached."""
+    """`max_tokens` tokens were generated."""
     ABORT = "abort"
     """The request was aborted by id."""
     TOOL_CALLS = "tool_calls"
