@@ -199,8 +199,7 @@ class Connection(HttpToolsProtocol):
     def _give_up(self) -> None:
         if self._is_probe and self.cycle is None:
             self._refuse_over_limit()
-        # this server has paused reading, so the client is not at fault
-        elif self._is_receiving and self.flow.read_paused:
+        elif self._is_receiving and self.flow.read_paused:  # paused by this server: not the client's fault
             self._wait(REQUEST_TIMEOUT_S)
         else:
             self.transport.close()

@@ -290,8 +290,7 @@ class Fleet:
                 self._dismiss(member, f"{error.code().name}: {error.details()}")
             except JpagedError as error:
                 self._dismiss(member, sentence_of(error))
-            # an error about one server, possibly not a jpaged server, must not affect the others
-            except Exception as error:
+            except Exception as error:  # one server's error (it may not be jpaged) must not affect the others
                 _LOG.exception("%s: what it says is not understood", member.name)
                 self._dismiss(member, f"what it says is not understood: {type(error).__name__}: {error}")
             finally:
