@@ -1,6 +1,6 @@
 """jpaged: a JAX/XLA serving engine for large language models with a paged KV cache.
 
-The public names; each is imported when it is first used, so that values, errors and the client come without jax.
+The public names. Each is imported on first use, so that values, errors and the client do not import jax.
 """
 
 from importlib import import_module

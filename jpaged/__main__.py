@@ -1,7 +1,7 @@
-"""`python -m jpaged` is `jpaged`, and an interrupt is quiet also while it is being imported.
+"""`python -m jpaged`, the same as `jpaged`; exits quietly on an interrupt, even during imports.
 
-A required package that is missing, too old or broken ends a command with a sentence. `--version` and the check of
-packages of `doctor` import nothing except Python's own library.
+A required package that is missing, too old or broken ends a command with one sentence. `--version` and `doctor`'s check
+of packages import only Python's standard library.
 """
 
 import io
@@ -12,7 +12,7 @@ _STDERR = 2
 
 
 def run() -> int:
-    """The exit code of the command line."""
+    """Run the command line and return its exit code."""
     words = sys.argv[1:]
     try:
         _open_streams()
@@ -49,14 +49,14 @@ def _refuse(words: list[str], error: Exception) -> int:
 
 
 def _open_streams() -> None:
-    """Standard streams that came closed lead nowhere: the next file would take their numbers, and Python has None."""
+    """Open closed standard streams on /dev/null: otherwise the next file takes their numbers, and Python has None."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
     os.close(number)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # else a text ends a command where the locale cannot write it
+    if isinstance(sys.stdout, io.TextIOWrapper):  # otherwise text that the locale cannot encode would end the command
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -1,9 +1,8 @@
-"""Options -> running objects: the only file that knows every layer.
+"""Options -> running objects: the only module that depends on every layer.
 
 model folder -> config, tokenizer -> parameters -> executor (pool, programs) -> engine, input processor
 
-With `data_parallel_size` there are several executors and engines, on devices of their own, behind one
-`DataParallelEngine`.
+With `data_parallel_size` there are several executors and engines, on separate devices, in one `DataParallelEngine`.
 """
 
 from __future__ import annotations
@@ -66,12 +65,12 @@ logger = logging.getLogger(__name__)
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Reports nothing."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model comes from; its folder may be a GGUF file."""
+    """Source of a model; its folder may be a GGUF file."""
 
     name: str
     folder: Path
@@ -85,15 +84,15 @@ class Source:
 
 
 def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None) -> LoadedModel:
-    """Loads a model and compiles everything that will run. The engine is ready, and not started.
+    """Load a model and compile its programs; return it with an engine that is ready but not started.
 
     Args:
-        options: as written; the result holds the resolved ones.
-        progress: told what happens: weights, programs, the pool.
-        leader: process 0's side of several processes, which this is then; the others `follow`.
+        options: the options as given; the result has the resolved ones.
+        progress: receives the progress: weights, programs, the pool.
+        leader: this process's role as process 0 of several; the others run `follow`.
 
     Raises:
-        InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
+        InvalidArgument, NotFound, Unsupported: the model or an option is invalid; states which and why.
     """
     source, model, places = _place(options)
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
@@ -155,7 +154,7 @@ def _make_engines(
     runs: Sequence[Executor[Any, Any]],
     grammars: ServedGrammars,
 ) -> list[Engine]:
-    """An engine for each executor, which tells which prefixes it holds where somebody is told."""
+    """Return an engine for each executor, with KV event publishers if configured."""
     queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
     disks = open_disks(options.cache, runs[0].host_blocks, runs[0].geometry, len(runs))
     engines = [
@@ -174,13 +173,13 @@ def _make_engines(
 
 
 def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
-    """The replicas, each of which tells which prefixes it holds, where somebody is told."""
+    """Attach a KV event publisher to each replica if configured."""
     if options.kv_events.kv_events_endpoint is None:
         return engines
     publishers: list[Publisher] = []
     try:
         for rank, engine in enumerate(engines):
-            assert engine.prefixes is not None  # the options are refused otherwise
+            assert engine.prefixes is not None  # options that contradict this are rejected
             told = engine.geometry
             encoder = Encoder(told.block_size, told.windows, rank, num_sink_tokens=told.num_sink_tokens)
             publishers.append(Publisher(options.kv_events, encoder))
@@ -193,7 +192,7 @@ def _telling(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
 
 
 def _adapters(options: EngineConfig, model_name: str, model: Model, where: Placement, progress: Progress) -> Adapters:
-    """What reads adapters for a model, and those that are there from the start."""
+    """Return the adapter registry of a model, with the adapters of the options loaded."""
     lora = options.lora
     if not lora.enable_lora:
         return Adapters()
@@ -212,12 +211,12 @@ def _adapters(options: EngineConfig, model_name: str, model: Model, where: Place
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a model would be served with here, found out without its weights.
+    """Settings that a model would be served with here, determined without its weights.
 
     Attributes:
-        weight_bytes: of one device.
-        memory_bytes: that a device has for weights, programs and the pool; None where it does not say.
-        passed_over: a line for each backend of this platform that would not run, with the reason.
+        weight_bytes: per device.
+        memory_bytes: memory of a device for weights, programs and the pool; None if not reported.
+        passed_over: a line for each backend of this platform that cannot run, with the reason.
     """
 
     architecture: str
@@ -236,7 +235,7 @@ class Preview:
 
 
 def preview(options: EngineConfig) -> Preview:
-    """Finds out what `build` would use, reading the config and the tokenizer of a model and nothing else.
+    """Determine the settings of `build`, reading only the config and the tokenizer of a model.
 
     Raises:
         InvalidArgument, NotFound, Unsupported: as `build`.
@@ -266,7 +265,7 @@ def preview(options: EngineConfig) -> Preview:
 
 
 def follow(options: EngineConfig, progress: Progress, follower: Follower) -> None:
-    """Loads this process's part of the model, and runs what process 0 says until that ends.
+    """Load this process's part of the model, and run the steps of process 0 until it ends.
 
     Raises:
         InvalidArgument, NotFound, Unsupported: as `build`.
@@ -280,7 +279,7 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
 
 
 def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
-    """The model, and where each copy of it goes."""
+    """Return the model, and the devices of each replica."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
     source = find_source(
@@ -298,7 +297,7 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
 
 
 def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
-    """The facts that every process finds out by itself, and that have to be the same in all."""
+    """Return the facts that every process determines itself and that must be equal in all."""
     geometry = executor.geometry
     sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
     return {
@@ -318,7 +317,7 @@ def find_source(
     chat_template: str | None = None,
     trusts_request_templates: bool = False,
 ) -> Source:
-    """Find the model of a name: `demo`, a folder, a GGUF file or a hub id; with its tokenizer as `load_tokenizer`."""
+    """Find a model by name (`demo`, a folder, a GGUF file or a hub id) and its tokenizer; see `load_tokenizer`."""
     folder = find_folder(name)
     config = read_config(folder)
     if skip_tokenizer:
@@ -355,7 +354,7 @@ def _template_in(path: str | None) -> str | None:
 
 
 def _gguf_parts(folder: Path) -> TokenizerParts | None:
-    """The tokenizer of a GGUF file; None where a folder has one, or the file has none."""
+    """Return the tokenizer parts of a GGUF file; None if it has none, or for a folder."""
     found = read_tokenizer(folder) if is_gguf(folder) else None
     if found is None:
         return None
@@ -378,14 +377,16 @@ def _make_executors(
     progress: Progress,
     other: Leader | Follower | None,
 ) -> list[JaxExecutor]:
-    """A copy of the model for each place, with its pool; nothing is compiled yet.
+    """Return an executor with a pool for each replica; nothing is compiled yet.
 
-    The weights are read once, and all are in memory before the first pool is: it decides how large the others are.
+    The weights are read once, and all replicas are in memory before the first pool is allocated, because it determines
+    the size of the others.
     """
     attention = Attention.on(model, options, places[0].mesh)
     _say((*attention.reasons(), *attention.passed_over()), progress)
-    # Programs of several processes on CPUs are made anew: once loaded they told log-probabilities of other sums (jaxlib
-    # 0.10.2). Gloo tells sums over devices apart by their order alone, which loading seems to lose.
+    # With several processes on CPUs, do not use the cache: programs loaded from it returned log-probabilities of other
+    # sums
+    # (jaxlib 0.10.2). Gloo identifies collectives only by their order, which loading seems to lose.
     is_told_by_order = other is not None and first_device(places[0].mesh).platform == "cpu"
     cache = None if is_told_by_order else compile_cache_dir()
     set_up_compile_cache(cache)
@@ -397,7 +398,7 @@ def _make_executors(
     for index, where in enumerate(places):
         executor = JaxExecutor.create(
             model,
-            copies.pop(0),  # nothing else keeps what is packed there
+            copies.pop(0),  # drop the reference, so that its packed weights can be freed
             options,
             mesh=where.mesh,
             num_pools=len(places) - index,
@@ -424,14 +425,14 @@ def _tell(executor: JaxExecutor, progress: Progress) -> None:
 
 
 def _progress_of(index: int, num_replicas: int, progress: Progress) -> Progress:
-    """Says which replica it is about, where there are several."""
+    """Return a progress callback that names the replica if there are several."""
     if num_replicas == 1:
         return progress
     return lambda what, done, total: progress(f"replica {index}: {what}", done, total)
 
 
 def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
-    """auto: the checkpoint's type where hardware is made for it, and on a CPU float32, which every CPU is."""
+    """Resolve auto: the checkpoint's type on accelerators, float32 on a CPU."""
     if name == "auto":
         name = "float32" if platform == "cpu" else config.checkpoint_dtype or "bfloat16"
     if name not in ("float32", "bfloat16"):
@@ -454,11 +455,11 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
 def _draft(
     source: Source, model: Model, options: EngineConfig, where: Placement, progress: Progress
 ) -> tuple[Model, Params] | None:
-    """The model or the head that proposes tokens for another, and its parameters; None where none does.
+    """Return the draft model or draft head with its parameters; None if there is none.
 
     Raises:
-        InvalidArgument: it cannot be found or read, or its tokens are others than the model's.
-        Unsupported: it is of a kind that is not served.
+        InvalidArgument: it cannot be found or read, or its tokens differ from the model's.
+        Unsupported: its kind is not supported.
     """
     field = f"{SPECULATIVE}.model"
     speculation = options.speculation
@@ -482,10 +483,10 @@ def _draft(
 
 
 def check_same_tokens(tokenizer: Tokenizer, of_draft: Tokenizer) -> None:
-    """Compares what two tokenizers call their tokens, where both have tokens with names.
+    """Compare the vocabularies of two tokenizers, if both are Hugging Face tokenizers.
 
     Raises:
-        InvalidArgument: an id is another token.
+        InvalidArgument: an id stands for different tokens.
     """
     if not (isinstance(tokenizer, HuggingFaceTokenizer) and isinstance(of_draft, HuggingFaceTokenizer)):
         return
@@ -500,7 +501,7 @@ def check_same_tokens(tokenizer: Tokenizer, of_draft: Tokenizer) -> None:
 
 
 def _answer_format(source: Source, options: ModelOptions) -> AnswerFormat:
-    """Return how the model's chats are read: by name, or as its chat template shows."""
+    """Return the model's answer format: by option, or detected from its chat template."""
     tokenizer = source.tokenizer
     template = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
     found = parser_for(

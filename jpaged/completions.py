@@ -1,6 +1,6 @@
-"""Folds what comes of one request, delta by delta, into a `RequestOutput`: one completion an index.
+"""Assembles the deltas of one request into a `RequestOutput`, with one completion per index.
 
-And `Evaluated`, what comes of a call that scores or embeds.
+Also `Evaluated`, the result of a score or embed call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _T = TypeVar("_T")
 
 
 class Completions:
-    """The deltas of one request, in the order in which they came.
+    """The deltas of one request, in order of arrival.
 
     Args:
-        has_logprobs: log-probabilities were asked for; without them completions have none.
-        has_prompt_logprobs: those of the prompt were.
+        has_logprobs: log-probabilities were requested; otherwise completions have none.
+        has_prompt_logprobs: those of the prompt were requested.
     """
 
     def __init__(self, *, has_logprobs: bool, has_prompt_logprobs: bool = False) -> None:
@@ -32,7 +32,7 @@ class Completions:
         self._last: SequenceDelta | None = None
 
     def add(self, delta: SequenceDelta) -> None:
-        """Take the next delta."""
+        """Add the next delta."""
         self._prompt_logprobs += delta.prompt_logprobs
         self._embedding = delta.embedding or self._embedding
         has_more = delta.token_ids or delta.text or delta.reasoning_content or delta.tool_calls
@@ -42,7 +42,7 @@ class Completions:
         self._last = delta
 
     def output(self, request_id: str, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> RequestOutput:
-        """Return everything, the sequences in the order of their indices.
+        """Return the complete output, with sequences ordered by index.
 
         Raises:
             InternalError: the last delta is missing, or the finish of a sequence.
@@ -80,7 +80,7 @@ class Completions:
 
 
 def completions_of(sampling: SamplingParams) -> Completions:
-    """For a request of these parameters."""
+    """Return an empty `Completions` for a request with these parameters."""
     has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
     return Completions(has_logprobs=has_logprobs, has_prompt_logprobs=sampling.prompt_logprobs is not None)
 
@@ -94,10 +94,10 @@ def without_errors(outputs: list[RequestOutput]) -> list[RequestOutput]:
 
 
 class Evaluated(tuple[_T, ...]):
-    """What came of each part of one call, in order.
+    """Results of the parts of one call, in order.
 
     Attributes:
-        usage: of all parts together.
+        usage: total of all parts.
     """
 
     usage: Usage

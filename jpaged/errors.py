@@ -1,28 +1,28 @@
-"""Every error that jpaged raises on purpose, and the gRPC status that each becomes.
+"""Every error that jpaged raises on purpose, and its gRPC status.
 
     JpagedError                                 grpc_status
-    ├── InvalidArgument (ValueError)            INVALID_ARGUMENT     the caller is wrong: field, value, limit
+    ├── InvalidArgument (ValueError)            INVALID_ARGUMENT     the caller's fault: field, value, limit
     │   └── RequestTooLong                      INVALID_ARGUMENT     it can never fit, whatever the load
     ├── NotFound (LookupError)                  NOT_FOUND            no such request or adapter
     │   └── ModelNotFound                       NOT_FOUND            the server has another model
-    ├── Unauthenticated                         UNAUTHENTICATED      the call brings no key that the server knows
-    ├── PermissionDenied                        PERMISSION_DENIED    turned off, or not what the key is for
+    ├── Unauthenticated                         UNAUTHENTICATED      no API key, or an unknown one
+    ├── PermissionDenied                        PERMISSION_DENIED    turned off, or the key lacks the role
     ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
-    ├── Incompatible                            FAILED_PRECONDITION  what is handed over means something else here
-    ├── TryLater                                RESOURCE_EXHAUSTED   the same request can succeed after a while, told
-    │   ├── QueueFull                           RESOURCE_EXHAUSTED   the waiting queue is at its bound
-    │   └── QuotaExceeded                       RESOURCE_EXHAUSTED   the tenant has used up what it may have for now
-    ├── LimitExceeded                           RESOURCE_EXHAUSTED   over a limit of gRPC's own: trying again is no use
+    ├── Incompatible                            FAILED_PRECONDITION  another server's blocks differ from this one's
+    ├── TryLater                                RESOURCE_EXHAUSTED   may succeed after the given time
+    │   ├── QueueFull                           RESOURCE_EXHAUSTED   the waiting queue is full
+    │   └── QuotaExceeded                       RESOURCE_EXHAUSTED   the tenant's quota is used up for now
+    ├── LimitExceeded                           RESOURCE_EXHAUSTED   over a limit of gRPC: a retry cannot succeed
     ├── Unavailable                             UNAVAILABLE          starting or draining
-    │   ├── EngineHung                          UNAVAILABLE          a step does not end: the server gives up
+    │   ├── EngineHung                          UNAVAILABLE          a step does not end: the server stops
     │   └── ProcessLost                         UNAVAILABLE          another process of the server is gone, or failed
     ├── DeadlineExceeded                        DEADLINE_EXCEEDED    the request's deadline passed
-    ├── Cancelled                               CANCELLED            the caller went away
-    ├── Unsupported                             UNIMPLEMENTED        this backend or build cannot, and why
-    └── InternalError                           INTERNAL             our bug or a device fault, with its state
+    ├── Cancelled                               CANCELLED            the caller disconnected or cancelled
+    ├── Unsupported                             UNIMPLEMENTED        not supported by this backend or build, and why
+    └── InternalError                           INTERNAL             a bug in jpaged or a device fault, with its state
 
-The engine and the server translate nothing else: a foreign exception is caught in two places only (the top of the
-engine loop, the top of the servicer) and becomes an InternalError.
+The engine and the server convert no other errors: foreign exceptions are caught in two places only (the top of the
+engine loop, the top of the servicer) and become an InternalError.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import ClassVar
 
 
 class JpagedError(Exception):
-    """Base of every error raised on purpose.
+    """Base class of every error raised on purpose.
 
     Attributes:
-        grpc_status: the name of the status code that it becomes.
-        exit_code: how a server ends that it has ended; docs/health.md has all of them.
+        grpc_status: name of the status code.
+        exit_code: exit code of a server that ends with it; docs/health.md lists all of them.
     """
 
     grpc_status: ClassVar[str] = "UNKNOWN"
@@ -52,24 +52,25 @@ class JpagedError(Exception):
 
 
 def reason_of(error: JpagedError) -> str:
-    """The error's name for machines: RequestTooLong -> REQUEST_TOO_LONG."""
+    """Return the machine-readable name of an error: RequestTooLong -> REQUEST_TOO_LONG."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
 
 
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters of terminals and of the order of text, ends of lines, and lone surrogates."""
+"""Control characters of terminals, bidirectional controls, line ends, and lone surrogates."""
 
 
 def printable(text: str) -> str:
-    r"""Return a text for a line of a log or a terminal: control characters become `\u001b`, also ends of lines.
+    r"""Return a text that is safe in a log line or a terminal: control characters become `\u001b`.
 
-    Texts of other processes may hold them, and would otherwise forge lines or steer the reader's terminal.
+    Line ends count as control characters. Texts of other processes may contain them, and could otherwise forge lines or
+    control the reader's terminal.
     """
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def sentence_of(error: BaseException) -> str:
-    """What to say of an error in one line: its own words, what the system says with the file, or that it is a bug."""
+    """Return a one-line description of an error: the message, the system's message with the file, or a bug notice."""
     if isinstance(error, JpagedError):
         return str(error)
     if isinstance(error, OSError):
@@ -82,7 +83,7 @@ def sentence_of(error: BaseException) -> str:
 
 
 class InvalidArgument(JpagedError, ValueError, grpc_status="INVALID_ARGUMENT"):
-    """The caller passed something that can never work: says which field, which value, and the limit.
+    """The caller passed an invalid value: names the field, the value and the limit.
 
     `field` is the name as the caller wrote it (`sampling.top_p`, `--block-size`); the server puts it into
     google.rpc.BadRequest.
@@ -95,11 +96,11 @@ class InvalidArgument(JpagedError, ValueError, grpc_status="INVALID_ARGUMENT"):
 
 
 class RequestTooLong(InvalidArgument):
-    """The request cannot fit into the model's length or into the whole pool, even when it runs alone."""
+    """The request cannot fit into the model's length or into the whole pool, even if it runs alone."""
 
 
 class NotFound(JpagedError, LookupError, grpc_status="NOT_FOUND"):
-    """The thing that was named does not exist (any more)."""
+    """The named object does not exist (any more)."""
 
 
 class ModelNotFound(NotFound):
@@ -107,11 +108,11 @@ class ModelNotFound(NotFound):
 
 
 class Unauthenticated(JpagedError, grpc_status="UNAUTHENTICATED"):
-    """The call brings no key, or one that this server does not know."""
+    """The call has no API key, or an unknown one."""
 
 
 class PermissionDenied(JpagedError, grpc_status="PERMISSION_DENIED"):
-    """The operator has turned it off, or the caller's key is not for it: says what would be."""
+    """The operation is turned off, or the caller's key lacks the role; names the required one."""
 
 
 class AlreadyExists(JpagedError, grpc_status="ALREADY_EXISTS"):
@@ -119,11 +120,11 @@ class AlreadyExists(JpagedError, grpc_status="ALREADY_EXISTS"):
 
 
 class Incompatible(JpagedError, grpc_status="FAILED_PRECONDITION"):
-    """What another server hands over means something else on this one: says what differs."""
+    """Data from another server is incompatible with this one; names the differences."""
 
 
 class TryLater(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
-    """There is no room for the request now; `retry_after_s` is when there is likely to be some."""
+    """There is no capacity for the request now; retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -131,19 +132,19 @@ class TryLater(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
 
 
 class QueueFull(TryLater):
-    """The waiting queue is at its bound: other requests have to end first."""
+    """The waiting queue is full: other requests have to end first."""
 
 
 class QuotaExceeded(TryLater):
-    """The tenant has used up what it may have for now: requests, tokens or streams."""
+    """The tenant's quota of requests, tokens or streams is used up for now."""
 
 
 class StorageError(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
-    """The disk of batches cannot be written, or the room that they or a tenant may have is used up."""
+    """The disk of batches cannot be written, or its space limit, in total or per tenant, is reached."""
 
 
 class LimitExceeded(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
-    """A limit of gRPC's own, or of a proxy's, was exceeded, such as the size of a message: not a full queue."""
+    """A limit of gRPC or of a proxy was exceeded, such as the size of a message; not a full queue."""
 
 
 class Unavailable(JpagedError, grpc_status="UNAVAILABLE"):
@@ -151,11 +152,11 @@ class Unavailable(JpagedError, grpc_status="UNAVAILABLE"):
 
 
 class EngineHung(Unavailable, exit_code=3):
-    """A step has not ended for too long, and the server ends: no fault of the request, which may succeed elsewhere."""
+    """A step has not ended for too long, and the server stops. The request may succeed elsewhere."""
 
 
 class ProcessLost(Unavailable, exit_code=4):
-    """Another one of several processes is gone or has failed, and all end: the request may succeed elsewhere."""
+    """Another process of the server is gone or has failed, and all stop. The request may succeed elsewhere."""
 
 
 class DeadlineExceeded(JpagedError, grpc_status="DEADLINE_EXCEEDED"):
@@ -167,8 +168,8 @@ class Cancelled(JpagedError, grpc_status="CANCELLED"):
 
 
 class Unsupported(JpagedError, grpc_status="UNIMPLEMENTED"):
-    """This backend, build or model family cannot do what was asked; the message says why and what can."""
+    """This backend, build or model family does not support it; the message states why and what is supported."""
 
 
 class InternalError(JpagedError, grpc_status="INTERNAL"):
-    """A bug of ours or a fault of the device: the message carries the state needed to look into it."""
+    """A bug in jpaged or a fault of the device; the message has the state for debugging."""

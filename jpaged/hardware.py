@@ -1,4 +1,4 @@
-"""Accelerators: the one table that plans, simulations and a server's own sizes are made of.
+"""Table of accelerators, used by plans, simulations and the sizing of a server.
 
 | | HBM | for programs | bandwidth | peak | host link | other devices | source |
 |---|---|---|---|---|---|---|---|
@@ -15,16 +15,17 @@
 | tpu-v6e | 32 GB | 31.25 GiB | 1638 GB/s | 918 TFLOP/s | 64 GB/s (PCIe 5) | 400 GB/s | Cloud TPU documentation |
 | tpu7x | 96 GB | 94.75 GiB | 3690 GB/s | 1153.5 TFLOP/s | 32 GB/s, assumed | 300 GB/s | Cloud TPU documentation |
 
-All numbers are of one device as jax counts them: a TPU7x chip is two. Peaks are of bfloat16 products without sparsity,
-links of one direction: half of what the sheets give for both (a v5e chip has 400 GB/s).
+All numbers are per device as jax counts them: a TPU7x chip is two. Peaks are of bfloat16 without sparsity. Link
+bandwidths are one way: half of the sheets' numbers for both (a v5e chip has 400 GB/s).
 
-Memory has two numbers, as two questions are asked. What the sheet says is what simulations share out, like the paper.
-What programs may use decides whether a plan fits: of a TPU what libtpu's compiler says (its out-of-memory error), which
-is more than a sheet says whose GB are GiB; of a GPU three quarters, which jax takes unless told otherwise, of what the
-driver reports (`device/aot/*.txtpb`; 150 GB of an H200), or of the sheet's.
+Memory has two numbers. Simulations use the data sheet's, like the paper. Plans use the memory that programs may use.
+For a TPU it is the limit in libtpu's out-of-memory error, which is more than the sheet's number if that is in GiB. For
+a GPU it is three quarters (jax's default) of what the driver reports (`device/aot/*.txtpb`; 150 GB of an H200), or of
+the sheet's number.
 
-Cycles of a TPU become time by its clock. Those of v5e (1.5 GHz), v5p and v6e (1.75 GHz) are what their peaks give with
-the products that their matrix units do in a cycle; that of tpu7x (2.2 GHz) is its peak over as many products as v6e's.
+Cycles of a TPU are converted to time by the clock. Those of v5e (1.5 GHz), v5p and v6e (1.75 GHz) follow from their
+peaks and the multiplications per cycle of their matrix units. That of tpu7x (2.2 GHz) assumes the same number per cycle
+as for v6e.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ class Hardware:
     """One accelerator; every number is of one device, in bytes, bytes per second and FLOP per second.
 
     Attributes:
-        hbm_bytes: by the data sheet.
-        usable_bytes: that programs may use.
-        hbm_bytes_per_s: peak.
-        flops: peak of bfloat16 products.
-        host_bytes_per_s: to the host's memory, one way.
-        link_bytes_per_s: to the other devices over all links together, one way.
-        kinds: what jax calls such a device.
-        clock_hz: that cycles are counted in; None where nothing is counted in cycles.
-        multiplies_fp8: its matrix units take floats of 8 bits (NVIDIA's since Ada, TPUs since Ironwood).
+        hbm_bytes: memory by the data sheet.
+        usable_bytes: memory that programs may use.
+        hbm_bytes_per_s: peak memory bandwidth.
+        flops: peak of bfloat16 matrix multiplication.
+        host_bytes_per_s: bandwidth to host memory, one way.
+        link_bytes_per_s: bandwidth to other devices over all links together, one way.
+        kinds: jax's names of the device.
+        clock_hz: clock for cycle counts; None if nothing is counted in cycles.
+        multiplies_fp8: its matrix units support 8-bit floats (NVIDIA's since Ada, TPUs since Ironwood).
     """
 
     name: str
@@ -64,7 +65,7 @@ class Hardware:
 
     @property
     def ridge_tokens(self) -> float:
-        """The tokens of a step with which products of 16 bits take as long as reading the weights."""
+        """Tokens per step at which 16-bit matrix multiplication takes as long as reading the weights."""
         return self.flops / self.hbm_bytes_per_s
 
 
@@ -100,5 +101,5 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def find_hardware(device_kind: str) -> Hardware | None:
-    """What a device has, by what jax calls it; None where that is not in the table."""
+    """Return the properties of a device by jax's name for it; None if it is not in the table."""
     return next((device for device in HARDWARE.values() if device_kind in device.kinds), None)

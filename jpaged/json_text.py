@@ -1,7 +1,7 @@
-"""JSON as RFC 8259 has it, which knows neither NaN nor Infinity: null stands for a number that is not finite.
+"""JSON as in RFC 8259, which has neither NaN nor Infinity: a number that is not finite becomes null.
 
-Such are the log-probability of a token that cannot be, and all sums with it. Python's own `json` writes names for them
-that other readers refuse.
+The log-probability of an impossible token is such a number, and so are sums with it. Python's `json` would write names
+for them that other readers refuse.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import orjson
 
 PIECE_BYTES = 256 << 10
-"""Size of a piece of a large text: its encoder holds the interpreter's lock for 2 ms."""
+"""Size of a piece of a large text; encoding one holds the GIL for 2 ms."""
 _RUN_BYTES = 32 << 10
 _FIRST_RUN = 16
 _NUM_SEEN = 4
 _MANY = 1024
-"""Values of an array or an object that is written in several runs."""
+"""Number of values from which an array or object is written in several runs."""
 
 
 class Items:
-    """A JSON array whose items are made while it is written: memory holds a few of them at a time.
+    """A JSON array whose items are produced while it is written, so that few of them are in memory.
 
     Args:
         make: returns the items; called each time the array is read.
@@ -53,7 +53,7 @@ def dumps(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`json.dumps`, with null for every float that is not finite."""
+    """Return `json.dumps`, with null for every float that is not finite."""
 
     def written(value: object) -> str:
         return json.dumps(
@@ -68,15 +68,15 @@ def dumps(
 
     try:
         return written(value)
-    except ValueError:  # some are not; to look at each first would cost as much again
+    except ValueError:  # some floats are not finite; a check in advance would double the cost
         return written(_finite(value))
 
 
 def encode(value: object) -> bytes:
-    """Return a value as compact JSON in UTF-8, ten times as fast as `dumps`; half of a character becomes `?`."""
+    """Return a value as compact JSON in UTF-8, ten times as fast as `dumps`; a lone surrogate becomes `?`."""
     try:
         return orjson.dumps(value, _listed)
-    except TypeError:  # half of a character, integers over 64 bits, keys that are no texts
+    except TypeError:  # lone surrogates, integers over 64 bits, or keys that are not strings
         return dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
@@ -93,7 +93,7 @@ def pieces(value: object) -> Iterator[bytes]:
 
 
 def quoted(text: str) -> bytes:
-    """Return a text as JSON has it, in ASCII. `dumps` takes longer, which shows where each token is written."""
+    """Return a text as a JSON string in ASCII. Faster than `dumps`, which matters for every token written."""
     return encode_basestring_ascii(text).encode()
 
 
@@ -138,7 +138,7 @@ def _runs(values: Iterable[object], brackets: bytes, made: Callable[[list[Any]],
 
 
 def _is_large(value: object) -> bool:
-    """Return True for a value that is written in several steps; it looks into objects and the first of an array."""
+    """Return True if a value must be written in several steps; checks objects, and the first values of arrays."""
     if isinstance(value, list | tuple):
         return len(value) > _MANY or any(_is_large(part) for part in value[:_NUM_SEEN] if isinstance(part, dict))
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Which of several processes this one is: from the options, or from what a launcher has put into the environment.
+"""Rank of this process among several: from the options, or from a launcher's environment variables.
 
-LeaderWorkerSet, GKE's TPU pods, Slurm inside of srun, Open MPI inside of mpirun: the first that is there and tells of
-more than one process counts. It does not read the environment itself.
+Supported: LeaderWorkerSet, GKE's TPU pods, Slurm (in srun), Open MPI (in mpirun). The first launcher that reports more
+than one process is used. This module does not read the environment itself.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from jpaged.errors import InvalidArgument
 
 PORT = 8476
-"""Where process 0 waits when a launcher names hosts alone."""
+"""Port of process 0 if a launcher names only hosts."""
 _FIRST_JOB_PORT, _NUM_JOB_PORTS = 61440, 4096
-"""Launchers that number their jobs give each a port of its own, so that jobs can share a host."""
+"""Launchers that number their jobs give each job a separate port, so that jobs can share a host."""
 
 Variables = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class MultiHost:
-    """A place among several processes.
+    """Position of this process among several.
 
     Attributes:
         coordinator: HOST:PORT of process 0.
         num_processes: two or more.
         process_id: from 0.
-        source: where this was found, to be printed.
-        local_device: the accelerator of this process, where each process of a host has one; None is all of the host.
+        source: name of the source of these values, for messages.
+        local_device: the accelerator of this process if each process of a host has one; None for all of the host.
     """
 
     coordinator: str
@@ -40,17 +40,17 @@ class MultiHost:
 
     @property
     def is_leader(self) -> bool:
-        """Process 0 schedules and answers clients."""
+        """True for process 0, which schedules and serves clients."""
         return self.process_id == 0
 
     @property
     def address(self) -> tuple[str, int]:
-        """The address of process 0."""
+        """Host and port of process 0."""
         return split_address("coordinator", self.coordinator)
 
 
 def split_address(field: str, text: str) -> tuple[str, int]:
-    """HOST:PORT or [HOST]:PORT in its parts.
+    """Split HOST:PORT or [HOST]:PORT.
 
     Raises:
         InvalidArgument: it is neither; names the field.
@@ -64,10 +64,10 @@ def split_address(field: str, text: str) -> tuple[str, int]:
 
 
 def find_multihost(variables: Variables) -> MultiHost | None:
-    """What a launcher says; None where there is none, or where it started one process.
+    """Return the position by a launcher's variables; None without a launcher or with one process.
 
     Raises:
-        InvalidArgument: a launcher's variables contradict each other; one is named.
+        InvalidArgument: a launcher's variables contradict each other; names one.
     """
     for names, find in _LAUNCHERS.items():
         multihost = find(variables) if all(variables.get(name) for name in names) else None
@@ -135,11 +135,11 @@ _LAUNCHERS: dict[tuple[str, ...], Callable[[Variables], MultiHost | None]] = {
     ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"): _slurm,
     ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"): _open_mpi,
 }
-"""Who may have started this process, by the variables that all have to be there."""
+"""Known launchers, by the variables that all have to be set."""
 
 
 def _first_node(nodes: str) -> str:
-    """node[007-012,20],gpu3 -> node007."""
+    """Return the first node of a Slurm list: node[007-012,20],gpu3 -> node007."""
     match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     if match is None:
         raise InvalidArgument("SLURM_STEP_NODELIST", f"{nodes!r} names no host")

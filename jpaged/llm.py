@@ -1,9 +1,9 @@
-"""The offline face: a model and a batch of prompts in one process, without a server.
+"""Offline inference: a model and a batch of prompts in one process, without a server.
 
     llm = LLM("demo", max_num_seqs=32)
     outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
 
-Every option of the command line but the server's is a keyword here. Threads and event loops may share an `LLM`:
+Every command-line option except the server's is a keyword here. Threads and event loops may share an `LLM`:
 
     thread ── generate ──> _Call ──┐                        engine thread
     thread ── chat ──────> _Call ──┴─> _Admission ─ submit ─> one batch ─ events ─> each call's own queue
@@ -51,24 +51,24 @@ class TokensPrompt(TypedDict):
 
 
 _DEFAULTS = {"wait_for_all_programs": True, "num_scheduler_steps": -1}
-"""What differs from a server, which has newcomers."""
+"""Defaults that differ from a server's, because no requests arrive later."""
 GivenPrompt = str | TextPrompt | TokensPrompt
 Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 
 
 class _Asked(NamedTuple):
-    """A request, and what reads its answers where they are a chat's."""
+    """A request, and for chats the parser of the answers."""
 
     request: Request
     answers: ChatAnswers | None
 
 
 class _Call:
-    """The requests of one call, and the events that the engine made for them.
+    """The requests of one call, and their events.
 
     Attributes:
-        waiting: requests that have no place in the engine yet.
+        waiting: requests that are not submitted yet.
         running: ids of the requests in the engine.
         events: written by the engine thread, read by the caller.
     """
@@ -82,7 +82,7 @@ class _Call:
 
 
 class _Admission:
-    """Submits the requests of concurrent calls as the engine has places, one of each call in turn.
+    """Submits the requests of concurrent calls as the engine has capacity, one of each call in turn.
 
     Requests are submitted on the engine thread: all requests of a call are there before the next step begins.
     """
@@ -93,14 +93,14 @@ class _Admission:
         self._calls: deque[_Call] = deque()
 
     def add(self, call: _Call) -> None:
-        """Queue a call; each of its requests ends in exactly one event with `is_last`."""
+        """Queue a call; each request ends in exactly one event with `is_last`."""
         with self._lock:
             self._calls.append(call)
         if self._engine.call_soon(self._fill).cancelled():
-            self._fill()  # every request is refused by name
+            self._fill()  # the engine has ended, so every request is refused individually
 
     def remove(self, call: _Call) -> None:
-        """End the requests of a call that nobody waits for; their places are free by the next step."""
+        """Abort the requests of an abandoned call; their slots are free by the next step."""
         with self._lock:
             call.waiting.clear()
             running = list(call.running)
@@ -134,12 +134,12 @@ class _Admission:
 
 
 def _stop(serving: LoadedModel, process_id: int) -> None:
-    """End the engine thread and its child processes; a forked child owns neither."""
+    """Stop the engine thread and its child processes; a forked child owns neither."""
     if os.getpid() != process_id:
         return
     if (
         threading.current_thread().name == ENGINE_THREAD
-    ):  # the garbage collector ran there: the thread cannot join itself
+    ):  # the garbage collector ran on that thread, which cannot join itself
         threading.Thread(target=_stop, args=(serving, process_id), daemon=True).start()
         return
     serving.engine.stop()
@@ -148,22 +148,27 @@ def _stop(serving: LoadedModel, process_id: int) -> None:
 
 
 class LLM:
-    """A loaded model that generates for whole batches of prompts.
+    """A loaded model for offline inference on batches of prompts.
 
-    The engine runs on a thread of its own. Any thread may call any method, and concurrent calls join one batch: each
-    returns the tokens that it returns alone. On an event loop, `await asyncio.to_thread(llm.generate, ...)`. The thread
-    ends with `close`, with the context or when the object is collected. A forked child cannot use the object.
+        llm = LLM("demo")
+        outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
+        print(outputs[0].outputs[0].text)
+
+    The engine runs on a separate thread. All methods are thread-safe; concurrent calls share the engine's batch, which
+    does not change their results. On an event loop, use `await asyncio.to_thread(llm.generate, ...)`. The engine stops
+    with `close`, at the end of a `with` block, or when the object is garbage-collected. A forked child process cannot
+    use it.
 
     Args:
-        model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, a GGUF file, or a hub id.
-        options: the command line's options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
-            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). All programs are waited for unless
-            `wait_for_all_programs` is False: which program computes a token does not depend on the time of day.
-            `num_scheduler_steps` is -1 unless it is given: a batch has no newcomers.
-        progress: told (what, done, total) while the model loads and its programs compile.
+        model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, a GGUF file, or a Hugging Face hub id.
+        options: command-line options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
+            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). Two defaults differ from the server's.
+            `wait_for_all_programs` is True: all programs are compiled first, so that results do not depend on timing.
+            `num_scheduler_steps` is -1 (automatic), because no requests arrive later.
+        progress: called with (what, done, total) while the model loads and its programs compile.
 
     Raises:
-        InvalidArgument: an option is unknown, out of its limits, or one of the server's.
+        InvalidArgument: an option is unknown, out of range, or one of the server's.
     """
 
     def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
@@ -181,7 +186,7 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
-        """The options as they were resolved."""
+        """The resolved options."""
         return self._serving.config
 
     def generate(
@@ -192,21 +197,21 @@ class LLM:
         use_tqdm: bool | MakeBar = True,
         adapter: GivenAdapter = None,
     ) -> list[RequestOutput]:
-        """Generates for every prompt; the results are in the order of the prompts.
+        """Generate completions for every prompt; return the results in the order of the prompts.
 
-        A request that fails while it runs fails alone: its output has `error` and no `outputs`. The error of a single
-        prompt is raised, and so is a failure of the engine.
+        If one of several requests fails at run time, only its output has an `error` and no `outputs`. The error of a
+        single prompt is raised, and so is a failure of the engine.
 
         Args:
-            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or many.
-            sampling_params: one for all, or one for each prompt; None is `SamplingParams()`.
-            use_tqdm: show how many prompts are done. True shows a bar on stderr where that is a terminal; what makes
-                the bar, say `functools.partial(tqdm, leave=False)`, shows it wherever that does; False shows none.
-            adapter: the name of an adapter (LoRA) for all, or one for each prompt; None is the model as it is.
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or a sequence.
+            sampling_params: one for all prompts, or one for each; `SamplingParams()` by default.
+            use_tqdm: progress bar. True shows one on stderr if that is a terminal; False shows none. A callable that
+                creates the bar, such as `functools.partial(tqdm, leave=False)`, is always used.
+            adapter: name of a LoRA adapter for all prompts, or one for each; None for the base model.
 
         Raises:
-            InvalidArgument: a prompt or its parameters can never run; nothing was generated.
-            NotFound: there is no such adapter; likewise.
+            InvalidArgument: a prompt or its parameters are invalid; nothing was generated.
+            NotFound: there is no such adapter; nothing was generated.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         return self._run(self._requests([_prompt_of(one) for one in many], sampling_params, adapter), use_tqdm)
@@ -220,16 +225,15 @@ class LLM:
         adapter: GivenAdapter = None,
         **words: Unpack[ChatWords],
     ) -> list[RequestOutput]:
-        """Generates the assistant's next turn of every conversation, through the model's chat template.
+        """Generate the assistant's next turn of every conversation, using the model's chat template.
 
-        Where the model's format is known (`tool_call_parser`, `reasoning_parser`), outputs have what it called in
-        `tool_calls` and what it thought in `reasoning_content`, apart from the text.
-
-        `sampling_params`, `use_tqdm` and `adapter` are those of `generate`.
+        If the model's format is known (`tool_call_parser`, `reasoning_parser`), outputs have tool calls in `tool_calls`
+        and reasoning in `reasoning_content`, and `text` has neither. `sampling_params`, `use_tqdm` and `adapter` are
+        those of `generate`.
 
         Args:
-            conversations: messages as OpenAI's API has them; those of one conversation, or of many.
-            words: tools, and how the model is to call them and to think, for all conversations.
+            conversations: messages in OpenAI's format, of one conversation or of several.
+            words: chat options for all conversations: tools, tool choice and reasoning.
         """
         many: list[Any] = list(conversations)
         if many and isinstance(many[0], Mapping):
@@ -246,20 +250,21 @@ class LLM:
         use_tqdm: bool | MakeBar = True,
         adapter: str | None = None,
     ) -> list[list[Score]]:
-        """How likely continuations of prompts are: of each prompt one score for each of its continuations, in order.
+        """Return log-likelihoods of continuations: for each prompt, one score per continuation, in order.
 
-        A prompt is computed once, through the prefix cache, and many continuations in a step.
+        A prompt is computed once, by the prefix cache, and many continuations share a step.
 
         Args:
-            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or many.
-            continuations: texts or lists of token ids, of one prompt; of many prompts a sequence of those for each. A
-                text behind a text is tokenised with it; what comes behind so many tokens as the prompt has alone is it.
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or a sequence.
+            continuations: texts or lists of token ids for one prompt; for several prompts, one such sequence for each.
+                A text continuation of a text prompt is tokenized together with it; the tokens after the prompt's are
+                scored.
             use_tqdm: as in `generate`.
-            adapter: the name of an adapter for all; None is the model as it is.
+            adapter: name of an adapter for all; None for the base model.
 
         Raises:
-            InvalidArgument: one of them can never run; nothing was scored.
-            NotFound: there is no such adapter; likewise.
+            InvalidArgument: one of them is invalid; nothing was scored.
+            NotFound: there is no such adapter; nothing was scored.
         """
         is_one = isinstance(prompts, str | Mapping)
         many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
@@ -284,18 +289,18 @@ class LLM:
         use_tqdm: bool | MakeBar = True,
         adapter: str | None = None,
     ) -> list[Embedding]:
-        """The hidden states of prompts, behind the model's last norm, pooled into one vector each.
+        """Return one vector per prompt: its hidden states after the model's final norm, pooled.
 
         Args:
             prompts: as in `generate`.
-            pooling: the last token's, or the mean of all.
-            normalize: scale each vector to a length of 1.
+            pooling: "last" for the last token, "mean" for the mean of all.
+            normalize: scale each vector to length 1.
             use_tqdm: as in `generate`.
-            adapter: the name of an adapter for all; None is the model as it is.
+            adapter: name of an adapter for all; None for the base model.
 
         Raises:
-            InvalidArgument: a prompt can never run; nothing was computed.
-            NotFound: there is no such adapter; likewise.
+            InvalidArgument: a prompt is invalid; nothing was computed.
+            NotFound: there is no such adapter; nothing was computed.
         """
         many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         requests: list[_Asked] = []
@@ -307,25 +312,25 @@ class LLM:
         return [embedding_of(output, normalize=normalize) for output in outputs]
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Reads an adapter (LoRA) and gives it a name; with `enable_lora`. `Adapters.load` says what is refused."""
+        """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`."""
         self._check_usable()
         self._serving.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Lets an adapter go; raises NotFound where there is none of that name."""
+        """Unload an adapter; raise NotFound if there is none of that name."""
         self._check_usable()
         self._serving.adapters.unload(name)
 
     def load(self) -> EngineLoad:
-        """Counts of what was done since the start, and of what the pool holds: see `jpaged.load.EngineLoad`.
+        """Return a snapshot of the engine's counters and of the pool's state; see `jpaged.load.EngineLoad`.
 
-        The difference of two snapshots is what was done between them.
+        The difference of two snapshots covers the work between them.
         """
         self._finish_step()
         return self._serving.engine.load()
 
     def reset_prefix_cache(self) -> int:
-        """Forgets the cached prefixes of earlier prompts, as if none had run; the number of blocks that held one."""
+        """Drop all cached prefixes that are not in use; return the number of dropped blocks."""
         self._check_usable()
         forgotten = self._serving.engine.reset_prefix_cache()
         self._finish_step()
@@ -334,9 +339,9 @@ class LLM:
         return forgotten.result()
 
     def close(self) -> None:
-        """Ends the engine thread and gives the device's memory back; the LLM is spent, and calls in flight fail.
+        """Stop the engine thread and free the device's memory; the LLM cannot be used again, and calls in flight fail.
 
-        What is to be kept on disk is written before.
+        With a disk tier, pending blocks are written first.
         """
         if self._is_closed or os.getpid() != self._process_id:
             return
@@ -397,7 +402,7 @@ class LLM:
                     num_left -= 1
                     bar.note_done(event.usage)
         except BaseException:
-            # What was interrupted, by Ctrl-C as well, must not go on with the next call.
+            # An interrupted request (by Ctrl-C as well) must not continue during the next call.
             self._admission.remove(call)
             raise
         finally:
@@ -405,7 +410,7 @@ class LLM:
         if failures and self._is_closed:
             raise Unavailable("the LLM was closed during the call") from next(iter(failures.values()))
         if failures and self._serving.engine.failure is not None:
-            raise next(iter(failures.values()))  # nothing of this call was at fault, and nothing else will run
+            raise next(iter(failures.values()))  # the engine failed, so report that instead of an error per request
         outputs = []
         for request in requests:
             name, prompt, ids = request.request_id, request.prompt, request.prompt_token_ids
@@ -418,7 +423,7 @@ class LLM:
         return outputs
 
     def _check_usable(self) -> None:
-        """Raise an error at once if a call could only wait.
+        """Raise an error if a call could never finish.
 
         Raises:
             Unavailable: the LLM is closed, or belongs to the process that this one was forked from.
@@ -432,7 +437,7 @@ class LLM:
             raise Unavailable("the LLM is closed")
 
     def _finish_step(self) -> None:
-        """Wait for the end of the step in flight, so that all of an ended call is counted."""
+        """Wait for the end of the step in flight, so that the counters include all of an ended call."""
         if self._is_closed:
             return
         self._check_usable()
@@ -455,7 +460,7 @@ def _prompt_of(prompt: GivenPrompt) -> Prompt:
 
 
 def _one_each(field: str, given: Any, kind: type, count: int) -> list[Any]:
-    """What is given for all, or one for each."""
+    """Return one value for each: the given one repeated, or the given list."""
     if isinstance(given, kind):
         return [given] * count
     if len(given) != count:

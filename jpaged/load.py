@@ -1,12 +1,12 @@
-"""What a server counts, each number once: its type, how it adds up, its metric and its help.
+"""Counters and gauges of a server, each declared once: type, aggregation, metric and help.
 
     counted     engine/stats.py                      EngineLoad: a snapshot of one engine after a step
     added up    total_load                           over the replicas of a server
     sent        server/servicer.py -> client/wire.py ReplicaLoad and LoadTotals, by the names of the proto's fields
-    scraped     telemetry/metrics.py                    whatever has a metric
+    scraped     telemetry/metrics.py                 everything that has a metric
 
-A new number is a field here, a field of the proto, and a line where it is counted. `vllm:*` names a metric whose
-meaning is vLLM's, so that dashboards, autoscalers and routers made for it read ours; `jpaged:*` what only we have.
+A new number needs a field here, a field in the proto, and a line of code that counts it. `vllm:*` metrics have vLLM's
+meaning, so that dashboards, autoscalers and routers made for vLLM work; `jpaged:*` metrics are specific to jpaged.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What Prometheus is told: the name, without the suffix of its kind, and the help."""
+    """Prometheus metric: the name without the suffix of the kind, and the help."""
 
     name: str
     help: str
 
 
 def gauge(metric: Metric | None = None, replica: Metric | None = None) -> Any:
-    """A number that rises and falls; `replica` is its metric of each replica, beside the one of all together."""
+    """Declare a gauge; `replica` is an additional metric per replica."""
     return field(default=0, metadata={"gauge": metric, "replica": replica})
 
 
 def counter(metric: Metric | None = None) -> Any:
-    """A number that only rises."""
+    """Declare a counter."""
     return field(default=0, metadata={"counter": metric})
 
 
 def shared(metric: Metric, kind: str = "counter") -> Any:
-    """A number that replicas have together, which each of them tells."""
+    """Declare a number that replicas share, so that each reports the same value."""
     return field(default=0, metadata={kind: metric, "total": max})
 
 
 def mean(weight: str, metric: Metric | None = None) -> Any:
-    """A mean over what the field `weight` counts; 0 before the first."""
+    """Declare a mean, weighted by the field `weight`; 0 before the first."""
     return field(default=0.0, metadata={"gauge": metric, "weight": weight})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """How busy one copy of the model is.
+    """Load of one replica.
 
     Attributes:
         num_blocks_free: free blocks, cached ones included.
@@ -81,7 +81,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTotals(ReplicaLoad):
-    """How busy all copies of the model are together. The peak is the sum of their peaks, a bound."""
+    """Load of all replicas together. The peak is the sum of the replicas' peaks, an upper bound."""
 
     max_num_seqs: int = gauge()
     num_swapped: int = gauge(Metric("jpaged:num_requests_swapped", "Requests whose blocks are in host memory."))
@@ -130,7 +130,7 @@ class LoadTotals(ReplicaLoad):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(LoadTotals):
-    """What GetLoad says: all copies of the model together, and each."""
+    """Response of GetLoad: all replicas together, and each."""
 
     replicas: tuple[ReplicaLoad, ...]
 
@@ -143,17 +143,17 @@ PER_POSITION = Metric(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationLoad:
-    """What was proposed and accepted since the start, under vLLM's names.
+    """Speculative decoding since the start, under vLLM's names.
 
-    acceptance rate     num_accepted_tokens / num_draft_tokens
-    tokens of a step    1 + num_accepted_tokens / num_drafts, the draw behind them included
-    of a position       num_accepted_tokens_per_pos[i] / num_drafts
+        acceptance rate     num_accepted_tokens / num_draft_tokens
+        tokens of a step    1 + num_accepted_tokens / num_drafts, including the sampled token after the draft
+        of a position       num_accepted_tokens_per_pos[i] / num_drafts
 
-    The names and their meaning: https://docs.vllm.ai/en/latest/design/metrics/ and
+    Names and meanings: https://docs.vllm.ai/en/latest/design/metrics/ and
     https://github.com/vllm-project/vllm/blob/main/vllm/v1/spec_decode/metrics.py.
 
     Attributes:
-        num_accepted_tokens_per_pos: accepted proposals by their position in a draft.
+        num_accepted_tokens_per_pos: accepted draft tokens by their position in a draft.
     """
 
     num_drafts: int = counter(Metric("vllm:spec_decode_num_drafts", "Rows that were run with proposed tokens."))
@@ -165,7 +165,7 @@ class SpeculationLoad:
 
     @classmethod
     def total(cls, loads: Sequence[SpeculationLoad]) -> SpeculationLoad:
-        """What several engines counted together; positions that one of them does not have count as 0 there."""
+        """Return the total of several engines; missing positions count as 0."""
         width = max((len(load.num_accepted_tokens_per_pos) for load in loads), default=0)
         places = [load.num_accepted_tokens_per_pos for load in loads]
         return cls(
@@ -179,12 +179,12 @@ class SpeculationLoad:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted tokens of those that were proposed; 0 before the first."""
+        """Share of draft tokens that were accepted; 0 before the first."""
         return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
     @property
     def mean_acceptance_len(self) -> float:
-        """Tokens that a row with proposals goes on by, the draw behind them included; 1 before the first."""
+        """Mean tokens per step of a row with a draft, including the sampled token after it; 1 before the first."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
 
@@ -194,19 +194,19 @@ def _union(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad(LoadTotals):
-    """How busy an engine is, and what it has done since it started.
+    """Load of an engine, and its counters since the start.
 
     Attributes:
-        block_size: token slots in a block, alike in all replicas.
+        block_size: token slots in a block, equal in all replicas.
         num_blocks_empty: free blocks without the cached ones.
-        sum_reserved_slots: slots that were reserved, added up over all steps so far.
-        num_first_tokens: requests that got one.
-        time_to_first_token_s: the mean of their times.
-        running_adapters: names of the adapters that running requests have; waiting_adapters likewise.
-        host_s: what the host spent deciding, packing and publishing steps.
-        device_idle_s: from a step's results being seen ready to the next forward, while there were requests to run.
-        seconds_since_progress: in which no step has ended although there are requests; of several engines the most.
-        num_stalls: times that this was more than `stall_timeout`.
+        sum_reserved_slots: reserved slots, summed over all steps so far.
+        num_first_tokens: requests that have a first token.
+        time_to_first_token_s: mean time to first token.
+        running_adapters: names of the adapters of running requests; waiting_adapters likewise.
+        host_s: host time for scheduling, packing and publishing steps.
+        device_idle_s: time from a step's results to the next forward, while there were requests to run.
+        seconds_since_progress: time without a completed step while there are requests; the maximum of several engines.
+        num_stalls: times that this exceeded `stall_timeout`.
     """
 
     block_size: int = field(metadata={"is_alike": True})
@@ -263,14 +263,14 @@ class EngineLoad(LoadTotals):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLoad:
-    """What a server of the role prefill or decode has done for others, or has had done, since it started.
+    """Counters of disaggregated prefill since the start, of a prefill or decode server.
 
     Attributes:
-        num_asked: prompts that a decode server asked others for.
-        prefill_wait_s: from when they were asked for to their first tokens.
-        transfer_wait_s: from first tokens to when all blocks had come that did.
-        num_blocks_missing: of those that there was room for.
-        num_blocks_without_room: in the host's memory.
+        num_asked: prompts that a decode server sent to prefill servers.
+        prefill_wait_s: time from sending prompts to their first tokens.
+        transfer_wait_s: time from first tokens to the last transferred block.
+        num_blocks_missing: blocks that did not arrive although there was room.
+        num_blocks_without_room: blocks without room in host memory.
     """
 
     num_asked: int = counter(Metric("jpaged:prefills_asked", "Prompts that prefill servers were asked for."))
@@ -306,16 +306,16 @@ PREFILLS_HERE = Metric("jpaged:prefills_here", "Prompts that a decode server has
 PREFILL_FAILURES = Metric(
     "jpaged:prefill_failures", "Prompts of which it has computed something because others failed."
 )
-"""Counters by reasons, in the label `reason`."""
+"""Counters by reason, in the label `reason`."""
 
 
 def metrics_of(kind: str, load: type = EngineLoad) -> list[tuple[str, Metric]]:
-    """The fields of a load with a metric of a kind, "gauge", "counter" or "replica", and that metric."""
+    """Return the fields of a load that have a metric of a kind ("gauge", "counter" or "replica"), with the metric."""
     return [(one.name, one.metadata[kind]) for one in fields(load) if one.metadata.get(kind)]
 
 
 def total_load(loads: Sequence[EngineLoad]) -> EngineLoad:
-    """The load of several engines as of one: numbers are added, means weighted."""
+    """Return the combined load of several engines: numbers are added, means weighted."""
     return EngineLoad(**{one.name: _total(one, loads) for one in fields(EngineLoad)})
 
 
@@ -336,7 +336,7 @@ class Distribution:
     """A histogram of seconds, or of counts.
 
     Attributes:
-        bounds: upper bounds of its buckets; vLLM's where it has such a histogram, so that both add up in one query.
+        bounds: upper bounds of the buckets; vLLM's if it has the histogram, so that one query can combine both.
     """
 
     metric: Metric
@@ -399,4 +399,4 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""The histograms by the names that they are observed under."""
+"""The histograms, by the names under which they are observed."""

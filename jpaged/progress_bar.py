@@ -1,4 +1,4 @@
-"""Shows on stderr how far a call is, the way vLLM's `LLM` does: prompts that are done, and tokens a second."""
+"""Progress bar on stderr, in the style of vLLM's `LLM`: finished prompts, and tokens per second."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 from jpaged.types import Usage
 
 MakeBar = Callable[..., Any]
-"""Makes a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`: it has `update`, `postfix` and `close`."""
+"""Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
 
 
 class ProgressBar:
     """A bar over requests, or none.
 
-    A library does not write into the logs and pipes of whoever uses it: without further word there is a bar on a
-    terminal alone.
+    By default there is a bar only on a terminal, because a library should not write into its user's logs and pipes.
 
     Args:
-        use_tqdm: True is a bar where stderr is a terminal, a callable makes the bar itself, False is none.
-        num_requests: how many there are.
+        use_tqdm: True shows a bar if stderr is a terminal, a callable creates the bar, False shows none.
+        num_requests: total number of requests.
     """
 
     def __init__(self, use_tqdm: bool | MakeBar, num_requests: int) -> None:
@@ -31,13 +30,13 @@ class ProgressBar:
         if use_tqdm is False:
             return
         if use_tqdm is True:
-            from tqdm.auto import tqdm  # a notebook has bars of its own
+            from tqdm.auto import tqdm  # a notebook would draw a widget
 
             use_tqdm = functools.partial(tqdm, disable=None)
         self._bar = use_tqdm(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
 
     def note_done(self, usage: Usage) -> None:
-        """Takes one request more, with the tokens that it had."""
+        """Count one more finished request, with its tokens."""
         if self._bar is None:
             return
         self._num_prompt_tokens += usage.prompt_tokens
@@ -48,6 +47,6 @@ class ProgressBar:
         self._bar.update(1)
 
     def close(self) -> None:
-        """Leaves the terminal to others."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()

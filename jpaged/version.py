@@ -1,3 +1,3 @@
-"""The version, in its one place: every layer reads it here, and so does what builds the package."""
+"""The version, defined only here: read by every layer and by the package build."""
 
 __version__ = "0.1.0"

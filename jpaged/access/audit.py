@@ -1,7 +1,7 @@
-"""A line of JSON for each call: who asked when for what, how it ended, and what it took. Never a prompt or an answer.
+"""Audit log: a line of JSON per call with caller, time, method, outcome and usage. Never a prompt or an answer.
 
-Lines are written on a thread: nobody waits for a disk. The file is appended to, and opened again when it has been moved
-away, so that it can be rotated without a word to the server. What cannot be written is counted and lost.
+A thread writes the lines, so that calls never wait for a disk. The file is appended to, and reopened if it was moved,
+so that log rotation needs no signal. Lines that cannot be written are counted and lost.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jpaged.errors import InvalidArgument, sentence_of
 _LOG = logging.getLogger(__name__)
 
 _MAX_WAITING = 10_000
-"""Lines that wait for the disk; further ones are lost."""
+"""Maximum queued lines; further ones are lost."""
 _MAX_BATCH = 500
 _MODE = 0o640
 Line = Mapping[str, Any]
 
 
 class AuditLog:
-    """The file, and the thread that writes it.
+    """The audit file, and the thread that writes it.
 
     Attributes:
-        num_written: lines.
-        num_lost: lines that were not written: the disk was full, or too slow.
+        num_written: lines written.
+        num_lost: lines not written because the disk was full, or too slow.
 
     Raises:
         InvalidArgument: it cannot be opened.
@@ -51,14 +51,14 @@ class AuditLog:
         self._writer.start()
 
     def write(self, line: Line) -> None:
-        """Have a line written; returns at once."""
+        """Queue a line; never blocks."""
         try:
             self._waiting.put_nowait(line)
         except queue.Full:
             self._lose(1, "the disk is too slow")
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, for so long, and close the file."""
+        """Write the queued lines within the timeout, and close the file."""
         try:
             self._waiting.put(None, timeout=timeout_s)
         except queue.Full:
@@ -102,7 +102,7 @@ class AuditLog:
             left = left[written:]
 
     def _follow(self) -> None:
-        """Open the file again when another, or none, is at its path."""
+        """Reopen the file if its path now has another file, or none."""
         mine = os.fstat(self._file)
         try:
             there = os.stat(self._path)

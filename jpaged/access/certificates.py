@@ -1,6 +1,6 @@
-"""The server's certificate and whom it believes in turn: PEM files, read again when they change.
+"""The server's certificate and client CAs: PEM files, reloaded when they change.
 
-Connections that are open go on as they were agreed; a handshake that begins after a change sees the new files.
+Open connections keep their parameters; a handshake after a change uses the new files.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Context(ssl.SSLContext):
-    """What a port of Python's listens with."""
+    """TLS context of ports based on Python's ssl."""
 
     def resume_nothing(self) -> None:
-        """Have every handshake begin anew.
+        """Disable session resumption.
 
-        Who goes on with a session shows no certificate again, whose authority may have been taken away meanwhile.
+        A resumed session shows no certificate, and its CA may have been removed in the meantime.
         """
         self.num_tickets = 0
         self.options |= ssl.OP_NO_TICKET
@@ -31,12 +31,12 @@ class _Context(ssl.SSLContext):
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the files say at one time.
+    """Contents of the files at one time.
 
     Attributes:
-        chain: the server's certificate, and those between it and what clients know; PEM.
+        chain: the server's certificate and intermediate certificates; PEM.
         key: its private key; PEM.
-        client_ca: whose certificates clients have to show; PEM, None where they need none.
+        client_ca: CA certificates for client certificates; PEM, None if clients need none.
         context: the same for Python's TLS.
     """
 
@@ -50,10 +50,10 @@ class CertificateFiles:
     """The files of one server.
 
     Attributes:
-        now: what they said when they could be understood last.
+        now: their last valid contents.
 
     Raises:
-        InvalidArgument: they cannot be read or understood.
+        InvalidArgument: they cannot be read or parsed.
     """
 
     def __init__(self, options: AccessOptions) -> None:
@@ -62,7 +62,7 @@ class CertificateFiles:
         self.now = read_certificates(options)
 
     def look_again(self) -> None:
-        """Read the files if they have changed; where they do not go together (yet), all stays as it was."""
+        """Reload the files if they have changed; keep the old contents if the new ones are inconsistent."""
         if not self._watch.has_changed():
             return
         try:
@@ -73,11 +73,11 @@ class CertificateFiles:
             _LOG.warning("tls_cert: %s was read again", self._options.tls_cert)
 
     def expire(self) -> None:
-        """Have the next look read the files, changed or not."""
+        """Make the next look reload the files even if unchanged."""
         self._watch.expire()
 
     def context(self) -> ssl.SSLContext:
-        """Return what a port of Python's listens with: each handshake begins with the files as they are then."""
+        """Return a listening context for Python's TLS; each handshake uses the current files."""
         listening = self.now.context
 
         def turn_to_newest(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, first: ssl.SSLContext) -> None:
@@ -91,7 +91,7 @@ def read_certificates(options: AccessOptions) -> Certificates:
     """Read the files that the options name.
 
     Raises:
-        InvalidArgument: one cannot be read, or they do not go together; names it.
+        InvalidArgument: one cannot be read, or they are inconsistent; names it.
     """
     chain, key, client_ca = _paths(options)
     if chain is None or key is None:
@@ -102,7 +102,8 @@ def read_certificates(options: AccessOptions) -> Certificates:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(chain, key, password="")  # an encrypted key is refused, not asked about
+        # reject an encrypted key instead of prompting for its password
+        context.load_cert_chain(chain, key, password="")
     except (OSError, ValueError) as error:
         raise InvalidArgument("tls_cert", f"{chain} and {key} are no certificate and its key: {error}") from None
     if client_ca is not None:

@@ -1,4 +1,4 @@
-"""The door of every port of one server: who is let in, and what is written down of it."""
+"""Authenticator of every port of one server: keys, quotas, audit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jpaged.errors import InvalidArgument, PermissionDenied
 _LOG = logging.getLogger(__name__)
 
 RELOAD_INTERVAL_S = 1.0
-"""How often the files are looked at."""
+"""Interval of checks for changed files."""
 _MAX_TENANT_CHARS = 128
 
 
 def default_limits(options: AccessOptions) -> Limits:
-    """Return the limits of tenants of which the file of keys says nothing."""
+    """Return the limits of tenants that the file of keys does not name."""
     return Limits(
         requests_per_minute=options.tenant_requests_per_minute,
         tokens_per_minute=options.tenant_tokens_per_minute,
@@ -38,11 +38,11 @@ def default_limits(options: AccessOptions) -> Limits:
 
 
 class Gate:
-    """Keys and quotas of one server; keys are read again when they change. Lives on the server's event loop.
+    """Keys and quotas of one server; keys are reloaded when they change. Bound to the server's event loop.
 
     Attributes:
-        quotas: what each tenant has left.
-        certificates: what its ports show; None where they do not speak TLS.
+        quotas: quotas of the tenants.
+        certificates: TLS certificates of the ports; None without TLS.
     """
 
     def __init__(self, options: AccessOptions) -> None:
@@ -59,7 +59,7 @@ class Gate:
         """Read the files for the first time.
 
         Raises:
-            InvalidArgument: one is missing, cannot be read or understood, or the audit's cannot be written.
+            InvalidArgument: one is missing, cannot be read or parsed, or the audit log cannot be written.
         """
         self.options.check()
         if self.options.audit_log is not None:
@@ -74,14 +74,14 @@ class Gate:
         return self._defaults if self._keys is None else self._keys.limits_of(tenant).over(self._defaults)
 
     def open(self, entry: Entry, authorization: Sequence[str], tenants: Sequence[str]) -> None:
-        """Let a call in, by its headers `authorization` and `x-jpaged-tenant`.
+        """Authenticate a call by its headers `authorization` and `x-jpaged-tenant`.
 
         Raises:
-            Unauthenticated: it has no key of this server's.
+            Unauthenticated: it has no valid key.
             PermissionDenied: it names a tenant that is not its key's.
         """
         if self._keys is None:
-            # Whom it names is for the face to check, which refuses a name that is none in its own words.
+            # The frontend validates the tenant's name, with errors in its protocol's terms.
             entry.let_in(None, tenants[0][:_MAX_TENANT_CHARS] if len(tenants) == 1 else "")
             return
         key = self._keys.key_of(list(authorization))
@@ -91,22 +91,22 @@ class Gate:
                 raise PermissionDenied(f"x-jpaged-tenant: {named[:_MAX_TENANT_CHARS]!r} is not the tenant of this key")
 
     def close(self, entry: Entry, status: str | int) -> None:
-        """Write a call down that has ended, whether it was let in or not.
+        """Write the audit line of a call that has ended, whether it was accepted or not.
 
         Args:
-            status: what its face answered: a name of gRPC's, a number of HTTP's.
+            status: its response status: a gRPC name, or an HTTP number.
         """
         entry.close()
         if self._audit is not None:
             self._audit.write(_line_of(entry, status))
 
     def end(self, timeout_s: float) -> None:
-        """Write what waits to be written, for so long; no call is closed after."""
+        """Flush the audit log within the timeout; no call may be closed afterwards."""
         if self._audit is not None:
             self._audit.close(timeout_s)
 
     def look_again(self) -> None:
-        """Read what has changed; a file that cannot be understood changes nothing, and is logged."""
+        """Reload changed files; an invalid file changes nothing, and is logged."""
         self._look_at_certificates()
         self._look_at_keys()
 
@@ -128,7 +128,7 @@ class Gate:
             _LOG.warning("api_keys: %s was read again: %d keys", path, len(self._keys.digests))
 
     def reload(self) -> None:
-        """Have the next look, which begins at once, read all files again."""
+        """Make the next look, which starts at once, reload all files."""
         if self._watch is not None:
             self._watch.expire()
         if self.certificates is not None:
@@ -136,7 +136,7 @@ class Gate:
         self._is_due.set()
 
     async def watch(self) -> None:
-        """Look again and again, until cancelled; a file that blocks stops neither other looks nor the end."""
+        """Look periodically, until cancelled; a file that blocks delays neither other looks nor shutdown."""
         looks = (
             BackgroundLook("tls_cert", self._look_at_certificates),
             BackgroundLook("api_keys", self._look_at_keys),

@@ -1,6 +1,6 @@
 """The file of keys: TOML, read at the start and whenever it changes.
 
-    [limits]                                  # for tenants that name none of their own
+    [limits]                                  # for tenants without their own
     requests_per_minute = 600
 
     [tenants.acme]
@@ -8,12 +8,12 @@
     max_streams = 8
 
     [[keys]]
-    id = "acme-laptop"                        # in logs and the audit, where the token never is
+    id = "acme-laptop"                        # in logs and the audit, which never contain the token
     tenant = "acme"
     token = "sha256:9f86d081884c7d65..."      # or the token itself
     role = "inference"                        # or "observe", "control"
 
-A token is compared by its digest with those of all keys, so that the time it takes tells nothing of any.
+A token's digest is compared with those of all keys, so that the duration reveals nothing about any key.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from jpaged.errors import InvalidArgument, Unauthenticated
 
 
 class Role(IntEnum):
-    """What a key is for; each may do what those before it may."""
+    """Role of a key; each role includes the previous ones."""
 
     OBSERVE = 0
-    """See how the server does, and what it serves."""
+    """Read the state of the server and the model's properties."""
     INFERENCE = 1
-    """Have it generate, score, embed."""
+    """Generate, score, embed."""
     CONTROL = 2
-    """Change what it keeps for everybody: pinned prefixes, adapters."""
+    """Change shared state: pinned prefixes, adapters."""
 
 
 _ROLES = {role.name.lower(): role for role in Role}
@@ -53,12 +53,12 @@ _MAX_LIMIT = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a tenant may have; None is no limit.
+    """Limits of a tenant; None is no limit.
 
     Attributes:
-        requests_per_minute: calls that are let in.
-        tokens_per_minute: of prompts and of what is generated.
-        max_streams: calls at one time.
+        requests_per_minute: accepted calls.
+        tokens_per_minute: tokens of prompts and generated tokens.
+        max_streams: concurrent calls.
         max_n: sequences of a request: n, best_of or beams.
         max_prompt_tokens: tokens of a prompt.
     """
@@ -70,7 +70,7 @@ class Limits:
     max_prompt_tokens: int | None = None
 
     def over(self, defaults: Limits) -> Limits:
-        """Return these limits, with those of `defaults` where there is none here."""
+        """Return these limits, with missing ones taken from `defaults`."""
         merged = {}
         for spec in fields(self):
             mine = getattr(self, spec.name)
@@ -83,7 +83,7 @@ class Key:
     """One key, without its token.
 
     Attributes:
-        id: names it where the token may not be seen.
+        id: public name of the key.
     """
 
     id: str
@@ -93,11 +93,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What a file of keys says.
+    """Contents of a file of keys.
 
     Attributes:
         digests: SHA-256 of each token, and its key.
-        defaults: limits of tenants that have none of their own.
+        defaults: limits of tenants without specific ones.
         tenants: limits of tenants by name.
     """
 
@@ -106,7 +106,7 @@ class Keys:
     tenants: Mapping[str, Limits] = field(default_factory=dict)
 
     def find(self, token: str) -> Key | None:
-        """Return the key of a token; the time does not depend on which it is, or how much of it is right."""
+        """Return the key of a token, in constant time."""
         digest, found = hashlib.sha256(token.encode(errors="replace")).digest(), None
         for known, key in self.digests:
             if hmac.compare_digest(known, digest):
@@ -117,7 +117,7 @@ class Keys:
         """Return the key of a call by its `authorization` headers.
 
         Raises:
-            Unauthenticated: there is not one, or its token is not known.
+            Unauthenticated: there is not exactly one header, or the token is unknown.
         """
         if len(authorization) != 1:
             problem = "is missing" if not authorization else f"is there {len(authorization)} times"
@@ -131,7 +131,7 @@ class Keys:
         return key
 
     def limits_of(self, tenant: str) -> Limits:
-        """Return the limits that the file has for a tenant."""
+        """Return the file's limits for a tenant."""
         own = self.tenants.get(tenant)
         return self.defaults if own is None else own.over(self.defaults)
 
@@ -140,7 +140,7 @@ def read_keys(path: str) -> Keys:
     """Read a file of keys.
 
     Raises:
-        InvalidArgument: it cannot be read or understood; says where. No token is ever told.
+        InvalidArgument: it cannot be read or parsed; names the place, and never includes a token.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -177,7 +177,7 @@ def _keys_of(table: Mapping[str, Any]) -> Keys:
 
 
 def limits_of_table(where: str, value: Any) -> Limits:
-    """Return the limits of a table; raises InvalidArgument for one that is not known, or no positive integer."""
+    """Return the limits of a table; raise InvalidArgument for an unknown name or a value below 1."""
     table = _table(where, value)
     _require_names(where, table, {spec.name for spec in fields(Limits)})
     for name, limit in table.items():

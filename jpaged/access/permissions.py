@@ -1,6 +1,6 @@
-"""The role that every HTTP route and every gRPC method requires: the one table that both ports enforce.
+"""The role that every HTTP route and every gRPC method requires: one table, enforced by both ports.
 
-A route or a method that is missing here requires the role control, so that a new one is closed until it is listed.
+A route or a method that is missing here requires the role control, so that new ones are closed until listed.
 docs/access.md describes the roles; tests call all routes and methods with all roles.
 """
 
@@ -16,7 +16,7 @@ from jpaged.config import AccessOptions
 
 
 class Public(Enum):
-    """When a call needs no key although the server has keys."""
+    """Conditions under which a call needs no key although the server has keys."""
 
     NEVER = "never"
     ALWAYS = "always"
@@ -26,12 +26,12 @@ class Public(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """What a call requires.
+    """Permission that a call requires.
 
     Attributes:
-        role: the least role of its key.
-        public: when it requires no key.
-        on_control_port: if there is a control port, only that port answers it.
+        role: minimum role of the key.
+        public: condition under which it needs no key.
+        on_control_port: if there is a control port, only that port accepts it.
     """
 
     role: Role = Role.OBSERVE
@@ -60,7 +60,7 @@ _OBSERVE: Final = Permission()
 _INFERENCE: Final = Permission(Role.INFERENCE)
 _PEER: Final = Permission(Role.CONTROL)
 CONTROL: Final = Permission(Role.CONTROL, on_control_port=True)
-"""Also what is required of a route or a method that the table lacks."""
+"""Also the permission of routes and methods that are missing in the table."""
 
 HTTP: Final[dict[tuple[str, str], Permission]] = {
     ("GET", "/health"): _HEALTH,
@@ -105,7 +105,7 @@ HTTP: Final[dict[tuple[str, str], Permission]] = {
     ("GET", "/v1/batches/{batch_id}"): _INFERENCE,
     ("POST", "/v1/batches/{batch_id}/cancel"): _INFERENCE,
 }
-"""By method and by the route as it is declared. HEAD requires what GET does."""
+"""By method and declared route. HEAD requires the same as GET."""
 
 _METHODS: Final[dict[str, dict[str, Permission]]] = {
     "grpc.health.v1.Health": {"Check": _HEALTH, "Watch": _HEALTH, "List": _HEALTH},
@@ -174,7 +174,7 @@ GRPC: Final[dict[str, Permission]] = {
 
 
 def permission_of_route(method: str, route: str) -> Permission:
-    """Return what an HTTP route requires, given as it is declared; the files of the page are one route."""
+    """Return the permission of a declared HTTP route; the dashboard's files count as one route."""
     method = "GET" if method == "HEAD" else method
     if method == "GET" and route.startswith("/page/"):
         route = "/page/{path}"

@@ -1,8 +1,8 @@
-"""What each tenant has left: requests and tokens a minute, streams at one time.
+"""Quotas per tenant: requests and tokens per minute, concurrent streams.
 
-Requests and tokens are buckets that hold a minute's worth and fill all the time. A request takes one and, when it is
-known how much it may need, its prompt and all that it may generate; at its end it gives back what it did not use. One
-that does not fit now is told when it will; one that never fits is told so.
+Requests and tokens are token buckets that hold one minute's worth and refill continuously. A request takes one request
+and, once its size is known, the tokens of the prompt and of all that it may generate; at the end it returns unused
+tokens. A request over quota fails with a retry delay; a request larger than the quota fails permanently.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ from jpaged.errors import InvalidArgument, QuotaExceeded, RequestTooLong
 
 _MINUTE_S = 60.0
 _STREAM_RETRY_S = 1.0
-"""How soon a tenant may come back whose streams are all taken: nobody knows when one ends."""
+"""Retry delay if all streams are in use: their end cannot be predicted."""
 _MAX_ACCOUNTS = 4096
-"""Tenants that are remembered before those are forgotten that have all that they may have."""
+"""Number of remembered tenants at which those with full quotas are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """What is left of one quota; below 0 where more was taken than there was."""
+    """Remaining amount of one quota; negative if more was taken than available."""
 
     level: float = math.inf
     filled_s: float = 0.0
 
     def fill(self, per_minute: int, now_s: float) -> float:
-        """Add what has come since it was last filled, up to a minute's worth; return what is there."""
+        """Refill it for the elapsed time, up to a minute's worth; return the level."""
         gained = (now_s - self.filled_s) * per_minute / _MINUTE_S
         self.level, self.filled_s = min(float(per_minute), self.level + gained), now_s
         return self.level
 
     def take(self, amount: float) -> None:
-        """Take some out, also where there is less; a negative amount is given back."""
+        """Take an amount, even if less is left; a negative amount is returned."""
         self.level -= amount
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant's."""
+    """Quota state of one tenant."""
 
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
     num_streams: int = 0
 
     def begin(self) -> None:
-        """Count a stream, and take its request."""
+        """Count a stream, and take one request."""
         self.num_streams += 1
         self.requests.take(1)
 
     def end(self) -> None:
-        """Count a stream no longer."""
+        """Remove a stream."""
         self.num_streams -= 1
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What is left of one quota: of how much, and in how many seconds it is whole again."""
+    """State of one quota: limit, remainder, and seconds until it is full again."""
 
     limit: int
     remaining: int
@@ -69,7 +69,7 @@ class Left:
 
 
 class Stay:
-    """One request, from when it is let in to its end."""
+    """Quota usage of one request, from admission to its end."""
 
     def __init__(self, tenant: str, limits: Limits, account: Account, clock: Callable[[], float], part: bool) -> None:
         self._tenant, self._limits, self._account, self._clock = tenant, limits, account, clock
@@ -77,14 +77,14 @@ class Stay:
         self._reserved = 0
 
     def reserve(self, num_prompt_tokens: int, counted: str, num_sequences: int, max_tokens: int) -> None:
-        """Take what the request may need.
+        """Reserve the maximum tokens of the request.
 
         Args:
-            counted: the parameter that says how many sequences there are: n, best_of or beam_width.
+            counted: the parameter that sets the number of sequences: n, best_of or beam_width.
 
         Raises:
-            InvalidArgument: it is more than the tenant may ever have; names the limit.
-            QuotaExceeded: it is more than is left.
+            InvalidArgument: it exceeds the tenant's limits; names the limit.
+            QuotaExceeded: too few tokens are left.
         """
         limits, whose = self._limits, f"tenant {self._tenant!r}"
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
@@ -102,7 +102,7 @@ class Stay:
                 raise RequestTooLong("sampling.max_tokens", f"{what}, over tokens_per_minute of {whose} ({per_minute})")
             left = self._account.tokens.fill(per_minute, self._clock())
             if needed > left:
-                self._account.requests.take(-1)  # a request that is refused costs nothing
+                self._account.requests.take(-1)  # a refused request costs nothing
                 raise _exceeded(f"{what} tokens; {whose} has {max(0, int(left))} left", needed - left, per_minute)
         else:
             self._account.tokens.fill(per_minute, self._clock())
@@ -110,17 +110,17 @@ class Stay:
         self._reserved = needed
 
     def settle(self, num_tokens: int) -> None:
-        """Give back what was taken and not used; once."""
+        """Return reserved tokens that were not used. Only the first call counts."""
         if self._reserved:
             self._account.tokens.take(num_tokens - self._reserved)
             self._reserved = 0
 
 
 class Quotas:
-    """Accounts of all tenants. Lives on one event loop.
+    """Quotas of all tenants. Bound to one event loop.
 
     Args:
-        limits_of: a tenant's limits as they are now.
+        limits_of: returns a tenant's current limits.
         clock: seconds.
     """
 
@@ -134,13 +134,13 @@ class Quotas:
 
     @contextlib.contextmanager
     def stay(self, tenant: str, *, is_part: bool = False) -> Iterator[Stay]:
-        """Let a request in while the context is open.
+        """Admit a request for the duration of the context.
 
         Args:
-            is_part: it is one of several of a call that was let in: its tokens are taken, also where too few are left.
+            is_part: it is part of an admitted call: its tokens are taken even if too few are left.
 
         Raises:
-            QuotaExceeded: the tenant has no request or stream left, or has to make up for tokens.
+            QuotaExceeded: the tenant has no request or stream left, or a token debt.
         """
         limits, account = self._limits_of(tenant), self._account(tenant)
         if not is_part:
@@ -155,7 +155,7 @@ class Quotas:
                 account.end()
 
     def left(self, tenant: str) -> dict[str, Left]:
-        """Return what is left of a tenant's "requests" and "tokens" a minute, where these are limited."""
+        """Return the state of a tenant's quotas of "requests" and "tokens" per minute, if limited."""
         limits, account = self._limits_of(tenant), self._accounts.get(tenant) or Account()
         buckets = {
             "requests": (limits.requests_per_minute, account.requests),
@@ -191,7 +191,7 @@ class Quotas:
         return account
 
     def _forget(self) -> None:
-        """Forget tenants that have all that they may have: their next request finds the same."""
+        """Drop tenants with full quotas: a new account is equal."""
         kept = {tenant: one for tenant, one in self._accounts.items() if one.num_streams or not self._is_whole(tenant)}
         self._accounts = kept
         self._forget_at = max(_MAX_ACCOUNTS, 2 * len(kept))

@@ -1,7 +1,7 @@
-"""Files that are read again when they change: replaced, written to, or pointed to another by a link.
+"""Files that are reloaded when they change: replaced, written to, or relinked.
 
-A file may block whoever opens or looks at it: a FIFO, a mount whose server is gone. Looks run on daemon threads, which
-neither an event loop nor the end of the process waits for.
+A file may block its reader: a FIFO, or a mount whose server is gone. Looks run on daemon threads, which neither an
+event loop nor the process's exit waits for.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Stamp = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class FileWatch:
-    """Tells whether any of some files has changed since it was last asked; what links point to is looked at."""
+    """Detects changes of files between two checks; links are followed."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
         self._stamp = self._look()
 
     def has_changed(self) -> bool:
-        """Look again; a file that is gone has changed, and so has one that has come back."""
+        """Check again; a file that is gone or has returned counts as changed."""
         before, self._stamp = self._stamp, self._look()
         return before != self._stamp
 
     def expire(self) -> None:
-        """Make the next look find a change."""
+        """Make the next check report a change."""
         self._stamp = ()
 
     def _look(self) -> Stamp:
@@ -61,7 +61,7 @@ class BackgroundLook:
     """Runs one look at a time on a daemon thread; while one is blocked, no other begins.
 
     Args:
-        what: the option whose files are looked at, for the log.
+        what: the option that names the files, for the log.
     """
 
     def __init__(self, what: str, look: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class BackgroundLook:
         self._is_slow = False
 
     async def run(self, timeout_s: float) -> None:
-        """Begin a look, unless one is running, and wait for its end up to a time."""
+        """Start a look, unless one is running, and wait for its end up to the timeout."""
         loop = asyncio.get_running_loop()
         done = self._done
         if done is None or done.is_set():

@@ -1,10 +1,10 @@
-"""The values of a chat with tools: what may be called, what was called, and an answer in pieces. Neither jax nor grpc.
+"""Values of chats with tools: tools, calls, and answers in pieces. Neither jax nor grpc.
 
-tools.py        tools, and the choice among them
-options.py      what a chat asks for beside its messages
-messages.py     messages of a conversation, read liberally
-pieces.py       an answer in pieces, and put together
-json_bounds.py  JSON that callers send, bounded
+tools.py        tools, and the tool choice
+options.py      options of a chat: everything except the messages
+messages.py     messages of a conversation, parsed leniently
+pieces.py       an answer in pieces, and assembled
+json_bounds.py  limits of JSON from callers
 """
 
 from jpaged.chat.json_bounds import (

@@ -1,4 +1,4 @@
-"""JSON that callers send, bounded: how deep and how large it may be."""
+"""Limits of JSON from callers: depth and size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MAX_SHOWN = 80
 
 
 def json_bytes(path: str, value: Any, *, max_bytes: int) -> int:
-    """Return how many bytes a value has as JSON, about: texts, keys and numbers, and one for each comma or colon.
+    """Return the approximate size of a value as JSON: texts, keys and numbers, and one byte for each comma or colon.
 
     Raises:
-        InvalidArgument: it is too deep or too large, or holds what JSON does not: halves of characters, NaN, objects.
+        InvalidArgument: it is too deep or too large, or has non-JSON values: unpaired surrogates, NaN, other objects.
     """
     size, waiting = 0, [(path, value, 0)]
     while waiting:
@@ -55,10 +55,10 @@ def _text_bytes(where: str, text: Any) -> int:
 
 
 def json_object(path: str, text: str, *, max_bytes: int) -> dict[str, Any]:
-    """Read a JSON object from its text.
+    """Parse a JSON object.
 
     Raises:
-        InvalidArgument: it is none, or as in `json_bytes`.
+        InvalidArgument: it is not an object, or as in `json_bytes`.
     """
     try:
         value = json.loads(text, parse_constant=_refuse)

@@ -1,4 +1,4 @@
-"""Messages of a conversation in the JSON of OpenAI's API, with the fields of other servers' answers."""
+"""Messages of a conversation in OpenAI's JSON, including fields of other servers' answers."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from jpaged.chat.tools import MAX_TOOL_CALLS
 from jpaged.errors import InvalidArgument
 
 MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id", "reasoning_content")
-"""Fields of a message that are texts."""
+"""Text fields of a message."""
 _SPEECHLESS = ("assistant", "tool")
-"""Roles whose content may be null or left out."""
+"""Roles whose content may be null or absent."""
 _NOTES = frozenset(
     {
         *("annotations", "parsed", "cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks"),
         *("refusal", "reasoning"),
     }
 )
-"""Fields of other servers' messages; `refusal` and `reasoning` are read if the field that they stand for is null."""
+"""Fields of other servers' messages; `refusal` and `reasoning` are used if the field they replace is null."""
 _NAMED = {
     "audio": "messages are text: send the transcript as content",
     "function_call": "send tool_calls",
     "prefix": "set continue_final_message of the request",
 }
-"""Fields of other servers' messages that may only be null, and what to send instead."""
+"""Fields of other servers' messages that must be null, and what to send instead."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_SHOWN = 80
 
 
 def read_message(where: str, message: Any) -> dict[str, Any]:
-    """Return a message with the fields of `MESSAGE_TEXTS` and `tool_calls` alone, its content as one text.
+    """Return a message with only the fields of `MESSAGE_TEXTS` and `tool_calls`, and its content as one text.
 
-    Fields that are null or empty, and notes of other servers, are left out; `content` of an assistant may be None.
+    Null or empty fields, and other servers' notes, are dropped; `content` of an assistant may be None.
 
     Raises:
         InvalidArgument: names the field, as in `messages[1].tool_calls[0].id`.
@@ -83,7 +83,7 @@ def _content(where: str, role: str, message: Mapping[str, Any]) -> str | None:
 
 
 def text_of_parts(where: str, content: Any) -> str:
-    """Return a content's text: it is one, or a list of parts of text.
+    """Return the text of a content, which is a string or a list of text parts.
 
     Raises:
         InvalidArgument: it is neither; names the field.
@@ -104,7 +104,7 @@ def _text_part(where: str, part: Any) -> str:
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
-    """Return a call without what clients add: its index and `parsed_arguments`. Its arguments are a text."""
+    """Return a call without client additions: the index and `parsed_arguments`. Its arguments become text."""
     _check_names(where, call, {"id", "type", "function", "index"})
     if (call.get("type") or "function") != "function":
         raise InvalidArgument(f"{where}.type", f"{str(call['type'])[:_MAX_SHOWN]!r} is not 'function'")
@@ -132,7 +132,7 @@ def _arguments(where: str, arguments: Any) -> str:
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text in which halves of characters, which UTF-8 cannot carry, are U+FFFD."""
+    """Return a text with unpaired surrogates, which UTF-8 cannot encode, replaced by U+FFFD."""
     return _SURROGATE.sub("\ufffd", text)
 
 

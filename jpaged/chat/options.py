@@ -1,4 +1,4 @@
-"""What a chat asks for beside its messages."""
+"""Options of a chat: everything except the messages."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _MAX_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class ReasoningOptions:
-    """How a model thinks before it answers, and whether that is told.
+    """Options for the reasoning of a model, and its output.
 
     Attributes:
         effort: the chat template's variable `reasoning_effort`, such as "low"; None leaves it to the template.
-        enabled: think or not, by the chat template's variable `enable_thinking` or `thinking`; None leaves it to the
-            template.
-        thinking_token_budget: tokens of thinking at most; None is no bound.
-        include: the answer has the reasoning; False leaves it out.
+        enabled: switch thinking on or off, by the chat template's variable `enable_thinking` or `thinking`; None leaves
+            it to the template.
+        thinking_token_budget: maximum tokens of thinking; None for no limit.
+        include: return the reasoning; False drops it.
 
     Raises:
-        InvalidArgument: a value is out of its bounds; the field is named as in `reasoning.effort`.
+        InvalidArgument: a value is out of range; the field is named as in `reasoning.effort`.
     """
 
     effort: str | None = None
@@ -67,26 +67,27 @@ class ReasoningOptions:
 
     @property
     def sets_variables(self) -> bool:
-        """A chat template has to take notice of it."""
+        """True if the chat template must support it."""
         return self.effort is not None or self.enabled is not None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat asks for beside its messages.
+    """Options of a chat: everything except the messages.
 
     Attributes:
         template_kwargs: variables of the template, such as `enable_thinking`; JSON values. Names that the template does
             not use have no effect.
-        tool_choice: None is "auto" where there are tools, and "none" where there is none.
+        tool_choice: None is "auto" with tools, and "none" without.
         parallel_tool_calls: an answer may have several calls.
         add_generation_prompt: open the assistant's turn after the messages.
-        continue_final_message: continue the last message, which stays open, in place of a new turn.
+        continue_final_message: continue the last message, which stays open, instead of a new turn.
         documents: JSON objects for a template that uses them.
-        chat_template: replaces the model's, on servers that trust those of requests; None is the model's.
+        chat_template: replaces the model's, on servers that trust those of requests; None for the model's.
 
     Raises:
-        InvalidArgument: too many or too large, a name that is none, two tools of one name, a choice without its tool.
+        InvalidArgument: values too many or too large, an invalid name, two tools of one name, or a choice of a missing
+            tool.
     """
 
     tools: Sequence[Tool] = ()
@@ -151,44 +152,43 @@ class ChatOptions:
 
     @property
     def choice(self) -> ToolChoice:
-        """Which tool the model calls; "none" where there is no tool."""
+        """The tool choice; "none" without tools."""
         if not self.tools:
             return ToolChoice(ToolChoiceMode.NONE)
         return self.tool_choice or ToolChoice(ToolChoiceMode.AUTO)
 
     @property
     def shown_tools(self) -> Sequence[Tool]:
-        """The tools that the model is told of: none where it may call none."""
+        """The tools in the prompt: none if the model may call none."""
         return () if self.choice.mode is ToolChoiceMode.NONE else self.tools
 
     @property
     def is_laid_out(self) -> bool:
-        """A chat template has to take notice of it."""
+        """True if the chat template must support it."""
         is_usual = self.add_generation_prompt and not (self.documents or self.chat_template)
         return not is_usual or bool(self.shown_tools or self.template_kwargs) or self.reasoning.sets_variables
 
     @property
     def num_bytes(self) -> int:
-        """The size of all of it as JSON, about."""
+        """Approximate size as JSON."""
         tools = [tool.as_json() for tool in self.tools]
         whole = {"tools": tools, "kwargs": self.template_kwargs, "documents": self.documents}
         return json_bytes("tools", whole, max_bytes=2 * MAX_TOOLS * MAX_TOOL_BYTES + MAX_DOCUMENTS_BYTES + (1 << 20))
 
 
 class ChatWords(TypedDict, total=False):
-    """What a chat asks for in the words of OpenAI's API, as keywords; None is the default of each.
+    """Options of a chat as keywords, in OpenAI's format; None selects the default of each.
 
     Attributes:
-        tools: what may be called, each as JSON or a `Tool`.
+        tools: tools that the model may call, each as JSON or a `Tool`.
         tool_choice: "none", "auto", "required", a function (`{"type": "function", "function": {"name": ...}}`), or a
-            `ToolChoice`; "auto" where it is left out and there are tools.
-        parallel_tool_calls: False lets an answer end behind its first call.
+            `ToolChoice`; "auto" by default if there are tools.
+        parallel_tool_calls: False limits an answer to one call.
         chat_template_kwargs: variables of the chat template.
-        reasoning: how the model thinks, and whether that is told: an object of `ReasoningOptions`' fields, or one of
-            those.
+        reasoning: reasoning options: an object with the fields of `ReasoningOptions`, or a `ReasoningOptions`.
         add_generation_prompt: open the assistant's turn after the messages; False by default with
             `continue_final_message`.
-        continue_final_message: continue the last message in place of a new turn.
+        continue_final_message: continue the last message instead of a new turn.
         documents: JSON objects for a template that uses them.
         chat_template: replaces the model's, on servers with `--trust-request-chat-template`.
     """
@@ -205,10 +205,10 @@ class ChatWords(TypedDict, total=False):
 
 
 def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
-    """Read what a chat asks for.
+    """Build ChatOptions from keywords.
 
     Raises:
-        InvalidArgument: names the field, as in `tools[2].function.name`; a keyword is not of `ChatWords`.
+        InvalidArgument: names the field, as in `tools[2].function.name`; or a keyword is not in `ChatWords`.
     """
     for name in words.keys() - ChatWords.__annotations__.keys():
         raise InvalidArgument(name, f"is not known; {', '.join(ChatWords.__annotations__)} are")
@@ -232,7 +232,7 @@ def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
 
 
 def reasoning_of(value: Any) -> ReasoningOptions:
-    """Read `ReasoningOptions` from an object of its fields; None is the defaults.
+    """Parse `ReasoningOptions` from an object; None gives the defaults.
 
     Raises:
         InvalidArgument: names the field, as in `reasoning.effort`.

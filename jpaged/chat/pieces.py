@@ -1,4 +1,4 @@
-"""An answer in pieces, as parsers make them while it comes, and put together."""
+"""An answer in pieces, as streaming parsers emit them, and assembled."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model made. `arguments` is JSON text as the model wrote it, valid if the model's was."""
+    """A tool call of the model. `arguments` is JSON text as the model wrote it; it may be invalid."""
 
     id: str
     name: str
     arguments: str
 
     def as_json(self) -> dict[str, Any]:
-        """The call as OpenAI's API has it."""
+        """Return the call in OpenAI's format."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class ContentPiece:
-    """The next characters of what is said to the user."""
+    """The next characters of the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """The next characters of what the model thinks before it answers."""
+    """The next characters of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:
-    """The next characters of a call's arguments. `id` and `name` are in the first piece of a call, None in the others.
+    """The next characters of a call's arguments. `id` and `name` are set only in the first piece of a call.
 
     Attributes:
-        index: which call of the answer, from 0.
+        index: index of the call in the answer, from 0.
     """
 
     index: int
@@ -53,7 +53,7 @@ Piece = ContentPiece | ReasoningPiece | ToolCallPiece
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """An assistant's turn: what its pieces make."""
+    """An assistant's turn, assembled from pieces."""
 
     content: str = ""
     reasoning: str = ""
@@ -61,7 +61,7 @@ class ChatAnswer:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> ChatAnswer:
-        """Put pieces together, in the order in which they came."""
+        """Assemble pieces, in order."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[tuple[str, str, list[str]]] = []

@@ -1,4 +1,4 @@
-"""What a model may call and what it has to call, read from the JSON of OpenAI's API."""
+"""Tools and the tool choice of a chat, parsed from OpenAI's JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jpaged.errors import InvalidArgument
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 64
 MAX_TOOL_BYTES = 64 << 10
-"""A tool's description, and its parameters, each as JSON."""
+"""Maximum size of a tool's description, and of its parameters, each as JSON."""
 MAX_TOOL_CALLS = 128
-"""Calls that one message may have."""
+"""Maximum calls of one message."""
 MAX_CALL_ID_CHARS = 256
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -24,7 +24,7 @@ _MAX_SHOWN = 80
 
 
 def is_tool_name(name: Any) -> bool:
-    """Whether a function may have this name: 1 to 64 of A-Z, a-z, 0-9, underscore and hyphen."""
+    """Return True if a function may have this name: 1 to 64 of A-Z, a-z, 0-9, underscore and hyphen."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
@@ -33,11 +33,11 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        parameters: the JSON schema of its arguments, which are an object.
-        is_strict: its arguments are held to the schema also where the model is free to call or not.
+        parameters: the JSON schema of the arguments, which are an object.
+        is_strict: enforce the schema even if the model is free to call or not.
 
     Raises:
-        InvalidArgument: a value is out of its bounds; the field is named as in `function.name`.
+        InvalidArgument: a value is out of range; the field is named as in `function.name`.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Tool:
         json_bytes("function.parameters", self.parameters, max_bytes=MAX_TOOL_BYTES)
 
     def as_json(self) -> dict[str, Any]:
-        """The tool as OpenAI's API and chat templates have it; some fail where one has no description."""
+        """Return the tool in the format of OpenAI and chat templates; some templates require a description."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 def tools_of(value: Any, *, path: str = "tools") -> tuple[Tool, ...]:
-    """Read the `tools` of a request, each as JSON or a `Tool`; None is none.
+    """Parse the `tools` of a request, each as JSON or a `Tool`; None gives none.
 
     Raises:
         InvalidArgument: names the field, as in `tools[2].function.name`.
@@ -83,7 +83,7 @@ def tools_of(value: Any, *, path: str = "tools") -> tuple[Tool, ...]:
 
 
 def check_unique(tools: Sequence[Tool], path: str) -> None:
-    """Refuse two tools of one name, with InvalidArgument."""
+    """Raise InvalidArgument if two tools have the same name."""
     first: dict[str, int] = {}
     for i, tool in enumerate(tools):
         if first.setdefault(tool.name, i) != i:
@@ -119,31 +119,31 @@ def _fields(path: str, value: Any, known: set[str]) -> Mapping[str, Any]:
 
 
 class ToolChoiceMode(enum.Enum):
-    """Whether the model calls a tool."""
+    """Tool choice mode."""
 
     NONE = "none"
-    """It calls none."""
+    """The model calls no tool."""
     AUTO = "auto"
-    """It calls what it likes."""
+    """The model decides."""
     REQUIRED = "required"
-    """It calls at least one."""
+    """The model calls at least one tool."""
     NAMED = "named"
-    """It calls the one that is named."""
+    """The model calls the named tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tool the model calls. `name` is that of `NAMED`, and None otherwise."""
+    """The tool choice. `name` is set only with `NAMED`."""
 
     mode: ToolChoiceMode
     name: str | None = None
 
 
 def tool_choice_of(value: Any, tools: Sequence[Tool], *, path: str = "tool_choice") -> ToolChoice:
-    """Read the `tool_choice` of a request; None is "auto" where there are tools, and "none" where there is none.
+    """Parse the `tool_choice` of a request; None is "auto" with tools, and "none" without.
 
     Raises:
-        InvalidArgument: it is none, or asks for a call that no tool is there for.
+        InvalidArgument: it is invalid, or requires a call of a missing tool.
     """
     if value is None:
         return ToolChoice(ToolChoiceMode.AUTO if tools else ToolChoiceMode.NONE)

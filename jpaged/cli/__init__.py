@@ -1,12 +1,12 @@
-"""The `jpaged` command: one module a subcommand.
+"""The `jpaged` command: one module per subcommand.
 
-main.py            reads the command line, runs one subcommand, shows errors
-options.py         flags, read off the options' definitions
-access.py          flags for a key and for TLS, of commands that are clients
-startup.py         what start-up says on stderr
+main.py            parses the command line, runs one subcommand, reports errors
+options.py         flags, derived from the options' definitions
+access.py          flags for an API key and TLS, for client commands
+startup.py         startup messages on stderr
 serve.py           serve
 route.py           route
-multihost.py       serve, where it is one of several processes
+multihost.py       serve as one of several processes
 demo.py            demo
 generate.py        generate
 batch.py           batch
@@ -14,9 +14,8 @@ health.py          health
 convert.py         convert
 plan.py            plan
 server_process.py  a server as a child process
-
-bench/             bench, a module a benchmark
-doctor/            doctor: what is here, and what would be used
-top/               top: the pool of a server, in a terminal
-help/              help and completion, and how help is laid out
+bench/             bench, one module per benchmark
+doctor/            doctor: checks the installation and the effective settings
+top/               top: the KV pool of a server, in a terminal
+help/              help and completion, and the layout of help
 """

@@ -1,4 +1,4 @@
-"""The flags with which commands that are clients show who they are, and whom they believe."""
+"""Flags of client commands for an API key and TLS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jpaged.errors import InvalidArgument, sentence_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a client brings."""
+    """Credentials of a client."""
 
     api_key: str = ""
     tls: Tls | None = None
@@ -22,10 +22,10 @@ class Credentials:
 
 
 def add_credential_flags(parser: argparse.ArgumentParser, *, prefix: str = "", title: str = "access") -> None:
-    """Add a group for a key and for TLS.
+    """Add a flag group for a key and for TLS.
 
     Args:
-        prefix: of the flags' names, for a command that is a server too.
+        prefix: prefix of the flags' names, for a command that is also a server.
     """
     group = parser.add_argument_group(title)
     group.add_argument(
@@ -49,13 +49,13 @@ def add_credential_flags(parser: argparse.ArgumentParser, *, prefix: str = "", t
 
 
 def credentials_from(arguments: argparse.Namespace, *, prefix: str = "") -> Credentials:
-    """Return what the flags, else the environment, say.
+    """Return the credentials of the flags, or else of the environment.
 
     Args:
-        prefix: as of `add_credential_flags`.
+        prefix: as in `add_credential_flags`.
 
     Raises:
-        InvalidArgument: a file cannot be read, or two do not go together; names the flag.
+        InvalidArgument: a file cannot be read, or two flags conflict; names the flag.
     """
     tls, given, start = None, vars(arguments), prefix.replace("-", "_")
     files = tuple(given[f"{start}tls_{name}"] for name in ("ca", "cert", "key"))

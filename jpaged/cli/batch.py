@@ -35,7 +35,7 @@ that failed for a reason that may pass (the server was away, too slow, or died) 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Input, output, the servers, and how much at a time."""
+    """Add flags for input, output, servers and concurrency."""
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="input and output, for -i and -o")
     parser.add_argument(
         "-i",
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 when every line has succeeded, 1 when some failed, now or before, or the server went away."""
+    """Run the batch; return 0 if every line succeeded, 1 if some failed (now or earlier) or the servers are gone."""
     source, output = _files(arguments)
     if not (source.is_file() or source.is_fifo() or source.is_dir()):  # a device may have no end
         raise InvalidArgument("--input", f"{source} is not a file")
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Input and output, each given by its option or, both together, without."""
+    """Return input and output, each given by its option, or both as positional arguments."""
     files = list(arguments.files)
     if len(files) not in (0, 2) or (files and (arguments.input or arguments.output)):
         raise InvalidArgument("FILE", f"{len(files)} given: give input and output, and neither -i nor -o with them")

@@ -33,7 +33,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments: what is converted, where to, and how."""
+    """Add arguments for the source, the destination, and the format."""
     parser.add_argument("source", metavar="SOURCE", help="demo, a folder in either format, a GGUF file, or a hub id")
     parser.add_argument("destination", metavar="DESTINATION", type=Path, help="a new folder; parents are made")
     parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="the format that is written")
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 when the folder is written."""
+    """Convert the folder; return 0."""
     for name, text in (("SOURCE", arguments.source), ("DESTINATION", str(arguments.destination))):
-        require_whole_characters(name, text)  # as Orbax needs it
+        require_whole_characters(name, text)  # Orbax requires it
     size = None if arguments.max_shard_size is None else size_in_bytes(arguments.max_shard_size)
 
     from jpaged.checkpoints.conversion import ConversionOptions, convert_folder, on_host  # imports jax
@@ -86,10 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def size_in_bytes(text: str) -> int:
-    """`5GiB` -> bytes: KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024.
+    """Parse a size such as `5GiB`: KB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024.
 
     Raises:
-        InvalidArgument: it is not a number with one of those.
+        InvalidArgument: it is not a number with one of those units.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2] not in _UNITS or len(match[1]) > _MAX_DIGITS:

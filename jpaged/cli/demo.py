@@ -1,4 +1,4 @@
-"""The subcommand `demo`: a server process, and several streams from it side by side."""
+"""The subcommand `demo`: a server process, and several concurrent streams from it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DESCRIPTION = (
     "Start a server with the embedded model, stream several prompts from it side by side, and say how that went."
 )
 _END_PATIENCE_S = 5.0
-"""A server under which a call has failed may be ending, and says why at its end."""
+"""Wait for a server whose call failed: it may be ending, and prints the reason at its end."""
 _WRAP_CHARACTERS = 100
 
-# (is a chat turn, prompt, tokens to generate at most): short and long, to fill the batch unevenly.
+# (is a chat turn, prompt, maximum tokens): short and long, to fill the batch unevenly.
 _PROMPTS: tuple[tuple[bool, str, int], ...] = (
     (True, "Tell me a story about a dragon.", 200),
     (True, "Write a short story about a brave fox and a river.", 160),
@@ -43,7 +43,7 @@ _PROMPTS: tuple[tuple[bool, str, int], ...] = (
 
 @dataclass(slots=True)
 class _Story:
-    """One stream: its own thread writes it, the one that draws the screen reads it."""
+    """One stream: a thread writes it, and the drawing thread reads it."""
 
     prompt: str
     text: str = ""
@@ -56,7 +56,7 @@ class _Story:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, and how many stories."""
+    """Add arguments for the model and the number of stories."""
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="default: demo, the embedded one")
     parser.add_argument(
         "--num-prompts", type=int, default=6, choices=range(1, len(_PROMPTS) + 1), metavar="N", help="default: 6"
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 when every stream finished and the server ended with 0."""
+    """Run the demo; return 0 if every stream finished and the server ended with 0."""
     if not 0 <= arguments.seed <= MAX_SEED - len(_PROMPTS):
         raise InvalidArgument(
             "--seed", f"{arguments.seed} is out of range: must be from 0 to {MAX_SEED - len(_PROMPTS)}"
@@ -100,7 +100,7 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
 
 
 def _wait(client: Client, server: ServerProcess, console: Console) -> None:
-    """Waits until the server is ready, with a line that says what it is busy with."""
+    """Wait until the server is ready, and show its progress in a line."""
     shown = ""
     with console.status("starting the server") as status:
         for text in startup_texts(client, server):
@@ -154,7 +154,7 @@ def _tell(client: Client, story: _Story, number: int, seed: int) -> None:
 
 
 def _columns(stories: Sequence[_Story], console: Console) -> Columns:
-    """Panels side by side, as high as the terminal allows; each shows the end of its story."""
+    """Return panels side by side that fit the terminal; each shows the end of a story."""
     num_columns = max(1, min(3, console.width // 36))
     num_rows = -(-len(stories) // num_columns)
     width, height = console.width // num_columns - 1, max(4, (console.height - 2) // num_rows)
@@ -171,7 +171,7 @@ def _columns(stories: Sequence[_Story], console: Console) -> Columns:
 
 
 def _print_new_lines(stories: Sequence[_Story], console: Console) -> None:
-    """Prints what came since the last call, in whole lines, each with the number of its story."""
+    """Print the text since the last call in whole lines, each with the story's number."""
     for number, story in enumerate(stories, start=1):
         is_done = story.finish is not None or story.error is not None
         while len(rest := story.text[story.num_printed :]) > _WRAP_CHARACTERS or (is_done and rest):

@@ -28,7 +28,7 @@ _SECTIONS = ("model", "cache", "scheduler", "parallel", "lora", "startup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, the prompts, and every option but the server's."""
+    """Add MODEL, the prompts, and every option except the server's."""
     parser.add_argument(
         "--prompt", dest="prompts", action="append", type=_text, metavar="TEXT", help="may be given several times"
     )
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what came of every prompt, in the order of the prompts."""
+    """Print the outputs in the order of the prompts."""
     prompts: list[dict[str, Any]] = arguments.prompts or []
     if not prompts:
         raise InvalidArgument("--prompt", "is missing: give --prompt or --prompt-token-ids")
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     for prompt in prompts:
         _check(prompt)
     sampling = sampling_from(arguments)
-    config = config_from(arguments)  # says what is wrong in the words of the command line
+    config = config_from(arguments)  # reports invalid values as flags
     names = [name for name, _ in config.lora.adapters]
     if arguments.adapter is not None and arguments.adapter not in names:
         raise InvalidArgument("--adapter", f"{arguments.adapter!r} is none of --lora ({', '.join(names) or 'none'})")
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(prompt: dict[str, Any]) -> None:
-    """Refuses a bad prompt before the model is loaded."""
+    """Reject an invalid prompt before the model is loaded."""
     text = prompt.get("prompt")
     if text is not None:
         require_whole_characters("--prompt", text)

@@ -23,7 +23,7 @@ Exit code 0 means SERVING; 1 that it loads, drains, or is not there.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The address, the service, the patience."""
+    """Add arguments for the address, the service and the timeout."""
     default = ServerOptions()
     address = f"{default.host}:{default.port}"
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the status; returns 0 for SERVING alone."""
+    """Print the status; return 0 only for SERVING."""
     if not (arguments.timeout > 0 and math.isfinite(arguments.timeout)):
         raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0 and finite")
     require_target("HOST:PORT", arguments.address)

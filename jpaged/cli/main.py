@@ -1,9 +1,9 @@
-"""Reads the command line and runs one subcommand. Knows how errors look and which exit codes they get.
+"""Parses the command line and runs one subcommand. Defines the output and exit codes of errors.
 
-0  done      1  failed while running      2  the command line is wrong      70  a bug of ours
-130  interrupted      141  nobody reads what is printed any more
+0  done      1  failed while running      2  the command line is invalid      70  a bug in jpaged
+130  interrupted      141  the reader of the output has gone
 
-Whatever goes wrong is one sentence; JPAGED_TRACEBACK=1 prints where in the program it came up as well.
+Every error is one sentence; JPAGED_TRACEBACK=1 also prints the traceback.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _EPILOG = """\
 jpaged COMMAND --help tells what a command takes, --help=WORD a group of it or the options with WORD in their names.
 """
 _MAX_SHOWN = 4000
-"""Characters of an error: files and options may put what they like into one."""
+"""Maximum characters of an error, because files and options may be part of it."""
 _BUG, _INTERRUPTED, _NOT_READ = 70, 130, 141
-"""Exit codes: EX_SOFTWARE of sysexits.h, and what a shell shows for SIGINT and SIGPIPE."""
+"""Exit codes: EX_SOFTWARE of sysexits.h, and a shell's codes for SIGINT and SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     words = _with_dashes(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(words)
-        sys.stdout.flush()  # here and not at the exit, where an error could only be shown raw
+        sys.stdout.flush()  # flush here: at exit, an error would be printed with a traceback
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BaseException as error:  # the last resort: nothing goes on from here
+    except BaseException as error:  # the last resort at the top level
         name = f"jpaged {words[0]}" if words and words[0] in COMMANDS else "jpaged"
         return _tell(name, error)
     return code
@@ -73,13 +73,13 @@ def _run(words: Sequence[str]) -> int:
         arguments = make_parser().parse_args(words)
         return int(COMMANDS[arguments.command].run(arguments))
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich's way to end a program that nobody reads
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the program this way if the reader has gone
             return _NOT_READ
-        return end.code if isinstance(end.code, int) else 2  # argparse has printed the usage, or what is wrong
+        return end.code if isinstance(end.code, int) else 2  # argparse has printed the usage, or the error
 
 
 def _tell(name: str, error: BaseException) -> int:
-    """Says in a sentence what ended a command; returns the exit code."""
+    """Print the error that ended a command in one sentence; return the exit code."""
     if isinstance(error, BrokenPipeError) and error.filename is None:
         _silence_stdout()
         return _NOT_READ
@@ -92,23 +92,23 @@ def _tell(name: str, error: BaseException) -> int:
         code = _BUG
     text = "\n".join(
         map(printable, text.split("\n"))
-    )  # names of files may be no UTF-8, and servers may send control characters
+    )  # file names may not be UTF-8, and servers may send control characters
     if len(text) > _MAX_SHOWN:
         text = f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 2 :]} ({len(text)} characters)"
-    with contextlib.suppress(OSError):  # nobody reads that either
+    with contextlib.suppress(OSError):  # stderr may be closed too
         print(f"{name}: {text}", file=sys.stderr, flush=True)
     return code
 
 
 def _silence_stdout() -> None:
-    """Drops what is left in its buffer: Python would try to write it again at the exit, and show the error."""
+    """Discard buffered output: Python would retry the write at exit, and print the error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line, which commands that tell of it find as `command_line`."""
+    """Return the parser of the whole command line; commands about the command line get it as `command_line`."""
     parser = argparse.ArgumentParser(
         prog="jpaged",
         description="Serve large language models from a paged KV cache.",
@@ -134,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _with_dashes(words: Sequence[str]) -> list[str]:
-    """`--max_model_len=8` is `--max-model-len=8`; values stay as they are."""
+    """Replace underscores in flag names by dashes (`--max_model_len=8`); values stay unchanged."""
     fixed = []
     for word in words:
         name, equals, value = word.partition("=")

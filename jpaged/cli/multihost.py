@@ -1,4 +1,4 @@
-"""What `jpaged serve` does besides where it is one of several processes: process 0 leads, the others follow."""
+"""`jpaged serve` as one of several processes: process 0 leads, the others follow."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jpaged.server.lifecycle import Server
 from jpaged.server.probes import Health, ProbeServer
 from jpaged.service.loaded_model import LoadedModel
 
-if TYPE_CHECKING:  # jax takes seconds to import, in which the port is already open
+if TYPE_CHECKING:  # importing jax takes seconds, and the port should be open before
     from jpaged.device.multihost.handshake import Follower, Leader
 
 _LOG = logging.getLogger(__name__)
 
 
 class Leading:
-    """Process 0's part, around a server; made on the server's event loop. It is what the leader calls its owner."""
+    """Process 0's role around a server; created on the server's event loop. It is the owner of the leader."""
 
     def __init__(self, config: EngineConfig, multihost: MultiHost, server: Server) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class Leading:
         self._leader: Leader | None = None
 
     def build(self, progress: Progress) -> LoadedModel:
-        """Loads the model together with the others; on the thread that loads."""
+        """Load the model together with the other processes; on the loading thread."""
         from jpaged import assemble
         from jpaged.device.multihost.handshake import lead
 
@@ -48,15 +48,15 @@ class Leading:
             raise
 
     def fail(self, error: JpagedError) -> None:
-        """Ends the server, as all processes have to end."""
+        """End the server, because all processes have to end."""
         self._loop.call_soon_threadsafe(self._server.fail, error)
 
     def drain(self) -> None:
-        """Another process was asked to end."""
+        """Drain the server, because another process was asked to end."""
         self._loop.call_soon_threadsafe(self._server.drain)
 
     async def run(self, report: StartupReport) -> int:
-        """Runs the server to its end, ends the others, well if it ended well, and this process with them."""
+        """Run the server to its end, then end the other processes (cleanly only if it ended cleanly) and this one."""
         from jpaged.device.multihost.handshake import leave
 
         try:
@@ -66,7 +66,7 @@ class Leading:
             code = 1
         failure = self._server.state.failure
         if self._leader is not None and failure is not None:
-            self._leader.tell(failure)  # also what it has not heard of: a step that hangs, say
+            self._leader.tell(failure)  # also failures that it has not seen, such as a hanging step
         if self._leader is not None and code == 0 and not await asyncio.to_thread(self._leader.end):
             report.line("some processes did not end in time")
             code = 1
@@ -76,7 +76,7 @@ class Leading:
 
 
 def follow(config: EngineConfig, multihost: MultiHost) -> int:
-    """Follows process 0 to its end. A signal to end is passed on to it, as a wish to drain, which ends all."""
+    """Follow process 0 to its end. A termination signal is forwarded to it as a drain request, which ends all."""
     report = StartupReport(sys.stderr)
     ends: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     following: list[Follower] = []
@@ -85,7 +85,7 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
     def pass_on(number: int, frame: object) -> None:
         del number, frame
         if following:
-            # A thread of its own: the interrupted one may be sending.
+            # A separate thread: the interrupted one may be sending.
             threading.Thread(target=following[0].wish_to_stop, daemon=True).start()
         else:
             ends.put((0, "stopped before process 0 was there"))
@@ -99,7 +99,7 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
             following.append(follower)
             assemble.follow(config, report.progress, follower)
             ends.put((0, "stopped"))
-        except Exception as error:  # the top of a follower: process 0 must hear of whatever happened
+        except Exception as error:  # top level of a follower: process 0 must be notified of any failure
             if not isinstance(error, JpagedError) and shows_traces():
                 _LOG.exception("process %d failed", multihost.process_id)
             code = JpagedError.exit_code
@@ -124,7 +124,7 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
 
 
 def _open_probes(config: EngineConfig, following: list[Follower]) -> ProbeServer | None:
-    """Answers for the health of a follower, from its first moment: live, and ready once it follows."""
+    """Serve the health of a follower from the start: live, and ready once it follows."""
 
     def health() -> Health:
         is_ready = bool(following) and following[0].is_ready(config.timeouts.stall_timeout)

@@ -1,4 +1,4 @@
-"""The flags of the configuration and of SamplingParams: read off their definitions, one flag a field."""
+"""Flags of the configuration and of SamplingParams: derived from their definitions, one flag per field."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jpaged.types import SamplingParams
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}
 _OF_PATHS = {"file": "FILE", "folder": "DIR", "new file": "FILE", "new folder": "DIR"}
-"""What stands for a path in the help; shells complete the options that have it."""
+"""Metavars of paths in the help; shells complete options that have them."""
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
 def flag_of(name: str) -> str:
-    """max_model_len -> --max-model-len."""
+    """Convert max_model_len to --max-model-len."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -31,7 +31,7 @@ def add_config_flags(
 ) -> None:
     """Add a positional MODEL, and one flag for every option of the sections except those named in `without`.
 
-    The flags of a section are a group of the help. `--model` may replace the positional argument, as in vLLM.
+    The flags of a section form a group of the help. `--model` may replace the positional argument, as in vLLM.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, section, spec in iter_options():
@@ -64,7 +64,7 @@ def _metavar(spec: Field[Any]) -> str:
 
 
 def config_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, by name."""
+    """Return the given options, by name."""
     given = vars(arguments)
     values = {name: given.get(f"config_{name}") for name, _, _ in iter_options()}
     if (positional := given.get("model")) is not None:
@@ -75,10 +75,10 @@ def config_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def config_from(arguments: argparse.Namespace) -> EngineConfig:
-    """The configuration of a command line.
+    """Return the configuration of a command line.
 
     Raises:
-        InvalidArgument: a value is out of its limits; named as a flag.
+        InvalidArgument: a value is out of range; named as a flag.
     """
     try:
         return EngineConfig.load(config_values(arguments))
@@ -88,7 +88,7 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for every field of SamplingParams; those of lists may come several times."""
+    """Add one flag for every field of SamplingParams; list flags may be repeated."""
     group = parser.add_argument_group("sampling", "How tokens are chosen, and when to stop.")
     for spec in fields(SamplingParams):
         text = f"{spec.metadata['help']} (default: {_default_text(spec.default)})"
@@ -125,10 +125,10 @@ def _structured_outputs(word: str) -> StructuredOutputs | None:
 
 
 def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
-    """The parameters of a command line.
+    """Return the sampling parameters of a command line.
 
     Raises:
-        InvalidArgument: a value is out of its limits; named as a flag.
+        InvalidArgument: a value is out of range; named as a flag.
     """
     given = {spec.name: getattr(arguments, f"sampling_{spec.name}") for spec in fields(SamplingParams)}
     given["logit_bias"] = given["logit_bias"] and dict(given["logit_bias"])
@@ -144,7 +144,7 @@ def _help_of(spec: Field[Any]) -> str:
 
 
 def default_and_limits(spec: Field[Any]) -> str:
-    """What an option is unless it is given, and from where to where it may be; empty where there is nothing to say."""
+    """Return a text with the default and the limits of an option; "" if there is nothing to state."""
     meta = spec.metadata
     limits = [
         f"{word} {_number(meta[key])}" for word, key in (("from", "low"), ("to", "high")) if meta[key] is not None
@@ -173,7 +173,7 @@ def _bias(word: str) -> tuple[int, float]:
         if separator:
             return int(token_id), float(bias)
     except ValueError:
-        """It is said below."""
+        """Reported below."""
     raise argparse.ArgumentTypeError(f"{word!r} is no token id and number, as in 42=-1.5")
 
 
@@ -184,7 +184,7 @@ def _early_stopping(word: str) -> bool | str:
 
 
 def _bytes_of(word: str) -> int:
-    """Reads a number of bytes as vLLM does: 4096, 512M (of 1024), 512m (of 1000), 1.5G; a part of a byte is dropped."""
+    """Parse a number of bytes as vLLM does: 4096, 512M (1024), 512m (1000), 1.5G; fractions of a byte are dropped."""
     factor = _UNITS.get(word[-1:], 1)
     number = word[:-1] if factor > 1 else word
     try:

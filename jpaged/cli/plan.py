@@ -1,4 +1,4 @@
-"""The subcommand `plan`: a deployment on devices that are not here."""
+"""The subcommand `plan`: a deployment on devices that this machine lacks."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _OPTIONS = {
     *("lossy_kv_window", "lossy_kv_sinks"),
     *("enable_lora", "max_loras", "max_lora_rank", "speculative_config"),
 }
-"""The engine's options that programs or memory depend on."""
+"""Engine options that affect programs or memory."""
 _INPUT_LEN, _OUTPUT_LEN = 1024, 256
 _GOALS = (
     ("--max-ttft-ms", 1000.0, "milliseconds to a first token at most, in the mean"),
     ("--max-itl-ms", 50.0, "milliseconds between two tokens at most, of 99 in 100"),
     ("--network-gbits-per-second", 100.0, "of the network between two servers"),
 )
-"""The flags that go with --roles, their defaults, and what they are."""
+"""Flags that require --roles: name, default and help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, where, for what load, and the options of the engine that matter."""
+    """Add MODEL, the topologies, the load, and the relevant engine options."""
     parser.add_argument(
         "--topology",
         action="append",
@@ -96,8 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan of every topology; 0 if one fits, else 1."""
-    config_from(arguments)  # says what is wrong in the words of the command line
+    """Print the plan of every topology; return 0 if one fits, else 1."""
+    config_from(arguments)  # reports invalid values as flags
     prices, goals = prices_from(arguments.price), _goals(arguments)
 
     from jpaged.capacity.compiled import Question  # imports jax
@@ -176,7 +176,7 @@ def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float 
 
 
 def _goals(arguments: argparse.Namespace) -> Goals | None:
-    """What the comparison of roles keeps; None where nobody asks for one."""
+    """Return the goals of the comparison of roles; None without --roles."""
     from jpaged.capacity.roles import Goals
 
     values = []
@@ -192,10 +192,10 @@ def _goals(arguments: argparse.Namespace) -> Goals | None:
 
 
 def prices_from(text: str | None) -> dict[str, float]:
-    """The prices of `--price`; `2.7` is for every chip, under the empty name.
+    """Parse the prices of `--price`; a bare `2.7` applies to every chip, under the empty name.
 
     Raises:
-        InvalidArgument: one is no number from 0 on.
+        InvalidArgument: a price is not a number of 0 or more.
     """
     prices = {}
     for word in text.split(",") if text else ():

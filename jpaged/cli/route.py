@@ -1,4 +1,4 @@
-"""The subcommand `route`: one port in front of many servers, until it is told to end."""
+"""The subcommand `route`: one port that forwards to many servers, until it is stopped."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ NOT_HERE = (
     "otlp_traces_endpoint",
     "enable_log_requests",
 )
-"""Options of the sections that are a server's own affair."""
+"""Options of the sections that apply only to servers."""
 MAX_RESUME_S, MAX_PREFIXES, MAX_CALLS = 86400.0, 1 << 26, 1 << 20
 _CREDENTIALS = "target-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The servers, how a stream goes on, and what a server's port has too."""
+    """Add flags for the servers, resuming of streams, and the port."""
     group = parser.add_argument_group("servers", "Whom calls go to.")
     group.add_argument(
         "--target",
@@ -96,17 +96,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Pass calls on; returns 0 after a drain."""
+    """Run the router; return 0 after a drain."""
     config = config_from(arguments)
     options = options_from(arguments, config)
     return asyncio.run(_route(options, config))
 
 
 def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOptions:
-    """Return what the flags say.
+    """Return the router options of the flags.
 
     Raises:
-        InvalidArgument: a value is out of its limits; names the flag.
+        InvalidArgument: a value is out of range; names the flag.
     """
     from jpaged.route.router import RouteOptions
     from jpaged.route.targets import require_targets
@@ -152,7 +152,7 @@ async def _route(options: RouteOptions, config: EngineConfig) -> int:
         print(line, file=sys.stderr, flush=True)
 
     set_up_logs(config.telemetry.log_format, has_requests=False)
-    logging.getLogger("jpaged.route").setLevel(logging.INFO)  # which servers take calls
+    logging.getLogger("jpaged.route").setLevel(logging.INFO)  # log which servers take calls
     try:
         router = Router(options, config.server, config.access)
         port = await router.start()
@@ -165,7 +165,7 @@ async def _route(options: RouteOptions, config: EngineConfig) -> int:
     if router.probe_port is not None:
         say(f"{PROBES}{host}:{router.probe_port}")
     say(f"{LISTENING}{host}:{port}, routing to {', '.join(options.targets) or options.targets_file}")
-    gc.freeze()  # what is loaded stays: a look at all of it holds up every stream
+    gc.freeze()  # loaded objects stay: a full collection would delay every stream
     code = await router.run()
     say("stopped")
     return code

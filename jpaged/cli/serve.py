@@ -1,4 +1,4 @@
-"""The subcommand `serve`: options -> a server, until it is told to end."""
+"""The subcommand `serve`: options -> a server, until it is stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from jpaged.errors import EngineHung, InvalidArgument
 from jpaged.launchers import MultiHost
 from jpaged.telemetry.logs import set_up_logs
 
-if TYPE_CHECKING:  # the server takes two thirds of the time to import the command line, and other commands need none
+# importing the server takes two thirds of the command line's import time, and other commands do not need it
+if TYPE_CHECKING:
     from jpaged.service.loaded_model import LoadedModel
 
 HELP = "serve a model over gRPC"
@@ -30,20 +31,20 @@ Of several processes (--coordinator, --num-processes, --process-id, or what a la
 process 0 opens the port, and the others follow it.
 """
 GIVE_UP_S = 15.0
-"""How long the end of a server may take whose step hangs."""
+"""Maximum time of shutdown if a step hangs."""
 LISTENING = "listening on "
-"""Begins the line that tells the address, for programs that start a server on port 0."""
+"""Prefix of the line with the address, for programs that start a server on port 0."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL and every option."""
+    """Add MODEL and every option."""
     add_config_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves; returns 0 after a drain, 1 when the model could not be loaded or the engine died, 3 when a step hung.
+    """Serve; return 0 after a drain, 1 if the model could not be loaded or the engine failed, 3 if a step hung.
 
-    Of several processes 4 says that it was another one: docs/health.md has the table.
+    With several processes, 4 means that another one failed: docs/health.md has the table.
     """
     from jpaged.cli.multihost import follow  # and the server, before asyncio takes Ctrl-C
 
@@ -54,9 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         return asyncio.run(_serve(config, None))
     try:
         config = config.for_multihost(multihost)
-        config.cluster_secret()  # what is wrong with it is told before anything is loaded
+        config.cluster_secret()  # report an invalid secret before anything is loaded
     except InvalidArgument as error:
-        name = error.field if error.field.isupper() else flag_of(error.field)  # a variable of the environment, or not
+        # the field is an environment variable or an option
+        name = error.field if error.field.isupper() else flag_of(error.field)
         raise InvalidArgument(name, error.problem) from error
     return asyncio.run(_serve(config, multihost)) if multihost.is_leader else follow(config, multihost)
 
@@ -90,10 +92,10 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
         if server.metrics_port is not None:
             report.line(f"metrics on http://{host}:{server.metrics_port}/metrics")
         report.line(f"ready on {host}:{port}")
-        gc.freeze()  # what is loaded stays: a look at all of it holds up a step for 0.2 s
+        gc.freeze()  # loaded objects stay: a full collection would delay a step by 0.2 s
 
     def give_up() -> None:
-        """Shows what hangs, and ends the process also where that keeps it from its end."""
+        """Print the stacks of hanging threads, and force the exit if they prevent it."""
         show_stacks()
         end = threading.Timer(GIVE_UP_S, os._exit, (EngineHung.exit_code,))
         end.daemon = True
@@ -105,7 +107,7 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
             config, load, on_progress=report.progress, on_serving=on_serving, on_hang=give_up, prefills=prefills
         )
         leading = None if multihost is None else Leading(config, multihost, server)
-        server.stop_on_signals()  # first: gRPC would print a traceback of Ctrl-C while it opens a port
+        server.stop_on_signals()  # first: gRPC would print a traceback for Ctrl-C while it opens a port
         port = await server.start()
     except InvalidArgument as error:
         raise InvalidArgument(flag_of(error.field), error.problem) from error
@@ -117,6 +119,6 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
     code = await server.run()
     report.line("stopped")
     if server.leaves_threads:
-        # They are deep in a compiler, or in a step that hangs, and cannot be told; a normal exit would wait for them.
+        # They are inside a compiler or a hanging step and cannot be interrupted; a normal exit would wait for them.
         os._exit(code)
     return code

@@ -1,4 +1,4 @@
-"""A `jpaged serve` as a child of this process: started on a free port, waited for, ended with it."""
+"""A `jpaged serve` as a child process: started on a free port, awaited, ended with this process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jpaged.errors import DeadlineExceeded, JpagedError, Unavailable
 START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _LOOK_S = 0.3
-"""The pause between two looks at a server that starts."""
+"""Interval of checks of a starting server."""
 _NUM_LAST_LINES = 30
 _MAX_LINES = 2000
 
 
 @dataclass(slots=True)
 class ServerProcess:
-    """A `jpaged serve` on a free port, and what it said.
+    """A `jpaged serve` on a free port, and its output.
 
     Attributes:
         lines: (seconds since the start, line), the latest ones.
@@ -42,7 +42,7 @@ class ServerProcess:
 
     @classmethod
     def start(cls, model: str, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> ServerProcess:
-        """Starts a server of `model` with these flags, and these variables in its environment besides ours."""
+        """Start a server of `model` with these flags, and these additional environment variables."""
         start_s = time.monotonic()
         process = subprocess.Popen(
             command(model, flags),
@@ -65,7 +65,7 @@ class ServerProcess:
 
     @property
     def last_lines(self) -> list[str]:
-        """What it said last."""
+        """The last lines of output."""
         return [line for _, line in self.lines][-_NUM_LAST_LINES:]
 
     def _listen(self) -> None:
@@ -76,7 +76,7 @@ class ServerProcess:
         self.address.put(None)
 
     def target(self) -> str:
-        """Waits for the address at which the server listens.
+        """Wait for the address at which the server listens.
 
         Raises:
             Unavailable: the server ended before it listened.
@@ -91,7 +91,7 @@ class ServerProcess:
         return address
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Waits for the server to end; False when it is still there after that time."""
+        """Wait for the server to end; return False on timeout."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -99,10 +99,10 @@ class ServerProcess:
         return True
 
     def stop(self, patience_s: float = 0.0) -> int:
-        """Ends it by SIGTERM and returns its exit code; what it said is read to the end.
+        """End it by SIGTERM, read the remaining output and return its exit code.
 
         Args:
-            patience_s: how long one that seems to end may take for it before it is told to.
+            patience_s: time for a server that may already be ending, before the signal.
         """
         if not self.has_ended(patience_s):
             self.process.send_signal(signal.SIGTERM)
@@ -117,12 +117,12 @@ class ServerProcess:
 
 
 def command(model: str, flags: Sequence[str]) -> list[str]:
-    """The words that start a server of `model` on a free port."""
+    """Return the command that starts a server of `model` on a free port."""
     return [sys.executable, "-m", "jpaged", "serve", model, "--port", "0", *flags]
 
 
 def startup_texts(client: Client, server: ServerProcess) -> Iterator[str]:
-    """Yields what the server is busy with, a few times a second, until it is ready.
+    """Yield the startup progress, a few times a second, until the server is ready.
 
     Raises:
         Unavailable: the server ended before it was ready.
@@ -148,7 +148,7 @@ def _startup_text(client: Client) -> str:
 
 
 def _is_ready(client: Client) -> bool:
-    """A call that fails tells nothing: a server that ends cuts it in one of several ways, and its process tells why."""
+    """Return True if the server is ready; failed calls count as not ready, because the process's end has the reason."""
     try:
         client.wait_until_ready(_LOOK_S)
     except JpagedError:
@@ -158,7 +158,7 @@ def _is_ready(client: Client) -> bool:
 
 @contextlib.contextmanager
 def unwinding_at_sigterm() -> Iterator[None]:
-    """SIGTERM leaves through every `finally`: it would end this process alone, and its server would go on."""
+    """Make SIGTERM run every `finally`: otherwise it would end only this process, and its server would continue."""
 
     def leave(number: int, _frame: object) -> None:
         sys.exit(128 + number)

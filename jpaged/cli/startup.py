@@ -1,4 +1,4 @@
-"""What start-up says on stderr: weights, programs, the pool, ready."""
+"""Startup messages on stderr: weights, programs, the pool, ready."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TextIO
 
 PROBES = "health on "
-"""Begins the line that tells the address of the port for probes."""
+"""Prefix of the line with the address of the health port."""
 
 Progress = Callable[[str, int, int], None]
 _INTERVAL_S = 1.0
 
 
 class StartupReport:
-    """Prints progress: one line that is written over on a terminal, at most one line a second elsewhere."""
+    """Prints progress: one line that is overwritten on a terminal, at most one line per second elsewhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -24,7 +24,7 @@ class StartupReport:
         self._width = 0
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Takes a step of start-up; the last step of each kind is always shown."""
+        """Report a step of startup; the last step of each kind is always shown."""
         now_s = time.monotonic()
         if not self._is_terminal and done < total and now_s - self._last_s < _INTERVAL_S:
             return
@@ -38,7 +38,7 @@ class StartupReport:
             self.line(text)
 
     def line(self, text: str) -> None:
-        """Prints a line of its own."""
+        """Print a full line."""
         self._stream.write(f"\r{text:<{self._width}}\n" if self._width else f"{text}\n")
         self._width = 0
         self._stream.flush()

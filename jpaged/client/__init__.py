@@ -1,20 +1,20 @@
 """The gRPC client: no jax, no engine. `Client` for threads, `AsyncClient` for asyncio, `jpaged.client.batch` for files.
 
-tls.py        what a client believes and shows
-wire.py       values -> messages and back, and the assembly of streams: no I/O, shared by both clients
-chat.py       the same of chats: messages, tools, calls
-evaluations.py Score and Embed, likewise
-prefixes.py   prefixes that travel, as bytes
-failures.py   gRPC errors -> the tree of jpaged.errors
-channel.py    how both connect: keepalive, retries
-base.py       what both clients share
+tls.py        certificates of a client
+wire.py       values <-> messages, and the assembly of streams: no I/O, shared by both clients
+chat.py       the same for chats: messages, tools, calls
+evaluations.py the same for Score and Embed
+prefixes.py   transfer of prefixes as bytes
+failures.py   gRPC errors -> the classes of jpaged.errors
+channel.py    connections: keepalive, retries, proxies
+base.py       shared base of both clients
 sync.py       Client
 aio.py        AsyncClient
 batch.py      runs an OpenAI batch file against servers
-batching/     what that stands on: who runs what, Parquet
-routing/      which server runs a request, and how one goes on elsewhere
-health.py     asks grpc.health.v1 once
-results.py    the file of its answers: locked, whole lines, taken up again
+batching/     distribution of lines over servers, and Parquet
+routing/      choice of a server per request, retries and resumed streams
+health.py     a single check of grpc.health.v1
+results.py    output file of a batch: locked, whole lines, resumable
 """
 
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream

@@ -1,4 +1,4 @@
-"""`AsyncClient`: for asyncio. The same calls as `Client`, awaited."""
+"""`AsyncClient`: the methods of `Client` as coroutines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class AsyncGenerateStream(BaseStream):
-    """The chunks of one request, to iterate over; see `BaseStream`."""
+    """Async iterator over the chunks of one request; see `BaseStream`."""
 
     def __aiter__(self) -> AsyncIterator[GenerateChunk]:
         return self
@@ -32,7 +32,7 @@ class AsyncGenerateStream(BaseStream):
             try:
                 self._take(await anext(aiter(self._course.call)))
             except asyncio.CancelledError as error:
-                if self._is_closed:  # by another task: grpc.aio tells a reader of a closed call this way
+                if self._is_closed:  # closed by another task: grpc.aio cancels the reader
                     break
                 self._is_closed = True
                 self._course.end()
@@ -56,7 +56,14 @@ class AsyncGenerateStream(BaseStream):
 
 
 class AsyncClient(BaseClient[AsyncGenerateStream]):
-    """Speaks to one server or several, for asyncio; see `BaseClient`."""
+    """Client of one or several servers, for asyncio.
+
+        async with AsyncClient("localhost:50051") as client:
+            output = await client.complete("Hello", SamplingParams(max_tokens=32))
+            async for chunk in client.generate("Hello"): ...
+
+    Arguments and errors: see `BaseClient`.
+    """
 
     prefixes: AsyncPrefixCalls
     _reach = AsyncServers

@@ -1,4 +1,4 @@
-"""What both clients share: their servers, and what a stream keeps. Waiting is in sync.py and aio.py."""
+"""Shared base of both clients: their servers, and the state of a stream. sync.py and aio.py do the waiting."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jpaged.errors import Cancelled, InternalError, InvalidArgument
 from jpaged.types import Prompt, SamplingParams
 
 DEFAULT_RESUMING = Resuming()
-"""Streams look for a server for a minute."""
+"""By default, streams look for another server for a minute."""
 _StreamT = TypeVar("_StreamT", bound="BaseStream")
 _T = TypeVar("_T")
 
 
 class BaseStream:
-    """The chunks of one request, whichever servers run it. Iterate over it; closing or dropping it cancels it."""
+    """Iterator over the chunks of one request, on any number of servers. Closing or dropping it cancels the request."""
 
     def __init__(self, begin: Callable[[], Course], require_open: Callable[[], None], request_id: str) -> None:
         self.request_id = request_id
@@ -39,11 +39,11 @@ class BaseStream:
 
     @property
     def num_tries(self) -> int:
-        """How often it was begun, at this server or at another: once where nothing went wrong."""
+        """Number of times the request was started, on any server; 1 if nothing failed."""
         return self._course.num_tries
 
     def close(self) -> None:
-        """Cancels the request unless it has ended; further iteration ends at once."""
+        """Cancel the request unless it has ended; further iteration ends at once."""
         self._is_closed = True
         self._ready.clear()
         self._course.call.cancel()
@@ -61,7 +61,7 @@ class BaseStream:
             raise
 
     def _wait_s(self, error: grpc.RpcError) -> float:
-        """Returns how long to wait before the request goes on; where it does not, raises what its call ended with."""
+        """Return the delay before the request resumes; if it cannot, raise the call's error."""
         if self._course.has_ended:
             self._is_closed = True
             return 0.0
@@ -73,7 +73,7 @@ class BaseStream:
 
     def _begin_again(self) -> None:
         if not self._is_closed:
-            self._is_closed = True  # where that fails
+            self._is_closed = True  # if the retry fails
             self._require_open()
             self._call(self._course.begin_again)
             self._is_closed = False
@@ -88,24 +88,22 @@ class BaseStream:
 
 
 class BaseClient(Generic[_StreamT]):
-    """Speaks to one server, or to several of one model.
+    """Client of one server, or of several servers of one model.
 
-    Requests go to a server that is there, to the same one where they begin alike, unless it is busier than others; what
-    is lost with a server goes on at another (`routing`). Prefixes and adapters are pinned and loaded on each in turn;
-    whatever asks for facts asks any.
+    Prompts with the same beginning go to the same server, unless it has more load than the others. If a server fails,
+    its streams resume on another one (`routing`). Prefixes and adapters are pinned and loaded on every server; queries
+    go to any server. Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
 
     Args:
-        target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path"); one, or several.
-        timeout_s: what a call may take when it brings no timeout of its own, all its tries together; None is no limit.
-        model: sent along with every request: a server of another model answers NotFound.
-        tenant: whose requests, ids and pinned prefixes these are; that of the key when left out.
-        api_key: what a server with keys lets this client in with.
-        tls: whom it believes and what it shows; None connects in clear.
-        proxy: URL of an HTTP proxy, or "none"; None reads grpc_proxy, https_proxy, http_proxy and no_proxy of the
-            environment, as gRPC does. Loopback addresses are always connected to directly.
-        resuming: how long a stream whose server is gone looks for one to go on with; None ends it with the server.
-
-    Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
+        target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path"); one or several.
+        timeout_s: default timeout of a call in seconds, including retries; None for no limit.
+        model: name of the model, sent with every request; a server of another model answers NotFound.
+        tenant: tenant of the requests, ids and pinned prefixes; by default that of the key.
+        api_key: key for servers that require one.
+        tls: certificates; None connects without TLS.
+        proxy: URL of an HTTP proxy, or "none"; None reads grpc_proxy, https_proxy, http_proxy and no_proxy from the
+            environment, as gRPC does. Connections to loopback addresses never use a proxy.
+        resuming: how long a stream looks for another server if its server fails; None ends the stream.
 
     Attributes:
         prefixes: saves, loads and fetches cached prefixes.
@@ -152,11 +150,17 @@ class BaseClient(Generic[_StreamT]):
         timeout_s: float | None = None,
         adapter: str = "",
     ) -> _StreamT:
-        """Begins a request and returns its stream at once. Exactly one of the three prompts is given.
+        """Start a request and return its stream at once. Give exactly one of the three prompts.
 
         Args:
-            chat_options: with messages alone: tools, and how the model is to call them and to think.
-            adapter: the name of an adapter that the server has loaded.
+            prompt: the prompt as text.
+            sampling: sampling parameters; `SamplingParams()` by default.
+            prompt_token_ids: the prompt as token ids.
+            messages: the prompt as a conversation in OpenAI's format.
+            chat_options: options of `messages`: tools, tool choice and reasoning.
+            request_id: id for `abort`; generated by default.
+            timeout_s: timeout of the request; the client's by default.
+            adapter: name of an adapter loaded on the server.
         """
         what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
         return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
@@ -171,14 +175,14 @@ class BaseClient(Generic[_StreamT]):
         adapter: str = "",
         **words: Unpack[ChatWords],
     ) -> _StreamT:
-        """Begins the assistant's next turn and returns its stream at once.
+        """Start the assistant's next turn and return its stream at once.
 
-        Chunks have what the model says in `text`, and apart from it what it thinks in `reasoning_content` and parts of
-        what it calls in `tool_calls`, where the server knows how the model writes them.
+        Each chunk has content in `text`, reasoning in `reasoning_content` and parts of tool calls in `tool_calls`. If
+        the server does not know the model's format, everything is in `text`.
 
         Args:
-            messages: as OpenAI's API has them.
-            words: tools, and how the model is to call them and to think.
+            messages: the conversation, in OpenAI's format.
+            words: chat options: tools, tool choice and reasoning.
         """
         what = wire.prompt_of(None, None, messages, chat_options_of(**words))
         return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)

@@ -1,9 +1,10 @@
-"""Runs an OpenAI batch file against servers: the work shared, retries, and an output that can be taken up again.
+"""Runs an OpenAI batch file against servers: distribution, retries, and an output that can be resumed.
 
-A line of output is written when its request has ended. A second run keeps what succeeded and what can never succeed,
-and runs the others: those without a line, and those that failed for a reason that may pass (`results.PASSING`).
-A server that goes away has its lines run by the others; when all are gone for longer than the retries reach, the run
-ends; what it has written stays.
+A line of output is written when its request has ended. A second run keeps successes and permanent failures, and runs
+the rest: requests without a line, and those with a transient failure (`results.PASSING`).
+
+Lines of a server that fails are run by the others. If all servers are unavailable for longer than the retries take, the
+run ends; written lines stay.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jpaged.openai.answers import Answers
 from jpaged.openai.lines import BadLine, Line, failure_line, parse_file
 
 DEFAULT_MAX_CONCURRENCY = 256
-"""Twice the rows that a server has by default."""
+"""Twice a server's default number of rows."""
 PARQUET_SUFFIX = ".parquet"
 GZIP_SUFFIX = ".gz"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -40,18 +41,18 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """Where to read, where to write, whom to ask, and how much at a time.
+    """Options of a batch run: files, servers and concurrency.
 
     Attributes:
         input_path: lines of JSON, compressed by gzip or not; Parquet if the name ends in .parquet, or a folder of such
             files.
-        output_path: lines of JSON, by its name compressed (.gz) or Parquet (.parquet).
+        output_path: lines of JSON; compressed if the name ends in .gz, Parquet if in .parquet.
         target: one server, or several of one model.
-        max_concurrency: requests in flight to each server at most, whatever places it says it has.
-        timeout_s: for each try of a request; None is none.
-        api_key: what servers with keys let it in with.
-        tls: whom it believes and what it shows; None connects in clear.
-        proxy: as of `Client`.
+        max_concurrency: maximum requests in flight per server, even if it reports more rows.
+        timeout_s: timeout of each attempt of a request; None for none.
+        api_key: key for servers that require one.
+        tls: certificates; None connects without TLS.
+        proxy: as in `Client`.
     """
 
     input_path: Path
@@ -73,16 +74,16 @@ class BatchOptions:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Every server by itself; raises InvalidArgument where one is named twice."""
+        """The list of servers; raises InvalidArgument if one is named twice."""
         return targets_in([self.target] if isinstance(self.target, str) else self.target)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """What a run did. Lines that an earlier run had finished are in `num_skipped`, failed ones `num_failed_before`.
+    """Result of a run. Lines finished by earlier runs count in `num_skipped`, failed ones in `num_failed_before`.
 
     Attributes:
-        num_answered: how many lines each server has answered, by its name.
+        num_answered: number of lines answered by each server, by name.
     """
 
     num_lines: int = 0
@@ -103,17 +104,17 @@ class BatchSummary:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a request failed, in this run or in one before."""
+        """True if a request failed, in this run or an earlier one."""
         return self.num_failed + self.num_failed_before > 0
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second, over the whole run."""
+        """Generated tokens per second, over the whole run."""
         return self.completion_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
 
 class Source(Protocol):
-    """The lines of an input, which can be gone through several times."""
+    """The lines of an input; can be iterated several times."""
 
     @property
     def ids(self) -> Collection[str]: ...
@@ -125,7 +126,7 @@ class Source(Protocol):
 
 
 class FileLines:
-    """The lines of a file of JSON, which gzip may have compressed."""
+    """The lines of a JSON file, optionally compressed by gzip."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -143,16 +144,16 @@ class FileLines:
 
 
 async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary], None]) -> BatchSummary:
-    """Runs every line of the input that the output does not hold yet, or holds as failed for a reason that may pass.
+    """Run every line of the input whose result is missing in the output or a transient failure.
 
     Args:
-        options: what to run.
-        on_progress: told the summary so far, whenever it has changed.
+        options: files, servers and concurrency.
+        on_progress: called with the summary whenever it changes.
 
     Raises:
-        InvalidArgument: the input, the output or the servers are not what they should be; nothing was sent.
+        InvalidArgument: the input, the output or the servers are invalid; nothing was sent.
         OutputError: another run writes the output, or it cannot be written.
-        Unavailable: no server was there, or all went away for good.
+        Unavailable: no server was available, or all became unavailable.
     """
     source = _source(options.input_path)
     path = options.output_path
@@ -180,7 +181,7 @@ async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary],
 
 
 def _pack_gzip(journal: Path, output: Path) -> None:
-    """Compress the gathered lines into the output, and remove them; the old output stays until the new one is whole."""
+    """Compress the journal into the output, and remove it; the old output stays until the new one is complete."""
 
     def write(new: Path) -> None:
         with journal.open("rb") as lines, gzip.open(new, "wb", compresslevel=6) as compressed:
@@ -191,7 +192,7 @@ def _pack_gzip(journal: Path, output: Path) -> None:
 
 
 def _unpack_gzip(output: Path, journal: Path) -> None:
-    """Write the lines of an output to the journal; raises InvalidArgument if gzip did not make it."""
+    """Decompress an output into the journal; raise InvalidArgument if it is not gzip."""
 
     def write(new: Path) -> None:
         with gzip.open(output, "rb") as compressed, new.open("wb") as lines:
@@ -211,7 +212,7 @@ def _source(path: Path) -> Source:
 
 
 def _parquet(path: Path) -> ModuleType:
-    """The module that reads and writes it; raises InvalidArgument where pyarrow is missing."""
+    """Return the module for Parquet; raise InvalidArgument if pyarrow is missing."""
     try:
         from jpaged.client.batching import parquet
     except ModuleNotFoundError as error:
@@ -251,13 +252,13 @@ async def _run(
         good = batch.refusing(todo())
         if has_requests:
             await batch.run(Lines(good, before.num_lines - before.num_skipped))
-        for _ in good:  # there is none, but those that are refused on the way to it
+        for _ in good:  # consume the remaining invalid lines, which are written as failed
             pass
     return batch.summary
 
 
 class _Batch:
-    """One run: what comes of lines, and the summary of it."""
+    """One run: the results of lines, and the summary."""
 
     def __init__(
         self,
@@ -274,11 +275,11 @@ class _Batch:
         self._start_s = time.monotonic()
 
     async def meet(self) -> None:
-        """Waits for a server, and asks which model it has."""
+        """Wait for a server, and query its model."""
         self._answers = Answers(await self._targets.meet())
 
     def refusing(self, lines: Iterable[Line | BadLine]) -> Iterator[Line]:
-        """The lines that are requests; the others are written as failed when they are passed."""
+        """Yield the lines that are valid requests; write the others as failed."""
         for line in lines:
             if isinstance(line, Line):
                 yield line
@@ -286,7 +287,7 @@ class _Batch:
                 self._fail(line, line.error)
 
     async def run(self, lines: Lines) -> None:
-        """Has the servers take the lines."""
+        """Run the lines on the servers."""
         await self._targets.run(lines, self._answer, self._fail)
         self._count()
 
@@ -312,7 +313,7 @@ class _Batch:
         self._count(num_failed=1)
 
     def _count(self, **more: int) -> None:
-        """Adds to fields of the summary, by their names."""
+        """Add to fields of the summary, by name."""
         counts = {name: getattr(self.summary, name) + number for name, number in more.items()}
         elapsed_s, num_answered = time.monotonic() - self._start_s, self._targets.num_answered
         self.summary = replace(self.summary, **counts, elapsed_s=elapsed_s, num_answered=num_answered)

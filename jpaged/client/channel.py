@@ -1,7 +1,7 @@
-"""Where a client connects, how, and how often it tries. No I/O.
+"""Connection parameters and retry limits of a client. No I/O.
 
-gRPC's own retries are off: with them a stream whose server dies while it is retried may never end (grpcio 1.85: three
-hangs in about ten such deaths). What is tried again, and where, is in `routing/tries.py`.
+gRPC's own retries are off: with them a stream whose server dies during a retry may never end (grpcio 1.85: three hangs
+in about ten such deaths). `routing/tries.py` decides what is retried, and where.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _JITTER = 0.2
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 64 << 20),
-    # A stream is silent while its prompt is computed; a ping every 10 s tells a long prompt from a dead server.
+    # A stream is silent during prefill; a ping every 10 s distinguishes a long prompt from a dead server.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -39,9 +39,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 NOT_READY = frozenset(
     grpc.StatusCode[name] for name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL", "UNKNOWN")
 )
-"""The codes of a call to a server that is not there, that is starting, or that ends during the call."""
+"""Status codes of a call to a server that is unreachable, starting, or ending."""
 NOT_READY_PAUSE_S = 0.05
-"""The pause between two looks at a server that answers at once that it is not ready."""
+"""Interval between checks of a server that answers at once that it is not ready."""
 
 _HOST_PORT = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):([0-9]+)")
 _SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
@@ -49,7 +49,7 @@ _MAX_PORT = 65535
 
 
 def require_target(field: str, target: str) -> None:
-    """Refuses what is neither HOST:PORT nor of one of gRPC's schemes: gRPC takes a port modulo 65536.
+    """Reject a target that is neither HOST:PORT nor of one of gRPC's schemes: gRPC would take a port modulo 65536.
 
     Raises:
         InvalidArgument: names the field, the target and the limit.
@@ -65,19 +65,19 @@ def require_target(field: str, target: str) -> None:
 
 
 def is_local(target: str) -> bool:
-    """Return True if a target of gRPC or a URL of HTTP names this machine: a loopback address or a Unix socket."""
+    """Return True if a gRPC target or an HTTP URL is on this machine: a loopback address or a Unix socket."""
     hosts = _hosts(target)
     return hosts is None or all(map(is_loopback, hosts))
 
 
 def proxy_for(target: str, proxy: str | None) -> str:
-    """Return the URL of the HTTP proxy of connections to a target; "" is a direct connection.
+    """Return the URL of the HTTP proxy for connections to a target; "" for a direct connection.
 
     Args:
-        proxy: None reads the environment, as gRPC does; "none" or a URL takes its place.
+        proxy: None reads the environment, as gRPC does; "none" or a URL overrides it.
 
     Raises:
-        InvalidArgument: the proxy is no URL.
+        InvalidArgument: the proxy is not a URL.
     """
     if proxy is not None:
         require_proxy("proxy", proxy)
@@ -91,7 +91,7 @@ def proxy_for(target: str, proxy: str | None) -> str:
 
 
 def proxy_options(target: str, proxy: str | None) -> list[tuple[str, str | int]]:
-    """Return the channel arguments of gRPC that make it use the proxy of `proxy_for`."""
+    """Return gRPC's channel arguments for the proxy of `proxy_for`."""
     chosen = proxy_for(target, proxy)
     if not chosen:
         return [("grpc.enable_http_proxy", 0)]
@@ -99,14 +99,14 @@ def proxy_options(target: str, proxy: str | None) -> list[tuple[str, str | int]]
 
 
 def proxy_name(target: str, proxy: str | None) -> str:
-    """Return the proxy of connections to a target for a message: without its password; "" is a direct connection."""
+    """Return the proxy of connections to a target for messages, without its password; "" for a direct connection."""
     chosen = proxy_for(target, proxy)
     host = chosen.rpartition("@")[2].partition("://")[2] or chosen.rpartition("@")[2]
     return f"http://{host}" if host else ""
 
 
 def require_proxy(field: str, proxy: str) -> None:
-    """Refuse what is neither http://HOST:PORT nor "none".
+    """Reject a proxy that is neither http://HOST:PORT nor "none".
 
     Raises:
         InvalidArgument: names the field and the proxy.
@@ -123,7 +123,7 @@ def require_proxy(field: str, proxy: str) -> None:
 
 
 def _hosts(target: str) -> list[str] | None:
-    """Return the hosts of a target; None of a scheme that names no machine."""
+    """Return the hosts of a target; None if its scheme names no machine."""
     scheme, _, rest = target.partition(":") if _SCHEME.match(target) else ("", "", target)
     if scheme in ("unix", "unix-abstract", "vsock"):
         return None
@@ -151,20 +151,20 @@ def _is_excluded(host: str, excluded: tuple[str, ...]) -> bool:
 
 
 class Backoff:
-    """Waits that grow by a factor, up to a limit."""
+    """Exponential backoff up to a limit."""
 
     def __init__(self, first_s: float, factor: float, max_s: float = math.inf) -> None:
         self._wait_s, self._factor, self._max_s = first_s, factor, max_s
 
     def next_s(self, at_least_s: float = 0.0) -> float:
-        """Return the next wait, with jitter: the clients of a server that went away do not all come back at once."""
+        """Return the next delay, with jitter, so that the clients of a failed server do not return all at once."""
         wait_s = max(self._wait_s, at_least_s) * random.uniform(1 - _JITTER, 1 + _JITTER)
         self._wait_s = min(self._factor * self._wait_s, self._max_s)
         return wait_s
 
 
 class Attempts:
-    """The tries of one call: what time each has, and whether another follows."""
+    """The attempts of one call: the timeout of each, and whether another follows."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -173,17 +173,17 @@ class Attempts:
 
     @property
     def remaining_s(self) -> float | None:
-        """The time that the next try may take: all tries share one timeout."""
+        """Remaining time for the next attempt: all attempts share one timeout."""
         return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
 
     def wait_s(self, code: grpc.StatusCode | None) -> float | None:
-        """How long to wait before another try, after one failed with `code`; None when there is to be none."""
+        """Return the delay before another attempt after a failure with `code`; None if there is none."""
         self._num_failed += 1
         if code is not grpc.StatusCode.UNAVAILABLE or self._num_failed == MAX_ATTEMPTS:
             return None
         return self.within(self._backoff.next_s())
 
     def within(self, wait_s: float) -> float | None:
-        """The wait, where time is left behind it; else None."""
+        """Return the delay if it ends before the timeout; otherwise None."""
         remaining_s = self.remaining_s
         return wait_s if remaining_s is None or wait_s < remaining_s else None

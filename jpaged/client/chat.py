@@ -1,4 +1,4 @@
-"""Chats: values -> messages, and what answers have beside their text. No I/O."""
+"""Chats: values -> messages, and the non-text parts of answers. No I/O."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _MODES = {
 
 
 def chat_message(prompt: Prompt) -> inference_pb2.ChatPrompt:
-    """A conversation, and what it asks for.
+    """Convert a conversation and its options to a message.
 
     Raises:
-        InvalidArgument: it has what a message cannot carry; names the field, as in `messages[1].tool_calls[0].id`.
+        InvalidArgument: it has values that the message cannot hold; names the field, as in
+            `messages[1].tool_calls[0].id`.
     """
     options = prompt.chat_options
     kwargs = options.template_kwargs
@@ -41,7 +42,7 @@ def chat_message(prompt: Prompt) -> inference_pb2.ChatPrompt:
 
 
 def piece_of(delta: inference_pb2.ToolCallDelta) -> ToolCallPiece:
-    """A part of a call as a value."""
+    """Convert a part of a call to a value."""
     return ToolCallPiece(
         delta.index,
         delta.arguments,

@@ -1,4 +1,4 @@
-"""Score and Embed: values -> messages and messages -> values. No I/O: both clients stand on it."""
+"""Score and Embed: values <-> messages. No I/O; shared by both clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POOLINGS: Mapping[Pooling, inference_pb2.Pooling] = {
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """What a call asks with: the fields of both requests."""
+    """Options of a call: the common fields of both requests."""
 
     model: str | None = None
     adapter: str = ""
@@ -33,7 +33,7 @@ class Asker:
     priority: int = 0
 
     def fields(self) -> dict[str, Any]:
-        """They, by name; raises InvalidArgument for what no message can carry."""
+        """Return the fields by name; raise InvalidArgument for values that the message cannot hold."""
         require_whole_characters("adapter", self.adapter)
         require_whole_characters("cache_salt", self.cache_salt)
         checked_int32("priority", self.priority)
@@ -41,7 +41,7 @@ class Asker:
 
 
 def score_call(prompt: GivenText, continuations: Sequence[GivenText], asker: Asker) -> Call[Evaluated[Score]]:
-    """A prompt and what may come behind it -> scores."""
+    """Build a Score call: a prompt and continuations -> scores."""
     _require_several("continuations", continuations)
     request = inference_pb2.ScoreRequest(
         **_form_of("prompt", prompt),
@@ -56,7 +56,7 @@ def score_call(prompt: GivenText, continuations: Sequence[GivenText], asker: Ask
 def embed_call(
     inputs: Sequence[GivenText], asker: Asker, *, pooling: Pooling, normalize: bool
 ) -> Call[Evaluated[tuple[float, ...]]]:
-    """Texts or token ids -> vectors."""
+    """Build an Embed call: texts or token ids -> vectors."""
     _require_several("inputs", inputs)
     if pooling not in _POOLINGS:
         raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
@@ -70,13 +70,13 @@ def embed_call(
 
 
 def _require_several(field: str, texts: Sequence[GivenText]) -> None:
-    """A text has characters, and each would be taken for a text."""
+    """Reject a single string, whose characters would be taken for texts."""
     if isinstance(texts, str):
         raise InvalidArgument(field, f"{texts[:40]!r} is one text: give a list of texts or of token ids")
 
 
 def _form_of(field: str, given: GivenText) -> dict[str, Any]:
-    """A text or token ids as the fields of a message."""
+    """Return a text or token ids as fields of a message."""
     if isinstance(given, str):
         require_whole_characters(field, given)
         return {"text": given}

@@ -1,4 +1,4 @@
-"""gRPC errors -> the tree of jpaged.errors: the reverse of the server's table, details included."""
+"""gRPC errors -> the classes of jpaged.errors: the reverse of the server's table, details included."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _BY_CODE: dict[grpc.StatusCode, type[JpagedError]] = {
 def error_of(
     code: grpc.StatusCode | None, message: str | None, trailers: Iterable[tuple[str, str | bytes]] | None
 ) -> JpagedError:
-    """The error that a server raised, as far as its status tells; a plain JpagedError for codes that are not ours."""
+    """Return the error that a server raised, from its status; a plain JpagedError for unknown codes."""
     status = _status_in(trailers or ())
     text = message or (code.name if code is not None else "unknown error")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -65,21 +65,21 @@ def error_of(
 
 
 def is_of_server(error: grpc.RpcError) -> bool:
-    """Whether a server of ours has told this status; a transport or a proxy makes up others, without our details."""
+    """Return True if a jpaged server sent this status; a transport or a proxy sends statuses without its details."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return False
     return bool(_reason(_status_in(error.trailing_metadata() or ())))
 
 
 def was_accepted(error: grpc.RpcError) -> bool:
-    """Whether a server had taken the request in before its call failed."""
+    """Return True if a server had accepted the request before its call failed."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return False
     return any(key == _ACCEPTED_KEY for key, _ in error.initial_metadata() or ())
 
 
 def translated(error: grpc.RpcError, proxy: str = "") -> JpagedError:
-    """The error of a call that failed, on a channel of either kind.
+    """Convert the error of a failed call, on a channel of either kind.
 
     Args:
         proxy: the HTTP proxy of the connection, which the error names unless a jpaged server raised it.
@@ -108,7 +108,7 @@ def _invalid_argument(text: str, status: status_pb2.Status | None) -> InvalidArg
 
 
 def _reason(status: status_pb2.Status | None) -> str:
-    """The class of the server's error, which several share a code with."""
+    """Return the class name of the server's error, which is more specific than the code."""
     info = _detail(status, error_details_pb2.ErrorInfo)
     return "" if info is None else str(info.reason)
 
@@ -118,7 +118,7 @@ def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status
         if key == _DETAILS_KEY and isinstance(value, bytes):
             try:
                 return status_pb2.Status.FromString(value)
-            except DecodeError:  # a proxy's own, perhaps: the code and the message still say what happened
+            except DecodeError:  # possibly a proxy's status; the code and the message are still usable
                 return None
     return None
 

@@ -1,4 +1,4 @@
-"""Asks grpc.health.v1 once, with no second try: whoever asks has a rule of its own for failures."""
+"""A single check of grpc.health.v1 without retries: callers decide about failures."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jpaged.client.tls import Tls, open_channel
 def check_health(
     target: str, *, service: str = "", timeout_s: float, tls: Tls | None = None, proxy: str | None = None
 ) -> str:
-    """The status by its name in grpc.health.v1: SERVING, or NOT_SERVING while a server loads or drains.
+    """Return the status by name: SERVING, or NOT_SERVING while a server loads or drains.
 
     Args:
         target: host:port.
-        service: which one; "" is the server as a whole.
-        timeout_s: for connecting and answering.
-        tls: None connects in clear.
-        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Loopback addresses have none.
+        service: name of the service; "" for the server as a whole.
+        timeout_s: timeout for connecting and answering.
+        tls: None connects without TLS.
+        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Never used for loopback addresses.
 
     Raises:
-        InvalidArgument: the target is no HOST:PORT.
-        Unavailable: nobody listens there.
+        InvalidArgument: the target is not HOST:PORT.
+        Unavailable: no server listens there.
         DeadlineExceeded: no answer came in time.
         NotFound: there is no such service.
     """

@@ -1,6 +1,6 @@
-"""Prefixes that travel: saved as bytes, which may lie in a file, loaded into a server, or fetched by one from another.
+"""Transfer of prefixes: saved as bytes (for example to a file), loaded into a server, or fetched from another server.
 
-file    MAGIC, then messages, each behind its length (4 bytes, little endian): a header, and pieces of blocks
+file    MAGIC, then messages, each after its length (4 bytes, little endian): a header, and pieces of blocks
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from jpaged.errors import InvalidArgument
 from jpaged.types import Prompt
 
 MAGIC = b"jpaged-prefix/1\n"
-"""How a saved prefix begins."""
+"""First bytes of a saved prefix."""
 _LENGTH_BYTES = 4
 _MAX_MESSAGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixArrival:
-    """What became of a prefix that a server took in.
+    """Result of importing a prefix into a server.
 
     Attributes:
-        num_tokens: that the next request finds, those that were there already included.
-        num_found_tokens: that were cached where it came from.
-        num_loaded_blocks: blocks that were taken in.
-        num_known_blocks: blocks that came and were there already.
+        num_tokens: prefix tokens that the next request finds cached, including those already there.
+        num_found_tokens: tokens that were cached at the source.
+        num_loaded_blocks: blocks imported.
+        num_known_blocks: blocks received that were already cached.
         is_short_of_room: host memory had no room for the rest.
     """
 
@@ -49,10 +49,10 @@ class PrefixArrival:
 
 
 class PrefixCalls:
-    """The calls of `Client.prefixes`.
+    """The methods of `Client.prefixes`.
 
-    Every method raises the errors of `jpaged.errors` that the server raised: Unsupported where prefixes cannot travel,
-    Incompatible where a block means something else, PermissionDenied for a key without the role control.
+    They raise the errors of `jpaged.errors` that the server raised: Unsupported if prefixes cannot be transferred,
+    Incompatible if the servers' blocks differ, PermissionDenied for a key without the role control.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class PrefixCalls:
         adapter: str = "",
         num_known_tokens: int = 0,
     ) -> Iterator[bytes]:
-        """The cached blocks of a prompt, as bytes that `load` takes, piece by piece. Exactly one of the two is given.
+        """Yield the cached blocks of a prompt as bytes for `load`. Give exactly one of text and prompt_token_ids.
 
         Args:
-            cache_salt: of the requests that share it, as `adapter`.
-            num_known_tokens: at its beginning, whose blocks are left out.
+            cache_salt: of the requests that share the prefix; the same holds for `adapter`.
+            num_known_tokens: leading tokens whose blocks are left out.
         """
         prompt = wire.prompt_of(text, prompt_token_ids)
         request = _save_request(prompt, cache_salt, adapter, num_known_tokens)
@@ -93,10 +93,10 @@ class PrefixCalls:
             self._servers.endpoints.leave(endpoint)
 
     def load(self, saved: Iterable[bytes]) -> PrefixArrival:
-        """Gives a server what `save` gave, in pieces of any size: an open file will do.
+        """Import the bytes of `save` into a server, in chunks of any size; an open file works too.
 
         Raises:
-            InvalidArgument: it is no saved prefix, or damaged.
+            InvalidArgument: it is not a saved prefix, or damaged.
         """
         self._require_open()
         endpoint = self._servers.endpoints.enter(None)
@@ -120,13 +120,13 @@ class PrefixCalls:
         cache_salt: str = "",
         adapter: str = "",
     ) -> PrefixArrival:
-        """Has a server take a prefix over from another, which it knows by this name (--prefix-peers)."""
+        """Make a server fetch a prefix from another one, by the name in its option --prefix-peers."""
         prompt = wire.prompt_of(text, prompt_token_ids)
         return self._servers.run(_fetch_call(source, prompt, cache_salt, adapter))
 
 
 class AsyncPrefixCalls:
-    """The calls of `AsyncClient.prefixes`; see `PrefixCalls`."""
+    """The methods of `AsyncClient.prefixes`; see `PrefixCalls`."""
 
     def __init__(
         self, servers: AsyncServers, metadata: tuple[tuple[str, str], ...], require_open: Callable[[], None]
@@ -204,14 +204,14 @@ class AsyncPrefixCalls:
 
 
 class _Reader:
-    """Chunks of a saved prefix -> messages."""
+    """Decoder: chunks of a saved prefix -> messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._has_begun = False
 
     def add(self, chunk: bytes) -> Iterator[prefixes_pb2.LoadPrefixRequest]:
-        """The messages that end in a chunk."""
+        """Yield the messages completed by a chunk."""
         buffer = self._buffer
         buffer += chunk
         if not self._has_begun:
@@ -234,7 +234,7 @@ class _Reader:
         del buffer[:start]
 
     def finish(self) -> None:
-        """Refuses a prefix that ends in the middle of a message."""
+        """Reject a prefix that ends inside a message."""
         if self._buffer or not self._has_begun:
             raise InvalidArgument("saved", "is cut off")
 
@@ -247,7 +247,7 @@ def _messages_of(saved: Iterable[bytes]) -> Iterator[prefixes_pb2.LoadPrefixRequ
 
 
 class _Keeping:
-    """An iterator that keeps what it ended with: gRPC says only that something did."""
+    """Iterator that keeps its error: gRPC reports only that there was one."""
 
     def __init__(self, messages: Iterator[prefixes_pb2.LoadPrefixRequest]) -> None:
         self.failure: Exception | None = None

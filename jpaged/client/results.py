@@ -1,8 +1,8 @@
-"""The output file of a batch: one line for each request, whatever crashes, whoever else runs, however full the disk is.
+"""The output file of a batch: one line per request, safe against crashes, concurrent runs and a full disk.
 
-open     the lock is taken, a last line that a crash tore is cut off, and what is there is read
-retake   lines whose requests are to run again go, in one step: a new file takes the place of the old one
-append   a line is in the file whole or not at all
+open     take the lock, cut off a last line that a crash left incomplete, and read the file
+retake   remove the lines of requests that run again, in one step: a new file replaces the old one
+append   write a line completely or not at all
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, Self
 from jpaged.errors import InvalidArgument, JpagedError
 
 PASSING = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "ABORTED", "INTERNAL", "UNKNOWN", "DATA_LOSS"})
-"""Codes of failures that another run may not meet: the server was away, too slow, or ended under the request.
+"""Status codes of failures that another run may not meet: the server was unavailable, too slow, or ended.
 
-INTERNAL is among them: an engine that died, or a device at fault. Every other code is the request's own fault, and
-stays: INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, RESOURCE_EXHAUSTED (a limit of gRPC's; a full queue is waited for).
+INTERNAL is included: the engine or a device failed. All other codes are caused by the request and stay:
+INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, RESOURCE_EXHAUSTED (a limit of gRPC's; runs wait for a full queue).
 """
 
 _BEGINNINGS = (b'{"id":"batch_req_', b'{"id": "batch_req_')
-"""A line without an end that has one of these beginnings was torn; any other file is not cut."""
+"""An incomplete line is cut only if it has one of these beginnings; any other file is left alone."""
 
 
 _PASSING_STATUSES = frozenset({499, 500, 503, 504})
@@ -38,7 +38,7 @@ def failure_in(line: Mapping[str, Any]) -> str | None:
     """Return the gRPC status or the code of a line's failure; None if the line has an answer.
 
     Raises:
-        KeyError, TypeError: it is no line of output.
+        KeyError, TypeError: it is not a line of output.
     """
     answer, failure = line["response"], line["error"]
     if failure is not None:
@@ -49,12 +49,12 @@ def failure_in(line: Mapping[str, Any]) -> str | None:
 
 
 class OutputError(JpagedError):
-    """The output cannot be read or written, or another run has it."""
+    """The output cannot be read or written, or another run holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A line that is in the file, from byte to byte: `code` is that of its failure, None where it succeeded."""
+    """A line in the file with its byte range; `code` is the failure's code, None on success."""
 
     custom_id: str | None
     code: str | None
@@ -63,16 +63,16 @@ class _Entry:
 
 
 class Results:
-    """The file, held against other runs from `__enter__` to `__exit__`; a process that dies lets go of it.
+    """The output file, locked against other runs from `__enter__` to `__exit__` or the process's end.
 
     Args:
-        path: made where there is none; a link is followed.
+        path: created if missing; a link is followed.
         custom_ids: those of the input.
-        restore: called under the lock with the path, where there is no file yet: it may make one.
+        restore: called under the lock with the path if the file is missing: it may create one.
 
     Raises:
-        InvalidArgument: it is no regular file, or the output of another batch.
-        OutputError: it cannot be opened, or another run holds it; says which.
+        InvalidArgument: it is not a regular file, or the output of another batch.
+        OutputError: it cannot be opened, or another run holds it; names the run.
     """
 
     def __init__(self, path: Path, custom_ids: Collection[str], restore: Callable[[Path], None] | None = None) -> None:
@@ -88,7 +88,7 @@ class Results:
 
     @property
     def lock_path(self) -> Path:
-        """A file beside the output; it says who holds it, and is there as long as somebody does."""
+        """The lock file next to the output; it names its holder, and exists only while it is locked."""
         return self._path.with_name(self._path.name + ".lock")
 
     @property
@@ -98,7 +98,7 @@ class Results:
 
     @property
     def num_failed(self) -> int:
-        """How many of the lines that stay are of failed requests."""
+        """Number of failed requests among the lines that stay."""
         return sum(entry.code is not None for entry in self._kept)
 
     def __enter__(self) -> Self:
@@ -121,10 +121,10 @@ class Results:
         self._release()
 
     def retake(self) -> None:
-        """Takes away what does not stay: failures that may pass, lines without an id, all but one of any id.
+        """Remove lines that do not stay: transient failures, lines without an id, duplicates of an id.
 
         Raises:
-            OutputError: there is no room for a second file; the first is as it was.
+            OutputError: there is no room for a second file; the first is unchanged.
         """
         if self._has_others:
             try:
@@ -134,10 +134,10 @@ class Results:
             self._has_others = False
 
     def append(self, line: str) -> None:
-        """Adds a line, to the last byte or not at all.
+        """Append a line, completely or not at all.
 
         Raises:
-            OutputError: the disk is full, a limit is reached; what was there is as it was.
+            OutputError: the disk is full, or a limit is reached; the file is unchanged.
         """
         data = line.encode()
         try:
@@ -145,7 +145,7 @@ class Results:
             while written < len(data):
                 written += os.write(self._file, data[written:])
         except OSError as error:
-            with contextlib.suppress(OSError):  # else the next run cuts it off
+            with contextlib.suppress(OSError):  # otherwise the next run cuts it off
                 os.ftruncate(self._file, self._num_bytes)
             raise self._refused("written", error) from error
         self._num_bytes += len(data)
@@ -162,11 +162,11 @@ class Results:
                     raise
                 raise OutputError(f"--output: {self._name} is being written by {who}: wait for its end") from error
             if _is_at(lock, self.lock_path):
-                with contextlib.suppress(OSError):  # a full disk has room for a lock all the same
+                with contextlib.suppress(OSError):  # the lock works even if a full disk cannot hold its text
                     os.ftruncate(lock, 0)
                     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return lock
-            os.close(lock)  # whoever held it has taken the file away since
+            os.close(lock)  # the previous holder has removed the file
 
     def _release(self) -> None:
         if self._file >= 0:
@@ -180,7 +180,7 @@ class Results:
     def _read(self) -> None:
         entries, end = [], 0
         with self._path.open("rb") as file:
-            for number, text in enumerate(file, start=1):  # bytes: texts hold other line ends than this one
+            for number, text in enumerate(file, start=1):  # bytes: texts may contain other line ends
                 if not text.endswith(b"\n"):
                     if not any(text.startswith(begin) or begin.startswith(text) for begin in _BEGINNINGS):
                         raise self._stranger(number)
@@ -216,7 +216,7 @@ class Results:
         return InvalidArgument(f"{self._name}: line {number}", "is not a line of batch output: move the file away")
 
     def _replace(self) -> None:
-        """A crash leaves the old file or the new one, and never a part."""
+        """Replace the file atomically: a crash leaves the old file or the new one."""
         path = self._path.with_name(self._path.name + ".new")
         new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
@@ -239,7 +239,7 @@ class Results:
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file whole, or leave the one that is there.
+    """Write a file completely, or leave the existing one.
 
     Raises:
         OutputError: it cannot be written.

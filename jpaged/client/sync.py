@@ -1,4 +1,4 @@
-"""`Client`: for threads. Safe to share between them; one connection carries all calls."""
+"""`Client`: blocking calls. Threads may share one; one connection per server carries all calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class GenerateStream(BaseStream):
-    """The chunks of one request, to iterate over; see `BaseStream`."""
+    """Iterator over the chunks of one request; see `BaseStream`."""
 
     def __iter__(self) -> Iterator[GenerateChunk]:
         return self
@@ -49,7 +49,14 @@ class GenerateStream(BaseStream):
 
 
 class Client(BaseClient[GenerateStream]):
-    """Speaks to one server or several, for threads; see `BaseClient`."""
+    """Client of one or several servers, with blocking calls. Thread-safe.
+
+        with Client("localhost:50051") as client:
+            output = client.complete("Hello", SamplingParams(max_tokens=32))
+            for chunk in client.generate("Hello"): ...
+
+    Arguments and errors: see `BaseClient`.
+    """
 
     prefixes: PrefixCalls
     _reach = Servers
@@ -68,7 +75,7 @@ class Client(BaseClient[GenerateStream]):
         timeout_s: float | None = None,
         adapter: str = "",
     ) -> RequestOutput:
-        """Runs a request to its end and returns all of it; see `generate`."""
+        """Run a request to its end and return the complete output; arguments as in `generate`."""
         what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
         assembler = Assembler(what, sampling)
         with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
@@ -86,9 +93,9 @@ class Client(BaseClient[GenerateStream]):
         adapter: str = "",
         **words: Unpack[ChatWords],
     ) -> RequestOutput:
-        """Runs the assistant's next turn to its end and returns all of it; see `stream_chat`.
+        """Run the assistant's next turn to its end and return the complete output; see `stream_chat`.
 
-        Its outputs have `tool_calls` and `reasoning_content` beside `text`.
+        Its outputs have `tool_calls` and `reasoning_content` in addition to `text`.
         """
         return self.complete(
             None,
@@ -109,12 +116,13 @@ class Client(BaseClient[GenerateStream]):
         cache_salt: str = "",
         priority: int = 0,
     ) -> Evaluated[Score]:
-        """How likely continuations of a prompt are, each of which is a text or token ids: one score for each, in order.
+        """Return the log-likelihood of each continuation of a prompt; continuations are texts or token ids.
 
-        A text behind a text is tokenised with it. The prompt is computed once, and many continuations in a step.
+        A text continuation is tokenized together with a text prompt. The prompt is computed once, and many
+        continuations share a step.
 
         Args:
-            adapter: the name of an adapter that the server has loaded.
+            adapter: name of an adapter loaded on the server.
             cache_salt: as in `SamplingParams`.
             priority: as in `SamplingParams`.
         """
@@ -132,10 +140,10 @@ class Client(BaseClient[GenerateStream]):
         cache_salt: str = "",
         priority: int = 0,
     ) -> Evaluated[tuple[float, ...]]:
-        """Texts or token ids as vectors: hidden states behind the last norm, of the last token or the mean of all.
+        """Return vectors of texts or token ids: the final hidden state of the last token, or the mean of all.
 
         Args:
-            normalize: scale each vector to a length of 1.
+            normalize: scale each vector to length 1.
             adapter: as in `score`, with cache_salt and priority.
         """
         asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
@@ -150,12 +158,12 @@ class Client(BaseClient[GenerateStream]):
         chat_options: ChatOptions | None = None,
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
-        """The ids that a text or a conversation becomes."""
+        """Return the token ids of a text or a conversation."""
         prompt = wire.prompt_of(text, None, messages, chat_options)
         return self._run(wire.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text that ids stand for."""
+        """Return the text of token ids."""
         return self._run(wire.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model))
 
     def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[bytes, ...]:
@@ -170,19 +178,19 @@ class Client(BaseClient[GenerateStream]):
         return self._run(wire.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model))
 
     def server_info(self) -> ServerInfo:
-        """What the server is; answered in every state."""
+        """Return the server's properties and state; works in every state."""
         return self._run(wire.server_info_call())
 
     def model_info(self) -> ModelInfo:
-        """Which model is served."""
+        """Return the properties of the served model."""
         return self._run(wire.model_info_call())
 
     def load(self) -> Load:
-        """How busy the server is."""
+        """Return the load of the server."""
         return self._run(wire.load_call())
 
     def abort(self, request_id: str) -> None:
-        """Ends a request by its id; its stream gets a last chunk with finish reason "abort".
+        """Abort a request by its id; its stream gets a last chunk with finish reason "abort".
 
         Raises:
             NotFound: no such request is in flight.
@@ -198,7 +206,9 @@ class Client(BaseClient[GenerateStream]):
         cache_salt: str = "",
         adapter: str = "",
     ) -> int:
-        """Keeps a prefix computed, under a name; returns how many of its tokens. Exactly one of the two is given.
+        """Keep a prefix in the prefix cache under a name; return the number of pinned tokens.
+
+        Give exactly one of text and prompt_token_ids.
 
         Raises:
             AlreadyExists: the name is taken.
@@ -209,37 +219,37 @@ class Client(BaseClient[GenerateStream]):
         return self._run(wire.pin_prefix_call(name, prefix, cache_salt, adapter))
 
     def unpin_prefix(self, name: str) -> None:
-        """Lets a pinned prefix go.
+        """Unpin a prefix.
 
         Raises:
-            NotFound: none of that name is pinned.
+            NotFound: no prefix of that name is pinned.
         """
         self._run(wire.unpin_prefix_call(name))
 
     def load_adapter(self, name: str, path: str) -> int:
-        """Has the server read an adapter from a path of its own, for requests that name it; returns its bytes.
+        """Load an adapter from a path on the server, for requests that name it; return its size in bytes.
 
         Raises:
             AlreadyExists: the name is taken.
-            InvalidArgument: the path is missing or not understood, or too many are loaded.
+            InvalidArgument: the path is missing or invalid, or too many are loaded.
             Unsupported: the server takes no adapters, or not this kind.
         """
         return self._run(wire.load_adapter_call(name, path))
 
     def unload_adapter(self, name: str) -> None:
-        """Takes an adapter from requests to come; those that have it go on.
+        """Unload an adapter; requests that use it continue.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no adapter has that name.
         """
         self._run(wire.unload_adapter_call(name))
 
     def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        """The adapters that requests can have."""
+        """Return the adapters that requests can use."""
         return self._run(wire.list_adapters_call())
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Waits until the server takes requests, also for one that is not there yet, or that ends and comes again.
+        """Wait until the server accepts requests, even if it has not started yet or restarts.
 
         Raises:
             Cancelled: the client was closed.
@@ -248,7 +258,7 @@ class Client(BaseClient[GenerateStream]):
         self._servers.wait_until_ready(timeout_s)
 
     def close(self) -> None:
-        """Cancels what is open and closes the connections."""
+        """Cancel open calls and close the connections."""
         self._is_closed = True
         self._servers.close()
 

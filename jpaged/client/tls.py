@@ -1,4 +1,4 @@
-"""What a client believes and shows over TLS, and a connection with or without it."""
+"""TLS certificates of a client, and connections with or without TLS."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jpaged.errors import InvalidArgument, sentence_of
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files in PEM, read when a client connects.
+    """Files in PEM format, read when a client connects.
 
     Attributes:
-        ca: whose certificates of servers are believed; None is whom the system believes.
-        cert: what this client shows, for servers that want it; None is nothing.
+        ca: CA certificates that verify servers; None for the system's.
+        cert: client certificate, for servers that require one; None for none.
         key: the private key of `cert`.
     """
 
@@ -42,17 +42,17 @@ class Tls:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def context(self) -> ssl.SSLContext:
-        """Read the files for a client of Python's.
+        """Read the files for a client of Python's standard library.
 
         Raises:
-            InvalidArgument: one cannot be read, or is no certificate or key.
+            InvalidArgument: one cannot be read, or is not a certificate or key.
         """
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
                 context.load_cert_chain(
                     self.cert, self.key, password=""
-                )  # an encrypted key is refused, not asked about
+                )  # reject an encrypted key instead of prompting for its password
         except (OSError, ValueError) as error:
             raise InvalidArgument("tls", f"the files cannot be used: {error}") from None
         return context
@@ -67,12 +67,12 @@ def open_channel(
     more: Sequence[tuple[str, int]] = (),
     proxy: str | None = None,
 ) -> Any:
-    """Return a connection, made with `grpc` or `grpc.aio`; without `tls` it is in clear.
+    """Return a channel of `grpc` or `grpc.aio`; without `tls` it is unencrypted.
 
     Args:
-        more: options of gRPC's besides those of every client.
-        name: what the server's certificate has to name, where the target is an address that a name stands for.
-        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Loopback addresses have none.
+        more: gRPC options in addition to those of every client.
+        name: name that the server's certificate must have, if it is not the target's host.
+        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Never used for loopback addresses.
     """
     options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS, *more, *proxy_options(target, proxy)]
     if name is not None:

@@ -1,6 +1,6 @@
-"""Values -> messages and messages -> values, and the assembly of streams. No I/O: both clients stand on it.
+"""Values <-> messages, and the assembly of streams. No I/O; shared by both clients.
 
-A unary call is a `Call`: its method, its request, and how its response is read. A client only has to send it.
+A unary call is a `Call`: its method, its request, and a conversion of the response. A client only sends it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jpaged.types import (
 _T = TypeVar("_T")
 
 TENANT_KEY = "x-jpaged-tenant"
-"""The metadata key that tells a server whose request it is."""
+"""Metadata key of the request's tenant."""
 MAX_TENANT_CHARS = 128
 
 _FINISH_REASONS = {
@@ -57,11 +57,11 @@ _EARLY_STOPPING: dict[bool | str, inference_pb2.EarlyStopping] = {
 
 @dataclass(slots=True)
 class GenerateChunk(SequenceDelta):
-    """What one message added; `cumulative_logprob` comes with `finish`, where the request needs log-probabilities.
+    """Addition of one message of a stream; `cumulative_logprob` is set with `finish` if log-probabilities are needed.
 
     Attributes:
-        prompt_token_ids: in the first chunk, when they were asked for.
-        seed: in the first chunk, where tokens are sampled: what with.
+        prompt_token_ids: set in the first chunk, if requested.
+        seed: set in the first chunk of sampled output: the seed in use.
     """
 
     prompt_token_ids: tuple[int, ...] = ()
@@ -69,21 +69,21 @@ class GenerateChunk(SequenceDelta):
 
     @property
     def finish_reason(self) -> str | None:
-        """What ended the sequence: "stop", "tool_calls", "length" or "abort"; None before its last chunk."""
+        """Finish reason of the sequence: "stop", "tool_calls", "length" or "abort"; None before its last chunk."""
         return None if self.finish is None else self.finish.reason.value
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What GetServerInfo says.
+    """Properties and state of a server, as GetServerInfo returns them.
 
     Attributes:
         state: "starting", "serving", "draining" or "failed".
         startup: (what, done, total) while the server starts.
-        platform: None, like what follows it, until the model is loaded.
+        platform: None, like the next four fields, until the model is loaded.
         options: option -> effective value.
-        role: what it computes: "both", "prefill" or "decode"; "" from a server that does not say.
-        checkpoint: a fingerprint of the files that it loaded; "" until it has, and from a server that does not say.
+        role: "both", "prefill" or "decode"; "" from a server that does not report it.
+        checkpoint: fingerprint of the model's files; "" until loaded, and from a server that does not report it.
     """
 
     server_version: str
@@ -103,7 +103,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """An adapter (LoRA) that requests can have: its name, where the server read it, and the memory that it takes."""
+    """An adapter (LoRA) that requests can use: its name, its path on the server, and its memory."""
 
     name: str
     path: str
@@ -112,10 +112,10 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_T]):
-    """One unary call: which method of the services it is, what it says, and what its answer means.
+    """One unary call: method, request, and conversion of the response.
 
     Attributes:
-        scope: which of several servers it is for: any one, each of them, or the one that knows what it names.
+        scope: the servers to call: any one, each of them, or the one that knows the subject.
     """
 
     method: str
@@ -130,10 +130,10 @@ def prompt_of(
     messages: Sequence[Mapping[str, Any]] | None = None,
     chat_options: ChatOptions | None = None,
 ) -> Prompt:
-    """The prompt that is given.
+    """Return the prompt of the given form.
 
     Raises:
-        InvalidArgument: none is, or several, or what belongs to messages goes with another.
+        InvalidArgument: not exactly one form is given, or chat options are given without messages.
     """
     if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
         raise InvalidArgument("prompt", "give exactly one of prompt, prompt_token_ids and messages")
@@ -156,7 +156,7 @@ def generate_request(
     whole: bool = False,
     adapter: str = "",
 ) -> inference_pb2.GenerateRequest:
-    """The message of a Generate call. Without a request id it gets one here, so that the caller can abort it."""
+    """Build a Generate request. Without a request id it gets one here, so that the caller can abort it."""
     if prompt.text is not None:
         require_whole_characters("prompt.text", prompt.text)
     message = inference_pb2.GenerateRequest(
@@ -179,7 +179,7 @@ def generate_request(
 def continued_request(
     request: inference_pb2.GenerateRequest, generated: Sequence[Generated], seed: int | None
 ) -> inference_pb2.GenerateRequest:
-    """The request that goes on behind what has come of it, with the seed that its first message told."""
+    """Build the request that resumes after the given tokens, with the seed of the first message."""
     message = inference_pb2.GenerateRequest()
     message.CopyFrom(request)
     if seed is not None:
@@ -199,12 +199,12 @@ def _add_generated(message: inference_pb2.GenerateRequest, generated: Sequence[G
 
 
 def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
-    """Every field by its name, defaults included: what a request means does not change with the server's version."""
+    """Convert all fields including defaults, so that the meaning does not depend on the server's version."""
     given: dict[str, Any] = {one.name: getattr(sampling, one.name) for one in fields(SamplingParams)}
     values = {name: value for name, value in given.items() if value is not None}
     for name in ("max_tokens", "min_tokens"):
         values[name] = _checked_uint32(f"sampling.{name}", values[name])
-    values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all are kept either way
+    values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all tokens are kept either way
     values["stop_token_ids"] = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
     for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
         if name in values:
@@ -226,7 +226,7 @@ def _structured_message(outputs: StructuredOutputs) -> inference_pb2.StructuredO
 
 
 def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
-    """One message of a stream as a value."""
+    """Convert one message of a stream to a value."""
     has_finish = message.HasField("finish")
     return GenerateChunk(
         request_id=message.request_id,
@@ -248,7 +248,7 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
 
 
 class Assembler:
-    """Folds the chunks of one stream into a RequestOutput."""
+    """Assembles the chunks of one stream into a RequestOutput."""
 
     def __init__(self, prompt: Prompt, sampling: SamplingParams | None) -> None:
         self._completions = completions_of(sampling or SamplingParams())
@@ -257,18 +257,18 @@ class Assembler:
         self._request_id = ""
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Takes the next chunk."""
+        """Add the next chunk."""
         self._completions.add(chunk)
         self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
         self._request_id = chunk.request_id
 
     def output(self) -> RequestOutput:
-        """Everything; raises InternalError when a part of it never came."""
+        """Return the complete output; raise InternalError if a part is missing."""
         return self._completions.output(self._request_id, self._prompt.text, self._prompt_token_ids)
 
 
 def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str | None) -> Call[tuple[int, ...]]:
-    """Text or messages -> ids."""
+    """Build a Tokenize call: text or messages -> ids."""
     request = inference_pb2.TokenizeRequest(text=prompt.text, add_special_tokens=add_special_tokens, model=model)
     if prompt.messages is not None:
         request.chat.CopyFrom(chat_message(prompt))
@@ -276,7 +276,7 @@ def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str
 
 
 def detokenize_call(token_ids: Sequence[int], *, skip_special_tokens: bool, model: str | None) -> Call[str]:
-    """Ids -> text."""
+    """Build a Detokenize call: ids -> text."""
     request = inference_pb2.DetokenizeRequest(
         token_ids=checked_ids("token_ids", token_ids), skip_special_tokens=skip_special_tokens, model=model
     )
@@ -303,27 +303,27 @@ def token_bytes_call(
 
 
 def server_info_call() -> Call[ServerInfo]:
-    """GetServerInfo."""
+    """Build a GetServerInfo call."""
     return Call("GetServerInfo", control_pb2.GetServerInfoRequest(), _server_info_of)
 
 
 def model_info_call() -> Call[ModelInfo]:
-    """GetModelInfo."""
+    """Build a GetModelInfo call."""
     return Call("GetModelInfo", control_pb2.GetModelInfoRequest(), _model_info_of)
 
 
 def load_call() -> Call[Load]:
-    """GetLoad."""
+    """Build a GetLoad call."""
     return Call("GetLoad", control_pb2.GetLoadRequest(), _load_of)
 
 
 def abort_call(request_id: str) -> Call[None]:
-    """Abort."""
+    """Build an Abort call."""
     return Call("Abort", control_pb2.AbortRequest(request_id=request_id), lambda response: None, "knowing")
 
 
 def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str, adapter: str) -> Call[int]:
-    """PinPrefix: how many tokens are kept."""
+    """Build a PinPrefix call; it returns the number of pinned tokens."""
     request = control_pb2.PinPrefixRequest(name=name, text=prefix.text, cache_salt=cache_salt, adapter=adapter)
     if prefix.token_ids is not None:
         request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prefix.token_ids", prefix.token_ids)))
@@ -331,32 +331,32 @@ def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str, adapter: str) ->
 
 
 def unpin_prefix_call(name: str) -> Call[None]:
-    """UnpinPrefix."""
+    """Build an UnpinPrefix call."""
     return Call("UnpinPrefix", control_pb2.UnpinPrefixRequest(name=name), lambda response: None, "each")
 
 
 def load_adapter_call(name: str, path: str) -> Call[int]:
-    """LoadAdapter: how many bytes its matrices take."""
+    """Build a LoadAdapter call; it returns the bytes of the matrices."""
     require_whole_characters("path", path)
     request = control_pb2.LoadAdapterRequest(name=name, path=path)
     return Call("LoadAdapter", request, lambda response: response.num_bytes, "each")
 
 
 def unload_adapter_call(name: str) -> Call[None]:
-    """UnloadAdapter."""
+    """Build an UnloadAdapter call."""
     return Call("UnloadAdapter", control_pb2.UnloadAdapterRequest(name=name), lambda response: None, "each")
 
 
 def list_adapters_call() -> Call[tuple[AdapterInfo, ...]]:
-    """ListAdapters."""
+    """Build a ListAdapters call."""
     return Call("ListAdapters", control_pb2.ListAdaptersRequest(), _adapters_of)
 
 
 def metadata_of(tenant: str, api_key: str = "") -> tuple[tuple[str, str], ...]:
-    """What goes with a call that a tenant makes, and with its key.
+    """Return the metadata of calls by a tenant with a key.
 
     Raises:
-        InvalidArgument: one of them is not what metadata carries as it is.
+        InvalidArgument: one of them has characters that metadata cannot carry.
     """
     key: tuple[tuple[str, str], ...] = ()
     if api_key:
@@ -403,14 +403,14 @@ def _load_of(message: control_pb2.GetLoadResponse) -> Load:
 
 
 def _fields_of(message: Message) -> dict[str, Any]:
-    """What is taken over from a message by name: all of its fields but those that are messages."""
+    """Return the fields of a message by name, except submessages."""
     return {
         field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.message_type is None
     }
 
 
 def checked_ids(name: str, token_ids: Sequence[int]) -> Sequence[int]:
-    """Token ids that a message can carry; raises InvalidArgument for others."""
+    """Return the token ids; raise InvalidArgument if one does not fit into the message."""
     for token_id in token_ids:
         _checked_uint32(name, token_id)
     return token_ids
@@ -423,7 +423,7 @@ def _checked_uint32(name: str, value: int) -> int:
 
 
 def checked_int32(field: str, value: int) -> int:
-    """A number that a message can carry; raises InvalidArgument for others."""
+    """Return the number; raise InvalidArgument if it does not fit into 32 bits."""
     if not -(2**31) <= value < 2**31:
         raise InvalidArgument(field, f"{value} is no 32-bit integer")
     return value
@@ -438,7 +438,7 @@ def _position_of(position: inference_pb2.PositionLogprobs) -> PositionLogprobs:
 
 
 def logprob_of(token: inference_pb2.TokenLogprob) -> TokenLogprob:
-    """The value of a message."""
+    """Convert a message to a value."""
     return TokenLogprob(token.token_id, token.logprob, token.rank if token.HasField("rank") else None)
 
 

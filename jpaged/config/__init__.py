@@ -1,13 +1,13 @@
-"""The options, once: name, limits, help, default.
+"""All options, declared once: name, limits, help, default.
 
-engine_config.py   all of them together: loaded, resolved, explained; and the environment
+engine_config.py   all sections together: load, resolve, explain; and the environment
 groups.py          the sections of an engine
-lossy.py           what gives up answers for memory
-serving.py         those of a server
-speculative.py     how tokens are proposed before they are drawn
-roles.py           prefill and decode on servers of their own
-timeouts.py        how long requests, steps and silences may take
-option.py          what a field of a section is, and how it is checked
+lossy.py           options that trade accuracy for memory
+serving.py         the sections of a server
+speculative.py     speculative decoding
+roles.py           disaggregated prefill
+timeouts.py        timeouts of requests and steps
+option.py          declaration and validation of an option
 """
 
 from jpaged.config.engine_config import (

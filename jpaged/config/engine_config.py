@@ -1,12 +1,11 @@
-"""The options, once: name, limits, help, default. The only reader of the environment.
+"""All options, declared once: name, limits, help, default. The only reader of the environment.
 
-    options as written      EngineConfig.load(...)     names and limits are checked, nothing is guessed
-    -> resolved             .replace(num_blocks=9)     what depends on the model and the device is filled in
-    -> explained            .explain()                 printed at start-up, line by line
+    options as given        EngineConfig.load(...)     names and limits are checked, nothing is inferred
+    -> resolved             .replace(num_blocks=9)     values that depend on the model and the device are filled in
+    -> explained            .explain()                 printed at startup, line by line
 
-A section (`jpaged.config`) is a frozen dataclass whose fields carry their own help and limits, so that the
-command line, `LLM(...)` and the documentation are read off one place. The command line spells `max_model_len` as
-`--max-model-len`.
+A section (`jpaged.config`) is a frozen dataclass whose fields carry help and limits, so that the command line,
+`LLM(...)` and the documentation share one source. The command line spells `max_model_len` as `--max-model-len`.
 """
 
 from __future__ import annotations
@@ -47,22 +46,22 @@ ENVIRONMENT: Mapping[str, str] = {
     "TPU_LIBRARY_PATH": "the libtpu.so that compiles for TPUs",
     "TOKENIZERS_PARALLELISM": "whether tokenizers take threads of their own; jpaged sets it to false",
 }
-"""The variables that are read here, and what each says."""
+"""Environment variables that are read here, and their meaning."""
 _OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM_", "LWS_", "OMPI_", "MEGASCALE_")
-"""What else in the environment changes a server: variables of libraries and of launchers."""
+"""Other environment variables that affect a server: those of libraries and launchers."""
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|HEADERS)(_|$)")
 MIN_SECRET_BYTES = 16
-"""Whoever has seen two processes meet can try short ones."""
+"""Short secrets could be found by brute force from an observed handshake."""
 PROCESS_OPTIONS = (
     *("coordinator", "num_processes", "process_id", "join_timeout", "cluster_secret_file"),
     *("heartbeat_interval", "heartbeat_timeout"),
 )
-"""The options of one of several processes, which only `jpaged serve` can be."""
+"""Options of multi-process serving, which only `jpaged serve` supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every option, in its section. Frozen; `replace` gives another."""
+    """Every option, by section. Frozen; `replace` returns a changed copy."""
 
     model: ModelOptions = section_of(ModelOptions, "Which model, and how its numbers are held.")
     cache: CacheOptions = section_of(CacheOptions, "The pool of blocks of keys and values.")
@@ -85,10 +84,10 @@ class EngineConfig:
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Builds a configuration from flat option names, checked against their limits.
+        """Build a configuration from flat option names, checked against their limits.
 
         Raises:
-            InvalidArgument: a name is unknown, or a value is of the wrong type or out of its limits.
+            InvalidArgument: a name is unknown, or a value has the wrong type or is out of range.
         """
         known = {name for name, _, _ in iter_options()}
         for name in options:
@@ -139,7 +138,7 @@ class EngineConfig:
         self._check_draft()
 
     def _check_draft(self) -> None:
-        """Refuses what does not go with a draft model or a head, which is on the device of the model."""
+        """Reject options that conflict with a draft model or head, which shares the model's device."""
         if self.speculation is None or not self.has_draft:
             return
         method = self.speculation.method
@@ -152,10 +151,10 @@ class EngineConfig:
             raise InvalidArgument(f"{NAME}.method", f"{method} does not go with adapters (enable_lora is True)")
 
     def _for_head(self, given: Mapping[str, Any]) -> EngineConfig:
-        """These options where the model runs one step at a time, and no block leaves: a head sees each token once.
+        """Return these options for EAGLE-3, whose head must see each token once: single steps, and no swapping.
 
         Raises:
-            InvalidArgument: it was given otherwise.
+            InvalidArgument: an option was set to a conflicting value.
         """
         problem = "eagle3 has to see each token as it is run"
         if self.scheduler.num_scheduler_steps > 1:
@@ -177,29 +176,29 @@ class EngineConfig:
 
     @property
     def has_draft(self) -> bool:
-        """A draft model or a head on the device proposes tokens."""
+        """True if a draft model or head on the device proposes tokens."""
         return self.speculation is not None and self.speculation.method in MODEL_METHODS
 
     @property
     def has_head(self) -> bool:
-        """What proposes tokens takes hidden states of the model."""
+        """True if the proposer uses hidden states of the model (EAGLE-3)."""
         return self.speculation is not None and self.speculation.method == "eagle3"
 
     @property
     def speculation(self) -> SpeculativeOptions | None:
-        """Who proposes tokens ahead of the model, and how many; None where nobody does.
+        """Options of speculative decoding; None if it is off.
 
         Raises:
-            InvalidArgument: `speculative_config` is not as it has to be; never of options that were loaded.
+            InvalidArgument: `speculative_config` is invalid; cannot happen for loaded options.
         """
         text = self.scheduler.speculative_config
         return None if text is None else SpeculativeOptions.parse(text)
 
     def multihost(self) -> MultiHost | None:
-        """The place of this process among several: the options', else a launcher's; None where it is alone.
+        """Return the rank of this process, from the options or a launcher; None for a single process.
 
         Raises:
-            InvalidArgument: a launcher's variables cannot be understood.
+            InvalidArgument: a launcher's variables cannot be parsed.
         """
         given = self.parallel
         if given.num_processes == 1:
@@ -209,7 +208,7 @@ class EngineConfig:
         return MultiHost(given.coordinator, given.num_processes, given.process_id, "the options")
 
     def cluster_secret(self) -> bytes | None:
-        """What several processes ask each other for; None where there is no secret.
+        """Return the secret shared by several processes; None if there is none.
 
         Raises:
             InvalidArgument: it cannot be read, or is too short.
@@ -232,10 +231,10 @@ class EngineConfig:
         return secret
 
     def for_multihost(self, multihost: MultiHost) -> EngineConfig:
-        """These options in one of several processes, with its place among them filled in.
+        """Return these options for one of several processes, with its rank filled in.
 
         Raises:
-            InvalidArgument: one of them is for one process alone.
+            InvalidArgument: an option does not support several processes.
         """
         several = f"not with several processes (there are {multihost.num_processes}, from {multihost.source})"
         if self.parallel.data_parallel_size > 1:
@@ -260,7 +259,7 @@ class EngineConfig:
         return self.replace(**place)
 
     def replace(self, **values: Any) -> EngineConfig:
-        """Return these options with other values, unchecked: what only the model and the device could tell."""
+        """Return these options with other values, unchecked: for values resolved from the model and the device."""
         sections = {}
         for section, kind in SECTIONS.items():
             mine = {name: values.pop(name) for name in field_names(kind) if name in values}
@@ -270,7 +269,7 @@ class EngineConfig:
         return EngineConfig(**sections)
 
     def explain(self) -> list[tuple[str, str, str]]:
-        """(option, value, where it came from) for every option; the value of a resolved configuration is final."""
+        """Return (option, value, source) for every option; the values of a resolved configuration are final."""
         rows = []
         for name, section, spec in iter_options():
             given = getattr(getattr(self, section), name)
@@ -282,39 +281,39 @@ class EngineConfig:
 
 SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
 SERVER_SECTIONS = ("server", "http", "access", "telemetry", "kv_events", "timeouts", "roles")
-"""Sections that an engine without a server has no use for."""
+"""Sections that an engine without a server does not use."""
 
 
 def section_help(section: str) -> str:
-    """What the options of a section are about; empty where it does not say."""
+    """Return the help of a section; "" if it has none."""
     return next(spec.metadata.get("help", "") for spec in fields(EngineConfig) if spec.name == section)
 
 
 def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
-    """(name, section, field) of every option, in the order in which they are documented."""
+    """Yield (name, section, field) of every option, in the documented order."""
     for section, kind in SECTIONS.items():
         for spec in fields(kind):
             yield spec.name, section, spec
 
 
 def platform_default(name: str, platform: str) -> Any:
-    """What an option is on a platform, as jax calls it, unless it is chosen; one that is not known is like a GPU."""
+    """Return an option's default on a platform (jax's name); an unknown platform counts as a GPU."""
     by_platform: dict[str, Any] = {other: spec.metadata["by_platform"] for other, _, spec in iter_options()}[name]
     return by_platform.get(platform, by_platform["gpu"])
 
 
 def field_names(section: type) -> tuple[str, ...]:
-    """Names of the options in a section."""
+    """Return the names of the options in a section."""
     return tuple(spec.name for spec in fields(section))
 
 
 def server_field_names() -> tuple[str, ...]:
-    """Names of the options that only a server has: where it listens, who may ask, what it tells."""
+    """Return the names of the server's options: ports, access, telemetry."""
     return tuple(name for name, section, _ in iter_options() if section in SERVER_SECTIONS)
 
 
 def compile_cache_dir() -> Path | None:
-    """Where compiled programs are kept between runs: in JPAGED_CACHE_DIR, nowhere if that is empty, else the user's."""
+    """Return the cache folder of compiled programs: JPAGED_CACHE_DIR (None if empty), else in the user's cache."""
     chosen = os.environ.get("JPAGED_CACHE_DIR")
     if chosen is not None:
         return Path(chosen) / "programs" if chosen else None
@@ -323,17 +322,17 @@ def compile_cache_dir() -> Path | None:
 
 
 def compiler_environment_text() -> str:
-    """What the environment tells XLA and its compilers of accelerators, as text."""
+    """Return the environment variables of XLA and accelerator compilers, as text."""
     return "\n".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_OF_COMPILERS))
 
 
 def api_key_from_environment() -> str:
-    """Return the key that commands show to servers (JPAGED_API_KEY); "" where there is none."""
+    """Return the API key of commands for servers (JPAGED_API_KEY); "" if there is none."""
     return os.environ.get("JPAGED_API_KEY", "").strip()
 
 
 def proxy_from_environment() -> tuple[str, tuple[str, ...]]:
-    """Return the URL of the HTTP proxy that gRPC reads from the environment, and the hosts reached without it."""
+    """Return the HTTP proxy URL that gRPC reads from the environment, and the hosts reached without it."""
     proxy, excluded = (
         next(filter(None, (os.environ.get(name) for name in names)), "")
         for names in (("grpc_proxy", "https_proxy", "http_proxy"), ("no_grpc_proxy", "no_proxy"))
@@ -342,24 +341,24 @@ def proxy_from_environment() -> tuple[str, tuple[str, ...]]:
 
 
 def shows_traces() -> bool:
-    """Whether the command line shows where in the program an error came up (JPAGED_TRACEBACK)."""
+    """Return True if the command line should show tracebacks (JPAGED_TRACEBACK)."""
     return os.environ.get("JPAGED_TRACEBACK", "") not in ("", "0")
 
 
 def tpu_library() -> Path | None:
-    """The libtpu.so that the environment names (TPU_LIBRARY_PATH), for processes that compile for TPUs."""
+    """Return the libtpu.so named by TPU_LIBRARY_PATH, for processes that compile for TPUs."""
     return Path(path) if (path := os.environ.get("TPU_LIBRARY_PATH")) else None
 
 
 def keep_tokenizers_on_their_thread() -> None:
-    """Tells the tokenizers library to work on the thread that asks: a few long texts would take all of its own."""
+    """Make the tokenizers library use the calling thread: a few long texts would occupy the whole thread pool."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def explain_environment() -> list[tuple[str, str | None, str]]:
-    """(variable, value, what it says) of what jpaged reads, set or not, and of its libraries' that are set.
+    """Return (variable, value, meaning) of the variables that jpaged reads, and of set variables of libraries.
 
-    A value that may be a secret is told as `(set)`.
+    Possible secrets are shown as `(set)`.
     """
     others = sorted(name for name in os.environ if name.startswith(_OF_LIBRARIES) and name not in ENVIRONMENT)
     rows = []
@@ -370,5 +369,5 @@ def explain_environment() -> list[tuple[str, str | None, str]]:
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process for a child, with these variables set."""
+    """Return the environment of this process for a child, with these variables set."""
     return {**os.environ, **variables}

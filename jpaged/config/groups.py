@@ -1,4 +1,4 @@
-"""The options in groups: a frozen dataclass each, whose fields carry their own help and limits."""
+"""The sections of an engine: frozen dataclasses whose fields carry help and limits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
 EvictionPolicyName = Literal["auto", "lru", "lfu", "2q", "worth"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "openai"]
-"""How a model writes tool calls: `jpaged.service.chat.parsers.formats` has what each is."""
+"""Formats of tool calls: see `jpaged.service.chat.parsers.formats`."""
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "openai_gptoss"]
-"""The same of its reasoning."""
+"""Formats of reasoning."""
 LinearBackend = Literal["cpu", "xla"]
 Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
-"""Whose attention kernels run."""
+"""Attention backends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model, and how its numbers are held."""
+    """The model, and its data types."""
 
     model: str = option("demo", "`demo`, a folder (Hugging Face's layout or ours), a GGUF file, or a hub id")
     dtype: str = option(
@@ -87,7 +87,7 @@ class ModelOptions:
     )
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument if the pattern of whitespace is no regular expression."""
+        """Raise InvalidArgument if the pattern of whitespace is not a regular expression."""
         try:
             re.compile(self.whitespace_pattern)
         except re.error as error:
@@ -166,10 +166,10 @@ class CacheOptions:
     )
 
     def check(self) -> None:
-        """Holds the policy of eviction to what there is to evict, and disk to what can come to it.
+        """Check the options of eviction and the disk tier against the others.
 
         Raises:
-            InvalidArgument: nothing is cached by the other options, or an option that disk needs is given otherwise.
+            InvalidArgument: with the other options nothing is cached, or an option conflicts with the disk tier.
         """
         self._check_disk()
         if self.eviction_policy == "auto":
@@ -204,7 +204,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Who runs in a step."""
+    """Scheduling of steps."""
 
     max_num_seqs: int | None = option(
         None,
@@ -254,7 +254,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """How many devices run the model: the product of the sizes."""
+    """Parallelism: the number of devices is the product of the sizes."""
 
     context_parallel_size: int = option(
         1,
@@ -312,10 +312,10 @@ class ParallelOptions:
     )
 
     def check(self) -> None:
-        """Holds the options of several processes to each other.
+        """Check the options of several processes against each other.
 
         Raises:
-            InvalidArgument: one is missing, malformed or beyond another.
+            InvalidArgument: one is missing, malformed or conflicts with another.
         """
         if self.context_parallel_size > 1 and (self.num_processes or 1) > 1:
             raise InvalidArgument(
@@ -347,7 +347,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True, slots=True)
 class StartupOptions:
-    """What has to be there before the first step."""
+    """Requirements before the first step."""
 
     wait_for_all_programs: bool = option(
         False, "start when every program is compiled, not when those are that any step can be padded to"
@@ -362,7 +362,7 @@ class StartupOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
-    """Adapters beside the model: in how many slots of the device, and which ones from the start."""
+    """LoRA adapters: slots on the device, and adapters loaded at the start."""
 
     enable_lora: bool = option(False, "take requests for adapters (LoRA); on where `lora` names any")
     max_loras: int = option(
@@ -379,14 +379,14 @@ class LoraOptions:
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:
-        """The name and the path of each that is loaded at the start."""
+        """Name and path of each adapter loaded at the start."""
         return tuple((name, path) for name, _, path in (one.partition("=") for one in self.lora))
 
     def check(self) -> None:
-        """Holds what is loaded at the start to its form and its number.
+        """Check the form and the number of adapters loaded at the start.
 
         Raises:
-            InvalidArgument: a name or a path is missing, a name comes twice, or there are too many.
+            InvalidArgument: a name or a path is missing, a name occurs twice, or there are too many.
         """
         for one, (name, path) in zip(self.lora, self.adapters, strict=True):
             if not name or not path:

@@ -1,4 +1,4 @@
-"""What gives up answers for memory. Off unless it is asked for: no other option does."""
+"""Options that trade accuracy for memory. Off by default; no other option enables them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jpaged.config.option import option
 from jpaged.errors import InvalidArgument
 
 NUM_SINKS = 4
-"""First tokens that are kept where nobody says how many: as many as StreamingLLM's authors found enough."""
+"""Default number of attention sinks; StreamingLLM's authors found this sufficient."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossyOptions:
-    """Old tokens that are forgotten (StreamingLLM, Xiao et al. 2023)."""
+    """StreamingLLM (Xiao et al. 2023): attention to a recent window and attention sinks only."""
 
     lossy_kv_window: int | None = option(
         None,
@@ -32,17 +32,17 @@ class LossyOptions:
 
     @property
     def num_sinks(self) -> int:
-        """First tokens that are seen beside the window."""
+        """Number of attention sinks."""
         return NUM_SINKS if self.lossy_kv_sinks is None else self.lossy_kv_sinks
 
     def check(self, cache: CacheOptions, draft: str | None) -> None:
-        """Holds them to each other, and to what the pool does.
+        """Check the options against each other, and against those of the pool.
 
         Args:
-            draft: the method of speculation that has a pool of its own; None is none.
+            draft: the speculative method, if it has a separate pool; None for none.
 
         Raises:
-            InvalidArgument: there are first tokens without a window, or another option leaves nothing to forget.
+            InvalidArgument: sinks are set without a window, or another option conflicts.
         """
         window = self.lossy_kv_window
         if window is None:

@@ -1,4 +1,4 @@
-"""One option: its default, its help, its limits, and how a value is held to them."""
+"""One option: default, help, limits, and validation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jpaged.errors import InvalidArgument
 from jpaged.types import require_whole_characters
 
 JsonText = str
-"""A JSON object as text; options that are given in Python may be the object."""
+"""A JSON object as text; in Python, the object itself may be given."""
 PathKind = Literal["", "file", "folder", "new file", "new folder"]
-"""What a path leads to; what is new is made where it is not there. Shells complete it so."""
+"""Kind of a path, for shell completion; new files and folders are created."""
 
 
 def option(
@@ -30,20 +30,20 @@ def option(
 ) -> Any:
     """Declare a field of a section: its default, its help line and its limits (both inclusive).
 
-    A default of None means that the value is found when the configuration is resolved, or that the thing is left out;
-    `by_platform` is what is found on CPUs, GPUs and TPUs (`jpaged.device.step_sizes` has the rule).
+    A default of None means that the value is resolved later, or that the feature is off. `by_platform` has the resolved
+    values on CPUs, GPUs and TPUs (`jpaged.device.step_sizes` defines the rule).
     """
     limits = {"low": low, "high": high, "choices": choices, "unit": unit, "by_platform": by_platform or {}}
     return field(default=default, metadata={"help": help, "path": path, **limits})
 
 
 def section_of(kind: type, help: str) -> Any:
-    """Declare a section of the configuration, with a sentence on what its options are about."""
+    """Declare a section of the configuration, with a sentence about its options."""
     return field(default_factory=kind, metadata={"help": help})
 
 
 def option_type(spec: dataclasses.Field[Any]) -> type:
-    """Return the type of an option: `int | None` is an int that may be left out, a tuple is of words."""
+    """Return the type of an option: `int | None` is an optional int, a tuple holds words."""
     if spec.metadata["choices"]:
         return str
     kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple, "JsonText": str}
@@ -51,15 +51,15 @@ def option_type(spec: dataclasses.Field[Any]) -> type:
 
 
 def is_json(spec: dataclasses.Field[Any]) -> bool:
-    """Whether an option is a JSON object."""
+    """Return True if an option is a JSON object."""
     return str(spec.type).startswith("JsonText")
 
 
 def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
-    """Return the value of an option as its section holds it.
+    """Return the validated value of an option.
 
     Raises:
-        InvalidArgument: it is of the wrong type or out of its limits.
+        InvalidArgument: it has the wrong type or is out of range.
     """
     meta, kind = spec.metadata, option_type(spec)
     if value is None and spec.default is None:

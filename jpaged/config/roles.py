@@ -1,4 +1,4 @@
-"""What a server does of a request: all of it, its prompt alone, or what comes behind that."""
+"""Disaggregated prefill: a server computes whole requests, only prompts, or only the decode part."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from jpaged.config.groups import CacheOptions
 
 Role = Literal["both", "prefill", "decode"]
-"""What a server computes."""
+"""Role of a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleOptions:
-    """Prefill and decode apart."""
+    """Disaggregated prefill."""
 
     role: Role = option(
         "both",
@@ -64,7 +64,7 @@ class RoleOptions:
     prefill_tls_key: str | None = option(None, "the private key of prefill_tls_cert, as PEM", path="file")
 
     def check(self, cache: CacheOptions) -> None:
-        """Refuse what does not go together.
+        """Reject conflicting options.
 
         Raises:
             InvalidArgument: names the options, and why.

@@ -1,4 +1,4 @@
-"""The sections of a server alone: what clients see, where they connect, who may. An engine in one process has none."""
+"""Sections used only by a server: names, ports, access, telemetry. An in-process engine ignores them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LogFormat = Literal["text", "json"]
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What clients see, where they connect, and how the server ends."""
+    """Served name, ports, and shutdown."""
 
     served_model_name: str | None = option(None, "the name that clients see; the model's own when left out")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
@@ -89,7 +89,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """The HTTP face."""
+    """The HTTP frontend."""
 
     http_port: int | None = option(
         None,
@@ -140,7 +140,7 @@ class HttpOptions:
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
-    """Who may ask."""
+    """Authentication, limits, audit and TLS."""
 
     api_keys: str | None = option(
         None,
@@ -209,7 +209,7 @@ class AccessOptions:
     )
 
     def check(self) -> None:
-        """Refuse what does not go together; raises InvalidArgument."""
+        """Reject conflicting options; raise InvalidArgument."""
         if (self.tls_cert is None) != (self.tls_key is None):
             missing, given = ("tls_cert", "tls_key") if self.tls_cert is None else ("tls_key", "tls_cert")
             raise InvalidArgument(missing, f"is missing: {given} is {getattr(self, given)}, and needs it")
@@ -221,7 +221,7 @@ class AccessOptions:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryOptions:
-    """What the server tells of its requests."""
+    """Traces and logs."""
 
     otlp_traces_endpoint: str | None = option(
         None,
@@ -236,7 +236,7 @@ class TelemetryOptions:
 
 @dataclass(frozen=True, slots=True)
 class KVEventsOptions:
-    """Who is told which blocks hold which prefixes."""
+    """Publication of KV cache events."""
 
     kv_events_endpoint: str | None = option(
         None,
@@ -253,7 +253,7 @@ class KVEventsOptions:
     )
 
     def check(self) -> None:
-        """Refuse what does not go together, or cannot be bound; raises InvalidArgument."""
+        """Reject conflicting options and invalid addresses; raise InvalidArgument."""
         for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
             address = getattr(self, name)
             if address is not None:
@@ -265,10 +265,10 @@ class KVEventsOptions:
 
 
 def _check_address(name: str, address: str) -> None:
-    """Holds a ZeroMQ address to what can be bound.
+    """Check that a ZeroMQ address can be bound.
 
     Raises:
-        InvalidArgument: it cannot.
+        InvalidArgument: it is malformed.
     """
     kind, found, rest = address.partition("://")
     if kind == "ipc" and rest:

@@ -1,12 +1,11 @@
-"""`--speculative-config` in vLLM's form: one JSON object that names a method and what it is told.
+"""`--speculative-config` in vLLM's format: one JSON object with a method and the method's options.
 
     {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     {"method": "suffix"}
 
-Keys, their meaning and their defaults are those of vLLM's `SpeculativeConfig`
-(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3
-read a checkpoint of their own. Bounds and refusals are ours: a key that is not known, or that the method does not read,
-is an error.
+Keys, meanings and defaults are those of vLLM's `SpeculativeConfig`
+(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3 read a separate checkpoint. The
+limits are jpaged's: a key that is unknown, or that the method does not use, is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jpaged.errors import InvalidArgument
 NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "draft_model", "eagle3")
 MODEL_METHODS = ("draft_model", "eagle3")
-"""Methods that read a checkpoint of their own."""
+"""Methods that read a separate checkpoint."""
 MAX_NUM_SPECULATIVE_TOKENS = 32
 _DEFAULT_LOOKUP = 5
 _KEYS_OF = {
@@ -38,9 +37,9 @@ _KEYS_OF = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeOptions:
-    """What is proposed, by whom, and how much of it at most. Made by `of` or `parse`, which check it.
+    """Options of speculative decoding. Created by `of` or `parse`, which validate them.
 
-    What belongs to another method keeps its default, and nobody reads it.
+    Options of other methods keep their defaults and are ignored.
     """
 
     method: str = option(None, "who proposes tokens", choices=METHODS)
@@ -66,10 +65,10 @@ class SpeculativeOptions:
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeOptions:
-        """The options that a JSON object states.
+        """Parse the options of a JSON object.
 
         Raises:
-            InvalidArgument: it is no JSON object, or `of` refuses what it states.
+            InvalidArgument: it is not a JSON object, or `of` rejects its contents.
         """
         try:
             values = json.loads(text, object_pairs_hook=_once_each)
@@ -83,10 +82,10 @@ class SpeculativeOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SpeculativeOptions:
-        """The options that these keys state; None leaves a key out.
+        """Build the options from keys and values; None counts as absent.
 
         Raises:
-            InvalidArgument: a key is unknown, missing, out of its limits, or not one of the method's.
+            InvalidArgument: a key is unknown, missing, out of range, or not one of the method's.
         """
         specs = {spec.name: spec for spec in fields(cls)}
         for key in values:
@@ -104,7 +103,7 @@ class SpeculativeOptions:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's members, each name once."""
+    """Build a JSON object; reject duplicate names."""
     members = dict(pairs)
     if len(members) < len(pairs):
         twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
@@ -124,12 +123,12 @@ def _checked(spec: Any, value: Any) -> Any:
 
 
 def _resolved(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows for the keys that were left out."""
+    """Return the defaults of absent keys."""
     found: dict[str, Any] = {}
     if method in MODEL_METHODS and "model" not in given:
         raise InvalidArgument(f"{NAME}.model", f"is missing; {method} reads a checkpoint")
     if method == "suffix":
-        # A limit alone: each match says how many, see `max_tree_depth`.
+        # Only an upper limit: each match determines the number, see `max_tree_depth`.
         depth = given.get("suffix_decoding_max_tree_depth", 24)
         found["num_speculative_tokens"] = given.get("num_speculative_tokens", min(depth, MAX_NUM_SPECULATIVE_TOKENS))
     elif "num_speculative_tokens" not in given:

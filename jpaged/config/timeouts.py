@@ -1,4 +1,4 @@
-"""How long things may take: a request, a step, a silence."""
+"""Timeouts of requests, steps and stalls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jpaged.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class TimeoutOptions:
-    """How long a request may take, and how long the engine may be silent."""
+    """Timeouts of requests, and of an engine without progress."""
 
     default_deadline: float | None = option(
         None, "time that a request has whose caller names none; no limit when left out", low=0.001, high=1e7, unit="s"
@@ -51,10 +51,10 @@ class TimeoutOptions:
     )
 
     def check(self) -> None:
-        """Holds what is said of requests, and of steps, to each other.
+        """Check the timeouts against each other.
 
         Raises:
-            InvalidArgument: one is beyond another.
+            InvalidArgument: one exceeds another.
         """
         default_s, most_s = self.default_deadline, self.max_deadline
         if default_s is not None and most_s is not None and default_s > most_s:

@@ -1,8 +1,8 @@
-"""The embedded models: checkpoint folders in Hugging Face layout, which the names `demo` and `demo-draft` stand for.
+"""The embedded models: checkpoint folders in Hugging Face layout, for the names `demo` and `demo-draft`.
 
 checkpoint/    config, weights in bfloat16, tokenizer
-draft/         the same of a far smaller model that guesses what the first one writes
-MODEL_CARD.md  what they are, and how they were made (benchmarks/demo_model)
+draft/         the same for a far smaller draft model of the first one
+MODEL_CARD.md  description and training of both (benchmarks/demo_model)
 """
 
 from pathlib import Path

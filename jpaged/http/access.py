@@ -1,4 +1,4 @@
-"""Lets requests in at the HTTP port by the table of permissions; paths that are not there require a key too."""
+"""Authorizes requests at the HTTP port by the table of permissions; unknown paths require a key too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jpaged.http.errors import response_of
 
 
 class Guarded:
-    """An application whose requests are let in by a gate; their tasks know whose they are."""
+    """Middleware that authenticates requests; their tasks have the call in their context."""
 
     def __init__(self, app: App, gate: Gate) -> None:
         self._app = app
@@ -35,7 +35,7 @@ class Guarded:
             peer="" if client is None else f"{client[0]}:{client[1]}",
             takes_control=self._gate.options.control_port is None,
         )
-        status, is_in = 499, False  # nginx's number of a caller that has gone before the answer began
+        status, is_in = 499, False  # nginx's status for a client that disconnected before the response
 
         async def told(message: Message) -> None:
             nonlocal status
@@ -58,7 +58,7 @@ class Guarded:
             self._gate.close(entry, status)
 
     def _left(self, tenant: str) -> Iterator[tuple[bytes, bytes]]:
-        """What is left of a tenant's quotas, as OpenAI tells it."""
+        """Yield the remaining quotas of a tenant as OpenAI's rate-limit headers."""
         for name, left in self._gate.quotas.left(tenant).items():
             yield f"x-ratelimit-limit-{name}".encode(), str(left.limit).encode()
             yield f"x-ratelimit-remaining-{name}".encode(), str(left.remaining).encode()
@@ -66,7 +66,7 @@ class Guarded:
 
 
 def duration(seconds: float) -> str:
-    """Write a time as OpenAI's headers have it: 6m0s, 1.5s, 20ms."""
+    """Format a time as in OpenAI's headers: 6m0s, 1.5s, 20ms."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -76,12 +76,12 @@ def duration(seconds: float) -> str:
 
 
 def is_open(method: str, path: str, options: AccessOptions) -> bool:
-    """Return True if a request needs no key, whatever keys there are."""
+    """Return True if a request never needs a key."""
     return permission_of_route(method, path).is_public(options)
 
 
 def with_permission(route: Route) -> Route:
-    """Return a route that refuses requests whose key its permission does not allow, before it reads them."""
+    """Wrap a route so that it rejects requests without permission before reading them."""
     inner = route.app
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
-"""The application: its routes, and what is done for every request around them.
+"""The application: routes, and common handling of every request.
 
-X-Request-Id    the caller's, or one that is made up, in the answer
-an error        one status and OpenAI's form of it, in one place
+X-Request-Id    the caller's id, or a generated one, in the response
+an error        one status and OpenAI's error object, in one place
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jpaged.service.service import Service
 
 
 def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App:
-    """Return the ASGI application that answers for a service, for those whom the gate lets in."""
+    """Return the ASGI application for a service, with authentication by the gate."""
     app = Starlette(
         routes=[
             *(
@@ -60,7 +60,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
-    """Answers for a path or a method that is not here."""
+    """Answer requests with an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = f"{request.method} {request.url.path[:200]}"
     told: JpagedError = (
@@ -74,7 +74,7 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 
 
 class _Named:
-    """Gives each request an id, and each answer the id of its request."""
+    """Middleware that gives each request an id, and returns it in the response."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -101,6 +101,6 @@ class _Named:
 
         try:
             await self._app(scope, receive, named)
-        except Exception as error:  # starlette raises it again, once it is answered
+        except Exception as error:  # starlette raises it again after responding
             if not has_begun:
                 await response_of(error_for(error))(scope, receive, named)

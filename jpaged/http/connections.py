@@ -1,13 +1,13 @@
-"""Connections of the HTTP port: few that do nothing, none that is fed a byte at a time, whatever peers send.
+"""Limits of the HTTP port's connections: idle time, slow or oversized requests, and number.
 
     a connection without a request       closed after `idle_s`
-    a head or a body that does not come  closed after `REQUEST_TIMEOUT_S` without a part of a body, or a whole head
+    a slow head or body                  closed after `REQUEST_TIMEOUT_S` without more of the body, or a complete head
     a head without an end                400, and closed
-    bytes that are no HTTP               400, and closed
-    a head of more than 64 KiB           400, and closed, however many lines it has
-    more connections than the limit      health alone is answered, on a few more; all else 503, and closed
+    bytes that are not HTTP              400, and closed
+    a head of more than 64 KiB           400, and closed, whatever the number of lines
+    more connections than the limit      a few more may ask only for health; all else 503, and closed
 
-uvicorn, whose protocol it is, bounds how much of a body and of an answer lies in memory.
+uvicorn's protocol bounds the parts of a body and of a response in memory.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from jpaged.openai.lines import error_body
 _LOG = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
-"""How long a request's head may take, and a body may pause."""
+"""Timeout of a request's head, and of pauses in a body."""
 MAX_HEAD_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
-"""Bytes of one read, a quarter of asyncio's: as chunks of one byte they take 10 ms."""
+"""Maximum bytes per read, a quarter of asyncio's: as chunks of one byte they take 10 ms."""
 _BYTES_OF_LINE = 4
-"""Bytes of a line of a head besides its name and value: a colon, a space, the end of the line."""
+"""Overhead of a header line besides name and value: a colon, a space, the line end."""
 MAX_PROBES = 32
-"""Connections over the limit, which are kept for probes of health: each has one request."""
+"""Connections over the limit, kept for health probes; each may make one request."""
 PROBE_TIMEOUT_S = 2.0
-"""How long such a connection may take to send its request."""
+"""Timeout for such a connection to send its request."""
 TlsFactory = Callable[[uvicorn.Config, Callable[[], ssl.SSLContext]], ssl.SSLContext]
 _NEVER_S = 1 << 30
-"""uvicorn's own timeout of idle connections: ours is instead."""
+"""Disables uvicorn's timeout of idle connections, which this module replaces."""
 
 
 class PortConfig(uvicorn.Config):
-    """uvicorn's settings for an application, and the limits of its connections.
+    """uvicorn's settings for an application, and limits of connections.
 
     Args:
-        tls: makes the context of each connection; None speaks in the clear.
+        tls: creates the context of each connection; None for no TLS.
 
     Attributes:
-        max_connections: at one time.
-        idle_s: a connection without a request may stay so long.
+        max_connections: maximum open connections.
+        idle_s: timeout of a connection without a request.
         probes: connections over the limit, the oldest first.
     """
 
@@ -99,7 +99,7 @@ class Connection(HttpToolsProtocol):
             return
         self.config.probes[self] = None
         self._wait(PROBE_TIMEOUT_S)
-        if len(self.config.probes) > MAX_PROBES:  # the oldest has had the longest to send its request
+        if len(self.config.probes) > MAX_PROBES:  # the oldest has had the longest time to send a request
             next(iter(self.config.probes))._refuse_over_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -108,7 +108,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, and bound a head that does not end: the parser keeps a line until it is whole."""
+        """Parse received bytes, and limit an endless head: the parser buffers a line until it is complete."""
         self._is_in_head = True
         super().data_received(data)
         self._pass_body()
@@ -141,14 +141,14 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Keep a chunk until all that came with it is read: uvicorn copies what lies before each."""
+        """Collect chunks until all received bytes are parsed: uvicorn copies the body so far for each chunk."""
         self._is_in_head = False
         self._chunks.append(body)
 
     def on_message_complete(self) -> None:
         self._pass_body()
         self._is_receiving = self._is_in_head = False
-        if self.cycle is None:  # it was refused
+        if self.cycle is None:  # the request was rejected
             return
         self._wait(self.config.idle_s if self.cycle.response_complete else None)
         super().on_message_complete()
@@ -161,7 +161,7 @@ class Connection(HttpToolsProtocol):
             self._wait(self.config.idle_s)
 
     def send_400_response(self, msg: str) -> None:
-        """Say that what came is no HTTP, in the form of every error."""
+        """Send OpenAI's error object for bytes that are not HTTP."""
         self._say(b"400 Bad Request", error_body(InvalidArgument("request", msg)))
 
     def _refuse_over_limit(self) -> None:
@@ -179,19 +179,19 @@ class Connection(HttpToolsProtocol):
         if self._chunks:
             body = b"".join(self._chunks)
             self._chunks.clear()
-            if self.cycle is None:  # it was refused
+            if self.cycle is None:  # the request was rejected
                 return
             self._wait(REQUEST_TIMEOUT_S)
             super().on_body(body)
 
     def _count(self, num_bytes: int) -> None:
-        """Bound the head of a request: what is raised here ends it as what is no HTTP."""
+        """Limit the head of a request; an error raised here is handled like invalid HTTP."""
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             raise ValueError("the head is too long")
 
     def _wait(self, seconds: float | None) -> None:
-        """Close the connection after so long, unless told otherwise meanwhile; None waits for ever."""
+        """Close the connection after a timeout, replacing the current one; None sets no timeout."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._give_up)
@@ -199,20 +199,23 @@ class Connection(HttpToolsProtocol):
     def _give_up(self) -> None:
         if self._is_probe and self.cycle is None:
             self._refuse_over_limit()
-        elif self._is_receiving and self.flow.read_paused:  # it is we who do not read
+        elif self._is_receiving and self.flow.read_paused:  # paused by this server: not the client's fault
             self._wait(REQUEST_TIMEOUT_S)
         else:
             self.transport.close()
 
 
 def is_health(method: str, url: bytes) -> bool:
-    """Return True if a request needs no key because it is for health."""
+    """Return True if a request is for health, which needs no key."""
     path = url.partition(b"?")[0].decode("latin-1")
     return permission_of_route(method, path).public is Public.ALWAYS
 
 
 def num_connections(asked: int) -> int:
-    """Return as many as asked, and at most a quarter of the files that this process may have open: gRPC has half."""
+    """Return the limit of connections: `asked`, but at most a quarter of the process's file limit.
+
+    gRPC may use half of the files.
+    """
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_files == resource.RLIM_INFINITY or asked <= num_files // 4:
         return asked

@@ -1,11 +1,11 @@
-"""Errors -> HTTP statuses, in OpenAI's form.
+"""Errors -> HTTP statuses, with OpenAI's error objects.
 
     {"error": {"message": "top_p: 2.0 is ...", "type": "invalid_request_error", "param": "top_p", "code": ...}}
 
-`code` is the error's name, as google.rpc.ErrorInfo has it over gRPC: QUEUE_FULL; `context_length_exceeded` and
-`model_not_found` are OpenAI's. The form is in `openai/lines.py`, for lines of batches have it too. OpenAI's types:
-https://platform.openai.com/docs/guides/error-codes. Clients of OpenAI's try again on their own after 408, 409, 429 and
-all from 500 on, unless `x-should-retry` says otherwise.
+`code` is the error's name, as in google.rpc.ErrorInfo over gRPC: QUEUE_FULL; `context_length_exceeded` and
+`model_not_found` are OpenAI's. `openai/lines.py` defines the format, which batches use too. OpenAI's types:
+https://platform.openai.com/docs/guides/error-codes. OpenAI's clients retry automatically after 408, 409, 429 and from
+500 on, unless `x-should-retry` is false.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from jpaged.openai.lines import error_body, status_code_of
 _LOG = logging.getLogger(__name__)
 
 _FINAL = {"INTERNAL", "UNKNOWN", "UNIMPLEMENTED", "DEADLINE_EXCEEDED"}
-"""What the same request would meet again, or has no time for."""
+"""Statuses that a retry would meet again, or has no time for."""
 
 
 class JSON(JSONResponse):
-    """A JSON body by the project's own writer."""
+    """A JSON response encoded by `json_text`."""
 
     def render(self, content: Any) -> bytes:
         return json_text.encode(content)
 
 
 def error_for(error: Exception) -> JpagedError:
-    """The error that a request ends with: the same, or InternalError for one that nobody foresaw, which is logged."""
+    """Return a JpagedError unchanged; log any other error and return an InternalError."""
     if isinstance(error, JpagedError):
         return error
     _LOG.error("a request failed", exc_info=error)
@@ -49,7 +49,7 @@ def error_for(error: Exception) -> JpagedError:
 
 
 def response_of(error: JpagedError) -> Response:
-    """The response that an error becomes; one that passes says when."""
+    """Return the response of an error; for transient errors with the retry delay."""
     headers = {}
     if isinstance(error, TryLater):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

@@ -1,4 +1,4 @@
-"""A JSON body in and a JSON body out, neither of which holds up the event loop; and callers that leave meanwhile."""
+"""JSON bodies in and out without blocking the event loop, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from jpaged.service.service import Service
 
 _T = TypeVar("_T")
 _GRACE_S = 0.25
-"""The engine ends a request when its time is over, between two steps; here it is ended where the engine does not."""
+"""Grace period for the engine to end an overdue request between steps, before it is ended here."""
 CHARS_OF_NUMBER = 8
-"""Characters that a number makes as JSON, about."""
+"""Approximate characters of a number in JSON."""
 
 
 async def body_in(service: Service, request: Request) -> tuple[dict[str, Any], int]:
-    """Read the JSON object of a request and return it with how many bytes it had.
+    """Read the JSON object of a request; return it with its size in bytes.
 
     Raises:
-        RequestTooLong: it is over max_request_size.
-        InvalidArgument: it is no JSON object, or holds what a message cannot.
+        RequestTooLong: it exceeds max_request_size.
+        InvalidArgument: it is not a JSON object, or has values that a message cannot hold.
     """
     content = await _content_of(service, request)
     return await service.work(lambda: _fields_of(content), len(content)), len(content)
 
 
 async def read_body(service: Service, request: Request, read: Callable[[Mapping[str, Any]], _T]) -> _T:
-    """Return what `read` makes of a request's JSON object; raises as `body_in`, and as `read`."""
+    """Return the result of `read` for a request's JSON object; raise as `body_in`, and as `read`."""
     content = await _content_of(service, request)
     return await service.work(lambda: read(_fields_of(content)), len(content))
 
@@ -56,7 +56,7 @@ def _fields_of(content: bytes) -> dict[str, Any]:
 
 
 async def answer_of(service: Service, body: Callable[[], Any], size: int) -> Response:
-    """Return the response of a body that is made of about `size` characters, in pieces if it is long."""
+    """Return the response with a body of about `size` characters, streamed in pieces if it is long."""
     pieces: Iterator[bytes] = iter(())
 
     def begin() -> tuple[bytes, bytes]:
@@ -71,7 +71,7 @@ async def answer_of(service: Service, body: Callable[[], Any], size: int) -> Res
 
 
 class _Pieces(Response):
-    """A JSON body in pieces, each made on a thread when the client has taken those before."""
+    """A JSON body in pieces, each encoded on a thread after the client has received the previous ones."""
 
     media_type = "application/json"
 
@@ -82,7 +82,7 @@ class _Pieces(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(Cancelled):  # the client has gone while it was answered
+        with contextlib.suppress(Cancelled):  # the client disconnected during the response
             await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
@@ -93,19 +93,19 @@ class _Pieces(Response):
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, _T], remaining_s: float | None = None) -> _T:
-    """Do work for a caller whose body has been read; see `while_connected`."""
+    """Run work for a request whose body has been read; see `while_connected`."""
     return await while_connected(request.receive, work, remaining_s)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], remaining_s: float | None = None) -> _T:
-    """Do work for a client whose body has been read, and give up when it goes away.
+    """Run work for a request whose body has been read; cancel it if the client disconnects.
 
     Args:
-        remaining_s: time that the client gives it; None is no limit.
+        remaining_s: timeout from the client; None for no limit.
 
     Raises:
-        Cancelled: it has gone; the work was cancelled, and has ended.
-        DeadlineExceeded: likewise, as the time is over.
+        Cancelled: the client disconnected; the work was cancelled, and has ended.
+        DeadlineExceeded: the timeout passed; likewise.
     """
     until_s = None if remaining_s is None else remaining_s + _GRACE_S
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
@@ -122,7 +122,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], remai
             working.cancel()
             await asyncio.wait((working,))
             if not working.cancelled():
-                working.exception()  # nobody is told
+                working.exception()  # mark the exception as retrieved
 
 
 async def _left(receive: Receive) -> None:

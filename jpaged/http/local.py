@@ -1,4 +1,4 @@
-"""The server of this process as what runs bodies of OpenAI's API: the verbs of a client, over the service."""
+"""In-process client: the methods that OpenAI's bodies need, on the service of this process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jpaged.types import Pooling, Prompt, RequestOutput, SamplingParams, Score, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalServer:
-    """Implements `jpaged.openai.answers.Server` for one caller.
+    """Implementation of `jpaged.openai.answers.Server` for one caller.
 
     Attributes:
-        tenant: who asks.
-        request_id: the caller's, for what is one request.
-        until_s: when the caller's time is over, on the monotonic clock; None is never.
-        caller: the same, as a record has it.
-        priority: of every request that asks for a higher one; None leaves it to them.
+        tenant: tenant of the requests.
+        request_id: the caller's id, for calls that make one request.
+        until_s: deadline on the monotonic clock; None for none.
+        caller: identity of the caller for the record.
+        priority: lower bound of the priority number of every request; None for none.
     """
 
     service: Service
@@ -82,7 +82,7 @@ class LocalServer:
         cache_salt: str = "",
         priority: int = 0,
     ) -> Evaluated[Score]:
-        """How likely each continuation is."""
+        """Return the score of each continuation."""
         size = len(continuations) * len(prompt) + sum(map(len, continuations))
         asker = self._asker(adapter, cache_salt, priority)
         found = await score(self.service, asker, lambda: (_prompt(prompt), continuations), size)
@@ -98,7 +98,7 @@ class LocalServer:
         cache_salt: str = "",
         priority: int = 0,
     ) -> Evaluated[tuple[float, ...]]:
-        """The vector of each input."""
+        """Return the vector of each input."""
         size = sum(map(len, inputs))
         asker = self._asker(adapter, cache_salt, priority)
         found = await embed(
@@ -113,12 +113,12 @@ class LocalServer:
         messages: Sequence[Mapping[str, Any]] | None = None,
         chat_options: ChatOptions | None = None,
     ) -> list[int]:
-        """The ids of a text or a chat."""
+        """Return the token ids of a text or a chat."""
         prompt = Prompt(text, messages=messages, chat_options=chat_options or ChatOptions())
         return await self.service.tokenize(lambda: prompt, None if messages is not None else prompt.size)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids."""
+        """Return the text of token ids."""
         return await self.service.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[bytes]:
@@ -139,7 +139,7 @@ class LocalServer:
         return None if self.until_s is None else self.until_s - time.monotonic()
 
     def _priority(self, asked: int) -> int:
-        """Lower numbers are served first: the greater one is nobody's advantage."""
+        """Return the larger of the two priority numbers, i.e. the less urgent one."""
         return asked if self.priority is None else max(asked, self.priority)
 
 

@@ -1,4 +1,4 @@
-"""/v1/models: what is served, and the adapters that a request can name."""
+"""/v1/models: the served model, and the adapters that a request can name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jpaged.service.service import Service
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this file."""
+    """Return the routes of this module."""
 
     def listed() -> list[dict[str, Any]]:
         model = service.state.loaded()

@@ -1,4 +1,4 @@
-"""What is asked of the server and not of the model: health, version, metrics."""
+"""Operator endpoints: health, version, metrics."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jpaged.version import __version__
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this file."""
+    """Return the routes of this module."""
     state = service.state
 
     async def health(request: Request) -> Response:
-        """Answers 200 while requests are taken and worked on, and 503 otherwise, as vLLM does."""
+        """Return 200 while requests are accepted and make progress, otherwise 503, as vLLM does."""
         return Response(status_code=200 if state.is_ready else 503)
 
     async def readyz(request: Request) -> Response:
-        """Says the same as `health`, and in which state the server is."""
+        """Return the same status as `health`, and the state of the server."""
         return PlainTextResponse(f"{state.stage.value}\n", 200 if state.is_ready else 503)
 
     async def livez(request: Request) -> Response:
-        """Answers 503 only where nothing but a restart helps."""
+        """Return 503 only if a restart is necessary."""
         return PlainTextResponse(f"{state.stage.value}\n", 200 if state.is_live else 503)
 
     async def version(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The port of the HTTP face: uvicorn, on the event loop of the server, which has the signals and the end itself."""
+"""The port of the HTTP frontend: uvicorn on the event loop of the server, which handles signals and shutdown."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from jpaged.service.service import Service
 
 _BACKLOG = 2048
 _LAST_S = 2.0
-"""How long the end waits for what answers clients that were let go."""
+"""Maximum wait at the end for tasks of aborted connections."""
 _PROBES = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 3))
-"""A client whose machine is gone is noticed after two minutes, where the system can be told so."""
+"""TCP keepalive: detects an unreachable client after two minutes, if the system supports it."""
 _TICK_S = 0.1
 _TICKS_OF_A_DAY = 864_000
 
 
 class HttpPort:
-    """Answers HTTP on a port until it is stopped; 0 is a free port.
+    """Serves HTTP on a port until it is stopped; 0 is a free port.
 
     Raises:
-        InvalidArgument: the port cannot be had, or the folder of batches.
+        InvalidArgument: the port cannot be bound, or the folder of batches is unusable.
     """
 
     def __init__(self, service: Service, gate: Gate, options: EngineConfig) -> None:
@@ -54,18 +54,18 @@ class HttpPort:
             backlog=_BACKLOG,
             tls=None if files is None else lambda config, default: files.context(),
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what peers send is no fault of ours
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # errors caused by peers are not logged
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to answer, and to run batches."""
+        """Start to serve, and to run batches."""
         if self._batches is not None:
             self._batches.start()
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
 
     async def stop(self, timeout_s: float) -> None:
-        """Answer what has come, for so long, and close the port; batches are left to the next server."""
+        """Finish open requests within the timeout, and close the port; batches are left to the next server."""
         if self._batches is not None:
             await self._batches.stop()
         if self._serving is None:
@@ -80,7 +80,7 @@ class HttpPort:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it, and ends at once when it is told to."""
+    """uvicorn without signal handlers, which ends at once on request."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
                     await self._has_ended.wait()
 
     async def hurry(self) -> None:
-        """Let go of clients that do not read, and of what answers them."""
+        """Abort connections of clients that do not read, and cancel their tasks."""
         self.force_exit = True
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -109,7 +109,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Do not capture signals."""
         yield
 
 
@@ -124,7 +124,7 @@ def _bound(host: str, port: int) -> socket.socket:
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise InvalidArgument("http_port", f"{port} on {host} cannot be listened on: {error}") from error
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # those that it accepts have it too
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
     for name, value in _PROBES:
         if (number := getattr(socket, name, None)) is not None:
             listening.setsockopt(socket.IPPROTO_TCP, number, value)

@@ -1,4 +1,4 @@
-"""What every HTTP request has: a body of bounded size, an id, a tenant, and perhaps a limit of time."""
+"""Common parts of HTTP requests: bounded body, id, tenant, timeout."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jpaged.service.records import TRACE_KEYS, Caller
 from jpaged.service.service import Service
 
 REQUEST_ID_HEADER = "x-request-id"
-"""The caller's id of a request; the answer carries it back, or the one that was made up."""
+"""Header of the request id; the response repeats the caller's or has a generated one."""
 TENANT_HEADER = "x-jpaged-tenant"
-"""Whose request it is."""
+"""Header of the request's tenant."""
 TIMEOUT_HEADER = "x-request-timeout"
-"""Seconds that the caller gives a request; then it ends with DEADLINE_EXCEEDED, wherever it is."""
+"""Header of the request's timeout in seconds; then it ends with DEADLINE_EXCEEDED."""
 MAX_TIMEOUT_S = 86400.0
 
 
 def tenant_of(request: Request) -> str:
-    """Return the tenant whose request it is: its key's, else the one it names; "" when it does not say."""
+    """Return the tenant of a request: its key's, else the one in the header; "" if none."""
     named = _header(request, TENANT_HEADER)
     if named is None:
         return owner("")
@@ -31,12 +31,12 @@ def tenant_of(request: Request) -> str:
 
 
 def owner_of(service: Service, request: Request) -> str:
-    """Return among whose names a request's are; "" is everybody's where tenants are not kept apart."""
+    """Return the tenant that scopes a request's names; "" (shared) if tenants are not isolated."""
     return tenant_of(request) if service.state.config.server.isolate_tenants else ""
 
 
 def request_id_of(request: Request) -> str:
-    """Return the id of a request, the caller's or one of ours; raises InvalidArgument for what can be no id."""
+    """Return the id of a request, the caller's or a generated one; raise InvalidArgument for an invalid one."""
     given = _header(request, REQUEST_ID_HEADER)
     if given is not None:
         require_name(REQUEST_ID_HEADER, given)
@@ -45,7 +45,7 @@ def request_id_of(request: Request) -> str:
 
 
 def remaining_s_of(request: Request) -> float | None:
-    """Return the seconds that the caller gives a request; None is no limit."""
+    """Return the timeout of a request in seconds; None for no limit."""
     given = _header(request, TIMEOUT_HEADER)
     if given is None:
         return None
@@ -59,7 +59,7 @@ def remaining_s_of(request: Request) -> float | None:
 
 
 def answer_headers_of(request: Request) -> dict[str, str]:
-    """Return the headers that the answer will have besides, for whoever answers to add to before it begins."""
+    """Return the additional headers of the response; code may add to them before the response begins."""
     headers: dict[str, str] = request.scope["state"]["answer_headers"]
     return headers
 
@@ -72,7 +72,7 @@ def _header(request: Request, name: str) -> str | None:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who asks."""
+    """Return the caller of a request."""
     client = request.client
     peer = "" if client is None else f"{client.host}:{client.port}"
     trace = {key: request.headers[key] for key in TRACE_KEYS if key in request.headers}
@@ -80,7 +80,7 @@ def caller_of(request: Request) -> Caller:
 
 
 async def content_of(request: Request, max_bytes: int) -> bytes:
-    """Return the bytes of a body; raises RequestTooLong for more than so many, before all are read."""
+    """Return the bytes of a body; raise RequestTooLong for more than `max_bytes` without reading all."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise RequestTooLong("body", f"{declared} bytes are above the limit of {max_bytes}")

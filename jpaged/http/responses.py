@@ -1,4 +1,4 @@
-"""/v1/responses: a chat in other words, in one piece or as it comes. Nothing of it is stored."""
+"""/v1/responses: a chat in another format, as a whole or streamed. Stateless: nothing is stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jpaged.types import Prompt
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this file."""
+    """Return the routes of this module."""
     texts = TokenTexts()
 
     async def create(request: Request) -> Response | EventStream:
@@ -94,7 +94,7 @@ async def _events(
 
 
 async def _num_tokens(service: Service, text: str) -> int:
-    """How many tokens a text makes by itself."""
+    """Return the number of tokens of a text."""
     if not text:
         return 0
     return len(await service.tokenize(lambda: Prompt(text=text), len(text), add_special_tokens=False))

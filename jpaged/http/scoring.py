@@ -1,4 +1,4 @@
-"""/v1/embeddings and /v1/score: calls of several requests, which end when their caller goes away."""
+"""/v1/embeddings and /v1/score: calls of several requests, aborted if the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jpaged.service.service import Service
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this file."""
+    """Return the routes of this module."""
 
     def answering(url: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them."""
+"""/tokenize and /detokenize, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jpaged.types import MAX_DETOKENIZE_IDS
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this file."""
+    """Return the routes of this module."""
 
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await body_in(service, request)

@@ -1,7 +1,7 @@
-"""One line -> one line of output, by whatever completes, scores and embeds: a client, or an engine in this process.
+"""One line -> one line of output, run on a client or on the engine of this process.
 
-A body without a seed gets one from its line's custom_id. A server would give it one by the order in which requests come
-to it, so that results would depend on which server ran a line, beside which others, and on whether the run was resumed.
+A body without a seed gets one derived from its line's custom_id. A server's seed would depend on the order of requests,
+so that results would depend on the server, on concurrent lines, and on whether the run was resumed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_PARTS_OF_CALL = 256
 
 
 class Server(Protocol):
-    """What runs lines. Its methods are `AsyncClient`'s."""
+    """Server that runs lines, with the methods of `AsyncClient`."""
 
     async def complete(
         self,
@@ -100,7 +100,7 @@ class Server(Protocol):
 
 
 class Work(Protocol):
-    """Runs work on so many characters, ids or numbers: on a thread where they are many and something else waits."""
+    """Runs work on `size` characters, ids or numbers; may use a thread if `size` is large."""
 
     async def __call__(self, work: Callable[[], _T], size: int) -> _T: ...
 
@@ -112,11 +112,11 @@ async def at_once(work: Callable[[], _T], size: int) -> _T:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What came of a body of scores or embeddings.
+    """Result of a body of scores or embeddings.
 
     Attributes:
-        body: makes the body that answers it, of so many numbers.
-        size: how many.
+        body: builds the response body.
+        size: how many numbers the body has.
     """
 
     body: Callable[[], dict[str, Any]]
@@ -134,13 +134,13 @@ class Answered:
 
 
 class Answers:
-    """Answers lines; it keeps the texts of the tokens that log-probabilities speak of.
+    """Answers lines, and caches the texts of tokens in log-probabilities.
 
     Args:
-        model: what all servers serve; a line that names another is refused.
-        adapters: returns the names of loaded adapters, each of which a line may have as its model.
-        work: makes texts of what was answered.
-        max_bytes: size of an answer, as estimated before it is computed; None is no limit.
+        model: the model of all servers; a line that names another is rejected.
+        adapters: returns the names of loaded adapters, each of which a line may name as its model.
+        work: runs the encoding of answers.
+        max_bytes: limit of an answer's size, as estimated before it is computed; None for no limit.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Answers:
         self._token_texts: dict[int, ShownToken] = {}
 
     async def answer(self, server: Server, line: Line) -> Answered:
-        """Run a line; raises the JpagedError that it failed with, InvalidArgument where the line is at fault."""
+        """Run a line; raise the JpagedError that it failed with, InvalidArgument if the line is invalid."""
         if line.url in (EMBEDDINGS_URL, SCORE_URL):
             return await self._scored(server, line)
         job = await self._work(partial(job_of, line), size_of(line.body))
@@ -195,7 +195,7 @@ class Answers:
             raise renamed(error, job.names) from error
 
     async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
-        """Learns the texts of the tokens that the output's log-probabilities speak of."""
+        """Fetch the texts of the tokens in the output's log-probabilities."""
         named = await self._work(partial(_tokens_named, output), _num_told(output))
         token_ids = sorted(named - self._token_texts.keys())
         for begin in range(0, len(token_ids), _TOKENS_AT_ONCE):
@@ -233,7 +233,7 @@ class Answers:
         return Answered(text, found.prompt_tokens)
 
     async def evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
-        """Run what a body of scores or embeddings asks for; raises as `answer` does."""
+        """Run a body of scores or embeddings; raise as `answer` does."""
         try:
             return await self._evaluate(server, job)
         except RequestTooLong as error:
@@ -279,7 +279,7 @@ class Answers:
             raise InvalidArgument(field, f"{num_parts} with {num} {what} make {size}, over {limit}")
 
     def _adapter(self, name: str | None, adapter: str | None) -> str | None:
-        """Return the adapter that a body names by its field, or by the name of its model."""
+        """Return the adapter that a body names by `adapter` or by `model`."""
         if name in (None, self._model.name):
             return adapter
         if name not in self._adapters():
@@ -290,14 +290,14 @@ class Answers:
 
 
 def size_of(body: Mapping[str, Any]) -> int:
-    """Return how many fields a body has, and characters, ids and texts in them, at the first look."""
+    """Return the approximate size of a body: fields, and the lengths of their values."""
     if len(body) >= _MANY_FIELDS:
         return _CHARS_OF_FIELD * len(body)
     return sum(_CHARS_OF_FIELD + len(value) if isinstance(value, str | list | dict) else 1 for value in body.values())
 
 
 def seed_of(custom_id: str) -> int:
-    """Return the seed of a line that brings none: the same wherever and however often it runs."""
+    """Return the seed of a line without one: the same on every run."""
     return int.from_bytes(hashlib.sha256(custom_id.encode(errors="surrogatepass")).digest()[:8])
 
 
@@ -306,7 +306,7 @@ async def _by_calls(
     parts: Sequence[_P],
     check: Callable[[Sequence[_T], int], None],
 ) -> tuple[list[_T], int]:
-    """Return what comes of all parts, and their tokens; no call has more parts than a server takes.
+    """Return the results of all parts, and their tokens; split them into calls that a server accepts.
 
     Args:
         check: raises InvalidArgument if the answers so far show that all are too large.
@@ -322,7 +322,7 @@ async def _by_calls(
 
 
 def _num_told(output: RequestOutput) -> int:
-    """Return about how many characters are written of an output."""
+    """Return the approximate number of characters of an output."""
     lists = [output.prompt_logprobs or (), *(one.logprobs or () for one in output.outputs)]
     first = [positions[-1] for positions in lists if positions]
     widest = max((1 + len(one.top) + len(one.asked) for one in first if one is not None), default=0)

@@ -1,9 +1,8 @@
-"""What a body of completions or of a chat asks for, whichever way it came. No I/O.
+"""Bodies of completions and chats, from any source. No I/O.
 
-A field that cannot be honoured is an error that names it. `neutral_fields.py` has the fields and values that change
-nothing, which pass. What OpenAI does not have but `SamplingParams` does (`top_k`, `beam_width`, `cache_salt`, ...) is a
-field too, by the same name, as `adapter` is, the name of one that the server has loaded. Fields that are null count as
-left out.
+A field that cannot be honored is an error that names it; `neutral_fields.py` lists fields and values without effect,
+which pass. Options of `SamplingParams` that OpenAI lacks (`top_k`, `beam_width`, `cache_salt`, ...) are fields under
+the same names, and so is `adapter`, the name of a loaded adapter. Fields that are null count as absent.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _REPLACED = (
     "input.arguments",
     "input.name",
 )
-"""Texts that a model wrote in an earlier answer: halves of characters in them are replaced, not refused."""
+"""Texts that a model wrote in an earlier answer: unpaired surrogates in them are replaced, not rejected."""
 _MAX_PATH = 200
-"""Characters that errors have of where a value lies: each value has a path, and its names are the caller's."""
+"""Maximum characters of a value's path in errors; names in it are the caller's."""
 
 _SHARED = {"model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format"}
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
@@ -48,11 +47,11 @@ _FLAGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, bool)}
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """An answer is told as it comes.
+    """Options of a streamed answer.
 
     Attributes:
-        include_usage: a last chunk has the tokens of the whole, and no choices.
-        continuous_usage_stats: every chunk has those so far.
+        include_usage: the last chunk has the usage of the whole, and no choices.
+        continuous_usage_stats: every chunk has the usage so far.
     """
 
     include_usage: bool = False
@@ -61,17 +60,17 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a body asks for.
+    """A parsed body.
 
     Attributes:
-        prompts: a request for each; a chat is one.
-        has_echo: the prompt stands in front of the text, and its log-probabilities in front of the text's.
-        is_only_told: nothing is generated, the prompt is told: `max_tokens` of 0. `sampling` makes one token then,
-            which nobody is told.
-        has_token_ids: ids of tokens are told beside the text.
-        user: whoever the caller asks for, in the caller's words; it changes nothing about the answer.
-        streaming: None answers in one piece.
-        names: what the caller has called fields that have another name here.
+        prompts: one request each; a chat is one.
+        has_echo: prepend the prompt to the text, and its log-probabilities to the text's.
+        is_only_told: return only the prompt, without generated text: `max_tokens` of 0. `sampling` then samples one
+            token, which is dropped.
+        has_token_ids: return token ids in addition to the text.
+        user: the end user as named by the caller; has no effect.
+        streaming: None for a single response.
+        names: the caller's names of fields that have another name here.
     """
 
     sampling: SamplingParams
@@ -94,7 +93,7 @@ def loaded(where: str, text: str | bytes) -> dict[str, Any]:
     """Read the JSON object that a text holds.
 
     Raises:
-        InvalidArgument: it holds none; says `where`.
+        InvalidArgument: it holds none; names `where`.
     """
     try:
         value = json.loads(text)
@@ -112,7 +111,7 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
 
     Args:
         where: what errors call the whole.
-        prefix: what they put in front of a field's name.
+        prefix: prefix of field names in errors.
     """
     for name in value:
         _check_text(where, name)
@@ -199,7 +198,7 @@ def chat_job(given: Mapping[str, Any]) -> Job:
 
 
 def _fills_length(body: dict[str, Any]) -> bool:
-    """Return True if a body has no limit of tokens, and give it the least that must fit."""
+    """Return True if a body has no token limit, and set the minimum that must fit."""
     if "max_tokens" in body:
         return False
     if type(least := body.get("min_tokens", 1)) is int:
@@ -208,24 +207,24 @@ def _fills_length(body: dict[str, Any]) -> bool:
 
 
 def _names(body: Mapping[str, Any]) -> dict[str, str]:
-    """What a body has called fields that have another name here."""
+    """Return the caller's names of fields that have another name here."""
     names = {"structured_outputs": "response_format", "max_tokens": "max_completion_tokens"}
     return {ours: theirs for ours, theirs in names.items() if theirs in body}
 
 
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
-    """Return an error of a field by the name that the caller has given it."""
+    """Return an error with the caller's name of the field."""
     bare = error.field.removeprefix("sampling.")
     if isinstance(error, RequestTooLong) or bare == "prompt":
         return type(error)(names.get("prompt", "prompt"), error.problem)
     first, dot, rest = bare.partition(".")
-    if first == "structured_outputs" and first in names:  # what is inside has no name of the caller's
+    if first == "structured_outputs" and first in names:  # the caller has no names for nested fields
         return type(error)(names[first], error.problem)
     return type(error)(f"{names.get(first, first)}{dot}{rest}", error.problem)
 
 
 def _of_both(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What completions and chats have in common, by the names of a Job."""
+    """Return the common fields of completions and chats, by the names of a Job."""
     user = name_in(body, "user")
     if user is not None and len(user) > MAX_USER_CHARS:
         raise InvalidArgument("user", f"{len(user)} characters, over the limit of {MAX_USER_CHARS}")
@@ -260,7 +259,7 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
 
 
 def _prompts(given: Any) -> tuple[Prompt, ...]:
-    """One text, one list of ids, or a list of either."""
+    """Return the prompts: one text, one list of ids, or a list of either."""
     if isinstance(given, str):
         return (Prompt(text=given),)
     if not isinstance(given, list) or not given:
@@ -309,7 +308,7 @@ def _constraint(response_format: Any, given: Any) -> StructuredOutputs | None:
 
 
 def _biases(given: Any) -> dict[int, Any] | None:
-    """Token ids -> what is added; JSON has them as texts."""
+    """Return token ids -> biases; JSON has the ids as strings."""
     if not isinstance(given, dict):
         raise InvalidArgument("logit_bias", f"{shown(given)} is not an object of token ids and numbers")
     for name in given:
@@ -322,7 +321,7 @@ def _biases(given: Any) -> dict[int, Any] | None:
 
 
 def name_in(body: Mapping[str, Any], field: str) -> str | None:
-    """Return the name that a field has, None where it is left out; raises InvalidArgument for what is no string."""
+    """Return the name in a field, None if absent; raise InvalidArgument if it is not a string."""
     name = body.get(field)
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(field, f"{shown(name)} is not a string")
@@ -330,7 +329,7 @@ def name_in(body: Mapping[str, Any], field: str) -> str | None:
 
 
 def flag_in(body: Mapping[str, Any], field: str) -> bool:
-    """Return whether a field is true, False where it is left out; raises InvalidArgument for what is neither."""
+    """Return the flag in a field, False if absent; raise InvalidArgument if it is not a boolean."""
     value = body.get(field, False)
     if not isinstance(value, bool):
         raise InvalidArgument(field, f"{shown(value)} is not true or false")
@@ -345,5 +344,5 @@ def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as errors show it: the beginning of what is long."""
+    """Return a value as errors show it, truncated."""
     return repr(value)[:_MAX_SHOWN]

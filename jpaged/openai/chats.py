@@ -1,4 +1,4 @@
-"""Chats in OpenAI's words: messages, tools and reasoning of a body, and an answer as a message. No I/O."""
+"""Fields of chats in OpenAI's format: messages, tools and reasoning of a body, and an answer as a message. No I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_REASONING = {"reasoning_effort": "effort", "include_reasoning": "include"}
 
 
 def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The conversation of a body, whose contents are texts or lists of text parts.
+    """Return the conversation of a body, whose contents are strings or lists of text parts.
 
     Raises:
         InvalidArgument: names the field, as in `messages[1].content`.
@@ -37,7 +37,7 @@ def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
-    """What a body asks for beside its messages.
+    """Return the options of a chat body.
 
     Raises:
         InvalidArgument: names the field, as in `tools[2].function.name`.
@@ -60,7 +60,7 @@ def _reasoning_in(body: Mapping[str, Any]) -> Any:
 
 
 def message_of(output: CompletionOutput) -> dict[str, Any]:
-    """An answer as a message: without content where it only calls."""
+    """Return an answer as a message: without content if it only calls tools."""
     message: dict[str, Any] = {"role": "assistant", "content": output.text}
     if output.reasoning_content:
         message["reasoning_content"] = output.reasoning_content

@@ -1,6 +1,6 @@
-"""Whole answers to completions and chats, in OpenAI's form, from what came of their requests. No I/O.
+"""Whole answers to completions and chats in OpenAI's format, from the outputs of their requests. No I/O.
 
-What OpenAI does not have is named as vLLM names it: `stop_reason`, `reasoning_content`, `token_ids`, and the prompt's
+Fields that OpenAI lacks have vLLM's names: `stop_reason`, `reasoning_content`, `token_ids`, and the prompt's
 log-probabilities (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html).
 """
 
@@ -24,8 +24,8 @@ class ShownToken:
     """One token as log-probabilities show it.
 
     Attributes:
-        data: the bytes that it adds to a text; None is not known.
-        alone: its text as the first of a text, where some tokenizers strip a space.
+        data: the bytes that it adds to a text; None if unknown.
+        alone: text of the single token, from which some tokenizers strip a space.
         is_special: texts without special tokens leave it out.
     """
 
@@ -35,7 +35,7 @@ class ShownToken:
 
     @property
     def text(self) -> str:
-        """The text; bytes that are no characters are U+FFFD."""
+        """The text; invalid bytes are U+FFFD."""
         return self.alone if self.data is None else self.data.decode(errors="replace")
 
 
@@ -44,7 +44,7 @@ MAX_CHARACTER_TOKENS = 4
 
 
 class TextOffsets:
-    """The characters of one text at which its tokens begin; tokens are added in order.
+    """Character offsets of the tokens in one text; tokens are added in order.
 
     Args:
         before: bytes of the prompt's last tokens, which may begin a character that the text completes.
@@ -61,7 +61,7 @@ class TextOffsets:
 
     @classmethod
     def of_answer(cls, job: Job, prompt_token_ids: Sequence[int], token_text: TokenText) -> TextOffsets:
-        """Return those of an answer to a prompt, which is in the text if the job has an echo."""
+        """Return the offsets of an answer; the text includes the prompt if the job has an echo."""
         skips_special = job.sampling.skip_special_tokens
         if job.has_echo:
             return cls(is_whole=True, skips_special=skips_special)
@@ -69,7 +69,7 @@ class TextOffsets:
         return cls(b"".join(token.data or b"" for token in last), skips_special=skips_special)
 
     def add(self, token: ShownToken) -> int:
-        """Return the character at which a token begins; one inside a character begins with it."""
+        """Return the character offset of a token; a token inside a character has the offset of that character."""
         begin = self._num_chars
         if not (token.is_special and self._skips_special):
             data = token.alone.encode() if token.data is None else token.data
@@ -82,11 +82,11 @@ class TextOffsets:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What an answer and all of its chunks have in common.
+    """Common fields of an answer and the answer's chunks.
 
     Attributes:
-        request_id: what its id is made of.
-        model: the name by which it was asked for.
+        request_id: base of the id.
+        model: the name in the request.
         created: seconds since 1970.
     """
 
@@ -95,7 +95,7 @@ class Heading:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def as_json(self, *, is_chat: bool, is_chunk: bool = False) -> dict[str, Any]:
-        """Return the fields in front of the choices."""
+        """Return the fields before the choices."""
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if is_chat else "text_completion"
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.request_id}",
@@ -106,23 +106,23 @@ class Heading:
 
 
 _ENTRY_BYTES = 40
-"""Bytes of a log-probability in an answer to completions, about."""
+"""Approximate bytes of a log-probability in an answer to completions."""
 _LONG_ENTRY_BYTES = 80
-"""The same in an answer to a chat, which has the token's bytes, and of a prompt, which has ranks."""
+"""The same in an answer to a chat, which includes the token's bytes, and for prompts, which include ranks."""
 
 
 class AnswerSize:
-    """Estimate of an answer's size, held below a limit before the answer is computed.
+    """Estimate of an answer's size, checked against a limit before the answer is computed.
 
     Args:
-        num_prompts: of one request.
+        num_prompts: number of prompts of the request.
         vocab_size: number of log-probabilities that `-1` stands for.
         has_echo: the prompt's log-probabilities are written as those of the text.
-        counts_generated: False for a stream, which keeps nothing that it has sent.
+        counts_generated: False for a stream, which does not keep sent output.
         max_bytes: the limit.
 
     Raises:
-        InvalidArgument: what is generated makes a larger answer, by itself.
+        InvalidArgument: the generated part alone exceeds the limit.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class AnswerSize:
             raise self._error("logprobs", what)
 
     def add_prompt(self, num_tokens: int) -> None:
-        """Count a prompt's tokens; raises InvalidArgument if the answer is larger than the limit."""
+        """Count a prompt's tokens; raise InvalidArgument if the answer exceeds the limit."""
         self._num_prompt_tokens += num_tokens
         self._num_bytes += num_tokens * self._bytes_of_prompt_token
         if self._num_bytes > self._max_bytes and self._bytes_of_prompt_token:
@@ -166,7 +166,7 @@ class AnswerSize:
 
 
 def _width(asked: int | None, vocab_size: int) -> int:
-    """Return how many log-probabilities a position has: the token's own, and the likeliest."""
+    """Return the number of log-probabilities per position: the token's, and the top ones."""
     return 0 if asked is None else 1 + (vocab_size if asked < 0 else asked)
 
 
@@ -177,12 +177,12 @@ def answer_of(
     token_text: TokenText,
     prompt_texts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the body that answers a job, of which `json_text.pieces` makes large parts while it writes them.
+    """Return the response body of a job; `json_text.pieces` produces large parts lazily.
 
     Args:
-        outputs: of each of its prompts.
-        token_text: knows every token that log-probabilities speak of.
-        prompt_texts: of each prompt, where a job has an echo.
+        outputs: output of each prompt.
+        token_text: returns the text of every token in the log-probabilities.
+        prompt_texts: text of each prompt, if the job has an echo.
     """
 
     def choices() -> Iterator[dict[str, Any]]:
@@ -201,7 +201,7 @@ def answer_of(
 
 
 def usage_of(usages: Iterable[Usage]) -> dict[str, Any]:
-    """Return the tokens of several requests together."""
+    """Return the total usage of several requests."""
     prompt, completion, cached = 0, 0, 0
     for usage in usages:
         prompt += usage.prompt_tokens
@@ -216,7 +216,7 @@ def usage_of(usages: Iterable[Usage]) -> dict[str, Any]:
 
 
 def _told_alone(output: RequestOutput) -> RequestOutput:
-    """A request of whose tokens nobody is told."""
+    """Return the output without its dropped token."""
     outputs = tuple(
         replace(
             one,
@@ -255,7 +255,7 @@ def _choice(
 
 
 def _of_prompt(job: Job, output: RequestOutput, token_text: TokenText) -> dict[str, Any]:
-    """What is told of the prompt: in an answer to a chat, and in each choice of a completion."""
+    """Return the fields about the prompt, for a chat's answer or each choice of a completion."""
     return prompt_fields(
         job, output.prompt_token_ids, None if output.prompt_logprobs is None else output.prompt_logprobs, token_text
     )
@@ -267,7 +267,7 @@ def prompt_fields(
     told: Sequence[PositionLogprobs | None] | None,
     token_text: TokenText,
 ) -> dict[str, Any]:
-    """Return what is told of a prompt; with an echo its log-probabilities are the text's first."""
+    """Return the fields about a prompt; with an echo its log-probabilities are part of the text's."""
     fields: dict[str, Any] = {}
     if told is not None and not job.has_echo:
         fields["prompt_logprobs"] = prompt_logprobs(told, token_text)
@@ -277,7 +277,7 @@ def prompt_fields(
 
 
 def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenText) -> Items:
-    """Return what the model thought of each token of a prompt; of the first it thought nothing."""
+    """Return the log-probabilities of a prompt's tokens; None for the first."""
 
     def entry(position: PositionLogprobs | None) -> dict[str, Any] | None:
         if position is None:
@@ -295,21 +295,21 @@ def prompt_logprobs(told: Sequence[PositionLogprobs | None], token_text: TokenTe
 
 
 Shown = int | PositionLogprobs
-"""One token of a text: with what the model thought of its place, or by itself where it thought nothing."""
+"""One token of a text: with log-probabilities, or only the id without."""
 
 
 def echoed(prompt_token_ids: Sequence[int], told: Sequence[PositionLogprobs | None]) -> tuple[Shown, ...]:
-    """Return the tokens of a prompt as a text's."""
+    """Return the tokens of a prompt as the first tokens of a text."""
     rest = [position for position in told if position is not None]
     return (prompt_token_ids[0], *rest) if prompt_token_ids else ()
 
 
 def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offsets: TextOffsets) -> dict[str, Any]:
-    """Return log-probabilities as completions have them, and the bytes of each token; `offsets` takes the tokens."""
+    """Return log-probabilities in the format of completions, with the bytes of each token; advances `offsets`."""
     chosen = [position if isinstance(position, int) else position.chosen.token_id for position in positions]
     tokens = [token_text(token_id) for token_id in chosen]
 
-    # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
+    # Two tokens can have the same text (a byte of a character, for example); the more likely one is kept.
     def top(position: Shown) -> dict[str, float] | None:
         if isinstance(position, int):
             return None
@@ -325,7 +325,7 @@ def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offse
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) -> dict[str, Any]:
-    """Return log-probabilities as chats have them."""
+    """Return log-probabilities in the format of chats."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         token = token_text(token_id)

@@ -1,11 +1,11 @@
-"""Answers as they come: events of requests -> chunks of OpenAI's streams, as server-sent events. No I/O.
+"""Streamed answers: events of requests -> chunks of OpenAI's streams, as server-sent events. No I/O.
 
     completions   data: {..., "choices": [{"index", "text", "logprobs", "finish_reason"}]}
     chats         data: {..., "choices": [{"index", "delta": {"role" | "content" | ...}, "finish_reason"}]}
-    at the end    data: {..., "choices": [], "usage": {...}}    where it was asked for
+    at the end    data: {..., "choices": [], "usage": {...}}    if requested
                   data: [DONE]
 
-Most events of a stream add text and nothing else: their chunk is that text between two byte strings, made once.
+Most events of a stream only add text: their chunk is that text between two cached byte strings.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from jpaged.types import FinishReason, PositionLogprobs, SequenceDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00"
-"""Stands for a text in a chunk that is made once."""
+"""Placeholder for the text in a cached chunk."""
 
 
 def sent_event(value: object) -> bytes:
-    """Return a JSON value as a server-sent event."""
+    """Encode a JSON value as a server-sent event."""
     return b"".join((b"data: ", *json_text.pieces(value), b"\n\n"))
 
 
 class Chunks:
-    """The chunks of one job. Not for several threads.
+    """Builds the chunks of one job. Must not be shared between threads.
 
     Args:
-        token_text: knows every token that log-probabilities speak of.
+        token_text: returns the text of every token in the log-probabilities.
     """
 
     def __init__(self, heading: Heading, job: Job, token_text: TokenText) -> None:
@@ -64,11 +64,11 @@ class Chunks:
     def of(
         self, number: int, event: SequenceDelta, prompt_token_ids: Sequence[int] = (), prompt_text: str = ""
     ) -> bytes:
-        """Return the chunks of an event; none where it adds nothing that is told.
+        """Return the chunks of an event; empty if it adds nothing visible.
 
         Args:
-            number: whose event it is, of the job's prompts.
-            prompt_text: of that prompt, where the job has an echo.
+            number: index of the event's prompt in the job.
+            prompt_text: text of that prompt, if the job has an echo.
         """
         self._usages[number] = event.usage
         index = number * self._job.sampling.n + event.index
@@ -86,7 +86,7 @@ class Chunks:
         return begin + self._added(number, index, event)
 
     def end(self) -> bytes:
-        """Return what follows the last event."""
+        """Return the chunks after the last event."""
         if not self._how.include_usage:
             return DONE
         return sent_event({**self._heading, "choices": [], "usage": self._usage(self._usages)}) + DONE
@@ -98,7 +98,7 @@ class Chunks:
         return usage
 
     def _begin(self, number: int, index: int, prompt_token_ids: Sequence[int], prompt_text: str) -> bytes:
-        """What comes before a choice's first token: the role of a chat, or the echo of a prompt."""
+        """Return the chunk before a choice's first token: the role of a chat, or the echo of a prompt."""
         job = self._job
         told: list[PositionLogprobs | None] | None = None
         if job.sampling.prompt_logprobs is not None:
@@ -153,7 +153,7 @@ class Chunks:
         return {"usage": None} if self._how.include_usage else {}
 
     def _made_plain(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and behind the text of a chunk that adds text alone."""
+        """Return the bytes before and after the text in a chunk that only adds text."""
         choice: dict[str, Any] = {"index": index}
         if self._job.is_chat:
             choice |= {"delta": {"content": _MARK}, "logprobs": None, "finish_reason": None}
@@ -165,7 +165,7 @@ class Chunks:
 
 
 def _delta(event: SequenceDelta) -> dict[str, Any]:
-    """What an event adds to a message: what was thought, what is said, what is called, in that order."""
+    """Return the delta of an event: reasoning, content and calls, in that order."""
     delta: dict[str, Any] = {}
     if event.reasoning_content:
         delta["reasoning_content"] = event.reasoning_content
@@ -177,7 +177,7 @@ def _delta(event: SequenceDelta) -> dict[str, Any]:
 
 
 def _calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
-    """Pieces of calls, one for each call: clients take several of one call in a chunk for several calls."""
+    """Merge pieces so that each call has one: clients take several pieces in a chunk for several calls."""
     calls: dict[int, dict[str, Any]] = {}
     for piece in pieces:
         call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})

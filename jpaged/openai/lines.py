@@ -1,15 +1,15 @@
-"""The OpenAI batch file format: one JSON object a line, in and out. No I/O.
+"""The OpenAI batch file format: one JSON object per line, in and out. No I/O.
 
     in    {"custom_id", "method": "POST", "url": one of `URLS`, "body": {...}}
     out   {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
           {"id", "custom_id", "response": null, "error": {"code", "message"}}    a line that never ran
 
-A line ends with a line feed, and with nothing else: texts may hold any other character. A line of input that is no
-request becomes a failed line of output, with a custom_id of null where it has none.
+A line ends only with a line feed: texts may contain any other character. An invalid line of input becomes a failed line
+of output, with a custom_id of null if it has none.
 
-What a body may say is in `bodies.py` and `scoring.py`; a line has one prompt, and is answered in one piece without what
-is told of its words beside. Log-probabilities of the prompt are `prompt_logprobs` of each choice, and of the whole
-answer to a chat: an entry a token as vLLM has it.
+`bodies.py` and `scoring.py` define the bodies. A line has one prompt and one unstreamed answer, without token ids.
+Log-probabilities of the prompt are `prompt_logprobs` of each choice, or of the whole answer for a chat: one entry per
+token, as in vLLM.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ STATUSES = {
     "UNAVAILABLE": (503, "server_error"),
     "DEADLINE_EXCEEDED": (504, "timeout_error"),
 }
-"""HTTP status and type by gRPC status. 499 is nginx's status of a client that has gone."""
+"""HTTP status and error type by gRPC status. 499 is nginx's status for a client that has disconnected."""
 _CODES = {"REQUEST_TOO_LONG": "context_length_exceeded", "MODEL_NOT_FOUND": "model_not_found"}
-"""Codes of OpenAI's that clients act on; other errors have their own name."""
+"""OpenAI's error codes that clients handle; other errors have jpaged's names."""
 _BODIES = frozenset({"body", "body.file"})
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 
 
 def status_code_of(error: JpagedError) -> int:
-    """Return the HTTP status that an error becomes."""
+    """Return the HTTP status of an error."""
     if isinstance(error, StorageError):
         return 507
     return 413 if _is_large_body(error) else STATUSES[error.grpc_status][0]
 
 
 def error_body(error: JpagedError) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     param, message, code = None, str(error), reason_of(error)
     if isinstance(error, InvalidArgument):
         param = _name_in_body(error.field)
@@ -77,7 +77,7 @@ def _is_large_body(error: JpagedError) -> bool:
 
 
 def _name_in_body(field: str) -> str:
-    """A field of a request by its name in a body."""
+    """Return the body's name of a request field."""
     for prefix in ("sampling.", "chat."):
         field = field.removeprefix(prefix)
     return "prompt" if field == "prompt.token_ids" else field
@@ -85,7 +85,7 @@ def _name_in_body(field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of an input file, as it stands there. `number` counts from 1."""
+    """One request of an input file, unparsed. `number` counts from 1."""
 
     number: int
     custom_id: str
@@ -95,7 +95,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line of an input file that is no request, and why; with its custom_id as far as it has one."""
+    """An invalid line of an input file, with the error and the custom_id if there is one."""
 
     number: int
     custom_id: str | None
@@ -103,7 +103,7 @@ class BadLine:
 
 
 def parse_file(data: bytes) -> list[Line | BadLine]:
-    """All lines of an input file, as `parse_lines`.
+    """Parse all lines of an input file, as `parse_lines`.
 
     Raises:
         InvalidArgument: it is not UTF-8, or as in `parse_lines`.
@@ -117,10 +117,10 @@ def parse_file(data: bytes) -> list[Line | BadLine]:
 
 
 def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
-    """All lines of an input file; empty ones are passed over.
+    """Parse all lines of an input file; skip empty ones.
 
     Raises:
-        InvalidArgument: no line has a custom_id, or two share one: nothing has been sent then.
+        InvalidArgument: no line has a custom_id, or two share one; nothing has been sent yet.
     """
     lines: list[Line | BadLine] = []
     first: dict[str, int] = {}
@@ -142,7 +142,7 @@ def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
 
 
 def parse_line(number: int, text: str) -> Line | BadLine:
-    """One line of an input file, which is its `number`-th."""
+    """Parse one line of an input file; `number` is the line number."""
     try:
         value = loaded(f"line {number}", text)
     except InvalidArgument as error:
@@ -151,7 +151,7 @@ def parse_line(number: int, text: str) -> Line | BadLine:
 
 
 def line_of(number: int, value: Mapping[str, Any]) -> Line | BadLine:
-    """A line whose fields have been read."""
+    """Return the line of a parsed object."""
     given = value.get("custom_id")
     try:
         _check_line(f"line {number}", value)
@@ -180,7 +180,7 @@ def _check_line(where: str, value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def of_body() -> Iterator[None]:
-    """Inside, errors of a field name it as one of a line's body."""
+    """Prefix the fields of errors raised inside with `body.`."""
     try:
         yield
     except InvalidArgument as error:
@@ -188,10 +188,10 @@ def of_body() -> Iterator[None]:
 
 
 def job_of(line: Line) -> Job:
-    """What a line of completions or of a chat asks for.
+    """Parse the body of a line of completions or chats.
 
     Raises:
-        InvalidArgument: a field of the body is unknown, wrong, or cannot be honoured, here.
+        InvalidArgument: a field of the body is unknown, invalid, or not supported in a file.
     """
     with of_body():
         job = chat_job(line.body) if line.url == CHAT_URL else completion_job(line.body)
@@ -209,25 +209,25 @@ def job_of(line: Line) -> Job:
 
 
 def scoring_job_of(line: Line) -> ScoringJob:
-    """What a line of embeddings or scores asks for; raises as `job_of`."""
+    """Parse the body of a line of embeddings or scores; raise as `job_of`."""
     with of_body():
         return embed_job(line.body) if line.url == EMBEDDINGS_URL else score_job(line.body)
 
 
 def success_line(line: Line, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
-    """The output line of a request that finished just now. `token_text` knows every token of its log-probabilities."""
+    """Return the output line of a finished request; `token_text` must cover the tokens of the log-probabilities."""
     body = answer_of(Heading(output.request_id, model), job_of(line), [output], token_text)
     return response_line(line.custom_id, output.request_id, body)
 
 
 def response_line(custom_id: str, request_id: str, body: Mapping[str, Any]) -> str:
-    """The output line of a request that was answered with a body."""
+    """Return the output line of an answered request."""
     response = {"status_code": 200, "request_id": request_id, "body": body}
     return _dumped({"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None})
 
 
 def failure_line(custom_id: str | None, error: JpagedError) -> str:
-    """The output line of a request that failed for good: the status and body that the path answers with."""
+    """Return the output line of a failed request, with the same status and body as over HTTP."""
     if isinstance(error, InvalidArgument):
         error = type(error)(error.field.removeprefix("body."), error.problem)
     number = uuid.uuid4().hex
@@ -239,6 +239,6 @@ def _dumped(value: Mapping[str, Any]) -> str:
     custom_id = value["custom_id"]
     try:
         (custom_id or "").encode()
-    except UnicodeEncodeError:  # half of a character, in a custom_id or in the error that names it
+    except UnicodeEncodeError:  # an unpaired surrogate in a custom_id, or in the error that names it
         return json_text.dumps(value) + "\n"
     return b"".join((*json_text.pieces(value), b"\n")).decode()

@@ -1,10 +1,10 @@
-"""Fields of other servers' bodies that change no answer: the values with which each passes, on every path.
+"""Fields of other servers' bodies that have no effect, with the values that pass, on every path.
 
 Source of names and defaults: OpenAI's API reference, vLLM's ChatCompletionRequest, CompletionRequest, ResponsesRequest
 and EmbeddingRequest, SGLang's protocol.py and its router, llama.cpp's server and TGI. Routers send all defaults.
 
-    only(False)            passes with this value, which states what happens in any case
-    hint(str)              passes with any value of the type: a note, or advice that changes no answer
+    only(False)            passes with this value, which is the behavior in any case
+    hint(str)              passes with any value of the type: a note, or advice without an effect
     never("use tools")     never passes; errors contain the advice
 """
 
@@ -21,12 +21,12 @@ _MAX_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """Values of one field that change nothing.
+    """Values of one field that have no effect.
 
     Attributes:
-        values: pass as they are.
-        types: any value of these passes.
-        advice: ends the error of any other value.
+        values: values that pass.
+        types: any value of these types passes.
+        advice: appended to the error of any other value.
     """
 
     values: tuple[Any, ...] = ()
@@ -34,7 +34,7 @@ class Neutral:
     advice: str = ""
 
     def has(self, value: Any) -> bool:
-        """Return True if a value changes nothing; JSON's true is not 1."""
+        """Return True if a value has no effect; JSON's true is not 1."""
         if type(value) in self.types:
             return True
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
@@ -211,11 +211,11 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/tokenize": _OF_TEXTS,
     "/detokenize": {},
 }
-"""Rows of one path, which come before those of `EVERYWHERE`. A path reads its own fields itself."""
+"""Rows for one path, which take precedence over `EVERYWHERE`. Each path handles its other fields itself."""
 
 
 def neutral_fields(path: str) -> dict[str, Neutral]:
-    """Return the fields of a path that change nothing, by name."""
+    """Return the fields of a path that have no effect, by name."""
     return {**EVERYWHERE, **OF_PATH[path]}
 
 
@@ -223,13 +223,13 @@ _NEUTRAL_FIELDS = {path: neutral_fields(path) for path in OF_PATH}
 
 
 def own_fields(path: str, body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of a body that its path reads; those that are null count as left out.
+    """Return the fields of a body that its path reads; null counts as absent.
 
     Args:
         own: names of the fields that the path reads.
 
     Raises:
-        InvalidArgument: a field is not known, or its value asks for something that the server cannot do.
+        InvalidArgument: a field is unknown, or its value is not supported.
     """
     neutral, known = _NEUTRAL_FIELDS[path], frozenset(own)
     found = {}

@@ -1,13 +1,12 @@
-"""Bodies of /v1/embeddings and /v1/score: what one asks for, and the body that it is answered with. No I/O.
+"""Bodies of /v1/embeddings and /v1/score, and their response bodies. No I/O.
 
     /v1/embeddings  {"input": text, texts, token ids or lists of them}   -> a vector for each
     /v1/score       {"text_1": text or texts, "text_2": likewise}        -> the cosine of each pair's vectors
     /v1/score       {"prompt": ..., "continuations": [...]}              -> the log-probability of each continuation
 
-Each may have `adapter`, `cache_salt` and `priority`, as completions do, and embeddings `normalize`; their `user` is a
-note of the caller's to itself, of which nothing is made. The first is
-OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second vLLM's
-(https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html), the third ours.
+Each may have `adapter`, `cache_salt` and `priority`, as completions, and embeddings `normalize`; `user` is ignored. The
+first is OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second vLLM's
+(https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html), the third specific to jpaged.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ Text = str | tuple[int, ...]
 """A text, or its token ids."""
 
 MAX_INPUTS = 2048
-"""Most inputs, pairs or continuations of a body, as OpenAI bounds the inputs of an embeddings request."""
+"""Maximum inputs, pairs or continuations of a body; OpenAI's limit for the inputs of an embeddings request."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
-"""How the states of an input's tokens become one vector."""
+"""Poolings of an input's hidden states into one vector."""
 ENCODINGS = ("float", "base64")
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What every body may say besides: fields as of a body of completions."""
+    """Common options of every body: fields as of a body of completions."""
 
     model: str | None = None
     adapter: str = ""
@@ -50,12 +49,12 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class EmbedJob:
-    """Inputs whose vectors are asked for.
+    """A parsed body of /v1/embeddings.
 
     Attributes:
         encoding: one of `ENCODINGS`: numbers, or float32 in little-endian order as base64.
-        dimensions: how many numbers a vector must have; None is any.
-        normalize: vectors have a length of 1.
+        dimensions: required width of a vector; None for any.
+        normalize: scale vectors to length 1.
     """
 
     inputs: tuple[Text, ...]
@@ -68,7 +67,7 @@ class EmbedJob:
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """Continuations of a prompt whose log-probabilities are asked for."""
+    """Continuations of a prompt to score."""
 
     prompt: Text
     continuations: tuple[Text, ...]
@@ -85,7 +84,7 @@ class SimilarityJob:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Every text of the pairs, once."""
+        """Every distinct text of the pairs."""
         return tuple(dict.fromkeys(text for pair in self.pairs for text in pair))
 
 
@@ -98,10 +97,10 @@ ScoringJob = EmbedJob | ScoreJob | SimilarityJob
 
 
 def score_job(given: Mapping[str, Any]) -> ScoreJob | SimilarityJob:
-    """Read a body of /v1/score.
+    """Parse a body of /v1/score.
 
     Raises:
-        InvalidArgument: a field is unknown, wrong, or cannot be honoured.
+        InvalidArgument: a field is unknown, invalid, or cannot be honored.
     """
     body = own_fields("/v1/score", given, _OF_SCORES)
     is_ours = "prompt" in body or "continuations" in body
@@ -109,7 +108,7 @@ def score_job(given: Mapping[str, Any]) -> ScoreJob | SimilarityJob:
 
 
 def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
-    """Read a body of /v1/embeddings.
+    """Parse a body of /v1/embeddings.
 
     Raises:
         InvalidArgument: as `score_job`.
@@ -148,7 +147,7 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
 
 
 def _how(body: Mapping[str, Any], own: set[str]) -> How:
-    """What a body says besides its own fields; refuses what is neither."""
+    """Return the common options of a body; reject unknown fields."""
     for name in body.keys() - own:
         raise InvalidArgument(name[:80], f"is not supported with {', '.join(sorted(own - _OF_ALL))}")
     values = {name: body[name] for name in ("cache_salt", "priority") if name in body}
@@ -168,7 +167,7 @@ def _choice(body: Mapping[str, Any], name: str, choices: tuple[_T, ...]) -> _T:
 
 
 def _texts(field: str, values: Any) -> tuple[Text, ...]:
-    """Texts and lists of token ids, none of them empty."""
+    """Return texts and lists of token ids; reject empty ones."""
     return tuple(_text(field, value) for value in _listed(field, values))
 
 
@@ -199,7 +198,7 @@ def _listed(field: str, values: Any) -> list[Any]:
 def embeddings_body(
     job: EmbedJob, vectors: Sequence[Sequence[float]], *, model: str, prompt_tokens: int
 ) -> dict[str, Any]:
-    """The body that answers an EmbedJob; raises InvalidArgument where vectors are not as wide as it asks."""
+    """Return the response to an EmbedJob; raise InvalidArgument if the vectors do not have the required width."""
     _require_one_each(job.inputs, vectors)
     width = len(vectors[0])
     if job.dimensions not in (None, width):
@@ -213,7 +212,7 @@ def embeddings_body(
 
 
 def loglikelihoods_body(job: ScoreJob, scores: Sequence[Score], *, model: str, prompt_tokens: int) -> dict[str, Any]:
-    """The body that answers a ScoreJob: natural logarithms, and whether greedy decoding would have said the same."""
+    """Return the response to a ScoreJob: natural logarithms, and whether greedy decoding gives the same tokens."""
     _require_one_each(job.continuations, scores)
 
     def data() -> Iterator[dict[str, Any]]:
@@ -236,7 +235,7 @@ def _token_entry(token: TokenLogprob) -> dict[str, Any]:
 def similarities_body(
     job: SimilarityJob, vectors: Sequence[Sequence[float]], *, model: str, prompt_tokens: int
 ) -> dict[str, Any]:
-    """The body that answers a SimilarityJob, from the vectors of its `texts`: the cosine of each pair."""
+    """Return the response to a SimilarityJob: the cosine of each pair, from the vectors of `job.texts`."""
     _require_one_each(job.texts, vectors)
     units = {text: _unit(vector) for text, vector in zip(job.texts, vectors, strict=True)}
     data = [

@@ -1,4 +1,4 @@
-"""Bodies of /tokenize and /detokenize: what is asked for, and the body that answers it. No I/O.
+"""Bodies of /tokenize and /detokenize, and their response bodies. No I/O.
 
     /tokenize    {"prompt": text, "add_special_tokens": true}   -> the ids of a text
     /tokenize    {"messages": [...], "tools": [...]}            -> the ids of a chat, up to the assistant's turn
@@ -21,16 +21,16 @@ from jpaged.types import Prompt
 
 _OF_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
 _ONLY_OF_CHATS = {"add_special_tokens": False}
-"""Fields of a chat that may have this value alone: the chat template brings its own special tokens."""
+"""Fields of a chat that must have this value: the chat template writes the special tokens."""
 _OF_CHATS = {*CHAT_FIELDS, *_ONLY_OF_CHATS}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeJob:
-    """A text or a chat whose token ids are asked for.
+    """A text or a chat to tokenize.
 
     Attributes:
-        wants_texts: the text of each token is told too.
+        wants_texts: also return the text of each token.
     """
 
     prompt: Prompt
@@ -41,7 +41,7 @@ class TokenizeJob:
 
 @dataclass(frozen=True, slots=True)
 class DetokenizeJob:
-    """Token ids whose text is asked for."""
+    """Token ids to detokenize."""
 
     token_ids: tuple[int, ...]
     skip_special_tokens: bool = False
@@ -49,10 +49,10 @@ class DetokenizeJob:
 
 
 def tokenize_job_of(given: Mapping[str, Any]) -> TokenizeJob:
-    """What a body of /tokenize asks for.
+    """Parse a body of /tokenize.
 
     Raises:
-        InvalidArgument: a field is unknown, wrong, or cannot be honoured.
+        InvalidArgument: a field is unknown, invalid, or cannot be honored.
     """
     if (given.get("prompt") is None) == (given.get("messages") is None):
         raise InvalidArgument("prompt", "or messages must be there: one of them, and not both")
@@ -72,13 +72,13 @@ def tokenize_job_of(given: Mapping[str, Any]) -> TokenizeJob:
 
 
 def tokenized_body(token_ids: Sequence[int], texts: Sequence[str] | None, *, max_model_len: int) -> dict[str, Any]:
-    """The body that answers a TokenizeJob."""
+    """Return the response to a TokenizeJob."""
     told = None if texts is None else list(texts)
     return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids), "token_strs": told}
 
 
 def detokenize_job_of(given: Mapping[str, Any]) -> DetokenizeJob:
-    """What a body of /detokenize asks for; raises as `tokenize_job_of` does."""
+    """Parse a body of /detokenize; raise as `tokenize_job_of` does."""
     body = own_fields("/detokenize", given, {"model", "tokens", "skip_special_tokens"})
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):

@@ -1,4 +1,4 @@
-"""Other servers of ours, as a server asks them: a client of its own, on its event loop.
+"""Clients of other jpaged servers, on a server's event loop.
 
 prefill.py   servers that compute prompts
 """

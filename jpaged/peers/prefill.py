@@ -1,7 +1,7 @@
-"""Servers of the role prefill, as a decode server asks them: the least busy that is there, and one after the other.
+"""Client of prefill servers, for a decode server: tries available servers one after another, the least loaded first.
 
-A server that cannot be reached, or says nothing, is left alone for a second, and until there is a connection to it;
-where none is there, nobody waits.
+A server that is unreachable, or does not answer, is skipped for a second, and until it is connected again; if none is
+available, the call fails at once.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _LOG = logging.getLogger(__name__)
 
 _ABSENT_S = 1.0
 _PATIENT = 0.9
-"""Who says nothing for so much of the time that a first token may take is taken for absent."""
+"""A server silent for this share of the first-token timeout counts as absent."""
 _MAX_KEY_BYTES = 4096
 
 
 @dataclass(slots=True, eq=False)
 class _Server:
-    """One of them.
+    """One prefill server.
 
     Attributes:
-        proxy: the HTTP proxy of the connection, for messages; "" is none.
-        num_open: calls that it works on for us.
-        absent_until_s: until then it is not asked; 0 where it was there the last time.
+        proxy: the HTTP proxy of the connection, for messages; "" for none.
+        num_open: open calls from this server.
+        absent_until_s: it is skipped until this time; 0 if it was available the last time.
     """
 
     target: str
@@ -57,40 +57,40 @@ class _Server:
     num_asked: int = 0
 
     def enter(self) -> None:
-        """A call to it begins."""
+        """Record the start of a call."""
         self.num_open += 1
         self.num_asked += 1
 
     def leave(self) -> None:
-        """A call to it is over."""
+        """Record the end of a call."""
         self.num_open -= 1
 
     @property
     def is_connected(self) -> bool:
-        """There is a connection; where there is none, one is tried."""
+        """True if there is a connection; otherwise one is attempted."""
         return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
     @property
     def is_there(self) -> bool:
-        """It may be asked, as far as one knows."""
+        """True if it is believed to be available."""
         return not self.absent_until_s or (self.is_connected and self.absent_until_s <= time.monotonic())
 
     def note_absence(self) -> None:
-        """It could not be reached, or says nothing."""
+        """Record that it is unreachable, or does not answer."""
         if self.absent_until_s == 0.0:
             through = f" (through the proxy {self.proxy})" if self.proxy else ""
             _LOG.warning("prefill server %s is not there%s", self.target, through)
         self.absent_until_s = time.monotonic() + _ABSENT_S
 
     def note_answer(self) -> None:
-        """It has answered."""
+        """Record an answer."""
         if self.absent_until_s:
             _LOG.warning("prefill server %s is there again", self.target)
         self.absent_until_s = 0.0
 
 
 class Answer:
-    """Implements `jpaged.service.roles.answers.PrefillAnswer`, over one call."""
+    """Implementation of `jpaged.service.roles.answers.PrefillAnswer` over one call."""
 
     def __init__(self, server: _Server, call: Any) -> None:
         self.target = server.target
@@ -122,7 +122,7 @@ class Answer:
         self.tokens = tokens
 
     async def pieces(self) -> AsyncIterator[Sequence[Piece]]:
-        """The blocks of the prompt in pieces, some at a time."""
+        """Yield the blocks of the prompt in pieces, some at a time."""
         with _translating(self._proxy):
             while (message := await self._call.read()) is not aio.EOF:
                 if len(message.pieces.pieces) > MAX_PIECES:
@@ -133,7 +133,7 @@ class Answer:
                 ]
 
     def close(self) -> None:
-        """Let the server go."""
+        """Release the server."""
         if self._server is not None:
             self._server.leave()
             self._server = None
@@ -141,10 +141,10 @@ class Answer:
 
 
 class Prefills:
-    """Implements `jpaged.service.roles.answers.PrefillServers`. Made on the event loop that it is used on.
+    """Implementation of `jpaged.service.roles.answers.PrefillServers`. Create it on the event loop that uses it.
 
     Raises:
-        InvalidArgument: a target is none, or a file cannot be read.
+        InvalidArgument: a target is invalid, or a file cannot be read.
     """
 
     def __init__(self, options: RoleOptions) -> None:
@@ -161,9 +161,9 @@ class Prefills:
     async def ask(
         self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
     ) -> Answer:
-        """Have a prompt computed by one of them; see `PrefillServers.ask`."""
+        """Send a prompt to a prefill server; see `PrefillServers.ask`."""
         message = _message_of(request, num_known, kv_identity)
-        # A key has a tenant of its own, which speaks for all; without keys the policy `fair` knows whose prompt it is.
+        # A key determines the tenant, and may act for all; without keys, the policy `fair` needs the prompt's tenant.
         metadata = wire.metadata_of("" if self._key else request.tenant, self._key)
         failure: JpagedError = Unavailable(f"no prefill server is there: {', '.join(self._names)}")
         until_s = asyncio.get_running_loop().time() + wait_s
@@ -175,7 +175,8 @@ class Prefills:
                     await answer.begin(request.sampling.n)
             except TimeoutError:
                 answer.close()
-                if until_s - began_s >= _PATIENT * self._patience_s:  # else it may be the request's own haste
+                # otherwise the request's own deadline may be the cause
+                if until_s - began_s >= _PATIENT * self._patience_s:
                     server.note_absence()
                 raise
             except (Unavailable, TryLater) as error:
@@ -192,7 +193,7 @@ class Prefills:
         raise failure
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for server in self._servers:
             await server.channel.close()
 
@@ -201,7 +202,7 @@ class Prefills:
         return [server.target for server in self._servers]
 
     def _in_order(self) -> list[_Server]:
-        """Those that are there: connected ones first, the least busy of them, and then the one that was asked least."""
+        """Return the available servers: connected ones first, then by open calls, then by number of calls so far."""
         there = [server for server in self._servers if server.is_there]
         return sorted(there, key=lambda server: (not server.is_connected, server.num_open, server.num_asked))
 
@@ -224,7 +225,7 @@ def _message_of(request: Request, num_known: int, kv_identity: bytes) -> prefill
 
 @contextlib.contextmanager
 def _translating(proxy: str) -> Any:
-    """Raise the errors of the tree of jpaged.errors, and Unavailable where the connection was closed."""
+    """Convert gRPC errors to those of jpaged.errors; raise Unavailable if the connection was closed."""
     try:
         yield
     except grpc.RpcError as error:

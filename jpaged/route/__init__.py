@@ -1,17 +1,17 @@
-"""A router: the same gRPC API in front of many servers. Neither an engine nor jax.
+"""A router: the same gRPC API, forwarded to many servers. Neither an engine nor jax.
 
-router.py      its port and its life
-methods.py     the methods: how each is answered, and as what it goes on
-relay.py       calls that one server answers; a stream goes on elsewhere when its server is gone
-fleetwide.py   calls about all servers: load, adapters, who runs a request
-acts.py        what all servers have to keep: pins, adapters
-fleet.py       the servers: their health, their model, who takes calls; what is counted of them
-targets.py     how they are named: words, a file, DNS
+router.py      its port and lifecycle
+methods.py     the RPC methods: how each is forwarded
+relay.py       calls answered by one server; streams resume on another server if theirs fails
+fleetwide.py   calls about all servers: load, adapters, abort
+acts.py        replicated control calls: pins, adapters
+fleet.py       the backend servers: health, model, admission, counts
+targets.py     how servers are named: options, a file, DNS
 prefixes.py    the beginnings of a prompt as hashes, without tokens
-directory.py   which server has which beginning; where a prompt goes
-telling.py     where servers tell which prefixes they hold
-held.py        what they tell
-replicas.py    where a prompt goes among servers that somebody else calls
-callers.py     whose a call is, what of it goes on, and what comes back
-metrics.py     what is counted, for Prometheus
+directory.py   table of servers by prompt beginning; placement of prompts
+telling.py     addresses of the servers' KV events
+held.py        index of KV events: the prefixes that servers hold
+replicas.py    placement for servers that another program calls
+callers.py     metadata and tenants of calls, and statuses of responses
+metrics.py     metrics for Prometheus
 """

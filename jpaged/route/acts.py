@@ -1,11 +1,11 @@
-"""What all servers have to keep: pinned prefixes and adapters that were loaded while they ran.
+"""Control calls that apply to all servers: pinned prefixes and adapters loaded at run time.
 
-    PinPrefix, LoadAdapter       every server does it, or those that did undo it, and the call fails as the first did
-    UnpinPrefix, UnloadAdapter   every server that has it undoes it; NOT_FOUND where none has
-    a server comes later         does what stands before it takes calls
-    a server comes again         undoes what was undone meanwhile, too, and what it may have done of what failed
+    PinPrefix, LoadAdapter       every server does it; on a failure the others undo it, and the call fails likewise
+    UnpinPrefix, UnloadAdapter   every server that has it undoes it; NOT_FOUND if none has
+    a new server                 repeats all calls in effect before it is admitted
+    a returning server           also undoes what was undone in the meantime, and what it may have done of failed calls
 
-What servers were started with is theirs, and not known here.
+Prefixes and adapters from the servers' start options are not tracked.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ UNDOING: Mapping[str, str] = {"PinPrefix": "UnpinPrefix", "LoadAdapter": "Unload
 DOING: Mapping[str, str] = {undo: do for do, undo in UNDOING.items()}
 _REQUESTS: Mapping[str, Any] = {name: vars(control_pb2)[f"{name}Request"] for name in (*UNDOING, *DOING)}
 _OF_TENANTS = "PinPrefix"
-"""Names of prefixes are of tenants; those of adapters are of all."""
+"""Prefix names are scoped by tenant; adapter names are global."""
 MAX_STANDING_BYTES = 256 << 20
 ACT_TIMEOUT_S = 600.0
-"""A server that has not done it by then is as one that is gone: nobody else waits for it any longer."""
+"""A server that exceeds this timeout counts as gone."""
 _MAX_UNDONE = 4096
-"""What is undone that nobody did through here is undone at so many of those later that are away."""
+"""Limit of pending undo calls per absent server, for names that were not set through this router."""
 _LOST = (Unavailable, DeadlineExceeded)
-"""What a server may have done, although it did not say so."""
+"""Errors after which a server may still have done the call."""
 _MAY_NOT = (Unauthenticated, PermissionDenied)
 Key = tuple[str, bytes, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One call that a server is asked for."""
+    """One control call to a server."""
 
     method: str
     content: bytes
@@ -63,10 +63,10 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is kept.
+    """A control call in effect.
 
     Attributes:
-        at: servers that did it, by name; one of them may be away, or have started again.
+        at: names of servers that did it; one of them may be away, or have restarted.
     """
 
     act: Act
@@ -74,7 +74,7 @@ class Standing:
 
 
 class Acts:
-    """Calls that all servers of a fleet answer alike. One at a time."""
+    """Replicates control calls to all servers of a fleet, one at a time."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -84,10 +84,10 @@ class Acts:
         self._running = set[asyncio.Future[bytes]]()
 
     async def run(self, method: str, request: Any, metadata: Metadata) -> bytes:
-        """Have all servers do it; the answer is that of one. It goes on although the caller goes away meanwhile.
+        """Run a call on all servers and return one of the responses. Continues even if the caller is cancelled.
 
         Raises:
-            JpagedError: not all did; what the first of them failed with.
+            JpagedError: not all servers did it; the first error.
         """
         act = Act(method, request.SerializeToString(), metadata)
         task = asyncio.ensure_future(self._do(act) if method in UNDOING else self._undo(act))
@@ -96,10 +96,10 @@ class Acts:
         return await asyncio.shield(task)
 
     async def bring(self, member: Member) -> None:
-        """Have a server that comes keep what all keep.
+        """Bring a new or returning server to the state of the fleet.
 
         Raises:
-            Unavailable: it cannot.
+            Unavailable: one of the calls failed.
         """
         async with self._lock:
             for key, act in list(self._undone.get(member.name, {}).items()):
@@ -114,7 +114,7 @@ class Acts:
                     del self._standing[key]
 
     async def _repeat(self, member: Member, act: Act, is_done: type[JpagedError]) -> bool:
-        """Ask one server for what was asked for before; False where who asked may not, any more."""
+        """Repeat a call on one server; return False if the caller is no longer authorized."""
         _, error = (await _each([member], act))[0]
         if isinstance(error, _MAY_NOT):
             _LOG.error("%s is not repeated any more, for who asked may not: %s", act.method, error)
@@ -135,7 +135,8 @@ class Acts:
             failed = [(one, error) for one, (_, error) in zip(members, answers, strict=True) if error is not None]
             if failed:
                 done = [one for one, (_, error) in zip(members, answers, strict=True) if error is None]
-                is_known = any(isinstance(error, AlreadyExists) for _, error in failed)  # not ours to undo
+                # it existed before, so must not be undone
+                is_known = any(isinstance(error, AlreadyExists) for _, error in failed)
                 unsure = [one for one, error in failed if isinstance(error, _LOST) and not is_known]
                 await self._take_back(done, unsure, key, act)
                 raise _of_one(failed, len(members), "those that did have undone it" if done else "")
@@ -158,7 +159,7 @@ class Acts:
             return next(content for content, error in answers if error is None)
 
     def _forget(self, key: Key, act: Act, undone_at: Set[str]) -> None:
-        """Something stands no more; servers that did it, and have not undone it now, will when they come again."""
+        """Drop a call in effect; servers that did it and have not undone it will undo it when they return."""
         self._undone = {name: acts for name, acts in self._undone.items() if name in self._fleet.members}
         standing = self._standing.pop(key, None)
         for name, member in self._fleet.members.items():
@@ -168,7 +169,7 @@ class Acts:
                 self._undone[name] = missed | {key: act}
 
     async def _take_back(self, done: Sequence[Member], unsure: Sequence[Member], key: Key, act: Act) -> None:
-        """Undo what some did; those of which it is not known whether they did will when they come again."""
+        """Undo a call on the servers that did it; those that may have done it will undo it when they return."""
         request = _REQUESTS[UNDOING[act.method]](name=key[2])
         undo = Act(UNDOING[act.method], request.SerializeToString(), act.metadata)
         left = list(unsure)
@@ -193,7 +194,7 @@ def _key(act: Act) -> Key:
 
 
 async def _each(members: Sequence[Member], act: Act) -> list[tuple[bytes, JpagedError | None]]:
-    """Ask servers at one time; the answer of each, or what it failed with."""
+    """Call several servers concurrently; return the response or error of each."""
 
     async def ask(member: Member) -> tuple[bytes, JpagedError | None]:
         try:
@@ -206,7 +207,7 @@ async def _each(members: Sequence[Member], act: Act) -> list[tuple[bytes, Jpaged
 
 
 def _of_one(failed: Sequence[tuple[Member, JpagedError]], num_members: int, more: str) -> JpagedError:
-    """Return the first failure as the caller is told of it: at which server, and of how many."""
+    """Return the first failure for the caller, with its server and the number of failed servers."""
     member, error = failed[0]
     cause = error.__cause__
     if num_members == 1 or not isinstance(cause, aio.AioRpcError):

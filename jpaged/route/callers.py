@@ -1,4 +1,4 @@
-"""Who calls a router, what of a call's metadata goes on, and how a server's answer becomes the call's."""
+"""Metadata of forwarded calls, and conversion of a server's status to the call's status."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _AUTHORIZATION = "authorization"
 
 
 VIA_KEY = "x-jpaged-via"
-"""Metadata with the ids of the routers that a call has come through."""
+"""Metadata key with the ids of the routers that a call has passed."""
 _MAX_HOPS = 8
 
 
 def require_no_loop(context: Any, router_id: str) -> None:
-    """Refuse a call that has come through this router before, or through too many.
+    """Reject a call that has passed this router before, or too many routers.
 
     Raises:
         Unavailable: names the loop.
@@ -42,20 +42,20 @@ def require_no_loop(context: Any, router_id: str) -> None:
 
 
 def via_of(context: Any) -> list[str]:
-    """Return the ids of the routers that a call has come through."""
+    """Return the ids of the routers that a call has passed."""
     found = [value for key, value in context.invocation_metadata() or () if key == VIA_KEY]
     return [one for value in found if isinstance(value, str) for one in value.split(",")]
 
 
 def passed_on(context: Any, router_id: str) -> Metadata:
-    """Return the metadata that goes on to a server: all but what belongs to the connection.
+    """Return the metadata to forward to a server: everything except that of the connection.
 
-    Where the router checks keys the tenant is the key's, so that servers without keys keep tenants apart, too. What is
-    no text, and means nothing to a server of ours, is left out.
+    If the router checks keys, it forwards the key's tenant, so that servers without keys isolate tenants too. Values
+    that are not text, under keys that jpaged servers ignore, are dropped.
 
     Raises:
-        InvalidArgument: the tenant is no text, which a server would say as well.
-        Unauthenticated: the key is none.
+        InvalidArgument: the tenant is not text; a server would reject it too.
+        Unauthenticated: the key is not text.
     """
     kept: list[tuple[str, str | bytes]] = []
     for key, value in context.invocation_metadata() or ():
@@ -76,19 +76,19 @@ def passed_on(context: Any, router_id: str) -> Metadata:
 
 
 def owner_of(metadata: Metadata) -> bytes:
-    """Return whose call it is, as far as its metadata tell: nobody else's has the same."""
+    """Return bytes that identify the owner of a call, from its metadata."""
     told = [(key, value if isinstance(value, bytes) else value.encode()) for key, value in metadata if key in _OWNERS]
     return b"\0".join(key.encode() + b"=" + value for key, value in sorted(told))
 
 
 def tenant_of(metadata: Metadata) -> str:
-    """Return the tenant that a call names; empty where it names none."""
+    """Return the tenant named by a call; "" if none."""
     found = next((value for key, value in metadata if key == TENANT_KEY), "")
     return found if isinstance(found, str) else found.decode(errors="replace")
 
 
 def has_unread_key(metadata: Metadata) -> bool:
-    """Whether a call has a key that the router did not check: only a server that does knows its tenant."""
+    """Return True if a call has a key that the router did not check, so that only a server can determine its tenant."""
     entry = current()
     return (entry is None or entry.key is None) and any(key == _AUTHORIZATION for key, _ in metadata)
 
@@ -97,19 +97,19 @@ _OWNERS = frozenset({TENANT_KEY, _AUTHORIZATION})
 
 
 def told_by_servers(metadata: Any) -> Metadata:
-    """Return what of a server's metadata goes on to the caller."""
+    """Return the metadata of a server's response to forward to the caller."""
     return tuple((key, value) for key, value in metadata or () if _goes_on(key) or key == "grpc-retry-pushback-ms")
 
 
 def caused(error: aio.AioRpcError, proxy: str) -> JpagedError:
-    """Return the error of a call to a server, with its status as the cause; see `translated`."""
+    """Return the error of a server, with its status as the cause; see `translated`."""
     failure = translated(error, proxy)
     failure.__cause__ = error
     return failure
 
 
 async def refuse_as_told(context: Any, error: Exception) -> NoReturn:
-    """End a call with the status that a server ended it with, details and all, else with what the error becomes."""
+    """End a call with the server's status including details if there is one, otherwise with the error's status."""
     cause = error.__cause__
     if isinstance(cause, aio.AioRpcError):
         if is_of_server(cause):

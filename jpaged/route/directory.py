@@ -1,11 +1,12 @@
-"""Which server has which beginning in its cache: as servers tell it, else from where prompts were sent. No I/O.
+"""Table of the servers that have a prompt's beginning cached: from KV events, or from where prompts were sent. No I/O.
 
     hash of a beginning -> the lives of servers that were sent a prompt with it
-                                  the oldest that nobody asked for is forgotten first, its longest beginnings first
+                           least recently used entries are evicted first, the longest beginnings first
 
-A server that starts again has another life, and nothing of what it had; so what its former one was sent counts no more.
-Of a prompt of token ids a server that tells what it holds has what it tells, and the prompts of the calls that are open
-there: their blocks are in use, or will be when it has computed them.
+A restarted server has a new life and an empty cache; entries of the former life no longer count.
+
+For a prompt of token ids, a server with KV events has what the events report, plus the prompts of open calls: their
+blocks are in use, or will be once computed.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from jpaged.route.prefixes import Beginning, Chain
 
 
 class Told(Protocol):
-    """What servers tell of what they hold."""
+    """Index of the prefixes that servers report by KV events."""
 
     def num_tokens(self, prompt: Beginning) -> Mapping[str, int]:
-        """Return the tokens of a prompt's beginning that servers hold, of those alone that tell it."""
+        """Return the number of cached leading tokens per server, only for servers that report them."""
 
 
 class Directory:
-    """Where prompts belong: the placement of a router's calls.
+    """Placement of a router's calls by prompt beginning.
 
     Args:
-        max_entries: hashes that are kept, about 200 bytes each.
-        told: what servers tell; None where none does.
+        max_entries: maximum number of hashes, about 200 bytes each.
+        told: index of KV events; None if there is none.
 
     Attributes:
-        num_placed: prompts that were placed.
-        num_hits: those that went to a server which had been sent their beginning, or told that it holds it.
-        num_passed_over: those that one had, which was too far ahead of the others.
+        num_placed: prompts placed.
+        num_hits: prompts placed on a server that has their beginning.
+        num_passed_over: prompts whose best server was skipped because of too much load.
     """
 
     def __init__(self, max_entries: int, told: Told | None = None) -> None:
@@ -53,33 +54,32 @@ class Directory:
         return len(self._lives_of)
 
     def begin(self, name: str) -> None:
-        """A server has come, or has started again: it holds nothing yet."""
+        """Add a server, or restart it: it holds nothing yet."""
         self.end(name)
         life = next(self._numbers)
         self._life_of[name], self._name_of[life] = life, name
         self._open[life] = Counter()
 
     def end(self, name: str) -> None:
-        """A server is gone, and what it held."""
+        """Remove a server and its entries."""
         life = self._life_of.pop(name, None)
         if life is not None:
             del self._name_of[life], self._open[life]
 
     def life_of(self, name: str) -> int | None:
-        """Which life of a server it is now; None where it is none."""
+        """Return the current life of a server; None if unknown."""
         return self._life_of.get(name)
 
     def place(self, key: Beginning, usable: Sequence[S]) -> S:
-        """Return the server that `choose` names, which is sent this prompt now. See `Placement`."""
+        """Choose a server and record that the prompt is sent there. See `Placement`."""
         chosen = self.choose(key, usable)
         self.note(key, chosen.name)
         return chosen
 
     def choose(self, key: Beginning, usable: Sequence[S]) -> S:
-        """Return the server with the longest beginning; of several, and where none has any, the least busy.
+        """Return the server with the longest cached beginning; among equals, the least loaded.
 
-        Of equally busy ones it is the one whose turn the beginning is, so that several routers that
-        know nothing agree.
+        Ties are broken by rendezvous hashing, so that several routers without entries agree.
         """
         told = {} if self._told is None else self._told.num_tokens(key)
         length, holders = self._longest(key, {one.name for one in usable}, told)
@@ -92,7 +92,7 @@ class Directory:
         return max((one for one in among if one.num_busy == least), key=lambda one: rank(key.chain[0], one.name))
 
     def note(self, key: Beginning, name: str) -> None:
-        """A server has been sent this prompt. The longest beginning is noted first: it is the first to be forgotten."""
+        """Record that a server was sent this prompt. The longest beginning is entered first, and so evicted first."""
         life = self._life_of.get(name)
         if life is None:
             return
@@ -110,7 +110,7 @@ class Directory:
             entries.popitem(last=False)
 
     def ended(self, key: Beginning, life: int) -> None:
-        """A call that was placed has ended, in the life of its server in which it began."""
+        """Record the end of a placed call, in the life of the server that began it."""
         calls = self._open.get(life)
         if calls is not None and key.token_ids is not None:
             for digest in key.chain:
@@ -119,7 +119,7 @@ class Directory:
                     del calls[digest]
 
     def _longest(self, key: Beginning, names: Set[str], told: Mapping[str, int]) -> tuple[int, Set[str]]:
-        """Return how long a beginning some servers have at most, in hashes or tokens, and which of them have it."""
+        """Return the length of the longest cached beginning, in hashes or tokens, and the servers that have it."""
         depth, holders = self._longest_sent(key.chain, names - told.keys())
         lengths = dict.fromkeys(holders, depth if key.token_ids is None else key.num_tokens(depth))
         for name in names & told.keys() & self._life_of.keys():
@@ -128,7 +128,7 @@ class Directory:
         return longest, {name for name, length in lengths.items() if length == longest}
 
     def _longest_sent(self, chain: Chain, names: Set[str]) -> tuple[int, Set[str]]:
-        """Return how many hashes of a chain some servers were sent at most, and which of them were sent so many."""
+        """Return the maximum number of leading hashes sent to some servers, and the servers that were sent them."""
         depth, holders = 0, {life for name in names if (life := self._life_of.get(name)) is not None}
         for digest in chain:
             left = holders & self._lives_of.get(digest, frozenset())
@@ -138,6 +138,6 @@ class Directory:
         return depth, {self._name_of[life] for life in holders} if depth else set()
 
     def _num_open(self, chain: Chain, name: str) -> int:
-        """Return how many hashes of a chain a call has that is open at a server."""
+        """Return the number of leading hashes that an open call at a server has."""
         calls = self._open[self._life_of[name]]
         return sum(1 for _ in itertools.takewhile(calls.__contains__, chain))

@@ -1,14 +1,15 @@
-"""The servers behind a router: who is one, who takes calls, and of which model they are.
+"""The backend servers of a router: names, health, model, and admission.
 
-    named ──watch: SERVING──> its model? ──the fleet's──> what it has to keep ──> admitted ──> calls
-      ^                          └─another─> set aside                               │
-      └──────────────── NOT_SERVING (it loads, drains, stalls), or gone ─────────────┘
+    named ──watch: SERVING──> its model? ──the fleet's──> control calls in effect ──> admitted ──> calls
+       ^                          └─another─> not admitted                               │
+       └──────────────── NOT_SERVING (loading, draining, stalled), or gone ──────────────┘
 
-Each server's health is watched, so that one that drains has no new call from then on; what it runs goes on. All are of
-one model, that of the first that was admitted, as long as one of it is named. Models are one where what servers say of
-them is, and the checkpoint that they loaded, as far as both tell a fingerprint of it. A connection has the certificates
-that there were when it was made: when they change, servers that are not admitted are connected to anew, and others when
-their connection is lost.
+Each server's health is watched, so that a draining server gets no new calls; its open calls continue. All servers have
+one model, that of the first one admitted, as long as one with that model is named. Models are equal if the servers
+report equal properties and, if both report one, equal checkpoint fingerprints.
+
+A connection uses the certificates of the time when it was made. When they change, servers that are not admitted are
+reconnected, and others when their connection is lost.
 """
 
 from __future__ import annotations
@@ -43,26 +44,26 @@ from jpaged.route.telling import Telling, telling_of
 _LOG = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-"""How often what is due is asked."""
+"""Interval of due queries."""
 _LOOKS_A_LIST = 4
-"""The list of targets is looked at once a second."""
+"""The list of targets is read once a second."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
 _SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0),)
-"""What a server may send of a stream that nobody reads stays at 64 KiB; else it grows to MiBs where much is sent."""
+"""Keeps the receive window of a stream at 64 KiB if it is not read; otherwise it grows to MiBs under load."""
 Bring = Callable[["Member"], Awaitable[None]]
 
 
 class Counts:
-    """What a router counts. Written on its event loop, read on the thread of a scrape.
+    """Counters of a router. Written on its event loop, read on the thread of a scrape.
 
     Attributes:
-        ended: calls that have ended here, by method and status.
-        begun: calls that were begun at a server, by it; of one call several where it was tried again.
-        retried: calls that were tried again because a server was gone, turned them away or failed, by it.
-        resumed: streams that went on at a server behind what had come of them, by it.
-        messages: messages of streams that were passed on, by the server that they came from.
-        tokens: tokens in them.
-        open: calls that are open here.
+        ended: ended calls, by method and status.
+        begun: calls started at a server, by server; a retried call counts several times.
+        retried: calls retried because a server was gone, refused them or failed, by server.
+        resumed: streams resumed on a server, by server.
+        messages: stream messages forwarded, by source server.
+        tokens: tokens in those messages.
+        open: open calls.
     """
 
     def __init__(self) -> None:
@@ -75,32 +76,32 @@ class Counts:
         self.open = 0
 
     def forget(self, target: str) -> None:
-        """A server is none any more."""
+        """Remove the counters of a server."""
         for count in (self.begun, self.retried, self.resumed, self.messages, self.tokens):
             count.pop(target, None)
 
     def note_open(self, by: int) -> None:
-        """Calls have come or gone."""
+        """Add to the number of open calls."""
         self.open += by
 
 
 ROUTER_OPTION = "router-id"
-"""Name of the option of GetServerInfo with the id of a router."""
+"""Name of the option in GetServerInfo that holds the id of a router."""
 _UPSTREAM_S, _MAX_UPSTREAM = 30.0, 1024
 
 
 class Member:
-    """One server that is named. Written by `Fleet` alone.
+    """One named server. Written only by `Fleet`.
 
     Attributes:
-        endpoint: its connection, and how busy it is.
-        model: what it says of its model; empty until it has said it.
-        info: what it says of itself.
-        is_admitted: it is asked for everything that the fleet is asked for.
-        problem: why it is not admitted, in words.
-        is_other: it serves, and is not admitted because its model is another than the fleet's.
-        files_number: which of the files that were shown to it since the start these are, counted.
-        telling: how it tells which prefixes it holds; None where it does not, or is not listened to.
+        endpoint: its connection and load.
+        model: its model properties; empty until known.
+        info: its server properties.
+        is_admitted: it takes part in everything that the fleet does.
+        problem: why it is not admitted, as text.
+        is_other: it serves, but is not admitted because its model differs from the fleet's.
+        files_number: generation of the connection's certificate files, counted from the start.
+        telling: source of the KV events; None if it has none, or is not listened to.
     """
 
     def __init__(self, address: Address, endpoint: Endpoint, files_number: int = 0) -> None:
@@ -119,23 +120,23 @@ class Member:
 
     @property
     def life(self) -> int:
-        """When its process started, in nanoseconds: another number is another process."""
+        """Start time of the server process in nanoseconds; identifies the process."""
         return int(self.info.start_time.ToNanoseconds())
 
 
 class Fleet:
-    """All servers of a router. Lives on its event loop: `run` until it is cancelled, then `close`.
+    """All servers of a router. Bound to its event loop: `run` until cancelled, then `close`.
 
     Args:
-        held: listens to servers that tell which prefixes they hold; None listens to none.
+        held: subscriber of the servers' KV events; None for none.
 
     Attributes:
-        endpoints: those that are admitted.
-        members: all that are named, by target.
-        model: of the fleet, as a message; empty while none is known.
-        checkpoint: the fingerprint of its weights; empty while none is known.
-        router_id: of this router, in the metadata of calls, by which a loop is found.
-        model_number: another one when the fleet has become one of another model.
+        endpoints: the admitted servers.
+        members: all named servers, by target.
+        model: properties of the fleet's model, as a message; empty if unknown.
+        checkpoint: fingerprint of the weights; empty if unknown.
+        router_id: id of this router in the metadata of calls, to detect loops.
+        model_number: changes when the fleet switches to another model.
     """
 
     def __init__(
@@ -167,11 +168,11 @@ class Fleet:
         self._news = asyncio.Event()
 
     def set_bring(self, bring: Bring) -> None:
-        """Who has a server keep what all have to keep; before `run`."""
+        """Set the function that brings a server to the fleet's control state; call before `run`."""
         self._bring = bring
 
     def note_upstream(self, router_ids: Iterable[str]) -> None:
-        """Note routers that send calls here: they are not admitted for a while, or calls would come back."""
+        """Record routers that send calls here: they are not admitted for a while, or calls would loop."""
         now_s = time.monotonic()
         for router_id in router_ids:
             self._upstream.pop(router_id, None)
@@ -180,14 +181,14 @@ class Fleet:
                 del self._upstream[next(iter(self._upstream))]
 
     def admitted(self) -> list[Member]:
-        """Those that are asked for everything that the fleet is asked for."""
+        """Return the admitted servers."""
         return [one for one in self.members.values() if one.is_admitted]
 
     async def until_any(self, within_s: float) -> None:
-        """Wait until a server is there.
+        """Wait until a server is available.
 
         Raises:
-            Unavailable: none has come in time; says why of each.
+            Unavailable: none was available in time; gives the reason of each.
         """
         until_s = time.monotonic() + within_s
         while not self.endpoints.has_any():
@@ -202,13 +203,13 @@ class Fleet:
                 continue
 
     def problems(self) -> str:
-        """Why servers are not admitted, of some of them."""
+        """Return the reasons why servers are not admitted, for some of them."""
         found = [f"{one.name}: {one.problem}" for one in self.members.values() if not one.is_admitted]
         more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
         return "; ".join(found[:4]) + more if found else "they are away"
 
     async def run(self) -> None:
-        """Follow the list of targets, and ask servers how they are; until it is cancelled."""
+        """Follow the list of targets, and query servers, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_lists())
             while True:
@@ -217,7 +218,7 @@ class Fleet:
                 await asyncio.sleep(LOOK_S)
 
     async def _follow_lists(self) -> None:
-        """Names may take long to look up, which holds up nothing else."""
+        """Follow the list of targets in a separate task, because name lookups may take long."""
         while True:
             if self._tls is not None and await asyncio.to_thread(self._files.has_changed):
                 self._files_number += 1
@@ -226,7 +227,7 @@ class Fleet:
             await asyncio.sleep(_LOOKS_A_LIST * LOOK_S)
 
     async def close(self) -> None:
-        """End what is asked, and the connections."""
+        """Cancel queries, and close the connections."""
         ending = [task for task in (*self._tasks, *(one.following for one in self.members.values())) if task]
         for task in ending:
             task.cancel()
@@ -247,7 +248,7 @@ class Fleet:
             if target not in self.members:
                 try:
                     channel = open_channel(aio, target, self._tls, name=address.name, more=_SMALL_WINDOWS)
-                except InvalidArgument as error:  # files that are being changed, perhaps: it is tried again
+                except InvalidArgument as error:  # the files may be in the middle of a change: retry later
                     _LOG.error("%s: no connection can be made: %s", target, error)
                     continue
                 endpoint = Endpoint(target, channel, channel_methods(channel), proxy_name(target, None))
@@ -256,7 +257,7 @@ class Fleet:
                 self.members[target] = member
 
     def _drop(self, member: Member, problem: str) -> None:
-        """A server, or a connection to it, has no new call any more, and is let go when its last has ended."""
+        """Give a server no new calls, and drop it when its last call has ended."""
         _LOG.warning("%s: %s; %d calls go on there", member.name, problem, member.endpoint.num_open)
         self._dismiss(member, problem)
         self.directory.end(member.name)
@@ -266,7 +267,7 @@ class Fleet:
         self._leaving.append(member)
 
     async def _let_go(self) -> None:
-        """Close the connections of those that were dropped and have no call left."""
+        """Close the connections of dropped servers without open calls."""
         for member in [one for one in self._leaving if not one.endpoint.num_open]:
             self._leaving.remove(member)
             await member.endpoint.channel.close()
@@ -290,7 +291,7 @@ class Fleet:
                 self._dismiss(member, f"{error.code().name}: {details_of(error, member.endpoint.proxy)}")
             except JpagedError as error:
                 self._dismiss(member, sentence_of(error))
-            except Exception as error:  # of one server, which is none of ours perhaps: the others go on
+            except Exception as error:  # one server's error (it may not be jpaged) must not affect the others
                 _LOG.exception("%s: what it says is not understood", member.name)
                 self._dismiss(member, f"what it says is not understood: {type(error).__name__}: {error}")
             finally:
@@ -298,10 +299,10 @@ class Fleet:
             await asyncio.sleep(pauses.next_s())
 
     async def _admit(self, member: Member) -> None:
-        """Have a server take part.
+        """Admit a server.
 
         Raises:
-            JpagedError: it does not, and why.
+            JpagedError: the reason why it is not admitted.
         """
         methods, times = member.endpoint.methods, {"timeout": ASK_TIMEOUT_S, "metadata": self._metadata}
         try:
@@ -346,7 +347,7 @@ class Fleet:
             self._listen(member, telling)
 
     def _listen(self, member: Member, telling: Telling | None) -> None:
-        """Listen to what a server tells of its prefixes from now on, and to nothing of before."""
+        """Subscribe to a server's KV events from now on, and drop its earlier ones."""
         member.telling = telling
         if self.held is None:
             return
@@ -367,7 +368,7 @@ class Fleet:
         news.set()
 
     def _is_outvoted_by(self, member: Member) -> bool:
-        """Return True if more servers have the model of this one than that of the fleet."""
+        """Return True if more servers have this server's model than the fleet's."""
         like = [one for one in self.members.values() if one is member or (one.is_other and _are_alike(one, member))]
         return len(like) > len(self.admitted())
 
@@ -380,7 +381,7 @@ class Fleet:
                 other.is_other = True
 
     def _dismiss(self, member: Member, problem: str) -> None:
-        """A server has no new call; what it runs goes on."""
+        """Give a server no new calls; its open calls continue."""
         if member.is_admitted or member.problem != problem:
             _LOG.warning("%s takes no calls: %s", member.name, problem)
         member.is_other = member.is_other and member.problem == problem  # it is refused for the same reason again
@@ -396,7 +397,7 @@ class Fleet:
             else:
                 ask = control_pb2.GetLoadRequest()
                 answer = await endpoint.methods["load"](ask, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
-            if answer is None:  # bytes that are no message
+            if answer is None:  # the response cannot be decoded
                 failure = Unavailable(f"{endpoint.name} does not say how it is")
         except aio.AioRpcError as error:
             failure = translated(error, endpoint.proxy)
@@ -413,22 +414,22 @@ def _pauses() -> Backoff:
 
 
 async def _bring_nothing(member: Member) -> None:
-    """The fleet has nothing to keep."""
+    """Do nothing: the fleet has no control state."""
 
 
 def _are_alike(one: Member, other: Member) -> bool:
-    """Return True if two servers have one model and one checkpoint."""
+    """Return True if two servers have the same model and checkpoint."""
     return one.model == other.model and one.info.checkpoint == other.info.checkpoint
 
 
 def _is_alike(fleet: Fleet, member: Member) -> bool:
-    """Whether a server is of the fleet's model, as far as it tells."""
+    """Return True if a server has the fleet's model, as far as known."""
     told = member.info.checkpoint
     return member.model == fleet.model and (not told or not fleet.checkpoint or told == fleet.checkpoint)
 
 
 def _differences(fleet: Fleet, member: Member) -> str:
-    """Say in which fields the model of a server is another than the fleet's."""
+    """Return the fields in which a server's model differs from the fleet's."""
     ours, theirs = (control_pb2.GetModelInfoResponse.FromString(content) for content in (fleet.model, member.model))
     fields: Mapping[str, Any] = ours.DESCRIPTOR.fields_by_name
     found = [f"{name} is {getattr(theirs, name)}, not {getattr(ours, name)}" for name in fields

@@ -1,4 +1,4 @@
-"""Calls that are about all servers: how busy they are together, what they have, who runs a request."""
+"""Calls about all servers: total load, common adapters, abort."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jpaged.route.relay import CountedTries, Relay
 from jpaged.version import __version__
 
 _MEAN_OVER = {"slot_use": "num_steps"}
-"""Numbers of a load that are means, and what they are weighed by; all others are added."""
+"""Load fields that are means, and their weights; all others are summed."""
 _LIST_TIMEOUT_S = 5.0
 _ABORT_WITHIN_S = 30.0
 _ABORT_PAUSE_S, _MAX_ABORT_PAUSE_S = 0.05, 1.0
@@ -28,11 +28,11 @@ Options = Sequence[tuple[str, str, str]]
 
 
 class Fleetwide:
-    """Answers for all servers.
+    """Answers calls about all servers.
 
     Args:
-        options: of the router: name, value, where it came from.
-        is_draining: whether it ends.
+        options: options of the router: name, value, source.
+        is_draining: returns True during a drain.
     """
 
     def __init__(self, fleet: Fleet, relay: Relay, options: Options, is_draining: Callable[[], bool]) -> None:
@@ -44,7 +44,7 @@ class Fleetwide:
         self._start_time.GetCurrentTime()
 
     async def server_info(self) -> bytes:
-        """Say what the router is, and what runs the model behind it."""
+        """Return the properties of the router and of the servers' backends."""
         members, num_all = self._fleet.admitted(), len(self._fleet.members)
         state = control_pb2.SERVER_STATE_SERVING if members else control_pb2.SERVER_STATE_STARTING
         if self._is_draining():
@@ -73,19 +73,19 @@ class Fleetwide:
         return told.SerializeToString()
 
     async def load(self, metadata: Metadata) -> bytes:
-        """Say how busy all servers are together.
+        """Return the total load of all servers.
 
         Raises:
-            JpagedError: none has told.
+            JpagedError: no server answered.
         """
         answers = await self._asked("GetLoad", b"", metadata)
         return total_load([control_pb2.GetLoadResponse.FromString(one) for one in answers]).SerializeToString()
 
     async def adapters(self, metadata: Metadata) -> bytes:
-        """List the adapters that every server has.
+        """Return the adapters that every server has.
 
         Raises:
-            JpagedError: none has told.
+            JpagedError: no server answered.
         """
         answers = await self._asked("ListAdapters", b"", metadata)
         lists = [control_pb2.ListAdaptersResponse.FromString(one).adapters for one in answers]
@@ -94,13 +94,13 @@ class Fleetwide:
         return control_pb2.ListAdaptersResponse(adapters=common).SerializeToString()
 
     async def abort(self, request: control_pb2.AbortRequest, metadata: Metadata, remaining_s: float | None) -> bytes:
-        """Have the server that runs a request end it; one that is between two servers is waited for.
+        """Abort a request on the server that runs it; wait for a request that is moving between servers.
 
         Raises:
-            JpagedError: none runs it, or what the one that does says.
+            JpagedError: no server runs it, or the error of the server that does.
         """
         key, content = (owner_of(metadata), request.request_id), request.SerializeToString()
-        pauses = Backoff(_ABORT_PAUSE_S, 2.0, _MAX_ABORT_PAUSE_S)  # each asks all servers
+        pauses = Backoff(_ABORT_PAUSE_S, 2.0, _MAX_ABORT_PAUSE_S)  # each attempt calls all servers
         until_s = time.monotonic() + min(_ABORT_WITHIN_S, _ABORT_WITHIN_S if remaining_s is None else remaining_s)
         while True:
             error = await self._abort_once(content, metadata, self._relay.flights.get(key))
@@ -115,9 +115,9 @@ class Fleetwide:
     async def _abort_once(self, content: bytes, metadata: Metadata, flight: CountedTries | None) -> JpagedError | None:
         asked = [
             one.endpoint for one in self._fleet.members.values() if one.model
-        ]  # those that drain run requests, too
+        ]  # draining servers run requests, too
         if flight is not None and flight.last is not None and flight.last not in asked:
-            asked.append(flight.last)  # it is not named any more
+            asked.append(flight.last)  # it is no longer named
         answers = await asyncio.gather(*(_ask(one, "Abort", content, metadata) for one in asked))
         errors = [answer for answer in answers if isinstance(answer, JpagedError)]
         if len(errors) < len(answers):
@@ -128,7 +128,7 @@ class Fleetwide:
         return (others or unknown or errors or [none])[0]
 
     async def _asked(self, method: str, content: bytes, metadata: Metadata) -> list[bytes]:
-        """The answers of those that gave one: who is gone, or says nothing, has no part."""
+        """Return the responses of all servers that answered."""
         members = self._fleet.admitted()
         answers = await asyncio.gather(*(_ask(one.endpoint, method, content, metadata) for one in members))
         told = [answer for answer in answers if isinstance(answer, bytes)]
@@ -141,7 +141,7 @@ class Fleetwide:
 
 
 def total_load(loads: Sequence[control_pb2.GetLoadResponse]) -> control_pb2.GetLoadResponse:
-    """Return the load of several servers as of one."""
+    """Return the combined load of several servers."""
     total = control_pb2.GetLoadResponse()
     for spec in total.DESCRIPTOR.fields:
         values: list[Any] = [getattr(load, spec.name) for load in loads]
@@ -158,7 +158,7 @@ def total_load(loads: Sequence[control_pb2.GetLoadResponse]) -> control_pb2.GetL
 
 
 def _together(backends: Sequence[control_pb2.Backend]) -> control_pb2.Backend:
-    """Say where the model runs, of all servers: kinds that differ are listed, devices added."""
+    """Return the combined backend of all servers: differing kinds are listed, devices are added."""
     names = ("platform", "device_kind", "attention", "jax_version")
     told = {name: ", ".join(dict.fromkeys(getattr(one, name) for one in backends)) for name in names}
     return control_pb2.Backend(num_devices=sum(one.num_devices for one in backends), **told)

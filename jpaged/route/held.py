@@ -1,11 +1,11 @@
-"""Which prompts of token ids servers really hold the beginnings of, as they tell it.
+"""Index of the prefixes that servers hold, from their KV events; for prompts of token ids.
 
     thread of each server's replica ── events, some blocks at a time ──┐
-                                                                    a lock: Directory
-    the router's event loop ── how much of this prompt? ───────────────┘
+                                      a lock: Directory
+    the router's event loop ── cached tokens of this prompt? ──────────┘
 
-The lock is held for some hundred blocks, a millisecond, so that no server's news holds up calls for longer. A server
-that cannot be heard now is none of those that tell: for it goes what was sent there, as for one that never tells.
+The lock is kept for some hundred blocks, about 1 ms, so that events do not delay calls for longer. A server whose
+events cannot be received is treated as one without events: its entry is what was sent to it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jpaged.route.prefixes import Beginning
 from jpaged.route.telling import Telling
 
 MAX_BLOCKS = 1 << 20
-"""So many blocks of a replica are known, at about 500 bytes each; what it holds beyond them is as if it did not."""
+"""Maximum indexed blocks per replica, at about 500 bytes each; further blocks are ignored."""
 _PIECE_BLOCKS = 256
 
 
 class _Listening:
-    """One server that is listened to. Written by `HeldPrefixes` alone."""
+    """Subscription to one server. Written only by `HeldPrefixes`."""
 
     def __init__(self, telling: Telling, keys: tuple[str, ...]) -> None:
         self.telling = telling
@@ -44,10 +44,10 @@ class _Listening:
 
 
 class HeldPrefixes:
-    """What servers hold of prompts. Verbs but `take` are of the router's event loop; `close` waits, so is for a thread.
+    """Index of cached prefixes by server. Methods except `take` belong to the router's event loop; `close` blocks.
 
     Args:
-        max_blocks: that are known of each replica.
+        max_blocks: maximum indexed blocks per replica.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -59,10 +59,10 @@ class HeldPrefixes:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def listen(self, name: str, telling: Telling) -> None:
-        """Listen to a server from now on, which is not listened to yet.
+        """Subscribe to a server that has no subscription.
 
         Raises:
-            InvalidArgument: an address is none.
+            InvalidArgument: an address is invalid.
         """
         if self._context is None:
             self._context = zmq.Context()
@@ -82,7 +82,7 @@ class HeldPrefixes:
         self._listening[name] = one
 
     def forget(self, name: str) -> list[Subscriber]:
-        """A server is gone, and nothing is known of it; returns its readers, for somebody to close."""
+        """Drop a server and its entries; return its readers, which the caller must close."""
         one = self._listening.pop(name, None)
         if one is None:
             return []
@@ -93,24 +93,24 @@ class HeldPrefixes:
         return list(one.readers)
 
     def close(self, readers: Iterable[Subscriber]) -> None:
-        """End readers, which waits for their threads."""
+        """Close readers; blocks until their threads end."""
         for reader in readers:
             reader.close()
 
     def end(self) -> None:
-        """Forget everything; waits for the threads of all readers."""
+        """Drop everything; blocks until all readers' threads end."""
         for name in list(self._listening):
             self.close(self.forget(name))
         if self._context is not None:
             self._context.term()
 
     def is_heard(self, name: str) -> bool | None:
-        """Whether a server is heard now; None where it is not listened to."""
+        """Return True if a server's events are being received; None without a subscription."""
         one = self._listening.get(name)
         return None if one is None else one.is_heard
 
     def num_blocks(self, name: str) -> int:
-        """Blocks that a server tells it has."""
+        """Return the number of blocks that a server reports."""
         one = self._listening.get(name)
         if one is None:
             return 0
@@ -118,9 +118,9 @@ class HeldPrefixes:
             return sum(self._directory.num_blocks(key) for key in one.keys)
 
     def num_tokens(self, prompt: Beginning) -> Mapping[str, int]:
-        """Tokens of a prompt's beginning that each server holds which is heard, 0 included; of texts nothing is known.
+        """Return the cached leading tokens of a prompt on each connected server, 0 included; empty for texts.
 
-        A server that checks keys says nothing of a call whose tenant the router does not know.
+        A server that checks keys is left out if the router does not know the call's tenant.
         """
         if prompt.token_ids is None:
             return {}
@@ -140,7 +140,7 @@ class HeldPrefixes:
         return found
 
     def take(self, key: str, events: Sequence[Event]) -> None:
-        """Take what a replica tells, on the thread that reads it; what comes after it was forgotten is nothing."""
+        """Apply the events of a replica, on the thread that reads them; events after `forget` are ignored."""
         for event in events:
             for piece in _pieces(event):
                 with self._lock:
@@ -149,7 +149,7 @@ class HeldPrefixes:
 
 
 def _pieces(event: Event) -> Iterator[Event]:
-    """An event as several of fewer blocks, which say the same one after the other."""
+    """Split an event into equivalent events of fewer blocks."""
     if not isinstance(event, StoredBlocks | RemovedBlocks) or len(event.hashes) <= _PIECE_BLOCKS:
         yield event
         return

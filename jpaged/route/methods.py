@@ -1,6 +1,6 @@
-"""The methods of the services: how a router sends them on, and how it registers its own.
+"""The RPC methods: how a router forwards them, and how it registers them.
 
-What nothing has to be read of goes through as the bytes that it is.
+Messages that the router need not read are forwarded as bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jpaged.server.status import refuse
 Way = Literal["stream", "prompt", "one", "all", "knowing", "fleet"]
 """How a method is answered:
 
-stream   by one server, where its prompt belongs, and by another where that is gone
-prompt   by one server, where its prompt belongs
+stream   by the server of its prompt; resumed on another one on failure
+prompt   by the server of its prompt
 one      by any server
 all      by every server, or by none
-knowing  by the server that knows what it names
-fleet    by the router, of what it or all servers say
+knowing  by the server that knows its subject
+fleet    by the router, from its state or from all servers' answers
 """
 
 WAYS: Mapping[str, Way] = {
@@ -42,7 +42,7 @@ WAYS: Mapping[str, Way] = {
     "LoadAdapter": "all",
     "UnloadAdapter": "all",
 }
-"""A method that is not here is answered with UNIMPLEMENTED: it is one server's own affair."""
+"""Other methods are answered with UNIMPLEMENTED: they concern a single server."""
 _PREFIXES = prefixes_pb2.DESCRIPTOR.services_by_name["PrefixService"]
 _ASK_A_SERVER = "prefixes travel between servers, which name each other: call one of those behind the router itself"
 
@@ -51,14 +51,14 @@ SERVICES: tuple[Any, ...] = (
     control_pb2.DESCRIPTOR.services_by_name["ControlService"],
 )
 Handler = Callable[[Any, Any], Awaitable[Any]]
-"""Takes the request, as bytes where any server answers it, and the context; returns the answer as bytes."""
+"""Handles a request (bytes if any server may answer it) and its context; returns the response as bytes."""
 _MESSAGES: Mapping[str, Any] = vars(inference_pb2) | vars(control_pb2)
 
 
 def channel_methods(channel: Any) -> dict[str, Any]:
-    """Return the methods of a server by name: bytes in and out, but for requests of streams.
+    """Return the methods of a server by name: bytes in and out, except requests of streams.
 
-    What the router asks for itself is in messages: `model`, `info` and `load`.
+    The router's own queries use messages: `model`, `info` and `load`.
     """
     made: dict[str, Any] = {}
     for service in SERVICES:
@@ -79,7 +79,7 @@ def channel_methods(channel: Any) -> dict[str, Any]:
 
 
 def register(server: aio.Server, handler_of: Callable[[str], Handler]) -> None:
-    """Have a server answer all methods that a router answers, and say of prefixes who does."""
+    """Register all forwarded methods on a server, and refusing handlers for PrefixService."""
     refusing = {method.name: _refusing(method.name) for method in _PREFIXES.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_PREFIXES.full_name, refusing),))
     server.add_registered_method_handlers(_PREFIXES.full_name, refusing)
@@ -88,7 +88,7 @@ def register(server: aio.Server, handler_of: Callable[[str], Handler]) -> None:
         for method in service.methods:
             if method.name not in WAYS:
                 continue
-            is_read = WAYS[method.name] != "one"  # else the server reads it
+            is_read = WAYS[method.name] != "one"  # otherwise the server reads it
             read = _MESSAGES[method.input_type.name].FromString if is_read else bytes
             make = (
                 grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler

@@ -1,4 +1,4 @@
-"""A router's numbers in Prometheus' format, taken when somebody asks."""
+"""Metrics of a router in Prometheus' format, computed per scrape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BY_TARGET = {
 
 
 class RouteCollector(Collector):
-    """Makes a scrape of a fleet and what was counted."""
+    """Collector of a fleet's state and counters."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -79,10 +79,10 @@ class RouteCollector(Collector):
 
 
 def serve_counts(fleet: Fleet, host: str, port: int) -> ScrapeServer:
-    """Answer scrapes on a port of their own, in threads, until the server is stopped; 0 is a free port.
+    """Serve scrapes on a separate port, in threads, until the server is stopped; 0 is a free port.
 
     Raises:
-        InvalidArgument: the port cannot be had.
+        InvalidArgument: the port cannot be bound.
     """
     registry = CollectorRegistry()
     registry.register(RouteCollector(fleet))

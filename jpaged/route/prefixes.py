@@ -1,12 +1,12 @@
-"""The beginnings of a prompt as a chain of hashes, made of what was sent: nothing is tokenised here.
+"""The beginnings of a prompt as a chain of hashes of the request's bytes; nothing is tokenized here.
 
-    what        bytes of it
+    prompt      bytes of it
     text        its UTF-8
     token ids   four for each
-    a chat      its messages as they were sent, one behind the other
+    a chat      its messages as sent, concatenated
 
-The chain is cut at fixed places, close together at first. Two prompts have as many hashes alike as they begin alike;
-and none, where tenant, adapter, salt or tools are others, for then they share no blocks.
+The chain is cut at fixed positions, close together at first. The common hashes of two prompts cover their common
+leading bytes. They have none in common if tenant, adapter, salt or tools differ, because they then share no blocks.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Chain = tuple[bytes, ...]
 
 _STEPS = (64,) * 4 + (256,) * 15 + (1024,) * 28 + (4096,) * 56
 CUTS = tuple(accumulate(_STEPS))
-"""Where chains are cut, in bytes: at 64 first, at 256 KiB last; what comes behind that is not looked at."""
+"""Cut positions of chains in bytes: from 64 to 256 KiB; bytes after that are ignored."""
 DIGEST_BYTES = 8
 MAX_KNOWN_PREFIXES = 1 << 17
-"""Hashes of beginnings that a router keeps, where nobody says how many."""
+"""Default number of hashes that a router keeps."""
 _TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """What of a request decides where it goes: the beginning of its prompt, and whose that is.
+    """The part of a request that decides the placement: the beginning of the prompt, and the owner.
 
     Attributes:
         chain: its hashes, the shortest beginning first.
-        token_ids: of the prompt, as far as the chain goes at most; None where it is a text or a chat.
-        salt, adapter: as the request names them.
-        tenant: as its metadata names it.
-        has_unread_key: the request has a key that the router has not checked: servers that do know its tenant better.
+        token_ids: the prompt's token ids, up to the end of the chain; None for a text or a chat.
+        salt, adapter: as in the request.
+        tenant: as in its metadata.
+        has_unread_key: the request has a key that the router has not checked; only servers know its tenant.
     """
 
     chain: Chain
@@ -52,16 +52,16 @@ class Beginning:
     has_unread_key: bool = False
 
     def num_tokens(self, num_hashes: int) -> int:
-        """Return how many tokens so many hashes of a prompt of token ids are about."""
+        """Return the approximate number of tokens of a number of hashes, for a prompt of token ids."""
         ids = self.token_ids or ()
         return min(len(ids), CUTS[num_hashes - 1] // _TOKEN_BYTES) if num_hashes else 0
 
 
 def beginning_of(request: Any, owner: bytes, tenant: str = "", *, has_unread_key: bool = False) -> Beginning | None:
-    """Return the beginning of a request's prompt; None where it has none.
+    """Return the beginning of a request's prompt; None if it has none.
 
     Args:
-        owner: whose request it is, as far as it tells.
+        owner: identifies the owner of the request.
         tenant, has_unread_key: see `Beginning`.
     """
     if isinstance(request, inference_pb2.GenerateRequest):
@@ -87,7 +87,7 @@ def beginning_of(request: Any, owner: bytes, tenant: str = "", *, has_unread_key
 
 
 def beginning_of_ids(token_ids: Sequence[int], owner: bytes) -> Beginning:
-    """Return the beginning of a prompt of token ids, as `beginning_of` does of a request that has nothing else."""
+    """Return the beginning of a prompt of token ids, like `beginning_of` for a request with nothing else."""
     ids = array("I", token_ids[: CUTS[-1] // _TOKEN_BYTES])
     return Beginning(_chain(_root(owner, "", "", "token_ids", b""), _little_endian(ids)), ids)
 
@@ -125,6 +125,6 @@ def _chain(root: bytes, content: bytes) -> Chain:
         digest = hashlib.blake2b(content[begin:end], digest_size=DIGEST_BYTES, key=digest).digest()
         made.append(digest)
         begin = end
-    if not made:  # shorter than the first cut: alike only where it is the same
+    if not made:  # shorter than the first cut: equal only if identical
         made.append(hashlib.blake2b(content, digest_size=DIGEST_BYTES, key=root).digest())
     return tuple(made)

@@ -1,13 +1,13 @@
-"""Calls that one server answers: a stream goes on elsewhere when its server is gone, as a client of several has it.
+"""Forwards calls that one server answers; a stream resumes on another server if its server fails, as in the client.
 
     caller ──request──> Course ──> server A ── bytes, bytes, gone
-           <─────────────── bytes, bytes
-                        Course ──> server B ── message ──> what is new of it
-           <────────────────────────────────── bytes
+         <─────────────── bytes, bytes
+                        Course ──> server B ── message ──> the new part of it
+         <────────────────────────────────── bytes
 
-A message is read, for the tokens that another server would need, and sent on as the bytes that it came as, unless what
-another server says has to be made to fit. One is in hand for each stream: a caller who does not read holds up its
-server, and nothing is kept here but what gRPC's windows have taken (fleet.py keeps them small).
+A message is decoded for the tokens that another server would need, and forwarded as the original bytes unless it has to
+be rewritten after a resume. One message per stream is in memory: a slow caller blocks its server, and nothing is
+buffered here except in gRPC's windows (fleet.py keeps them small).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from jpaged.route.fleet import Fleet
 from jpaged.route.prefixes import Beginning, beginning_of
 
 FIRST_WITHIN_S = 1.5
-"""So long a call that has not begun waits for a server: about as long as a client tries again."""
+"""Time that a call waits for an available server before it starts; about as long as a client retries."""
 _ACCEPTED_KEY = "x-jpaged-request-id"
 _parse = inference_pb2.GenerateResponse.FromString
 FlightKey = tuple[bytes, str]
 
 
 class CountedTries(Tries):
-    """The tries of one call, which are counted by server, and of which the directory hears when each ends.
+    """Attempts of one call that count by server, and notify the directory of their end.
 
     Attributes:
-        last: the server of the last try.
-        flight: whose stream it is, and its id.
+        last: the server of the last attempt.
+        flight: owner and id of the stream.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CountedTries(Tries):
 
     @property
     def name(self) -> str:
-        """The server of the last try."""
+        """Name of the server of the last attempt."""
         return "" if self.last is None else self.last.name
 
     def wait_s(self, error: Any, *, has_begun: bool = False) -> float:
@@ -81,10 +81,10 @@ class CountedTries(Tries):
 
 
 class Relay:
-    """Passes calls on that one server answers.
+    """Forwards calls that one server answers.
 
     Attributes:
-        flights: the server that runs each stream now, by whose it is and its id; None between two servers.
+        flights: current attempt of each stream, by owner and id; its server is None between two servers.
     """
 
     def __init__(self, fleet: Fleet, resuming: Resuming | None) -> None:
@@ -94,10 +94,10 @@ class Relay:
         self.flights: dict[FlightKey, CountedTries] = {}
 
     async def one(self, method: str, content: Any, context: Any) -> bytes:
-        """Pass on a call that any server answers.
+        """Forward a unary call to one server.
 
         Raises:
-            JpagedError: what it failed with there.
+            JpagedError: the server's error.
         """
         metadata = passed_on(context, self._fleet.router_id)
         beginning = None if isinstance(content, bytes) else _beginning_of(content, metadata)
@@ -111,15 +111,15 @@ class Relay:
         return answer
 
     async def generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        """Pass on a stream, on as many servers as it takes.
+        """Forward a stream, resuming it on other servers if necessary.
 
         Raises:
-            JpagedError: what it ended with.
+            JpagedError: the error that ended it.
         """
         metadata = passed_on(context, self._fleet.router_id)
         owner = owner_of(metadata)
         if not request.HasField("request_id"):
-            request.MergeFrom(inference_pb2.GenerateRequest(request_id=uuid.uuid4().hex))  # the same at each server
+            request.MergeFrom(inference_pb2.GenerateRequest(request_id=uuid.uuid4().hex))  # the same id on each server
         key = (owner, request.request_id)
         if key in self.flights:
             raise AlreadyExists(f"request_id: a request {request.request_id!r} is in flight")
@@ -162,7 +162,7 @@ class Relay:
             course.end()
 
     def _land(self, tries: CountedTries) -> None:
-        """A stream's id is free again, though its caller may not have read all of it."""
+        """Free a stream's id, although its caller may not have read all of it."""
         if self.flights.get(tries.flight) is tries:
             del self.flights[tries.flight]
 
@@ -172,7 +172,7 @@ class Relay:
         await self._fleet.until_any(within_s)
 
     async def _tell_accepted(self, call: Any, context: Any) -> bool:
-        """Tell the caller that its request was accepted, where it was, as soon as that is known."""
+        """Forward the initial metadata once a server has accepted the request; return True if it has."""
         initial = told_by_servers(await call.initial_metadata())
         if not any(key == _ACCEPTED_KEY for key, _ in initial):
             return False
@@ -180,7 +180,7 @@ class Relay:
         return True
 
     async def _pass_messages(self, course: Course, tries: CountedTries, context: Any) -> None:
-        """Send on what a server says, until it has said all."""
+        """Forward a server's messages until the end."""
         messages, tokens, name = self._counts.messages, self._counts.tokens, tries.name
         async for content in course.call:
             message = _parse(content)

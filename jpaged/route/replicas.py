@@ -1,7 +1,7 @@
-"""Where a prompt goes among servers that somebody else knows and calls, as Ray Serve does its replicas. No I/O.
+"""Placement of prompts on servers that another program knows and calls, such as Ray Serve's replicas. No I/O.
 
-order ──> somebody sends it to the first that takes it ──> sent ──> ended
-          or asks again, when none does
+order ──> the program sends it to the first that accepts it ──> sent ──> ended
+          or asks again, if none does
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class _Replica:
 
 
 class Replicas:
-    """What one caller of several servers has sent them.
+    """Placement state of one caller of several servers.
 
     Args:
-        max_known_prefixes: hashes of beginnings that are kept, about 200 bytes each.
+        max_known_prefixes: maximum number of hashes of beginnings, about 200 bytes each.
     """
 
     def __init__(self, max_known_prefixes: int) -> None:
@@ -35,7 +35,7 @@ class Replicas:
         self._open = set[tuple[str, str]]()
 
     def update(self, names: Iterable[str]) -> None:
-        """These servers are there, and no others; one that is new holds nothing."""
+        """Set the available servers; a new one holds nothing."""
         there = frozenset(names)
         for name in self._names - there:
             self._directory.end(name)
@@ -46,11 +46,11 @@ class Replicas:
         self._names = there
 
     def order(self, key: Beginning, told_busy: Mapping[str, int]) -> list[str]:
-        """Return the servers as a prompt is offered to them: where its longest beginning is, and the others by calls.
+        """Return the servers in order of preference: the longest cached beginning first, then by load.
 
         Args:
-            key: of the prompt's beginnings.
-            told_busy: servers that may take it, and how many calls each has of everybody, as far as is known.
+            key: key of the prompt's beginnings.
+            told_busy: servers that may take it, with their reported number of calls from all callers.
         """
         usable = [_Replica(name, self._num_busy(name, told)) for name, told in told_busy.items()]
         if not usable:
@@ -60,7 +60,7 @@ class Replicas:
         return [first.name, *(one.name for one in others)]
 
     def sent(self, call: str, key: Beginning | None, name: str) -> None:
-        """A server has taken a call; the key is None where that has no prompt."""
+        """Record that a server accepted a call; the key is None if it has no prompt."""
         if name in self._names and (call, name) not in self._open:
             self._open.add((call, name))
             self._num_open[name] += 1
@@ -68,7 +68,7 @@ class Replicas:
                 self._directory.note(key, name)
 
     def ended(self, call: str, name: str) -> None:
-        """A call has ended, however it did; nothing where the server had not taken it, or is gone."""
+        """Record the end of a call; ignored if the server had not accepted it, or is gone."""
         if (call, name) in self._open:
             self._open.remove((call, name))
             self._num_open[name] -= 1

@@ -1,7 +1,7 @@
-"""A router's life: the port first, then its servers, then calls; at the end a drain and an exit code.
+"""Lifecycle of a router: first the port, then its servers, then calls; at the end a drain and an exit code.
 
-grpc.health.v1 answers SERVING while any server takes calls, for "", for "readiness" and for each service, and
-NOT_SERVING else and in a drain; for "liveness" it always answers SERVING.
+For "", "readiness" and each service, grpc.health.v1 answers SERVING while any server accepts calls, otherwise and
+during a drain NOT_SERVING; for "liveness" it always answers SERVING.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RouteOptions:
-    """What a router needs to know besides its port.
+    """Options of a router, in addition to those of the port.
 
     Attributes:
-        targets: servers, by the command line.
-        targets_file: of further ones; None is none.
-        tls: whom it believes of servers, and what it shows them; None connects in clear.
-        api_key: what servers let it in with, when it asks them of itself.
-        resume_within_s: so long a stream looks for another server; 0 ends it with its own.
-        max_known_prefixes: hashes of beginnings that are kept; with 0 prompts are placed by load alone.
-        max_calls: that may be open at one time; further ones are told that it is full.
-        told: all options, as GetServerInfo tells them: name, value, where it came from.
+        targets: servers from the command line.
+        targets_file: path of a file with more servers; None for none.
+        tls: certificates for connections to servers; None connects without TLS.
+        api_key: key for the router's own queries of servers.
+        resume_within_s: time that a stream looks for another server; 0 ends it with its server.
+        max_known_prefixes: maximum number of hashes of beginnings; 0 places prompts by load only.
+        max_calls: maximum open calls; more are refused with QueueFull.
+        told: all options for GetServerInfo: name, value, source.
     """
 
     targets: tuple[str, ...]
@@ -76,12 +76,12 @@ class RouteOptions:
 
 
 class Router:
-    """One gRPC server in front of many. Lives on one event loop: `start`, then `run`.
+    """One gRPC server that forwards to many. Bound to one event loop: `start`, then `run`.
 
     Attributes:
-        port: where calls come; 0 before `start`.
+        port: its port; 0 before `start`.
         fleet: the servers.
-        counts: what it has done.
+        counts: its counters.
     """
 
     def __init__(self, options: RouteOptions, server: ServerOptions, access_options: AccessOptions) -> None:
@@ -105,19 +105,19 @@ class Router:
 
     @property
     def metrics_port(self) -> int | None:
-        """The port of metrics; None when nobody asked for it."""
+        """The port of metrics; None if not configured."""
         return None if self._metrics is None else self._metrics.server_port
 
     @property
     def probe_port(self) -> int | None:
-        """The port of health alone; None when nobody asked for it."""
+        """The port only for health; None if not configured."""
         return None if self._probes is None else self._probes.port
 
     async def start(self) -> int:
-        """Open the port, and look for servers; returns the port.
+        """Open the port, and start to look for servers; return the port.
 
         Raises:
-            InvalidArgument: the host or a port cannot be bound, or a file that the options name cannot be read.
+            InvalidArgument: the host or a port cannot be bound, or a file named by the options cannot be read.
         """
         options = self._server_options
         self._gate.read()
@@ -140,7 +140,7 @@ class Router:
         return self.port
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT begin a drain, a second one cuts it short; SIGHUP reads keys and targets again."""
+        """Map SIGTERM and SIGINT to a drain (a second one cuts it short), SIGHUP to a reload of keys and targets."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
@@ -155,12 +155,12 @@ class Router:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     async def run(self) -> int:
-        """Pass calls on until `request_stop`; then end everything and return the exit code."""
+        """Forward calls until `request_stop`; then shut down and return the exit code."""
         is_ready = False
         while not self._stop.is_set():
             for task in self._running:
                 if task.done():
-                    task.result()  # raises: nobody cancels it
+                    task.result()  # re-raise its error: tasks are not cancelled before the end
             if (now_ready := self._health_now().is_ready) != is_ready:
                 is_ready = now_ready
                 await self._tell_health(is_ready)
@@ -180,11 +180,11 @@ class Router:
         await self._health.set(LIVENESS, kinds.SERVING)
 
     def _handler(self, method: str) -> Handler:
-        """Return what answers a method: lets it in, counts it, and ends it with one status."""
+        """Return the handler of a method, which authorizes and counts calls and sets one status."""
 
         async def answer(request: Any, context: Any) -> Any:
             task, code = asyncio.current_task(), "OK"
-            assert task is not None  # gRPC runs each call in a task of its own
+            assert task is not None  # gRPC runs each call in its own task
             self._calls.add(task)
             self.counts.note_open(1)
             try:
@@ -193,7 +193,7 @@ class Router:
                 if len(self._calls) > self._options.max_calls:
                     raise QueueFull(f"{self._options.max_calls} calls are open (max_calls)", retry_after_s=_RETRY_S)
                 return await self._answer(method, request, context)
-            except (aio.InternalError, aio.AbortError):  # the peer is gone, or has its status already
+            except (aio.InternalError, aio.AbortError):  # the peer has disconnected, or has its status already
                 code = "CANCELLED"
                 raise
             except asyncio.CancelledError:
@@ -231,7 +231,7 @@ class Router:
         return await ask(passed_on(context, self.fleet.router_id))
 
     async def _drain(self) -> None:
-        """Wait until all calls have ended, up to the timeout or a second stop; those that are left are ended."""
+        """Wait until all calls have ended, up to the timeout or a second stop; cancel the remaining ones."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._server_options.shutdown_timeout
         while self._calls and loop.time() < until_s and not self._hurry.is_set():
@@ -261,7 +261,7 @@ _SERVICE_NAMES: Sequence[str] = tuple(service.full_name for service in SERVICES)
 
 
 def _noted(failure: Exception) -> str:
-    """Note in the audit what a call has failed with; returns the status that its caller sees."""
+    """Note a call's error in the audit; return the status that its caller gets."""
     error, entry = error_for(failure), access.current()
     if entry is not None:
         entry.note_error(reason_of(error))
@@ -272,7 +272,7 @@ def _noted(failure: Exception) -> str:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for an event, for so long at most."""
+    """Wait for an event, up to the timeout."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

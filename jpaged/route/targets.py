@@ -1,11 +1,11 @@
-"""Which servers there are: those that are named, those of a file that may change, and all addresses of a DNS name.
+"""The list of servers: named ones, those of a file that may change, and all addresses of a DNS name.
 
     HOST:PORT
-    HOST:PORT,kv-events=tcp://*:5557,kv-events-replay=tcp://*:5558     where it tells which prefixes it holds, where
-    HOST:PORT,kv-events=none                                           that is not where it says itself; * is its host
+    HOST:PORT,kv-events=tcp://*:5557,kv-events-replay=tcp://*:5558     address of the KV events, if it differs from
+    HOST:PORT,kv-events=none                                           the server's own report; * is its host
 
-A name of which nothing is found keeps the addresses that it had, and a file that cannot be understood the targets: what
-is really gone is found out by asking it.
+If a lookup finds nothing, a name keeps its addresses, and if a file is invalid, its targets stay: queries show which
+servers are gone.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from jpaged.errors import InvalidArgument, sentence_of
 _LOG = logging.getLogger(__name__)
 
 _LOOK_TIMEOUT_S = 1.0
-"""How long a look at the file is waited for; one that takes longer counts when it has ended."""
+"""Timeout for reading the file; a slower read takes effect when it ends."""
 MAX_TARGETS = 4096
-"""Each is asked how it is once a second."""
+"""Each server is queried once a second."""
 _DNS = re.compile(r"dns:(?:///)?(\[[^\s\[\]]+\]|[^\s:/\[\],]+):([0-9]+)")
 NOWHERE = "none"
-"""Says in place of an endpoint that a server is not to be listened to."""
+"""Value in place of an endpoint: do not subscribe to the server."""
 _EVENTS, _REPLAY = "kv-events", "kv-events-replay"
 _ENDPOINT = re.compile(r"tcp://(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):([0-9]{1,5})|ipc://\S+")
 _MAX_PORT = 65535
 _RESOLVE_EVERY = 5
-"""Names are looked up at every so manieth look, files at each."""
+"""Names are looked up every this many looks, files at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Address:
     """One server.
 
     Attributes:
-        target: what a channel is opened with.
-        name: what its certificate has to name, where `target` is an address that this name stands for.
-        events: where it tells which prefixes it holds, `NOWHERE` included; None is where it says itself.
-        replay: where it answers what was missed of that.
+        target: gRPC target of the channel.
+        name: name that its certificate must have, if `target` is a resolved address.
+        events: address of the KV events, or `NOWHERE`; None for the server's own report.
+        replay: address for replays of missed events.
     """
 
     target: str
@@ -56,12 +56,12 @@ class Address:
 
 
 def parse_target(field: str, text: str) -> Address:
-    """Return what a target says, which may be a name of several addresses.
+    """Parse a target, which may be a name of several addresses.
 
     Raises:
-        InvalidArgument: it is none; names the field.
+        InvalidArgument: it is invalid; names the field.
     """
-    parts = text.split(",")  # a target of gRPC may have some itself
+    parts = text.split(",")  # a gRPC target may contain commas itself
     first = next((i for i, part in enumerate(parts) if part.startswith(_EVENTS)), len(parts))
     target, words = ",".join(parts[:first]), parts[first:]
     require_target(field, target)
@@ -81,10 +81,10 @@ def parse_target(field: str, text: str) -> Address:
 
 
 def read_targets(path: str) -> tuple[str, ...]:
-    """Return the targets of a file: one a line; what follows a # is left out, and so are empty lines.
+    """Return the targets of a file: one per line; comments (#) and empty lines are ignored.
 
     Raises:
-        InvalidArgument: it cannot be read, names none, or one that is none or is there twice.
+        InvalidArgument: it cannot be read, has no target, an invalid one or a duplicate.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -99,10 +99,10 @@ def read_targets(path: str) -> tuple[str, ...]:
 
 
 def require_targets(field: str, targets: Sequence[str]) -> None:
-    """Refuse a list of targets that cannot be routed to.
+    """Reject an invalid list of targets.
 
     Raises:
-        InvalidArgument: it is empty or too long, has one twice, or one that is no target.
+        InvalidArgument: it is empty or too long, has a duplicate or an invalid target.
     """
     if not targets:
         raise InvalidArgument(field, "names no target")
@@ -115,14 +115,14 @@ def require_targets(field: str, targets: Sequence[str]) -> None:
 
 
 class Targets:
-    """The servers as they are named now.
+    """The current list of servers.
 
     Args:
-        named: those of the command line.
-        path: of a file of further ones; None where there is none.
+        named: targets of the command line.
+        path: path of a file with more targets; None for none.
 
     Raises:
-        InvalidArgument: they cannot be routed to; names the option.
+        InvalidArgument: the list is invalid; names the option.
     """
 
     def __init__(self, named: Sequence[str], path: str | None) -> None:
@@ -137,7 +137,7 @@ class Targets:
         self._num_looks = self._num_left_out = 0
 
     async def now(self) -> tuple[Address, ...]:
-        """Look again, and return all; each once."""
+        """Look again, and return all servers without duplicates."""
         if self._watch is not None:
             await self._look.run(_LOOK_TIMEOUT_S)
         names: dict[str, Address] = {}
@@ -163,7 +163,7 @@ class Targets:
         self._num_left_out = num
 
     def expire(self) -> None:
-        """Have the next look read the file, changed or not."""
+        """Make the next look read the file even if it is unchanged."""
         if self._watch is not None:
             self._watch.expire()
 
@@ -189,7 +189,7 @@ class Targets:
                 _LOG.warning("target: %s: nothing is found of it: %s", target, error)
                 self._resolved[target] = ()
             return
-        # A server that has an address of each kind would be two.
+        # A server with both an IPv4 and an IPv6 address would count twice.
         of_ipv4 = [str(address[4][0]) for address in found if address[0] == socket.AF_INET]
         chosen = of_ipv4 or [str(address[4][0]) for address in found]
         addresses = {f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in chosen}

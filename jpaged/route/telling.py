@@ -1,11 +1,12 @@
-"""Where servers tell which prefixes they hold: what they say of it themselves, or what their target says.
+"""Addresses of the servers' KV events: from their own report, or from their target.
 
     a server is bound to                is reached
     tcp://*:5557, tcp://0.0.0.0:5557    at the host of the target
     tcp://10.0.0.7:5557                 there
-    tcp://127.0.0.1:5557, ipc://PATH    there, where the target is of this machine
+    tcp://127.0.0.1:5557, ipc://PATH    there, if the target is on this machine
 
-What a target says is taken as it is, * for its host aside. Each replica has addresses of its own, counted from these.
+The address in a target is used as it is, except * for its host. Each replica has separate addresses, counted from
+these.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ _TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^:\[\]]+):([0-9]+)")
 _HERE = "127.0.0.1"
 _LOCAL_NAMES = ("localhost", "ip6-localhost")
 MAX_REPLICAS = 256
-"""Each of a server's is read on a thread of its own."""
+"""Each replica's events are read on a separate thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """How a server tells.
+    """KV-event sources of a server.
 
     Attributes:
-        sockets: of each replica: where it tells, and where it answers what was missed; None is nowhere.
+        sockets: per replica: address of events, and of replays of missed ones (None for none).
         isolates_tenants: tenants share no prefixes there.
-        checks_keys: whose a call is depends on its key there.
+        checks_keys: the tenant of a call depends on its key there.
     """
 
     sockets: tuple[tuple[str, str | None], ...]
@@ -43,13 +44,13 @@ class Telling:
 
 
 def telling_of(address: Address, info: Any) -> Telling | None:
-    """Return how a server tells; None where it tells nobody, or is not to be listened to.
+    """Return the KV-event sources of a server; None if it has none, or `NOWHERE` is set.
 
     Args:
         info: its GetServerInfo.
 
     Raises:
-        Unavailable: where it tells cannot be reached from here.
+        Unavailable: the address cannot be reached from here.
     """
     said: Mapping[str, str] = {option.name: option.value for option in info.options}
     events, replay = address.events, address.replay
@@ -75,12 +76,12 @@ def _num_replicas(said: str) -> int:
 
 
 def _at(endpoint: str, address: Address) -> str:
-    """Return what a target says, with its host in place of *."""
+    """Return the endpoint of a target with its host in place of *."""
     return endpoint.replace("://*", f"://{_host_of(address.target) or _HERE}") if "://*" in endpoint else endpoint
 
 
 def _host_of(target: str) -> str | None:
-    """Return the host that a target names; None where it is this machine, as for a socket in a folder."""
+    """Return the host of a target; None if it is a Unix socket of this machine."""
     if target.startswith(("unix:", "unix-abstract:")):
         return None
     if "," in target:
@@ -89,7 +90,7 @@ def _host_of(target: str) -> str | None:
 
 
 def _reached(endpoint: str, host: str | None) -> str:
-    """Return where an endpoint that a server is bound to is reached from here."""
+    """Return the address at which a server's bound endpoint is reached from here."""
     is_here = host is None or _is_local(host)
     match = _TCP.fullmatch(endpoint)
     if match is None:
@@ -100,7 +101,7 @@ def _reached(endpoint: str, host: str | None) -> str:
     try:
         ip = ipaddress.ip_address(bound.strip("[]"))
     except ValueError:
-        ip = None  # * or the name of an interface, or of the server
+        ip = None  # *, or the name of an interface or of the server
     if ip is not None and ip.is_loopback and not is_here:
         raise Unavailable(f"{endpoint} is reached on the server's own machine alone")
     at = bound if ip is not None and not ip.is_unspecified else host or _HERE

@@ -1,4 +1,4 @@
-"""A gRPC server's address: a host and a port of this machine, with TLS where there are certificates."""
+"""Address of a gRPC server: a host and a port of this machine, with TLS if there are certificates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jpaged.errors import InvalidArgument
 
 
 def bind(server: aio.Server, field: str, host: str, port: int, certificates: CertificateFiles | None) -> int:
-    """Have a server listen; returns the port, which for 0 is a free one.
+    """Bind a server to an address; return the port, which for 0 is a free one.
 
     Args:
         field: the option that names the port.
@@ -23,7 +23,7 @@ def bind(server: aio.Server, field: str, host: str, port: int, certificates: Cer
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _require_host(field, host)
-    if problem := _problem_of_port(host, port):  # gRPC's core logs it, and raises an error without the reason
+    if problem := _problem_of_port(host, port):  # check first: gRPC core only logs the reason
         raise InvalidArgument(field, f"{address} cannot be bound: {problem}")
     try:
         if certificates is None:
@@ -38,10 +38,10 @@ def bind(server: aio.Server, field: str, host: str, port: int, certificates: Cer
 
 
 def credentials_of(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Return what a port shows and asks for; each handshake asks whether the files have changed."""
+    """Return a port's TLS credentials; each handshake checks if the certificate files have changed."""
     told = files.now
 
-    def newest() -> Any:  # None where nothing has changed, which grpc takes and its stubs do not
+    def newest() -> Any:  # None if unchanged: gRPC accepts it, but its stubs do not
         nonlocal told
         if files.now is told:
             return None
@@ -69,7 +69,7 @@ def _bind_once(host: str, port: int) -> None:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, protocol, _, address in found[:1]:
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: of ended connections nothing is kept
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: ignore ended connections
             probe.bind(address)
 
 
@@ -77,6 +77,6 @@ def _require_host(field: str, host: str) -> None:
     """Raise InvalidArgument if the host is not an address of this machine."""
     try:
         _bind_once(host, 0)
-    except (OSError, ValueError) as error:  # ValueError: a name that no resolver is asked for
+    except (OSError, ValueError) as error:  # ValueError: an invalid name
         name = field.removesuffix("port") + "host"
         raise InvalidArgument(name, f"{host!r} is no address of this machine: {error}") from error

@@ -1,4 +1,4 @@
-"""Chats: proto -> types going in, and what answers have beside their text going out."""
+"""Chats: proto -> types for requests, and the non-text parts of answers -> proto."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MODES = {
 
 
 def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, Any], ...]:
-    """A conversation as `jpaged.service.chat.messages` shows it.
+    """Convert a conversation to the format of `jpaged.service.chat.messages`.
 
     Raises:
         InvalidArgument: too many messages or calls, before any is copied.
@@ -62,7 +62,7 @@ def _call_from(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 
 def chat_options_from(chat: inference_pb2.ChatPrompt) -> ChatOptions:
-    """What a chat asks for beside its messages.
+    """Convert the options of a chat.
 
     Raises:
         InvalidArgument: names the field, as in `tools[2].function.name`.
@@ -114,5 +114,5 @@ def _choice_from(choice: inference_pb2.ToolChoice) -> ToolChoice | None:
 
 
 def delta_of(piece: ToolCallPiece) -> inference_pb2.ToolCallDelta:
-    """A part of a call as a message."""
+    """Convert a part of a call to a message."""
     return inference_pb2.ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)

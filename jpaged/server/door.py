@@ -1,4 +1,4 @@
-"""Lets calls in at a gRPC port by the table of permissions, calls of methods that are not served too."""
+"""Interceptor of a gRPC port: authorizes calls by the table of permissions, including calls of unknown methods."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _CODES: dict[Any, str] = {code.value[0]: code.name for code in grpc.StatusCode} 
     code: code.name for code in grpc.StatusCode
 }
 _FACES = {"/inference.": "oip", "/vllm.": "vllm"}
-"""How calls of other people's services begin, and what the audit calls them."""
+"""Prefixes of third-party services, and their names in the audit."""
 
 
 class Door:
-    """The door of one port.
+    """Interceptor of one port.
 
     Args:
-        takes_control: whether the port is one for acts of control.
+        takes_control: the port accepts control operations.
     """
 
     def __init__(self, gate: Gate, *, takes_control: bool) -> None:
@@ -34,10 +34,10 @@ class Door:
         self._public = {method for method, one in GRPC.items() if one.is_public(gate.options)}
 
     def guarded(self, method: str, handler: Any) -> Any:
-        """Return a method's handler that lets no call in which the gate does not; its task knows whose call it is.
+        """Wrap a method's handler with authentication and audit; its task has the call in its context.
 
         Args:
-            handler: reads its requests off the call itself: a coroutine function, with one answer or a stream of them.
+            handler: reads its requests from the call itself: a coroutine function with one response or a stream.
         """
         if method in self._public:
             return handler
@@ -69,7 +69,7 @@ class Door:
         return make(answer, response_serializer=handler.response_serializer)
 
     def unknown(self) -> Any:
-        """Return the handler of all methods that are not served: it requires a key, and answers UNIMPLEMENTED."""
+        """Return the handler of all unknown methods: it requires a key, and answers UNIMPLEMENTED."""
 
         async def answer(requests: object, context: Any) -> None:
             entry, status = self._entry("grpc", "unknown", context), "UNIMPLEMENTED"
@@ -78,7 +78,7 @@ class Door:
                     self._gate.open(entry, *_headers(context))
                 except JpagedError as error:
                     await refuse(context, error)
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")  # gRPC's own words
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")  # gRPC's standard message
             except BaseException as error:
                 status = _status_of(error, context)
                 raise
@@ -92,14 +92,14 @@ class Door:
 
 
 def _status_of(error: BaseException, context: Any) -> str:
-    """Return how a call ends that raises: as it was aborted, or as gRPC ends it."""
+    """Return the status of a call whose handler raised: the aborted status, or gRPC's default."""
     if isinstance(error, asyncio.CancelledError):
         return "CANCELLED"
     return _CODES.get(context.code(), "UNKNOWN") if isinstance(error, aio.AbortError) else "UNKNOWN"
 
 
 def _headers(context: Any) -> tuple[list[str], list[str]]:
-    """Return what a call has of `authorization` and `x-jpaged-tenant`."""
+    """Return the values of `authorization` and `x-jpaged-tenant` of a call."""
     keys, tenants = list[str](), list[str]()
     for name, value in context.invocation_metadata() or ():
         if name in ("authorization", "x-jpaged-tenant"):

@@ -1,4 +1,4 @@
-"""Score and Embed: protos to calls of the service, and what comes of them to protos."""
+"""Score and Embed: protos -> calls of the service, and the results -> protos."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def asker_of(
     remaining_s: float | None,
     caller: Caller = NOBODY,
 ) -> Asker:
-    """Who asks."""
+    """Return the caller and options of a call."""
     return Asker(
         model=message.model if message.HasField("model") else None,
         tenant=tenant,
@@ -79,7 +79,7 @@ async def embedded(service: Service, asker: Asker, message: inference_pb2.EmbedR
 
 
 def _size(message: inference_pb2.ScoreRequest | inference_pb2.Continuation | inference_pb2.EmbedInput) -> int:
-    """Characters or token ids."""
+    """Return the number of characters or token ids."""
     return len(message.text) + len(message.token_ids.ids)
 
 
@@ -114,7 +114,7 @@ def _token(token: TokenLogprob) -> inference_pb2.TokenLogprob:
 
 
 def _usage(usages: Iterable[Usage]) -> inference_pb2.Usage:
-    """The sum of usages; the tokens that are dropped were generated for nobody."""
+    """Return the sum of usages, without the sampled tokens, which are dropped."""
     many = list(usages)
     return inference_pb2.Usage(
         prompt_tokens=sum(one.prompt_tokens for one in many), cached_tokens=sum(one.cached_tokens for one in many)

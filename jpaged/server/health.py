@@ -1,7 +1,7 @@
-"""grpc.health.v1 with watches that end, and that keep nobody waiting.
+"""grpc.health.v1 with watches that end, and that never block the server.
 
-gRPC's own watches hold a lock while they write, which whoever sets a status waits for: one client that reads nothing
-would keep the server from its end. And one that gRPC has to cut at the end is an error in the log and CANCELLED.
+gRPC's watches hold a lock while they write, and setting a status waits for it: a client that does not read would block
+shutdown. A watch that gRPC has to cut at the end is an error in the log and CANCELLED for the client.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-_messages: Any = health_pb2  # its stubs do not have List
+_messages: Any = health_pb2  # the stubs lack List
 
 
 class HealthServicer(health.aio.HealthServicer):
-    """gRPC's own health service, with other watches."""
+    """gRPC's health service, with other watches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class HealthServicer(health.aio.HealthServicer):
         self._watches: set[asyncio.Task[Any]] = set()
 
     async def set(self, service: str, status: Any) -> None:
-        """Sets the status of a service, and wakes those who watch."""
+        """Set the status of a service, and wake the watches."""
         await super().set(service, status)
         self._status[service] = status
         self._changed.set()
@@ -39,15 +39,15 @@ class HealthServicer(health.aio.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         call = asyncio.current_task()
-        assert call is not None  # gRPC runs each call in a task of its own
+        assert call is not None  # gRPC runs each call in its own task
         self._watches.add(call)
         call.add_done_callback(self._watches.discard)
         await self._watch(request.service, context)
 
     async def end_watches(self, timeout_s: float) -> None:
-        """Ends every watch with UNAVAILABLE, those that begin later too, and waits until the clients have been told.
+        """End every watch, including later ones, with UNAVAILABLE, and wait until the clients have the status.
 
-        Those that do not read are left after `timeout_s` seconds.
+        Clients that do not read are dropped after `timeout_s` seconds.
         """
         self._has_ended.set()
         if self._watches:
@@ -63,11 +63,11 @@ class HealthServicer(health.aio.HealthServicer):
             end.cancel()
             await asyncio.gather(watch, end, return_exceptions=True)
         if not self._has_ended.is_set():
-            await watch  # raises what ended it
+            await watch  # re-raise its error
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has ended")
 
     async def _tell(self, service: str, context: Any) -> None:
-        """Writes the status of a service whenever it is another; states that come and go meanwhile are left out."""
+        """Write the status of a service at each change; intermediate states may be skipped."""
         told = None
         while True:
             changed = self._changed

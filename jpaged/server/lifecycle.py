@@ -1,4 +1,4 @@
-"""A server's life: the port first, then the model, then requests; at the end a drain and an exit code.
+"""Lifecycle of a server: first the port, then the model, then requests; at the end a drain and an exit code.
 
     STARTING ──loaded──> SERVING ──SIGTERM, SIGINT──> DRAINING ──> exit 0
        │                   │  ^ └──engine died──────> FAILED ────> exit 1
@@ -7,9 +7,9 @@
        │                    └──a process is lost────> FAILED ────> exit 4
        └──could not load──> FAILED ──────────────────────────────> exit 1
 
-grpc.health.v1 answers SERVING in the state of that name and NOT_SERVING in the others, for "", for "readiness" and for
-each service; for "liveness" it answers NOT_SERVING in FAILED alone. Requests outside of SERVING and STALLED are
-answered with UNAVAILABLE; the port is open all the while. docs/health.md has what probes should ask.
+For "", "readiness" and each service, grpc.health.v1 answers SERVING only in that state, otherwise NOT_SERVING; for
+"liveness" it answers NOT_SERVING only in FAILED. Requests outside of SERVING and STALLED get UNAVAILABLE; the port is
+open in all states. docs/health.md has the recommended probes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from jpaged.types import Prompt
 _LOG = logging.getLogger(__name__)
 
 PIN_NAME = "pin-prefix"
-"""The name by which UnpinPrefix finds the prefix that the option `pin_prefix` pinned."""
+"""Name under which UnpinPrefix finds the prefix of the option `pin_prefix`."""
 SERVICE_NAMES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
@@ -77,27 +77,27 @@ SERVICE_NAMES = (
 
 _WATCH_INTERVAL_S = 0.2
 _FLUSH_TIMEOUT_S = 2.0
-"""How long the end waits for statuses on their way to clients that read."""
+"""Maximum time at the end to flush statuses to clients."""
 
 
 class Server:
-    """One gRPC server around one model. Lives on one event loop: `start`, then `run`.
+    """One gRPC server around one model. Bound to one event loop: `start`, then `run`.
 
     Args:
-        config: as written; `load` returns the resolved one.
-        load: builds the model; its engine is started, and in the end stopped, here. Called once, on a thread.
-        on_progress: told what `load` reports, on that thread.
-        on_serving: told the port once requests are taken.
-        on_hang: called when a step hangs, before anything else is done about it.
-        prefills: who computes prompts for the role decode, which needs them; closed in the end.
+        config: the options as given; `load` returns the resolved ones.
+        load: builds the model; the server starts and stops its engine. Called once, on a thread.
+        on_progress: receives the progress of `load`, on that thread.
+        on_serving: called with the port once requests are accepted.
+        on_hang: called first when a step hangs.
+        prefills: prefill servers, required by the decode role; closed at the end.
 
     Raises:
-        InvalidArgument: options of roles do not go together.
+        InvalidArgument: options of roles conflict.
 
     Attributes:
-        state: where it is in its life.
-        control_port: the port for acts of control; None where they have none of their own.
-        leaves_threads: one that loads, or the engine's, was left behind and may hang: it would hold the process up.
+        state: stage of the lifecycle.
+        control_port: the separate port for control operations; None if there is none.
+        leaves_threads: the loading or engine thread was abandoned and may hang, which would block the process's exit.
     """
 
     def __init__(
@@ -137,24 +137,24 @@ class Server:
 
     @property
     def metrics_port(self) -> int | None:
-        """The port of metrics; None before the model is loaded, and when nobody asked for them."""
+        """The port of metrics; None before the model is loaded, or if not configured."""
         return None if self._metrics is None else self._metrics.server_port
 
     @property
     def http_port(self) -> int | None:
-        """The port of the HTTP face; None when nobody asked for it."""
+        """The port of the HTTP frontend; None if not configured."""
         return None if self._http is None else self._http.port
 
     @property
     def probe_port(self) -> int | None:
-        """The port of health alone; None when nobody asked for it."""
+        """The port only for health; None if not configured."""
         return None if self._probes is None else self._probes.port
 
     async def start(self) -> int:
-        """Opens the port, and starts loading the model; returns the port.
+        """Open the port and start loading the model; return the port.
 
         Raises:
-            InvalidArgument: the host or a port cannot be bound, or a file that the options name cannot be read.
+            InvalidArgument: the host or a port cannot be bound, or a file named by the options cannot be read.
         """
         self._prefix = _text_of(self._config.server.pin_prefix)
         max_bytes = int(self._config.server.max_request_size * 2**20)
@@ -194,7 +194,7 @@ class Server:
         return self._port
 
     async def _open_control(self, max_bytes: int, prefixes: PrefixServicer) -> None:
-        """Open the port for acts of control alone, where the options ask for one."""
+        """Open the separate port for control operations, if configured."""
         options = self._config.access
         if options.control_port is None:
             return
@@ -211,7 +211,7 @@ class Server:
         self._control = server
 
     async def run(self) -> int:
-        """Serves until `request_stop` or until the engine dies; then ends everything and returns the exit code."""
+        """Serve until `request_stop` or until the engine fails; then shut down and return the exit code."""
         await self._loading
         while self.state.failure is None and not self._stop.is_set():
             await _wait(self._stop, _WATCH_INTERVAL_S)
@@ -219,17 +219,17 @@ class Server:
         return await self._end()
 
     def request_stop(self) -> None:
-        """Begins a drain; a second call cuts it short. For signal handlers."""
+        """Begin a drain; a second call cuts it short. For signal handlers."""
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     def drain(self) -> None:
-        """Begins a drain, if none has begun: for others that ask for one."""
+        """Begin a drain unless one has begun. For other callers."""
         self._stop.set()
 
     def fail(self, error: JpagedError) -> None:
-        """Ends the server for a reason from outside, also while the model loads: every open call gets the error.
+        """End the server for an external reason, also while the model loads; every open call gets the error.
 
-        The engine is not waited for, and neither is the thread that loads: see `leaves_threads`.
+        Does not wait for the engine or the loading thread: see `leaves_threads`.
         """
         self.state.note_failure(error)
         self.leaves_threads = True
@@ -238,7 +238,7 @@ class Server:
         self._stop.set()
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT become `request_stop`; SIGHUP reads keys and certificates again."""
+        """Map SIGTERM and SIGINT to `request_stop`; on SIGHUP reload keys and certificates."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
@@ -248,7 +248,7 @@ class Server:
         return Health(self.state.is_live, self.state.is_ready)
 
     async def _look_at_engine(self) -> None:
-        """Sees stalls come and go, and ends the server when a step hangs."""
+        """Track stalls, and end the server when a step hangs."""
         watch = ProgressWatch(self._config.timeouts)
         while self.state.failure is None:
             await asyncio.sleep(_WATCH_INTERVAL_S)
@@ -268,7 +268,7 @@ class Server:
     async def _enter(self, stage: Stage) -> None:
         self.state.enter(stage)
         kinds = health_pb2.HealthCheckResponse
-        async with self._telling:  # who comes later tells what is so by then
+        async with self._telling:  # serialized: the last caller sets the current status
             for name in ("", READINESS, LIVENESS, *SERVICE_NAMES, *self._faces.names):
                 is_well = self.state.is_live if name == LIVENESS else self.state.is_ready
                 await self._health.set(name, kinds.SERVING if is_well else kinds.NOT_SERVING)
@@ -301,7 +301,7 @@ class Server:
             self._on_serving(self._port, model)
 
     async def _prepare(self, serving: LoadedModel) -> None:
-        """What the options ask for before the first request: a pinned prefix, metrics."""
+        """Prepare what the options require before the first request: the role, a pinned prefix, metrics."""
         options = self._config.server
         if self._role is not None:
             self._note_progress(f"what blocks mean, for the role {self._config.roles.role}", 0, 1)
@@ -326,7 +326,7 @@ class Server:
             await self._drain()
         if (failure := self.state.failure) is not None:
             await self._enter(Stage.FAILED)
-            # The trace of an error that nobody foresaw while the model was loaded; the engine has logged its own.
+            # Log the trace of unforeseen errors during loading; the engine has logged its own errors.
             is_told = self.state.model is not None or isinstance(failure, JpagedError)
             trace = None if is_told or not shows_traces() else failure
             _LOG.error("the server ends: %s", sentence_of(failure), exc_info=trace)
@@ -337,9 +337,9 @@ class Server:
         return 0 if last is None else (last if isinstance(last, JpagedError) else JpagedError).exit_code
 
     async def _drain(self) -> None:
-        """Waits until all requests have ended and been sent, up to the timeout or a second stop.
+        """Wait until all requests have ended and been sent, up to the timeout or a second stop.
 
-        Those that are left are told UNAVAILABLE.
+        The remaining ones get UNAVAILABLE.
         """
         if self.state.model is None:
             return
@@ -347,7 +347,8 @@ class Server:
         while self.state.failure is None:
             remaining_s = until_s - time.monotonic()
             slice_s = max(0.0, min(_WATCH_INTERVAL_S, remaining_s))
-            # The engine takes nothing once it drains: calls of several requests have more to come until they end.
+            # A draining engine accepts nothing, so wait for open calls first: a call of several requests may submit
+            # more.
             is_idle = await _wait(self._service.is_idle, slice_s)
             if is_idle and await asyncio.to_thread(self.state.model.engine.drain, slice_s):
                 return
@@ -402,7 +403,7 @@ def _text_of(path: str | None) -> str | None:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
-    """Waits for `event`; False when it was not set in time."""
+    """Wait for `event`; return False on timeout."""
     try:
         async with asyncio.timeout(timeout_s):
             return await event.wait()

@@ -1,13 +1,14 @@
-"""The gRPC server of a port: `grpc.aio`'s, which takes whatever peers send without a trace in the log.
+"""The gRPC server of a port: `grpc.aio`'s, hardened so that no input from peers ends in a traceback in the log.
 
-    bytes that are no message     gRPC would answer UNKNOWN and log a trace       INVALID_ARGUMENT, and what is wrong
-    a call without a message      would stay open until its connection ends       INVALID_ARGUMENT
-    a method that is not here     reads its name as UTF-8, and dies if it is not  a key, then UNIMPLEMENTED
-    a peer that is gone           a trace for each call that it had open          a line for those who debug
-    connections that do nothing   are kept, as many as come                       closed after a time, and few
-    large messages at one time    are held in memory, as many as come             RESOURCE_EXHAUSTED, as a full queue
+    input                         plain gRPC                                      this server
+    bytes that are no message     answers UNKNOWN and logs a traceback            INVALID_ARGUMENT, with the error
+    a call without a message      stays open until its connection ends            INVALID_ARGUMENT
+    an unknown method             fails unless its name is UTF-8                  a key, then UNIMPLEMENTED
+    a disconnected peer           a traceback for each open call                  a debug log line
+    idle connections              are kept without limit                          closed after a time, and few
+    concurrent large messages     are kept in memory without limit                RESOURCE_EXHAUSTED, as a full queue
 
-It is the same for every service on the port, those of others (health, reflection) too.
+This holds for every service on the port, including third-party ones (health, reflection).
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from jpaged.server.door import Door
 from jpaged.server.status import refuse
 
 LARGE_BYTES = 128 << 10
-"""Messages from here on are cleaned up after."""
+"""Size from which a message triggers a memory trim."""
 _DELAY_S = 1.0
-"""Requests that come together are cleaned up after together, and by then most have ended."""
+"""Delay of the trim, so that concurrent requests share one, and most have ended by then."""
 
 
 class FreedMemory:
-    """Gives back what is free, on a thread of its own, a while after a large message.
+    """Returns free memory to the system, on a separate thread, a while after a large message.
 
-    A message of a MiB can become a hundred when it is read, in pieces of 32 KiB between others that stay. The C library
-    keeps them when they are free, and would for ever.
+    A message of 1 MiB can take 100 MiB when decoded, in pieces of 32 KiB between live objects. The C library would keep
+    the pieces after they are freed.
     """
 
     def __init__(self) -> None:
         self._is_due = False
 
     def note(self, num_bytes: int) -> None:
-        """A message of this size has come."""
+        """Schedule a trim if a message of this size is large."""
         if num_bytes >= LARGE_BYTES and not self._is_due:
             self._is_due = True
             timer = threading.Timer(_DELAY_S, self._trim)
-            timer.daemon = True  # a server that ends does not wait for it
+            timer.daemon = True  # does not block the server's exit
             timer.start()
 
     def _trim(self) -> None:
@@ -62,7 +63,7 @@ class FreedMemory:
 
 
 def _trim() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; it runs without the GIL
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; runs without the GIL
     if trim is not None:
         trim(0)
 
@@ -73,18 +74,18 @@ _core: Any = importlib.import_module(_CORE_NAME)  # it has no stubs
 _AioServer: Any = _core.AioServer
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""How long a connection has to show that it is one of HTTP/2."""
+"""Timeout for a new connection to complete the HTTP/2 handshake."""
 _MAX_CALLS_OF_CONNECTION = 8192
-"""More than run and queue by default, so that calls hear of a full queue; further ones wait in the client."""
+"""More than run and queue by default, so that calls get an error for a full queue; further ones wait in the client."""
 _MAX_LARGEST_IN_HAND = 256
-"""Messages of the greatest size whose calls are answered at one time, or as many bytes of smaller ones."""
+"""Limit of message bytes in process, in messages of maximum size."""
 _SMALL_BYTES = 4096
-"""Messages below it are not counted: a probe of health comes through whatever else there is."""
+"""Messages below this size are not counted, so that health probes always pass."""
 _RETRY_S = 1.0
 
 
 def make_server(options: ServerOptions, max_message_bytes: int, door: Door) -> aio.Server:
-    """A server without services and without a port, with the limits of these options; `door` lets calls in."""
+    """Create a server without services and port, with the limits of these options; `door` authorizes calls."""
     logging.getLogger(_CORE_NAME).addFilter(_is_ours)
     core, _core.AioServer = _core.AioServer, _Core
     try:
@@ -97,15 +98,16 @@ def make_server(options: ServerOptions, max_message_bytes: int, door: Door) -> a
 
 
 def _arguments(options: ServerOptions, max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """The channel arguments of gRPC core."""
+    """Return the channel arguments of gRPC core."""
     return (
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss for each connection
-        # A stream is silent while its prompt is computed: clients may ping every 10 s to see that we live. By default
-        # gRPC answers pings more often than every 5 minutes with GOAWAY.
+        # A stream is silent during prefill: clients may ping every 10 s. By default, gRPC answers pings more often than
+        # every
+        # 5 minutes with GOAWAY.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
-        # And we ping clients: one whose machine is gone would never end its streams.
+        # The server pings clients too: streams of an unreachable machine would otherwise never end.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.max_allowed_incoming_connections", _max_connections(options.max_connections)),
@@ -116,7 +118,7 @@ def _arguments(options: ServerOptions, max_message_bytes: int) -> tuple[tuple[st
 
 
 def _max_connections(asked: int) -> int:
-    """As many as asked, and at most half of the files that this process may have open: it needs some itself."""
+    """Return the limit of connections: `asked`, but at most half of the files that this process may open."""
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_files == resource.RLIM_INFINITY or asked <= num_files // 2:
         return asked
@@ -126,7 +128,7 @@ def _max_connections(asked: int) -> int:
 
 
 class _Decoding(aio.ServerInterceptor):
-    """Lets calls in, and reads their requests here: gRPC hands over bytes."""
+    """Interceptor that authorizes calls and decodes their requests: gRPC passes bytes."""
 
     def __init__(self, max_message_bytes: int, door: Door) -> None:
         self._door = door
@@ -138,13 +140,13 @@ class _Decoding(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """The method's handler, with messages in place of bytes."""
+        """Return the method's handler, with messages in place of bytes."""
         reading = _reading(await continuation(handler_call_details), self._freed, self._in_hand)
         return self._door.guarded(handler_call_details.method, reading)
 
 
 class MessagesInHand:
-    """Bytes of the messages whose calls are being answered: a call may wait for a thread, and holds its message."""
+    """Counts the bytes of messages in process: a call keeps its message while it waits for a thread."""
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_bytes = _MAX_LARGEST_IN_HAND * max_message_bytes
@@ -152,7 +154,7 @@ class MessagesInHand:
 
     @contextlib.contextmanager
     def counted(self, num_bytes: int) -> Iterator[QueueFull | None]:
-        """Counts a message while its call is answered; the error to answer with where that is too much."""
+        """Count a message while its call is answered; yield the error to answer with if the limit is exceeded."""
         counted = num_bytes if num_bytes >= _SMALL_BYTES else 0
         if counted and self._num_bytes + counted > self._max_bytes:
             used = f"{num_bytes} bytes, with {self._num_bytes} of requests that are worked on"
@@ -166,7 +168,7 @@ class MessagesInHand:
 
 
 def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.RpcMethodHandler:
-    """A handler that does what `handler` does, and reads its requests off the call itself."""
+    """Wrap `handler` so that it reads and decodes its requests from the call itself."""
 
     async def decoded(context: Any, content: bytes) -> Any:
         freed.note(len(content))
@@ -189,7 +191,7 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.
             raise _gone(error) from None
         except aio.AbortError as error:
             error.__context__ = None
-            raise error.with_traceback(None) from None  # gRPC keeps it, and so this frame
+            raise error.with_traceback(None) from None  # gRPC keeps the error, and with it this frame
         finally:
             del content, request
 
@@ -208,7 +210,8 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.
 
     async def answer_each(_: object, context: Any) -> None:
         try:
-            # Written here, not handed on: a call that ends while a message waits for its reader ends the handler.
+            # Write here instead of yielding to gRPC, so that a call that ends while a write blocks also ends the
+            # handler.
             async with contextlib.aclosing(handler.stream_stream(requests(context), context)) as responses:
                 async for response in responses:
                     await context.write(response)
@@ -227,13 +230,13 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.
 
 
 def _gone(error: Exception) -> asyncio.CancelledError:
-    """The error that a handler raises when its peer is gone: the same as if it had cancelled."""
+    """Return the error to raise when the peer has disconnected: the same as for a cancelled call."""
     _LOG.debug("a peer is gone: %s", error)
     return asyncio.CancelledError()
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Keeps what gRPC logs of faults; what peers do to their own calls is for those who debug."""
+    """Filter gRPC's log: keep its faults, and log errors caused by peers at debug level."""
     error = record.exc_info[1] if record.exc_info else None
     is_of_peer = isinstance(error, aio.InternalError | UnicodeDecodeError)
     if is_of_peer:
@@ -242,10 +245,10 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 class _Core(_AioServer):
-    """gRPC's own server, but for calls of methods that are not here.
+    """gRPC's server, except for unknown methods.
 
-    Those that are here are told apart by gRPC core. Of the others grpc.aio reads the name in its accepting loop, as
-    UTF-8, and the loop ends with the error: one call would end the server. This class never reads the name.
+    gRPC core dispatches registered methods. For others, grpc.aio decodes the name as UTF-8 in its accept loop, and a
+    failure ends the loop: a single call would end the server. This class never reads the name.
 
     Attributes:
         unknown: the handler of those methods.
@@ -260,12 +263,12 @@ class _Core(_AioServer):
         return asyncio.ensure_future(self._refuse_others())
 
     async def _refuse_others(self) -> None:
-        """Answers by `unknown` until the server stops."""
+        """Answer unknown methods with `unknown` until the server stops."""
         methods = SimpleNamespace(resolve_handler=lambda details: self.unknown)
         loop, name, refusals = asyncio.get_running_loop(), "unknown", set[asyncio.Task[None]]()
         while True:
             call = await self._request_call()
             refusal = _core._handle_rpc(name, methods, (), call, loop, False)
             task = loop.create_task(_core._schedule_rpc_coro(refusal, call, loop, name))
-            refusals.add(task)  # the loop itself keeps no reference
+            refusals.add(task)  # the loop keeps no reference to its tasks
             task.add_done_callback(refusals.discard)

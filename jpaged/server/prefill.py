@@ -1,4 +1,4 @@
-"""PrefillService: prompts for servers that go on from them."""
+"""PrefillService: prefill for servers of the decode role."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._role = role
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: CallContext) -> None:
-        """Tells first tokens, then sends blocks; they are held until then, however the call ends."""
+        """Send the first tokens, then the blocks; release the blocks however the call ends."""
         async with answering(context):
             self._role.check_identity(request.kv_identity)
             metadata = context.invocation_metadata() or ()
@@ -45,5 +45,5 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             async with asyncio.timeout(model.config.roles.prefill_hold):
                 async for pieces in self._role.pieces(model, generation):
                     await context.write(prefill_pb2.PrefillResponse(pieces=pieces_of(pieces)))
-        except TimeoutError:  # what has not been sent is computed there
+        except TimeoutError:  # the caller computes the blocks that were not sent
             model.role_counts.add(num_holds_expired=1)

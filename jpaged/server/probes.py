@@ -1,9 +1,9 @@
-"""A port that answers grpc.health.v1 and nothing else: in every process, whatever the other ports ask for.
+"""A port that serves only grpc.health.v1, in every process, whatever the other ports require.
 
-    ""  readiness     requests are taken and worked on
-    liveness          the process is of use, or may become so
+    ""  readiness     requests are accepted and make progress
+    liveness          the process has not failed
 
-It has threads of its own, and asks for the state when it is asked: nothing here is told of changes.
+It has separate threads and reads the state per request; it does not subscribe to changes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged.errors import InvalidArgument
 
-_messages: Any = health_pb2  # its stubs do not have List
+_messages: Any = health_pb2  # the stubs lack List
 LIVENESS, READINESS = "liveness", "readiness"
-"""Names that grpc.health.v1 is asked for, beside those of services; "" is readiness."""
+"""Names for grpc.health.v1 in addition to those of services; "" is readiness."""
 _NUM_THREADS = 2
 _MAX_CALLS = 16
 _IDLE_MS, _HANDSHAKE_MS = 10_000, 2_000
-"""Connections that do nothing end after these times, so that strangers do not use up the files of the process."""
+"""Idle connections are closed after these times, so that strangers cannot exhaust the file limit of the process."""
 
 
 class Health(NamedTuple):
-    """What probes are told."""
+    """Answer to probes."""
 
     is_live: bool
     is_ready: bool
@@ -38,7 +38,7 @@ class _Probes(health_pb2_grpc.HealthServicer):
         self._health = health
 
     def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-        """Answer for the process; NOT_FOUND for names that mean nothing here."""
+        """Return the status of the process; NOT_FOUND for unknown names."""
         if request.service not in ("", LIVENESS, READINESS):
             context.abort(grpc.StatusCode.NOT_FOUND, f"the names here are {LIVENESS}, {READINESS} and none")
         return self._status(request.service)
@@ -48,7 +48,7 @@ class _Probes(health_pb2_grpc.HealthServicer):
         return _messages.HealthListResponse(statuses={name: self._status(name) for name in ("", LIVENESS, READINESS)})
 
     def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        """Refuse: a watch would keep one of the few threads."""
+        """Refuse: a watch would occupy one of the few threads."""
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "this port answers Check and List")
 
     def _status(self, name: str) -> health_pb2.HealthCheckResponse:
@@ -61,7 +61,7 @@ class ProbeServer:
     """Answers probes on a port until it is stopped; 0 is a free port.
 
     Raises:
-        InvalidArgument: the port cannot be had.
+        InvalidArgument: the port cannot be bound.
     """
 
     def __init__(self, health: Callable[[], Health], host: str, port: int) -> None:
@@ -83,5 +83,5 @@ class ProbeServer:
         self._server.start()
 
     def stop(self) -> None:
-        """Answer nothing any more."""
+        """Stop the server."""
         self._server.stop(None).wait()

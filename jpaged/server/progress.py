@@ -1,10 +1,10 @@
-"""Whether the engine gets on: stalled from --stall-timeout on, hung from --step-timeout on.
+"""Watchdog of the engine: stalled after --stall-timeout, hung after --step-timeout.
 
     seconds without a step    0 ...... stall_timeout ...... step_timeout
-                              serving  stalled: not ready   hung: the server ends, with the stacks of its threads
+                              serving  stalled: not ready   hung: the server ends, with all threads' stacks
 
-A stall is seen as it is, and passes. A hang ends the process, so only time counts in which this one was awake: one that
-was stopped, or whose machine was, has a step that looks long when it goes on.
+A stall is reported as observed, and may pass. A hang ends the process, so it counts only time in which this process was
+awake: after a stop of the process or its machine, a step looks long.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jpaged.config import TimeoutOptions
 from jpaged.errors import EngineHung
 
 _MAX_LOOK_S = 2.0
-"""Between two looks no more time counts than this: they are five a second."""
+"""Maximum time counted between two looks, of which there are five a second."""
 
 
 class EngineState(enum.Enum):
-    """What a look has found."""
+    """Result of a look."""
 
     GOES_ON = "goes on"
     STALLS = "stalls"
@@ -31,7 +31,7 @@ class EngineState(enum.Enum):
 
 
 class ProgressWatch:
-    """Is told of an engine again and again, and says how it gets on."""
+    """Judges the engine's progress in repeated looks."""
 
     def __init__(self, options: TimeoutOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._stall_s, self._hang_s = options.stall_timeout, options.step_timeout
@@ -40,7 +40,7 @@ class ProgressWatch:
         self._waited_s = 0.0
 
     def look(self, seconds: float) -> EngineState:
-        """Say how it gets on that has had work, and no step that ended, for so many seconds."""
+        """Return the state of an engine that has had work for `seconds` without completing a step."""
         now_s = self._clock()
         since_look_s, self._looked_s = min(now_s - self._looked_s, _MAX_LOOK_S), now_s
         self._waited_s = min(seconds, self._waited_s + since_look_s)
@@ -49,11 +49,11 @@ class ProgressWatch:
         return EngineState.STALLS if seconds >= self._stall_s else EngineState.GOES_ON
 
     def why(self) -> EngineHung:
-        """Return what is told of a hang."""
+        """Return the error of a hang."""
         return EngineHung(f"no step has ended for {self._hang_s:g} s (step_timeout): the engine hangs, the server ends")
 
 
 def show_stacks() -> None:
-    """Write where every thread is to stderr, also those that are inside of C."""
+    """Write the stack of every thread to stderr, including threads inside C code."""
     if sys.__stderr__ is not None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -1,9 +1,9 @@
-"""A loaded model without a port: for a host that brings its own server and speaks our messages, such as Ray Serve.
+"""A loaded model without a port, for a host with its own server that uses jpaged's messages, such as Ray Serve.
 
     host's server ──request──> Replica.generate ──> Service.generate ──> engine
-                  <──message───                <────event────┘
+                 <──message───                <────event────┘
 
-What is refused, how a status looks and what becomes of a request whose reader leaves are as they are over gRPC.
+Validation, statuses and the handling of disconnects are the same as over gRPC.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Refused(Exception):
-    """How a call ends that does not succeed: the status that a gRPC server would answer with.
+    """Error of a call: the status that a gRPC server would answer with.
 
     Attributes:
         trailing_metadata: code and details again, with those of google.rpc, in binary.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing_metadata: Trailers) -> None:
-        super().__init__(code, details, trailing_metadata)  # all of them in args, which is what pickle keeps
+        super().__init__(code, details, trailing_metadata)  # all of them in args, because pickle keeps only those
         self.code, self.details, self.trailing_metadata = code, details, trailing_metadata
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 class Replica:
-    """One engine that runs, and its service; the engine is started and stopped here."""
+    """A running engine and its service; this object starts and stops the engine."""
 
     def __init__(self, model: LoadedModel) -> None:
         if (role := model.config.roles.role) != "both":
@@ -56,7 +56,7 @@ class Replica:
         model.engine.start()
 
     def serving(self) -> LoadedModel:
-        """Return the loaded model; raises Unavailable when it drains or its engine has died."""
+        """Return the loaded model; raise Unavailable if the replica drains or its engine has failed."""
         self._note_failure()
         return self._state.serving()
 
@@ -66,46 +66,46 @@ class Replica:
         """Stream one request. Closing the iterator cancels it: its blocks are free within a step.
 
         Raises:
-            Refused: the request cannot run, or has failed.
+            Refused: the request is refused, or has failed.
         """
-        # Without a deadline: hosts cancel a call that is past its own.
+        # No deadline: hosts cancel overdue calls themselves.
         with self._answering():
             async with aclosing(responses(self._service, request, call_from(request, metadata, None))) as messages:
                 async for message in messages:
                     yield message
 
     async def score(self, request: inference_pb2.ScoreRequest, metadata: Metadata = ()) -> inference_pb2.ScoreResponse:
-        """Answer InferenceService.Score; raises Refused."""
+        """Answer InferenceService.Score; raise Refused on errors."""
         with self._answering():
             return await scored(self._service, asker_of(request, tenant_from(metadata), None), request)
 
     async def embed(self, request: inference_pb2.EmbedRequest, metadata: Metadata = ()) -> inference_pb2.EmbedResponse:
-        """Answer InferenceService.Embed; raises Refused."""
+        """Answer InferenceService.Embed; raise Refused on errors."""
         with self._answering():
             return await embedded(self._service, asker_of(request, tenant_from(metadata), None), request)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
-        """Answer InferenceService.Tokenize; raises Refused."""
+        """Answer InferenceService.Tokenize; raise Refused on errors."""
         with self._answering():
             return await tokenized(self._service, request)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
-        """Answer InferenceService.Detokenize; raises Refused."""
+        """Answer InferenceService.Detokenize; raise Refused on errors."""
         with self._answering():
             return await detokenized(self._service, request)
 
     def load(self) -> control_pb2.GetLoadResponse:
-        """Return how busy the engine is."""
+        """Return the load of the engine."""
         engine = self._model.engine
         return load_of(engine.load(), engine.replica_loads())
 
     def serve_metrics(self, host: str, port: int) -> int:
-        """Answer Prometheus until `stop`; returns the port. Port 0 picks a free one."""
+        """Serve Prometheus metrics until `stop`; return the port. Port 0 picks a free one."""
         self._metrics = serve_metrics(self._model, host=host, port=port)
         return self._metrics.server_port
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new requests and wait for those that run; return whether all ended in time."""
+        """Accept no new requests and wait for running ones; return True if all ended in time."""
         self._state.enter(Stage.DRAINING)
         try:
             async with asyncio.timeout(timeout_s):
@@ -115,7 +115,7 @@ class Replica:
             return False
 
     def stop(self) -> None:
-        """End the engine and give the device's memory back; the replica is spent."""
+        """Stop the engine and free the device's memory; the replica cannot be used again."""
         self._state.enter(Stage.DRAINING)
         self._model.engine.stop()
         if self._model.grammars is not None:

@@ -1,7 +1,7 @@
 """Proto <-> types, and one method for each RPC. Every call ends with one status, set in one place.
 
-Going in, a field that was not set takes the default of `SamplingParams`; a value out of its bounds raises there. Going
-out, everything that a type holds has its field.
+For requests, unset fields take the defaults of `SamplingParams`, which raises for values out of range. For responses,
+every attribute of a type has a field.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from jpaged.version import __version__
 _M = TypeVar("_M", bound=Message)
 
 TENANT_KEY = "x-jpaged-tenant"
-"""The metadata key that names whose request it is."""
+"""Metadata key of the request's tenant."""
 REQUEST_ID_KEY = "x-jpaged-request-id"
-"""The key of the metadata that goes ahead of a stream: its request was accepted, under this id."""
+"""Key in the initial metadata of a stream: the id under which the request was accepted."""
 API_VERSION = "v1"
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -67,13 +67,13 @@ _PROMPTS: dict[type[Message], tuple[str, str]] = {
     prefixes_pb2.SavePrefixRequest: ("prefix", "text or token_ids"),
     prefixes_pb2.FetchPrefixRequest: ("prefix", "text or token_ids"),
 }
-"""Requests with a prompt: the field that it is in, and its forms."""
+"""Requests with a prompt: the oneof of the prompt, and its forms."""
 
 
 def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The tenant whose request it is: its key's, else the one it names; "" when it does not say.
+    """Return the tenant of a call: its key's, else the one in the metadata; "" if none.
 
-    A call that says it twice is refused.
+    Raises InvalidArgument if the metadata has several.
     """
     named = [value for key, value in metadata if key == TENANT_KEY]
     if not named:
@@ -87,18 +87,18 @@ def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def tenant_of(context: CallContext) -> str:
-    """The tenant of a call; see `tenant_from`."""
+    """Return the tenant of a call; see `tenant_from`."""
     return tenant_from(context.invocation_metadata() or ())
 
 
 def caller_from(metadata: Iterable[tuple[str, str | bytes]], peer: str = "") -> Caller:
-    """Who asks, by metadata and address: the W3C trace context that the call came with."""
+    """Return the caller by metadata and address, with the W3C trace context of the call."""
     trace = {key: value for key, value in metadata if key in TRACE_KEYS and isinstance(value, str)}
     return Caller("grpc", peer, key_id(), trace)
 
 
 def caller_of(context: CallContext) -> Caller:
-    """Who asks; see `caller_from`."""
+    """Return the caller; see `caller_from`."""
     return caller_from(context.invocation_metadata() or (), context.peer())
 
 
@@ -108,7 +108,7 @@ def call_from(
     remaining_s: float | None,
     peer: str = "",
 ) -> Call:
-    """What is asked of the service; the prompt is read later."""
+    """Convert a request to a call of the service; the prompt is decoded later."""
     return Call(
         read=lambda: (
             replace(prompt_from(message), generated=generated_from(message)),
@@ -128,12 +128,12 @@ def call_from(
 def model_from(
     message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
 ) -> str | None:
-    """The name of the model that must answer; None where any may."""
+    """Return the required name of the model; None for any."""
     return message.model if message.HasField("model") else None
 
 
 def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> int | None:
-    """Characters or token ids to work on, told without a look at them; None for a conversation, which is laid out."""
+    """Return the number of characters or token ids to process; None for a conversation."""
     if message.HasField("chat"):
         return None
     if isinstance(message, inference_pb2.TokenizeRequest):
@@ -143,7 +143,7 @@ def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
 
 
 def prompt_from(message: Any) -> Prompt:
-    """What to work on, in the form in which it was sent, of a message of `_PROMPTS`; its content is not checked yet."""
+    """Return the prompt of a message of `_PROMPTS`, in the form that was sent; its content is not checked yet."""
     field, forms = _PROMPTS[type(message)]
     match message.WhichOneof(field):
         case "text":
@@ -157,7 +157,7 @@ def prompt_from(message: Any) -> Prompt:
 
 
 def generated_from(message: inference_pb2.GenerateRequest) -> tuple[Generated, ...]:
-    """What its sequences have generated elsewhere; not checked yet."""
+    """Return the tokens to resume after; not checked yet."""
     return tuple(
         Generated(one.index, tuple(one.ids), one.cumulative_logprob, one.finished)
         for one in message.generated_token_ids
@@ -165,7 +165,7 @@ def generated_from(message: inference_pb2.GenerateRequest) -> tuple[Generated, .
 
 
 def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
-    """Every parameter by its name, with the default where nothing was set; InvalidArgument for values out of bounds."""
+    """Convert sampling parameters, with defaults for unset fields; raise InvalidArgument for values out of range."""
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     values["beam_width"] = message.beam_width or None
     values["early_stopping"] = _early_stopping_from(message.early_stopping)
@@ -180,7 +180,7 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
 def response_of(
     event: OutputEvent, request_id: str, prompt_token_ids: tuple[int, ...] = (), seed: int | None = None
 ) -> inference_pb2.GenerateResponse:
-    """One event, or several merged, as a message; a first one has the seed, and may have the prompt's token ids."""
+    """Convert one event, or several merged, to a message; the first has the seed, and may have the prompt's ids."""
     return inference_pb2.GenerateResponse(
         request_id=request_id,
         index=event.index,
@@ -200,19 +200,19 @@ def response_of(
 
 
 def model_info_of(model: ModelInfo) -> control_pb2.GetModelInfoResponse:
-    """The model's facts, as they are."""
+    """Convert the model's properties to a message."""
     return _message_of(control_pb2.GetModelInfoResponse, model)
 
 
 def load_of(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
-    """The load of the whole and of each replica, as they are."""
+    """Convert the total load and each replica's load to a message."""
     message = _message_of(control_pb2.GetLoadResponse, load)
     message.replicas.extend(_message_of(control_pb2.ReplicaLoad, replica) for replica in replica_loads)
     return message
 
 
 def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
-    """What a server is and where in its life."""
+    """Return the server's properties and state."""
     startup, model = state.startup, state.model
     return control_pb2.GetServerInfoResponse(
         server_version=__version__,
@@ -230,7 +230,7 @@ def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
 
 
 def options_of(config: EngineConfig) -> list[control_pb2.Option]:
-    """Every option that has a value."""
+    """Return every option that has a value."""
     return [
         control_pb2.Option(name=name.replace("_", "-"), value=value, source=source)
         for name, value, source in config.explain()
@@ -245,7 +245,7 @@ def _early_stopping_from(value: int) -> bool | Literal["never"]:
 
 
 def _message_of(kind: type[_M], value: object) -> _M:
-    """A message that takes over by name all of its fields but those that are messages."""
+    """Build a message by copying attributes of equal names, except submessages."""
     names = [field.name for field in kind.DESCRIPTOR.fields if field.message_type is None]
     return kind(**{name: getattr(value, name) for name in names})
 
@@ -283,7 +283,7 @@ def _finish_of(finish: SequenceFinish, cumulative_logprob: float | None) -> infe
 async def responses(
     service: Service, message: inference_pb2.GenerateRequest, call: Call, context: CallContext | None = None
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    """Stream one request; closing the iterator drops it. To a gRPC caller go ahead its id and the trace of its span."""
+    """Stream one request; closing the iterator aborts it. The initial metadata has its id and trace headers."""
     async with service.generate(call) as generation:
         if context is not None:
             ahead = {REQUEST_ID_KEY: generation.request_id, **generation.record.headers}
@@ -330,7 +330,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._service = service
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: CallContext) -> None:
-        """Streams one request; its blocks are free within a step, however the call ends."""
+        """Stream one request; its blocks are free within a step, however the call ends."""
         async with answering(context):
             metadata = context.invocation_metadata() or ()
             call = call_from(request, metadata, context.time_remaining(), context.peer())
@@ -339,13 +339,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     await context.write(message)
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: CallContext) -> inference_pb2.ScoreResponse:
-        """Each continuation is a request of its own; a call that goes away takes all of them along."""
+        """Score each continuation as a request; a client disconnect aborts all of them."""
         async with answering(context):
             asker = asker_of(request, tenant_of(context), context.time_remaining(), caller_of(context))
             return await scored(self._service, asker, request)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: CallContext) -> inference_pb2.EmbedResponse:
-        """Each input is a request of its own; a call that goes away takes all of them along."""
+        """Embed each input as a request; a client disconnect aborts all of them."""
         async with answering(context):
             asker = asker_of(request, tenant_of(context), context.time_remaining(), caller_of(context))
             return await embedded(self._service, asker, request)
@@ -353,14 +353,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        """Checks what Generate checks, but for the length: texts may be longer than a prompt."""
+        """Tokenize with the checks of Generate, except the length: texts may be longer than a prompt."""
         async with answering(context):
             return await tokenized(self._service, request)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        """Takes more ids than a sequence has."""
+        """Detokenize; accepts more ids than a sequence has."""
         async with answering(context):
             return await detokenized(self._service, request)
 
@@ -374,25 +374,25 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: CallContext
     ) -> control_pb2.GetServerInfoResponse:
-        """Answers in every state."""
+        """Return the server's properties and state; works in every state."""
         async with answering(context):
             return server_info_of(self._service.state)
 
     async def GetModelInfo(
         self, request: control_pb2.GetModelInfoRequest, context: CallContext
     ) -> control_pb2.GetModelInfoResponse:
-        """The facts that were fixed at start-up."""
+        """Return the model's properties, fixed at startup."""
         async with answering(context):
             return model_info_of(self._service.state.loaded().model)
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: CallContext) -> control_pb2.GetLoadResponse:
-        """A snapshot: the engine goes on meanwhile."""
+        """Return a snapshot of the load."""
         async with answering(context):
             engine = self._service.state.loaded().engine
             return load_of(engine.load(), engine.replica_loads())
 
     async def Abort(self, request: control_pb2.AbortRequest, context: CallContext) -> control_pb2.AbortResponse:
-        """The aborted stream, not this call, says what was generated."""
+        """Abort a request; its stream, not this call, returns the tokens generated."""
         async with answering(context):
             self._service.abort(request.request_id, tenant_of(context))
             return control_pb2.AbortResponse()
@@ -400,7 +400,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def PinPrefix(
         self, request: control_pb2.PinPrefixRequest, context: CallContext
     ) -> control_pb2.PinPrefixResponse:
-        """A caller that goes away changes nothing: the prefix is pinned."""
+        """Pin a prefix, even if the client disconnects."""
         async with answering(context):
             prefix, tenant = prompt_from(request), tenant_of(context)
             num_tokens = await self._service.pin_prefix(
@@ -411,7 +411,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def UnpinPrefix(
         self, request: control_pb2.UnpinPrefixRequest, context: CallContext
     ) -> control_pb2.UnpinPrefixResponse:
-        """Requests that share the prefix go on."""
+        """Unpin a prefix; requests that share it continue."""
         async with answering(context):
             self._service.unpin_prefix(request.name, tenant_of(context))
             return control_pb2.UnpinPrefixResponse()
@@ -419,7 +419,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def LoadAdapter(
         self, request: control_pb2.LoadAdapterRequest, context: CallContext
     ) -> control_pb2.LoadAdapterResponse:
-        """A caller that goes away changes nothing: the adapter is loaded."""
+        """Load an adapter, even if the client disconnects."""
         async with answering(context):
             adapter = await self._service.load_adapter(request.name, request.path)
             return control_pb2.LoadAdapterResponse(num_bytes=adapter.num_bytes)
@@ -427,7 +427,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def UnloadAdapter(
         self, request: control_pb2.UnloadAdapterRequest, context: CallContext
     ) -> control_pb2.UnloadAdapterResponse:
-        """Requests that have the adapter go on."""
+        """Unload an adapter; requests that use it continue."""
         async with answering(context):
             self._service.unload_adapter(request.name)
             return control_pb2.UnloadAdapterResponse()
@@ -435,7 +435,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def ListAdapters(
         self, request: control_pb2.ListAdaptersRequest, context: CallContext
     ) -> control_pb2.ListAdaptersResponse:
-        """Those that requests can have."""
+        """Return the adapters that requests can use."""
         async with answering(context):
             loaded = self._service.state.loaded().adapters.loaded()
             return control_pb2.ListAdaptersResponse(

@@ -1,4 +1,4 @@
-"""Errors -> gRPC status codes with google.rpc details. The one table of it is errors.py's own tree."""
+"""Errors -> gRPC status codes with google.rpc details. The codes are defined by the classes in errors.py."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _OF_CHATS = frozenset(spec.name for spec in inference_pb2.ChatPrompt.DESCRIPTOR.fields)
 _MAX_MESSAGE_BYTES = 1024
-"""Messages travel in trailers, of which clients take 8 KiB by default; a byte can take three, and it goes twice."""
+"""Messages are sent in trailers, which clients limit to 8 KiB by default; a byte may take three, and they are sent
+twice.
+"""
 
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 
 class CallContext(Protocol):
-    """What the servicers ask of gRPC's context of a call."""
+    """The part of gRPC's call context that servicers use."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
     def peer(self) -> str:
-        """Where the call comes from."""
+        """Return the address of the client."""
 
     async def send_initial_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
-        """Sends what goes before the first message."""
+        """Send the initial metadata, before the first message."""
 
     def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None when there is none."""
+        """Return the seconds until the caller's deadline; None if there is none."""
 
     async def write(self, message: Message) -> None:
-        """Sends one message; waits for a reader that is slow."""
+        """Send one message; wait for a slow reader."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Trailers = ()) -> NoReturn:
-        """Ends the call with a status, by raising."""
+        """End the call with a status, by raising."""
 
 
 def status_of(error: JpagedError) -> status_pb2.Status:
-    """The code, the message and the details that `error` becomes.
+    """Return the status of an error: code, message and details.
 
     Every status carries ErrorInfo, whose reason is the error's class name in capitals (QUEUE_FULL); InvalidArgument
     adds BadRequest with the field, TryLater adds RetryInfo.
@@ -75,7 +77,7 @@ def status_of(error: JpagedError) -> status_pb2.Status:
 
 
 def trailers_of(error: JpagedError) -> Trailers:
-    """The trailing metadata of the status that `error` becomes."""
+    """Return the trailing metadata of an error's status."""
     details = _DETAILS_KEY, status_of(error).SerializeToString()
     if isinstance(error, TryLater):
         return details, (_PUSHBACK_KEY, str(math.ceil(error.retry_after_s * 1000)))
@@ -83,7 +85,7 @@ def trailers_of(error: JpagedError) -> Trailers:
 
 
 def error_for(error: Exception) -> JpagedError:
-    """The error that a call ends with: the same, or InternalError for one that nobody foresaw, which is logged."""
+    """Return a JpagedError unchanged; log any other error and return an InternalError."""
     if isinstance(error, JpagedError):
         return error
     _LOG.error("a call failed", exc_info=error)
@@ -91,7 +93,7 @@ def error_for(error: Exception) -> JpagedError:
 
 
 def name_on_wire(field: str) -> str:
-    """A field's path in a request: what a chat asks for is in its `chat`, and tools and calls have no `function`."""
+    """Return the path of a field in protos: chat options are in `chat`, and tools and calls have no `function`."""
     first, _, rest = field.partition(".")
     if first.partition("[")[0] in _OF_CHATS:
         first = f"chat.{first}"
@@ -99,16 +101,16 @@ def name_on_wire(field: str) -> str:
 
 
 async def refuse(context: CallContext, error: JpagedError) -> NoReturn:
-    """Ends the call with the status that `error` becomes."""
+    """End the call with the status of `error`."""
     await context.abort(grpc.StatusCode[error.grpc_status], status_of(error).message, trailers_of(error))
 
 
 @asynccontextmanager
 async def answering(context: CallContext) -> AsyncIterator[None]:
-    """Turn whatever the body raises into the call's status. A cancelled call has no one to tell."""
+    """Convert an exception of the body to the call's status. A cancelled call gets none."""
     try:
         yield
-    except (aio.InternalError, aio.AbortError):  # the peer is gone, or has its status already
+    except (aio.InternalError, aio.AbortError):  # the peer has disconnected, or has its status already
         raise
     except Exception as error:
         await refuse(context, error_for(error))
@@ -121,7 +123,7 @@ def _attach(status: status_pb2.Status, detail: Message) -> None:
 
 
 def _shortened(message: str) -> str:
-    """The middle goes: the field is named at the head, the limit at the tail."""
+    """Shorten a message in the middle: the head names the field, and the tail the limit."""
     encoded = message.encode()
     if len(encoded) <= _MAX_MESSAGE_BYTES:
         return message

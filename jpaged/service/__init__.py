@@ -1,20 +1,20 @@
-"""What any face of the server needs, whatever its protocol: requests in, streams out. It knows no grpc.
+"""Protocol-independent core of the server: requests in, output streams out. Does not import grpc.
 
-service.py         the verbs: admit, generate, tokenise, abort, pin, load adapters
-state.py           where a service is in its life
-streams.py         events -> messages: from the engine's thread to the readers, within a budget
-workers.py         threads for what grows with a request
-loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
+service.py         the operations: admit, generate, tokenize, abort, pin, load adapters
+state.py           lifecycle state of a service
+streams.py         events -> messages: from the engine thread to the readers, within a byte budget
+workers.py         threads for work that grows with a request
+loaded_model.py    the served model: engine, input processor, tokenizer, properties
 adapters.py        adapters (LoRA) by name
-names.py           what a caller may call something
-auditing.py        what the audit learns of each request
-records.py         what became of each call, for traces and logs
+names.py           validity checks for names that callers choose
+auditing.py        notes each request in the audit log
+records.py         record of each call, for traces and logs
 evaluations.py     calls that score and embed
 scoring.py         scores and embeddings as requests
-continuing.py      requests that go on behind what was generated elsewhere
-input_processor.py what a caller sends -> a request that can run
-roles/             prefill and decode on servers of their own
-tokenizing/        texts to tokens
-chat/              chat templates, in a process of their own
-grammars/          constraints on what is generated, compiled and followed
+continuing.py      requests that resume after tokens generated on another server
+input_processor.py a caller's input -> a request that can run
+roles/             disaggregated prefill and decode servers
+tokenizing/        text -> tokens
+chat/              chat templates, rendered in a child process
+grammars/          structured output: grammars, compiled and advanced per token
 """

@@ -1,11 +1,11 @@
-"""The adapters (LoRA) of a loaded model, by name: read from disk, found for requests, let go.
+"""The adapters (LoRA) of a loaded model, by name: loaded from disk, looked up for requests, unloaded.
 
-    load("sql", path)      reads the files; the name is taken from then on, while they are read too
-    find("sql")            what a request runs with; it keeps it, whatever becomes of the name
-    unload("sql")          nobody finds it any more
+    load("sql", path)      reads the files; the name is reserved from the start of the read
+    find("sql")            returns the adapter; a request keeps it even if the name is unloaded later
+    unload("sql")          removes the name from lookups
 
-Which of them the device has is the engine's to say. What is loaded again under a name is another adapter, with a number
-of its own; what was cached of the former is found only where both have the same matrices.
+The engine decides which adapters are in device slots. Reloading a name creates a new adapter with a new number. Cached
+prefixes of the old adapter match only if both have the same matrices.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jpaged.types import Adapter, LoadedAdapter, require_whole_characters
 
 
 class Adapters:
-    """Adapters by name. Any thread may call.
+    """Registry of adapters by name. Thread-safe.
 
     Args:
-        read: the matrices of a path; None where the model takes no adapters.
-        max_num: adapters at one time.
-        model_name: of the model, which no adapter can have: bodies name either by their `model`.
+        read: reads the matrices of a path; None if the model takes no adapters.
+        max_num: maximum number of loaded adapters.
+        model_name: name of the model; no adapter may use it, because the `model` field of a body selects either.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Adapters:
         self._max_num = max_num
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._adapters: dict[str, LoadedAdapter | None] = {}  # None while it is read
+        self._adapters: dict[str, LoadedAdapter | None] = {}  # None while the files are being read
 
     def find(self, name: str) -> LoadedAdapter:
-        """Return the adapter of a name.
+        """Return the adapter with this name.
 
         Raises:
-            NotFound: none is loaded under it.
+            NotFound: no adapter with this name is loaded.
             Unsupported: the model takes no adapters.
         """
         self._require_on()
@@ -50,17 +50,17 @@ class Adapters:
             return self._find(name, "adapter")
 
     def named(self, given: str | LoadedAdapter) -> LoadedAdapter | None:
-        """Return the adapter of a name as `find` does, a load as it is, and None where the name is ""."""
+        """Resolve a name with `find`; return a `LoadedAdapter` unchanged, and None for ""."""
         if isinstance(given, str):
             return self.find(given) if given else None
         return given
 
     def load(self, name: str, path: str) -> LoadedAdapter:
-        """Read an adapter and give it a name; it takes as long as its files do.
+        """Read an adapter from disk and register it under a name. Blocks while the files are read.
 
         Raises:
             AlreadyExists: the name is taken.
-            InvalidArgument: name or path cannot be, too many are loaded, or the files are not understood.
+            InvalidArgument: the name or path is invalid, too many adapters are loaded, or the files cannot be parsed.
             Unsupported: the model takes no adapters, or not this kind.
         """
         read = self._require_on()
@@ -95,10 +95,10 @@ class Adapters:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Let an adapter go; requests that were accepted with it go on.
+        """Unload an adapter. Requests that already use it continue.
 
         Raises:
-            NotFound: none is loaded under the name.
+            NotFound: no adapter with this name is loaded.
         """
         self._require_on()
         with self._lock:
@@ -106,12 +106,12 @@ class Adapters:
             del self._adapters[name]
 
     def loaded(self) -> tuple[LoadedAdapter, ...]:
-        """Those that requests can have, in the order in which they were loaded."""
+        """Return the adapters that requests can use, in the order of loading."""
         with self._lock:
             return tuple(adapter for adapter in self._adapters.values() if adapter is not None)
 
     def names(self) -> frozenset[str]:
-        """Return the names of the adapters that requests can have."""
+        """Return the names of the adapters that requests can use."""
         return frozenset(adapter.name for adapter in self.loaded())
 
     def _find(self, name: str, field: str) -> LoadedAdapter:

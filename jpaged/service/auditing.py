@@ -1,6 +1,6 @@
-"""What the audit learns of a request: the service's record of it, noted in the call that it came by.
+"""Audit of requests: copies the service's record of a request to the call's audit entry.
 
-A request that goes on when its call is answered, as those of a batch do, or that came by none, is a line of its own.
+A request gets a separate audit line if its call was answered before it ended (as in a batch), or if there is no call.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from jpaged.service.records import RequestRecord
 
 
 class NotedRequests:
-    """Notes each request in the call that is being answered. It is one of the service's observers."""
+    """Observer of the service that notes each request in the current call's audit entry."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
     def begin(self, record: RequestRecord) -> None:
-        """Nothing is known yet."""
+        """Do nothing: a new record holds nothing to note."""
 
     def end(self, record: RequestRecord) -> None:
-        """Note what was asked for, what it took, and how it ended."""
+        """Note the request's model and adapter, its token counts and its outcome."""
         entry = current()
         is_apart = entry is None or entry.is_closed
         if entry is None or entry.is_closed:

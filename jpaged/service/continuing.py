@@ -1,10 +1,11 @@
-"""Requests that go on behind what their sequences have generated elsewhere: it is checked, and brought to its end.
+"""Requests that resume after tokens generated on another server: checked, and brought to the same state.
 
-    given tokens ──> text, stops ──> `Continued.text`    what is held back at the seam
-                 └─> grammar     ──> `Continued.grammar`
-                 └─> ChatAnswers     reads what was shown, and says nothing of it
+    given tokens ──> text, stops ──> `Continued.text`    text held back at the seam
+                └─> grammar     ──> `Continued.grammar`
+                └─> ChatAnswers     parses the emitted text without emitting it again
 
-All of it is made anew of the tokens, so that nothing else has to travel. It grows with them, and belongs on a thread.
+All state is rebuilt from the tokens, so that nothing else has to be sent. The cost grows with the number of tokens, so
+the work runs on a thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FIELD = "generated_token_ids"
 
 
 def check_generated(generated: Sequence[Generated], sampling: SamplingParams) -> None:
-    """Refuse, before a look at tokens, what no request of these parameters can have generated and go on with.
+    """Reject, before reading the tokens, generated sequences that a request of these parameters cannot resume from.
 
     Raises:
         InvalidArgument: names the field, and the limit.
@@ -66,7 +67,7 @@ def _check_one(field: str, one: Generated, sampling: SamplingParams) -> None:
 def continue_request(
     request: Request, generated: Sequence[Generated], tokenizer: Tokenizer, eos_token_ids: frozenset[int]
 ) -> Request:
-    """The request with its sequences behind their tokens, but for their grammar.
+    """Return the request with its sequences resumed after their tokens; grammars are moved by `move_grammars`.
 
     Raises:
         InvalidArgument: one of the tokens would have ended its sequence.
@@ -89,7 +90,7 @@ def continue_request(
 
 
 def move_grammars(request: Request) -> Request:
-    """The request with the grammar of each sequence behind its tokens.
+    """Return the request with each sequence's grammar advanced over its tokens.
 
     Raises:
         InvalidArgument: a grammar does not allow them.

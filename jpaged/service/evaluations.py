@@ -1,9 +1,9 @@
-"""Scores and embeddings of a service: one call is as many requests as it has parts, a bounded number at a time.
+"""Score and embed calls of a service: one request per part of a call, a bounded number at a time.
 
-    read ──> token ids of all parts, bounded and checked ──> a request each ──> what came of each, in order
+    read ──> token ids of all parts, bounded and checked ──> one request each ──> the results, in order
 
-A call is let in once, and has the model, the adapter and the deadline that it came with for all of its requests. It is
-refused for a full queue only where none of them got a place; the others of one that has begun wait for theirs.
+A call is admitted once; its requests share model, adapter and deadline. A full queue fails the call only if no request
+was admitted; otherwise the remaining requests wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """Who asks, and with what, as in `service.Call`.
+    """Caller and options of a score or embed call, as in `service.Call`.
 
     Attributes:
         priority: of each request.
@@ -67,14 +67,14 @@ class Asker:
 async def score(
     service: Service, asker: Asker, read: Callable[[], tuple[Prompt, Sequence[GivenContinuation]]], size: int
 ) -> list[Score]:
-    """How likely each continuation of a prompt is.
+    """Score each continuation of a prompt by its log-likelihood.
 
     Args:
-        read: decodes the prompt and its continuations; called on a thread where they are large.
-        size: characters and token ids of the prompt with each of its continuations, all together.
+        read: decodes the prompt and its continuations; called on a thread if they are large.
+        size: total characters and token ids of the prompt with each continuation.
 
     Raises:
-        JpagedError: one of them cannot run, or has failed; the others are ended.
+        JpagedError: one of them is invalid or has failed; the others are aborted.
     """
     require_score_size(size)
     require_salt(asker.cache_salt)
@@ -99,7 +99,7 @@ async def embed(
     *,
     normalize: bool = False,
 ) -> list[Embedding]:
-    """The vector of each prompt that `read` decodes, of so many characters and token ids; raises as `score` does."""
+    """Embed each prompt that `read` decodes; `size` is their characters and token ids. Raises as `score` does."""
     require_salt(asker.cache_salt)
     record = asker.begins("embeddings")
     async with service.several(asker.model, record) as model:
@@ -122,7 +122,7 @@ async def embed(
 
 
 class _Parts:
-    """The requests of one call, which begins now."""
+    """The requests of one call."""
 
     def __init__(self, service: Service, model: LoadedModel, asker: Asker, record: RequestRecord) -> None:
         self._service, self._model, self._asker, self._record = service, model, asker, record
@@ -131,7 +131,7 @@ class _Parts:
         self.num_at_once = num_at_once(model)
 
     async def complete(self, read: Callable[[], Prompt], size: int, sampling: SamplingParams) -> RequestOutput:
-        """Run one of them to its end; raises what `Service.complete` does."""
+        """Run one request to its end; raise what `Service.complete` raises."""
         asker = self._asker
         sampling = dataclasses.replace(sampling, cache_salt=asker.cache_salt, priority=asker.priority)
         remaining_s = time_of(self._model, asker.remaining_s)
@@ -151,15 +151,15 @@ class _Parts:
 
 
 def num_at_once(model: LoadedModel) -> int:
-    """Return how many parts of a call may run at one time: as many as steps have rows for."""
+    """Return how many parts of a call may run concurrently: the number of rows of a step, over all replicas."""
     engine = model.engine
     return min(engine.geometry.max_num_seqs * max(1, len(engine.replica_loads())), engine.max_num_in_flight)
 
 
 async def run_all(work: Callable[[int], Awaitable[_T]], num: int, num_at_once: int) -> list[_T]:
-    """Work on all parts of a call, so many at a time; the first error ends it.
+    """Run all parts of a call, `num_at_once` at a time; the first error ends the call.
 
-    A part that finds the queue full is tried again, unless the call has none that runs and none that is done.
+    A part that finds the queue full is retried, unless no part of the call is running or done.
     """
     free, num_open, num_done = asyncio.Semaphore(num_at_once), 0, 0
 
@@ -184,6 +184,6 @@ async def run_all(work: Callable[[int], Awaitable[_T]], num: int, num_at_once: i
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run(i)) for i in range(num)]
-    except BaseExceptionGroup as errors:  # the first has ended all others
+    except BaseExceptionGroup as errors:  # the first error has cancelled all others
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -1,6 +1,6 @@
-"""What a caller sends -> a `Request` that can run: tokenised, bounded, its seed settled. Bad input is refused here.
+"""A caller's input -> a `Request` that can run: tokenized, bounded, with a seed. Invalid input is rejected here.
 
-After this nothing about a request is checked again.
+Later stages do not validate a request again.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from jpaged.types import (
 
 _MAX_EOS_TOKEN_IDS = BANNED_WIDTH - MAX_STOP_TOKEN_IDS
 _EXACT_BYTES = 4096
-"""Texts up to this are tokenised also where they cannot fit: it costs little, and the error tells the tokens."""
+"""Texts up to this size are tokenized even if they cannot fit: it is cheap, and the error can state the token count."""
 
 
 class InputProcessor:
-    """Makes requests for one model. Safe to call from several threads.
+    """Makes requests for one model. Thread-safe.
 
     Args:
         eos_token_ids: every token that ends a sequence of this model.
-        max_logprobs: likeliest tokens that may be told of at each position; -1 is all.
-        answering: how chats are answered; None is in content alone.
-        seed: where a request that brings none gets its own: the n-th request of a run always gets the same.
+        max_logprobs: maximum top log-probabilities per position; -1 for the full vocabulary.
+        answering: constraints and parsers of chats; None if answers are content only.
+        seed: base of the seeds of requests without one: the n-th request of a run always gets the same seed.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class InputProcessor:
         is_whole: bool = False,
         adapter: LoadedAdapter | None = None,
     ) -> Request:
-        """Make a request of a prompt of which one form is given. What costs little is checked first.
+        """Make a request from a prompt, of which exactly one form is set. Cheap checks run first.
 
         Raises:
-            InvalidArgument: a field is wrong; says which.
-            RequestTooLong: prompt and max_tokens can never fit, with the limit.
-            Unsupported: messages, but the model has no chat template, or tools, of which it takes no notice, or whose
-                calls cannot be read.
+            InvalidArgument: a field is invalid; names it.
+            RequestTooLong: prompt and max_tokens exceed the limit.
+            Unsupported: messages, but the model has no chat template; or tools that the template ignores or whose calls
+                cannot be parsed.
         """
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
@@ -106,7 +106,7 @@ class InputProcessor:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
         outputs = sampling.structured_outputs
-        if outputs is not None and not outputs.has_constraint:  # options of a constraint that nothing has brought
+        if outputs is not None and not outputs.has_constraint:  # only options of a constraint, without a constraint
             sampling = dataclasses.replace(sampling, structured_outputs=None)
         for place, one in enumerate(prompt.generated):
             self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
@@ -138,7 +138,7 @@ class InputProcessor:
         return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
 
     def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
-        """Refuse what costs little to see: before anything is tokenized."""
+        """Reject invalid fields with checks that need no tokenization."""
         if prompt.pooling not in (None, "last", "mean"):
             raise InvalidArgument("pooling", f"{prompt.pooling!r} is neither 'last' nor 'mean'")
         if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
@@ -151,7 +151,7 @@ class InputProcessor:
             self._answering.check(prompt.chat_options, sampling)
 
     def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatAnswers | None:
-        """What reads the answers to a request that was made of these; None where all of them is content."""
+        """Return the parser of the answers to a request made from these arguments; None if all text is content."""
         if prompt.messages is None:
             return None
         answers = self._answering.answers(prompt.chat_options, sampling, request.prompt_token_ids)
@@ -161,14 +161,14 @@ class InputProcessor:
         return answers
 
     def naming_errors(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> AbstractContextManager[None]:
-        """Inside, errors of the grammar of a request that was made of these name what the caller gave."""
+        """Return a context in which errors of the request's grammar name the caller's fields."""
         outputs, given = request.sampling.structured_outputs, sampling.structured_outputs
         if outputs is None or (given is not None and given.has_constraint):
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
-        """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""
+        """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
         num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_tokens
         if num_kept == -1:
             num_kept = max(1, self._geometry.max_model_len - max_tokens)
@@ -188,11 +188,11 @@ class InputProcessor:
         return token_ids
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text or a conversation, which may be longer than a prompt.
+        """Tokenize a text or a conversation, which may be longer than a prompt.
 
         Raises:
             InvalidArgument, Unsupported: as in `make_request`.
-            RequestTooLong: it is longer than is worth it.
+            RequestTooLong: it exceeds the limit of this call.
         """
         max_bytes = max(self._max_prompt_bytes(1), MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
@@ -200,10 +200,10 @@ class InputProcessor:
         return self._text_ids("text", prompt.text or "", max_bytes, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids, which may be more than a sequence has.
+        """Return the text of token ids, which may be more than a sequence has.
 
         Raises:
-            InvalidArgument: there are too many, or one is none of the model's.
+            InvalidArgument: there are too many ids, or one is outside the vocabulary.
         """
         return self.tokenizer.decode(self._text_token_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
@@ -227,11 +227,11 @@ class InputProcessor:
         return self._checked_ids("token_ids", token_ids)
 
     def prefix(self, prompt: Prompt) -> tuple[int, ...]:
-        """The ids of a prefix of prompts, which is shorter than a prompt may be.
+        """Return the token ids of a prefix, which must be shorter than the maximum prompt.
 
         Raises:
-            InvalidArgument: an id is none of the model's.
-            RequestTooLong: it is longer.
+            InvalidArgument: an id is outside the vocabulary.
+            RequestTooLong: it is too long.
         """
         if prompt.token_ids is None:
             return tuple(self._text_ids("text", prompt.text or "", self._max_prompt_bytes(1)))
@@ -241,7 +241,7 @@ class InputProcessor:
         return tuple(self._checked_ids("token_ids", prompt.token_ids))
 
     def _max_prompt_bytes(self, max_tokens: int) -> int:
-        """A longer text has too many tokens beside max_tokens, whichever they are."""
+        """Return the size above which a text has too many tokens for max_tokens, whatever the tokens."""
         return max((self._geometry.max_model_len - max_tokens) * self.tokenizer.max_token_bytes, _EXACT_BYTES)
 
     def _text_ids(self, field: str, text: str, max_bytes: int, *, add_special_tokens: bool = True) -> list[int]:
@@ -271,7 +271,7 @@ class InputProcessor:
         return self._known("chat.messages", self.tokenizer.apply_chat_template(plain, max_bytes=max_bytes))
 
     def _known(self, field: str, token_ids: list[int]) -> list[int]:
-        """A tokenizer may have more tokens than the model, which would read any for those."""
+        """Reject ids outside the model's vocabulary, which may be smaller than the tokenizer's."""
         vocab_size = self._geometry.vocab_size
         if token_ids and max(token_ids) >= vocab_size:
             text = (
@@ -309,7 +309,7 @@ class InputProcessor:
             raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
 
     def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
-        """The most tokens that fit behind a prompt, beside which those of `sampling` do."""
+        """Return the largest max_tokens that fits after a prompt, given that `sampling.max_tokens` fits."""
         geometry, num_rows = self._geometry, sampling.beam_width or sampling.num_samples
         lengths = range(sampling.max_tokens, geometry.max_model_len - num_prompt_tokens + 1)
         num_fitting = bisect.bisect_right(
@@ -318,7 +318,7 @@ class InputProcessor:
         return lengths[num_fitting - 1]
 
     def _bad_word_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each bad word, as they come at the start of a text and behind a space."""
+        """Return the tokens of each bad word, both at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in sampling.bad_words:
             for text in (word.strip(), f" {word.strip()}"):

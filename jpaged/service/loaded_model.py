@@ -1,4 +1,4 @@
-"""What the server needs of a loaded model: an engine, an input processor, a tokenizer, and facts to report."""
+"""A loaded model as the server sees it: an engine, an input processor, a tokenizer, and properties to report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from jpaged.types import LoadedAdapter, ModelInfo, Request
 
 
 class EngineClient(Protocol):
-    """Runs requests to their end: an `Engine` or a `DataParallelEngine`, which say what each verb does and raises.
+    """Interface of `Engine` and `DataParallelEngine`, which document each method.
 
     Attributes:
         clock: the clock of deadlines, and of `RequestTimes`.
-        max_num_in_flight: requests that are accepted at one time.
-        eyes: what may be asked about its pools.
-        travels: what may be asked of prefixes that come from other servers, and go there.
-        keep_place: keeps a place for a request whose prompt is computed elsewhere; where its blocks have to arrive.
+        max_num_in_flight: maximum number of accepted requests.
+        eyes: inspector of the KV pools.
+        travels: transfer of prefixes to and from other servers.
+        keep_place: reserves a slot for a request whose prompt another server computes; returns the transfer object that
+            receives its blocks.
     """
 
     clock: Callable[[], float]
@@ -41,15 +42,15 @@ class EngineClient(Protocol):
 
     @property
     def geometry(self) -> Geometry:
-        """The geometry of a step: what one request can have."""
+        """Geometry of a step; it bounds one request."""
 
     @property
     def failure(self) -> Exception | None:
-        """The error that ended it; None while there is none."""
+        """Error that stopped the engine; None if none."""
 
     @property
     def is_full(self) -> bool:
-        """`submit` would refuse for want of a place in the queue."""
+        """True if `submit` would raise because the queue is full."""
 
     def submit(self, request: Request, sink: Sink) -> None: ...
 
@@ -75,7 +76,7 @@ class EngineClient(Protocol):
     def load(self) -> EngineLoad: ...
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
-        """The load of each copy of the model; `load` is of all."""
+        """Return the load of each replica; `load` returns the total."""
 
     def histogram(self, name: str) -> HistogramSnapshot: ...
 
@@ -84,21 +85,21 @@ class EngineClient(Protocol):
     def start(self) -> None: ...
 
     def step(self) -> bool:
-        """Runs one iteration on the caller's thread, instead of `start`; False when there was nothing to do."""
+        """Run one iteration on the caller's thread, instead of `start`; return False if there was no work."""
 
     def check(self) -> None: ...
 
     def drain(self, timeout_s: float) -> bool: ...
 
     def fail(self, error: Exception, *, hangs: bool = False) -> None:
-        """Ends it with this error; where it hangs, `stop` does not wait for what may never return."""
+        """Stop the engine with this error. If it hangs, `stop` does not wait for calls that may never return."""
 
     def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BackendFacts:
-    """Where the model runs: all copies of it. `attention` names the implementation that was chosen."""
+    """Properties of the backend of all replicas. `attention` is the chosen attention backend."""
 
     platform: str
     device_kind: str
@@ -109,13 +110,13 @@ class BackendFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is loaded. `config` is resolved; the engine (or its replicas) is not started yet.
+    """A loaded model. `config` is resolved; the engine (or its replicas) is not started yet.
 
     Attributes:
-        adapters: those that requests may name.
-        grammars: those that requests ask for; None where the engine fills no masks.
-        role_counts: what a server has done for others, or has had done.
-        checkpoint: a fingerprint of the files that its weights were read from.
+        adapters: adapters that requests may name.
+        grammars: grammars of requests with structured output; None if the engine fills no masks.
+        role_counts: counters of disaggregated prefill.
+        checkpoint: fingerprint of the weights' files.
     """
 
     engine: EngineClient

@@ -1,10 +1,10 @@
-"""What became of each call, for those who watch: traces, logs, an audit.
+"""Records of calls for observers: traces, logs, the audit.
 
-A face says who asks; the service keeps the record.
+The frontend provides the caller; the service keeps the record.
 
     face ──Caller──> Call ──> RequestRecord ──begin, end──> RequestObserver ...
 
-A record never holds a prompt or a text that was generated.
+A record never holds a prompt or generated text.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TRACE_KEYS = ("traceparent", "tracestate")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as a face has found out.
+    """Identity of a caller, as the frontend found it.
 
     Attributes:
-        face: by which way the call came: "grpc", "http", ...
-        peer: the address that it came from.
-        key_id: names the key that it was let in with; "" where none is needed.
-        trace: the W3C trace context that it brought: `traceparent`, `tracestate`.
-        user: for whom it asks, in its own words; "" where it does not say.
+        face: the frontend: "grpc", "http", ...
+        peer: the client's address.
+        key_id: id of the API key; "" if none is required.
+        trace: the W3C trace context of the call: `traceparent`, `tracestate`.
+        user: end user as named by the client; "" if not named.
     """
 
     face: str = ""
@@ -45,27 +45,27 @@ class Caller:
 
 
 NOBODY = Caller()
-"""Who asks where no face says it."""
+"""Placeholder for calls without a known caller."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestRecord:
-    """One call from its arrival to its end; observers read it, and the service alone writes it, by verbs.
+    """Record of one call from arrival to end. Observers read it; only the service writes it, through its methods.
 
-    A call of several requests (Score, Embed) is one record, whose usage is that of all of them.
+    A call of several requests (Score, Embed) has one record with their total usage.
 
     Attributes:
-        operation: in the words of the GenAI conventions: "text_completion", "chat", "embeddings"; and "score".
-        began_s: when the call came, on the system's clock.
-        ended_s: when it had ended; 0 before that.
-        sampling: how it samples; None where it ended before that was known, and of calls of several requests.
-        times: where the engine told them, on the engine's clock.
-        clock_offset_s: what makes the engine's clock the system's, when added.
-        finish_reasons: of its sequences, by their indices.
-        status: how it ended, as gRPC names it: "OK", "INVALID_ARGUMENT", ...; of a caller that has gone "CANCELLED".
-        reason: the name of its error, as in google.rpc.ErrorInfo; "" of success. Not its words, which may quote a
-            prompt, nor the error itself, which would keep the whole call by its trace.
-        headers: what the answer carries for the caller, such as the trace context of its span.
+        operation: name in the GenAI conventions: "text_completion", "chat", "embeddings"; and "score".
+        began_s: arrival time on the system clock.
+        ended_s: end time; 0 before the end.
+        sampling: sampling parameters; None if the call ended before they were known, and for calls of several requests.
+        times: times reported by the engine, on the engine's clock.
+        clock_offset_s: offset to add to the engine's clock to get system time.
+        finish_reasons: by sequence index.
+        status: final gRPC status: "OK", "INVALID_ARGUMENT", ...; "CANCELLED" if the client disconnected.
+        reason: name of the error, as in google.rpc.ErrorInfo; "" on success. The message is not kept, because it may
+            quote a prompt; the exception is not kept, because its traceback references the whole call.
+        headers: response headers for the caller, such as the span's trace context.
     """
 
     operation: str
@@ -86,16 +86,16 @@ class RequestRecord:
     headers: dict[str, str] = field(default_factory=dict)
 
     def admitted(self, request_id: str, model: str, engine_now_s: float) -> None:
-        """Note under which id it is known, and which model answers."""
+        """Record the request id and the model."""
         self.request_id, self.model = request_id, model
         self.clock_offset_s = time.time() - engine_now_s
 
     def prepared(self, sampling: SamplingParams, num_prompt_tokens: int) -> None:
-        """Note how it samples, and how long its prompt is."""
+        """Record the sampling parameters and the length of the prompt."""
         self.sampling, self.usage = sampling, Usage(num_prompt_tokens, 0, 0)
 
     def told(self, event: OutputEvent) -> None:
-        """Note what an event says of the request; usage only rises."""
+        """Record an event's usage, finish reason and times."""
         self.usage = event.usage
         if event.finish is not None:
             self.finish_reasons[event.index] = event.finish.reason.value
@@ -103,7 +103,7 @@ class RequestRecord:
             self.times = event.times
 
     def part_ended(self, usage: Usage) -> None:
-        """Add what one of several requests took."""
+        """Add the usage of one of several requests."""
         mine = self.usage
         self.usage = Usage(
             mine.prompt_tokens + usage.prompt_tokens,
@@ -112,11 +112,11 @@ class RequestRecord:
         )
 
     def answers_with(self, headers: Mapping[str, str]) -> None:
-        """Have the answer carry these headers."""
+        """Add headers to the response."""
         self.headers.update(headers)
 
     def failed(self, error: BaseException) -> None:
-        """Note what it ended with; the first counts."""
+        """Record the error that ended the call; only the first counts."""
         if self.status != "OK":
             return
         if isinstance(error, JpagedError):
@@ -127,12 +127,12 @@ class RequestRecord:
             self.status, self.reason = "CANCELLED", "CANCELLED"
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Record the end time."""
         self.ended_s = time.time()
 
 
 def parts_of(times: RequestTimes) -> list[tuple[str, float, float]]:
-    """Return the parts of a request that have both ends: name, begin and end on the engine's clock."""
+    """Return the phases of a request that have both ends: name, begin and end on the engine's clock."""
     begun = ("queue", times.arrival_s), ("prefill", times.first_scheduled_s), ("decode", times.first_token_s)
     ended = times.first_scheduled_s, times.first_token_s, times.last_token_s
     parts = [
@@ -145,27 +145,28 @@ def parts_of(times: RequestTimes) -> list[tuple[str, float, float]]:
 
 
 class RequestObserver(Protocol):
-    """Is told of each call, on the event loop: it must not wait."""
+    """Observer of calls, on the event loop; its methods must not block."""
 
     def begin(self, record: RequestRecord) -> None:
-        """Take note of a call that has come; it may have the answer carry headers."""
+        """Handle a new call; may add headers to the response."""
 
     def end(self, record: RequestRecord) -> None:
-        """Take note of its end."""
+        """Handle the end of a call."""
 
 
 class Records:
-    """Makes the records of a service, and tells its observers."""
+    """Creates the records of a service and notifies its observers."""
 
     def __init__(self, observers: Sequence[RequestObserver] = ()) -> None:
         self._observers = tuple(observers)
 
     @contextlib.contextmanager
     def kept(self, record: RequestRecord, whole: RequestRecord | None = None) -> Iterator[RequestRecord]:
-        """Keep the record of a call that lasts as long as the context; what the body raises is how it ended.
+        """Keep the record of a call for the duration of the context; an exception of the body becomes its error.
 
         Args:
-            whole: of the call that this is a part of: nobody is told of the part, whose usage is added there.
+            whole: record of the call that this one is a part of. Observers are not notified of a part; its usage is
+                added to `whole`.
         """
         observers = self._observers if whole is None else ()
         for observer in observers:
@@ -186,5 +187,5 @@ class Records:
 def _notify(act: Callable[[RequestRecord], None], record: RequestRecord) -> None:
     try:
         act(record)
-    except Exception:  # a request does not depend on its observers
+    except Exception:  # an observer must not fail a request
         _LOG.exception("an observer of requests failed")

@@ -1,4 +1,4 @@
-"""Scores and embeddings as requests: prompts that are told of, with one token behind them that is dropped."""
+"""Scores and embeddings as requests: prompts with log-probabilities or hidden states, and one sampled token to drop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jpaged.service.input_processor import InputProcessor
 from jpaged.types import Embedding, Prompt, RequestOutput, SamplingParams, Score
 
 MAX_PARTS = 1024
-"""Continuations of one prompt, or prompts of one call that embeds."""
+"""Maximum continuations of one prompt, or prompts of one embed call."""
 MAX_SCORE_SIZE = 4 << 20
-"""Characters and token ids of one call's prompt with each of its continuations, all together: a quarter of a second of
-tokenising."""
+"""Maximum characters and token ids of one call's prompt with each of its continuations, in total: 0.25 s of tokenizing.
+"""
 SCORE_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0)
 EMBED_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
@@ -23,7 +23,7 @@ GivenContinuation = str | Sequence[int]
 
 
 def require_parts(field: str, num: int) -> None:
-    """Refuses none and too many.
+    """Reject an empty or too long list.
 
     Raises:
         InvalidArgument: names the field.
@@ -33,7 +33,7 @@ def require_parts(field: str, num: int) -> None:
 
 
 def require_score_size(size: int) -> None:
-    """Refuses a prompt and continuations that are too much work together, told by their sizes.
+    """Reject a prompt and continuations that are too much work together, judged by their sizes.
 
     Raises:
         InvalidArgument: names the continuations.
@@ -45,7 +45,7 @@ def require_score_size(size: int) -> None:
 
 @contextmanager
 def errors_named(field: str) -> Iterator[None]:
-    """Errors of a part's prompt name the part, as its caller knows it; what all parts have keeps its name."""
+    """Rename the field of errors about a part's prompt to the part; errors about shared fields keep their names."""
     try:
         yield
     except InvalidArgument as error:
@@ -56,11 +56,11 @@ def errors_named(field: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A prompt and its continuations as token ids. What they share is held once.
+    """A prompt and its continuations as token ids. Shared tokens are stored once.
 
     Attributes:
-        prompt_ids: of the prompt by itself.
-        tails: of each continuation, with how many of prompt_ids it begins, and what follows.
+        prompt_ids: token ids of the prompt.
+        tails: for each continuation, the number of leading prompt_ids it shares, and the token ids after them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -70,24 +70,24 @@ class Continued:
         return len(self.tails)
 
     def size(self, i: int) -> int:
-        """How many tokens the prompt has with a continuation."""
+        """Return the number of tokens of the prompt with a continuation."""
         num_shared, tail = self.tails[i]
         return num_shared + len(tail)
 
     def prompt(self, i: int) -> Prompt:
-        """The prompt with a continuation, which is told of."""
+        """Return the prompt with a continuation, with log-probabilities requested for the continuation."""
         num_shared, tail = self.tails[i]
         return Prompt(token_ids=[*self.prompt_ids[:num_shared], *tail], told_from=len(self.prompt_ids))
 
 
 def continued(processor: InputProcessor, prompt: Prompt, continuations: Sequence[GivenContinuation]) -> Continued:
-    """The prompt with each of its continuations.
+    """Return the prompt with each continuation.
 
-    Where the prompt is a text, a text goes on with it as one text: a continuation is the tokens of both together but so
-    many as the prompt has by itself.
+    If the prompt is a text, a text continuation is tokenized together with it as one text. The tokens of both are split
+    after the number of tokens that the prompt has alone.
 
     Raises:
-        InvalidArgument: there are none or too many, or one is empty or no text and no ids of tokens.
+        InvalidArgument: there are none or too many, or one is empty or neither text nor token ids.
         RequestTooLong: one is not below max_model_len with the prompt.
     """
     require_parts("continuations", len(continuations))
@@ -104,10 +104,10 @@ def continued(processor: InputProcessor, prompt: Prompt, continuations: Sequence
 
 
 def embeddable(processor: InputProcessor, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-    """The token ids of each prompt.
+    """Return the token ids of each prompt.
 
     Raises:
-        InvalidArgument: one is empty, or has an id that is none of the model's.
+        InvalidArgument: one is empty, or has an id outside the vocabulary.
         RequestTooLong: one is not below max_model_len.
     """
     found = []
@@ -144,7 +144,7 @@ def _tail(
 
 
 def score_of(output: RequestOutput) -> Score:
-    """What came of a request that is told of from its continuation on."""
+    """Return the score of a finished request made by `Continued.prompt`."""
     if output.prompt_logprobs is None:
         raise InternalError(f"request {output.request_id!r} was told nothing of its prompt")
     told = [position.chosen for position in output.prompt_logprobs if position is not None]
@@ -152,7 +152,7 @@ def score_of(output: RequestOutput) -> Score:
 
 
 def embedding_of(output: RequestOutput, *, normalize: bool = False) -> Embedding:
-    """What came of a request whose hidden states are pooled; scaled to a length of 1 where that is wanted."""
+    """Return the embedding of a finished request with pooling; scaled to length 1 if `normalize`."""
     if output.embedding is None:
         raise InternalError(f"request {output.request_id!r} was told no hidden states")
     values = output.embedding

@@ -1,10 +1,10 @@
-"""Answers requests of a loaded model, whatever protocol they come by: a face decodes, asks here, and encodes.
+"""Serves requests on a loaded model, independent of the protocol: a frontend decodes, calls this, and encodes.
 
     face ──Call──> Service.generate ──Request──> engine
-         <─event── Generation       <──event───┘
+        <─event── Generation       <──event───┘
 
-Admission is here: whose request it is, whose id, how many calls are open; so is what becomes of a request whose reader
-leaves. Whatever grows with a request runs on a thread.
+Admission is decided here (tenants, request ids, limits of open calls), and so is the fate of a request whose reader
+disconnects. Work that grows with a request runs on a thread.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ from jpaged.types import (
 _T = TypeVar("_T")
 
 _RETRY_S = 1.0
-"""How soon a caller may come back when it need not wait for the end of a request."""
+"""Retry delay for callers that need not wait for the end of a request."""
 _DECODINGS_OF_TOKEN = 5
 """Calls of a tokenizer for the bytes of one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request as a face hands it over.
+    """A request as a frontend passes it to the service.
 
     Attributes:
-        read: decodes prompt and parameters; called on a thread where they are large.
-        size: characters or token ids of the prompt, and of what was generated elsewhere; None for a conversation.
-        request_id: the caller's; None leaves it to the service.
-        model: the name of the model that must be served; None is whichever there is.
-        tenant: whose request it is; "" is nobody's in particular.
-        remaining_s: time that the caller gives it; None is no limit.
-        is_whole: its caller reads nothing before the end.
-        adapter: the name of an adapter, or the load that its name meant; "" is the model as it is.
-        caller: who asks.
-        record: of the call that this is a part of; None where it is one by itself.
-        asked: it is a prompt that another server asks for.
+        read: decodes prompt and parameters; called on a thread if they are large.
+        size: characters or token ids of the prompt and of resumed tokens; None for a conversation.
+        request_id: id chosen by the caller; None lets the service choose.
+        model: required name of the served model; None for any.
+        tenant: owner of the request; "" for no particular tenant.
+        remaining_s: time until the caller's deadline; None for no limit.
+        is_whole: non-streaming: the caller reads only the complete result.
+        adapter: name of an adapter, or a resolved adapter; "" for the base model.
+        caller: identity of the caller.
+        record: record of the call that this is a part of; None for an independent call.
+        asked: set if another server requests the prefill.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -104,20 +104,20 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One call that was let in: its events, each taken once by `async for`.
+    """One admitted call and its event stream: iterate once with `async for`.
 
-    The engine knows a request by a name of ours, which is never used twice: an id that a caller uses again at once must
-    not meet the end of its first request.
+    The engine knows the request by an internal id that is never reused. A caller may reuse its id at once, and the new
+    request must not receive the end of the old one.
 
     Attributes:
-        request_id: as the caller knows it.
-        cache_tenant: whose id it is, and whose prefixes it may share.
-        prompt_token_ids: none where the call was ended before they were known.
-        seed: what its tokens are sampled with; None where none are, or as long as prompt_token_ids are not known.
-        record: what is known of it to those who watch.
-        answers: tells content, reasoning and calls of a chat apart; None where all is content.
-        preparing: makes the engine's request of the call; None once the engine has it.
-        is_over: the last event was taken.
+        request_id: id known to the caller.
+        cache_tenant: tenant that scopes the id and the shared prefixes.
+        prompt_token_ids: empty if the call ended before they were known.
+        seed: sampling seed; None if nothing is sampled, or while prompt_token_ids are unknown.
+        record: record for observers.
+        answers: splits content, reasoning and calls of a chat; None if all text is content.
+        preparing: task that makes the engine's request; None once it is submitted.
+        is_over: the last event was read.
     """
 
     request_id: str
@@ -133,13 +133,13 @@ class Generation:
     is_over: bool = False
 
     def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
-        """End the stream for its reader, after what has come so far; it need not wait for its request to be made."""
+        """End the stream for its reader after the events so far, and cancel the preparation of the request."""
         self.stream.end(OutputEvent(self.engine_id, finish=finish, is_last=True, error=error))
         if self.preparing is not None:
             self.preparing.cancel()
 
     def goes_on_by(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
-        """Have a task make the engine's request of the call; None ends it, unless it says itself that it is done."""
+        """Attach the task that prepares the request; None cancels it unless `is_done`."""
         if task is None and self.preparing is not None and not is_done:
             self.preparing.cancel()
         self.preparing = task
@@ -163,16 +163,16 @@ class Generation:
 
 
 class Service:
-    """The verbs of a service. Lives on the event loop of its first call.
+    """Operations of a server, independent of the protocol. Bound to the event loop of the first call.
 
     Args:
-        observers: are told of every call.
-        quotas: what each tenant may have; no limits when left out.
-        role: begins requests; None gives them to the engine.
+        observers: notified of every call.
+        quotas: limits per tenant; none by default.
+        role: submits requests for disaggregated prefill; None submits directly to the engine.
 
     Attributes:
-        state: what runs, or why nothing does.
-        is_idle: set while no `generate` and no `several` is open; for a host to wait on, never to set.
+        state: the loaded model, or why there is none.
+        is_idle: set while no `generate` and no `several` is open; a host may wait on it but must not set it.
     """
 
     def __init__(
@@ -197,13 +197,13 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def generate(self, call: Call, model: LoadedModel | None = None) -> AsyncIterator[Generation]:
-        """Run a request while the context is open; its blocks are free within a step, however that ends.
+        """Run a request while the context is open. Its blocks are free within a step of the exit, for any reason.
 
         Args:
-            model: what `several` has let in, of whose requests this is one.
+            model: the model yielded by `several`, if this request belongs to that call.
 
         Raises:
-            JpagedError: it cannot run; while its events are taken: it has failed.
+            JpagedError: the request is refused; or, during iteration, it has failed.
         """
         access.require(Role.INFERENCE, "a request")
         call = dataclasses.replace(call, tenant=access.owner(call.tenant))
@@ -241,15 +241,15 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def several(self, name: str | None, record: RequestRecord | None = None) -> AsyncIterator[LoadedModel]:
-        """Let in a call that makes several requests, which a drain waits for as for one; yield the model for them.
+        """Admit a call that makes several requests, and yield the model for them. A drain waits for the whole call.
 
         Args:
-            record: begins here and ends with the call; its requests name it (`Call.record`).
+            record: record of the call; its requests name it (`Call.record`).
 
         Raises:
             NotFound, Unavailable: as `generate`.
-            QueueFull: as many such calls are open as requests may be in flight.
-            QuotaExceeded: the tenant has used up what it may have for now.
+            QueueFull: the number of open calls of this kind has reached the limit of requests in flight.
+            QuotaExceeded: the tenant's quota is used up for now.
         """
         access.require(Role.INFERENCE, "a request")
         tenant = access.owner("" if record is None else record.tenant)
@@ -273,7 +273,7 @@ class Service:
                 self._note_end()
 
     async def complete(self, call: Call, model: LoadedModel | None = None) -> RequestOutput:
-        """Run a request to its end and return all of it; takes and raises what `generate` does."""
+        """Run a request to its end and return the complete output; accepts and raises what `generate` does."""
         completions = Completions(has_logprobs=False, has_prompt_logprobs=True)
         async with self.generate(call, model) as generation:
             async for event in generation:
@@ -281,7 +281,7 @@ class Service:
             return completions.output(generation.request_id, None, generation.prompt_token_ids)
 
     async def work(self, work: Callable[[], _T], size: int) -> _T:
-        """Run work on so many characters, ids or numbers, on a thread where they are many."""
+        """Run work on `size` characters, ids or numbers; on a thread if `size` is large."""
         return await self._workers.run(work, size)
 
     async def tokenize(
@@ -292,14 +292,14 @@ class Service:
         add_special_tokens: bool = True,
         model: str | None = None,
     ) -> list[int]:
-        """Return the ids of a text or a conversation, which may be longer than a prompt; see `Call` for the rest."""
+        """Return the ids of a text or a conversation, which may be longer than a prompt; see `Call` for arguments."""
         processor = self._model(model).input_processor
         return await self._workers.run(lambda: processor.tokenize(read(), add_special_tokens=add_special_tokens), size)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str | None = None
     ) -> str:
-        """Return the text of ids, which may be more than a sequence has."""
+        """Return the text of token ids, which may be more than a sequence has."""
         processor = self._model(model).input_processor
         detokenize = functools.partial(processor.detokenize, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._workers.run(detokenize, len(token_ids))
@@ -313,10 +313,10 @@ class Service:
         return await self._workers.run(token_bytes, _DECODINGS_OF_TOKEN * len(token_ids))
 
     def abort(self, request_id: str, tenant: str = "") -> None:
-        """End a request by its caller's id; its own stream says what was generated.
+        """Abort a request by its caller's id; its stream ends with the tokens generated so far.
 
         Raises:
-            NotFound: the tenant has none of that id in flight.
+            NotFound: the tenant has no request of that id in flight.
         """
         model = self.controlled("Abort", request_id, self.state.loaded())
         if not request_id:
@@ -335,12 +335,13 @@ class Service:
     async def pin_prefix(
         self, name: str, prefix: Prompt, cache_salt: str = "", tenant: str = "", adapter: str = ""
     ) -> int:
-        """Keep a prefix computed under a name, also when the caller goes away; return how many of its tokens."""
+        """Compute a prefix and keep it cached under a name until it is unpinned; return the number of pinned tokens."""
         model = self.controlled("PinPrefix", name, self.state.serving())
         require_name("name", name)
         require_salt(cache_salt)
         loaded = model.adapters.named(adapter)
-        cache_tenant = cache_tenant_of(model, tenant)  # here: the current call is not one of a thread
+        # the current call is a context variable, which the thread does not see
+        cache_tenant = cache_tenant_of(model, tenant)
 
         def pin() -> Future[int]:
             token_ids = model.input_processor.prefix(prefix)
@@ -349,7 +350,7 @@ class Service:
         return await detached(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
 
     def unpin_prefix(self, name: str, tenant: str = "") -> None:
-        """Let a pinned prefix go; requests that share it go on.
+        """Unpin a prefix; requests that share it continue.
 
         Raises:
             NotFound: the tenant has pinned none of that name.
@@ -360,20 +361,20 @@ class Service:
             raise NotFound(f"name: no prefix {name!r} is pinned")
 
     async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
-        """Read an adapter from a path of this machine, for requests that name it; see `Adapters.load`."""
+        """Load an adapter from a path of this machine, for requests that name it; see `Adapters.load`."""
         model = self.controlled("LoadAdapter", name, self.state.serving())
         return await self._workers.read(lambda: model.adapters.load(name, path))
 
     def unload_adapter(self, name: str) -> None:
-        """Let an adapter go; requests that have it go on.
+        """Unload an adapter; requests that use it continue.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no adapter has that name.
         """
         self.controlled("UnloadAdapter", name, self.state.serving()).adapters.unload(name)
 
     def end_open_calls(self, error: JpagedError) -> None:
-        """End every `generate` that is open with an error, after what it already has to send."""
+        """End every open `generate` with an error, after the output that is ready."""
         for generation in self._open.values():
             generation.end(error=error)
 
@@ -388,7 +389,10 @@ class Service:
         return model
 
     def controlled(self, method: str, name: str, model: LoadedModel) -> LoadedModel:
-        """Return the model, for a call that acts on it by name; anybody may abort what is its own."""
+        """Authorize a control operation, note it in the audit and return the model.
+
+        Aborting needs no control role: callers may abort their requests.
+        """
         access.note_act(f"{method} {name[:128]}")
         if method == "Abort":
             access.require(Role.INFERENCE, method)
@@ -404,7 +408,7 @@ class Service:
         cache_tenant = cache_tenant_of(model, call.tenant) if call.asked is None else call.asked.cache_tenant
         request_id = call.request_id or uuid.uuid4().hex
         other = self._open.get((cache_tenant, request_id))
-        if other is not None and not other.stream.is_ended:  # one that has ended may not be read yet
+        if other is not None and not other.stream.is_ended:  # an ended request may still have an unread stream
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
         self._require_readers(model)
         if self._bridge is None:
@@ -423,10 +427,10 @@ class Service:
         return generation
 
     def _require_readers(self, model: LoadedModel) -> None:
-        """Bound the calls whose requests have ended and whose answers, which are kept, nobody reads.
+        """Limit the calls that are answered but not read, because their answers stay in memory.
 
         Raises:
-            QueueFull: there are more open calls than requests in flight, by as many again.
+            QueueFull: the open calls exceed twice the limit of requests in flight.
         """
         limit = 2 * model.engine.max_num_in_flight
         if self._num_calls > limit:
@@ -436,13 +440,13 @@ class Service:
             )
 
     def _forget(self, generation: Generation) -> None:
-        """Set an id free; a second time it may be someone else's."""
+        """Free a request id, unless a newer request already uses it."""
         key = generation.cache_tenant, generation.request_id
         if self._open.get(key) is generation:
             del self._open[key]
 
     async def _prepare(self, model: LoadedModel, generation: Generation, call: Call) -> Request | None:
-        """Make the engine's request; None when the stream was ended meanwhile."""
+        """Make the engine's request; return None if the stream has been ended in the meantime."""
         remaining_s = time_of(model, call.remaining_s)
         deadline_s = None if remaining_s is None else model.engine.clock() + remaining_s
         adapter = model.adapters.named(call.adapter)
@@ -480,27 +484,27 @@ class Service:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not generation.stream.is_ended or (task is not None and task.cancelling()):
-                raise  # it is the call that was cancelled
+                raise  # the caller's task itself was cancelled
             return None
         finally:
             generation.preparing = None
 
 
 def _most_generated(request: Request) -> tuple[str, int, int]:
-    """Return by which parameter and how many sequences a request has at most, and how many tokens each."""
+    """Return the parameter that sets the number of sequences, that number, and the maximum tokens of each."""
     sampling = request.sampling
     name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
     return name, sampling.beam_width or sampling.num_samples, sampling.max_tokens
 
 
 def cache_tenant_of(model: LoadedModel, tenant: str) -> str:
-    """Return whose ids, names and prefixes a call speaks of; "" for everybody's where tenants are not kept apart."""
+    """Return the tenant that scopes ids, names and prefixes; "" (shared) if tenants are not isolated."""
     tenant = access.owner(tenant)
     return tenant if model.config.server.isolate_tenants else ""
 
 
 def time_of(model: LoadedModel, asked_s: float | None) -> float | None:
-    """Return the seconds that a request gets whose caller asks for so many, or for none; None is no limit."""
+    """Return the timeout of a request, from the caller's deadline and the configured limits; None for no limit."""
     limits = model.config.timeouts
     wanted = limits.default_deadline if asked_s is None else asked_s
     return min((seconds for seconds in (wanted, limits.max_deadline) if seconds is not None), default=None)

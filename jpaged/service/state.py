@@ -1,9 +1,9 @@
-"""Where a service is in its life, and what it answers while it cannot serve.
+"""Lifecycle of a service, and its answers while it cannot serve.
 
-STARTING ──loaded──> SERVING ──no step ends──> STALLED          is live    is ready
-    │                  │  └────steps end again────┘             all but FAILED   SERVING alone
-    │                  ├──drained──> DRAINING
-    └──────────────────┴───failed──> FAILED
+STARTING ──loaded──> SERVING ──no step ends──> STALLED          is live      is ready
+  │                  │  └────steps end again────┘               not FAILED   only SERVING
+  │                  ├──drained──> DRAINING
+  └──────────────────┴───failed──> FAILED
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jpaged.service.loaded_model import LoadedModel
 
 
 class Stage(enum.Enum):
-    """What a service does with requests: one that is serving takes them, and so does one that is stalled."""
+    """Stage of a service; SERVING and STALLED accept requests."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -29,7 +29,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """How far start-up has come: parts done, of at least one."""
+    """Progress of the startup: `done` of `total` parts, at least one."""
 
     what: str
     done: int
@@ -37,11 +37,11 @@ class Startup:
 
 
 class ServiceState:
-    """The loaded model, or why no request can run on it. Whoever loads the model says what happens.
+    """The loaded model, or why no request can run. The code that loads the model updates it.
 
     Args:
-        config: as written; that of the model is resolved.
-        model: one that is loaded already.
+        config: the options as given; the model has the resolved ones.
+        model: a model that is already loaded.
     """
 
     def __init__(self, config: EngineConfig, model: LoadedModel | None = None) -> None:
@@ -59,19 +59,19 @@ class ServiceState:
 
     @property
     def is_live(self) -> bool:
-        """The process is of use, or may become so: restarting it would gain nothing."""
+        """True unless the process has failed; restarting a live process gains nothing."""
         return self.stage is not Stage.FAILED and self.failure is None
 
     @property
     def is_ready(self) -> bool:
-        """Requests that come now are taken, and others are worked on."""
+        """True if new requests are accepted and make progress."""
         return self.stage is Stage.SERVING
 
     def serving(self) -> LoadedModel:
         """Return the loaded model, to run requests on.
 
         Raises:
-            Unavailable: it loads, or the service drains or has failed.
+            Unavailable: the model is loading, or the service drains or has failed.
         """
         model = self.loaded()
         if self.stage is Stage.DRAINING:
@@ -81,25 +81,25 @@ class ServiceState:
         return model
 
     def loaded(self) -> LoadedModel:
-        """Return the loaded model, to ask about it; raises Unavailable while it loads."""
+        """Return the loaded model for queries; raise Unavailable while it loads."""
         if self.model is None:
             startup = self.startup
             raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
         return self.model
 
     def enter(self, stage: Stage) -> None:
-        """Go on to a stage."""
+        """Enter a stage."""
         self.stage = stage
 
     def note_progress(self, what: str, done: int, total: int) -> None:
-        """Take note of what start-up is busy with; from any thread."""
+        """Record the progress of the startup. Thread-safe."""
         self.startup = Startup(what, done, max(total, 1))
 
     def note_loaded(self, model: LoadedModel) -> None:
-        """Take the model that was loaded."""
+        """Set the loaded model."""
         self.model = model
 
     def note_failure(self, error: Exception | None = None) -> None:
-        """Take note of an error, or of what the engine has died of, unless one is known."""
+        """Record the given error or the engine's failure, unless one is recorded already."""
         if self.failure is None:
             self.failure = error or (None if self.model is None else self.model.engine.failure)

@@ -1,21 +1,22 @@
-"""Carries events from the engine's thread to the readers of one event loop, in as many messages as there is time for.
+"""Delivers events from the engine thread to the readers on one event loop, in rate-limited merged messages.
 
     engine thread                     event loop
     put(event) -> pending - wake -> deliver -> stream.buffer - release -> read -> one message
 
-A step puts one event for each row; the first of them wakes the loop, the others ride along, so a step costs one wake-up
-however many rows it had, and none where all of them can wait. Putting never waits.
+A step puts one event per row. The first event wakes the loop and the others ride along, so a step costs one wake-up for
+any number of rows, and none if all events can wait. `put` never blocks.
 
-A message takes 0.1 ms of processor time, of the server and of a client on the same machine, whatever it holds; a token
-of a small model takes as long. So messages have a rate: streams speak in rounds, and a round of n messages is followed
-by n / rate seconds in which tokens gather. Few streams speak at every step. A stream's first token and its last never
-wait, and no other for more than MAX_WAIT_S. Rounds, because messages that go together take fewer wake-ups and writes.
+A message costs 0.1 ms of processor time on the server and on a client on the same machine, whatever its size; a token
+of a small model takes as long. So messages are rate-limited: streams are flushed in rounds, and a round of n messages
+is followed by n / rate seconds in which tokens accumulate. Each step is a round if there are few streams. A stream's
+first and last tokens never wait, and others wait at most MAX_WAIT_S. Rounds need fewer wake-ups and writes than single
+messages.
 
-A caller that reads slowly finds what came meanwhile merged as well. What a stream can hold is bounded by what its
-request may generate.
+A slow reader also finds the events since its last read merged. A stream's memory is bounded by what its request may
+generate.
 
     put     0:a  1:x  0:b  1:y  0:c(last)      the sequences of a request take turns
-    read    1:xy                               a message takes all that there is of one; the last of all waits
+    read    1:xy                               a message takes all events of one sequence; the last event comes last
     read    0:abc
 """
 
@@ -30,21 +31,21 @@ from dataclasses import replace
 from jpaged.types import OutputEvent, Usage
 
 MAX_TOKENS_PER_MESSAGE = 16384
-"""Merged events stay below it, their log-probabilities counted: so many take 20 ms of the loop, and are 200 kB."""
+"""Limit of merged events, log-probabilities counted: 20 ms of the loop and 200 kB."""
 MAX_WAIT_S = 0.1
-"""A token waits no longer for others to go with it."""
+"""Maximum time that a token waits for others to join its message."""
 _LONG_PAUSE_S = 0.005
-"""In a pause between rounds that is longer the loop is not woken by what can wait for its end."""
+"""For pauses longer than this, non-urgent events do not wake the event loop; they are delivered when the pause ends."""
 
 
 class OutputStream:
-    """The events of one request, in order, for one reader. Lives on the event loop.
+    """The events of one request, in order, for one reader. Bound to the event loop.
 
     Args:
-        is_whole: its reader is told nothing before the last event has come.
+        is_whole: the reader gets nothing before the last event.
 
     Attributes:
-        is_ended: its last event has come, read or not.
+        is_ended: the last event has arrived, read or not.
     """
 
     def __init__(self, bridge: Bridge, *, is_whole: bool = False) -> None:
@@ -54,25 +55,25 @@ class OutputStream:
         self._has_events = asyncio.Event()
         self._is_whole = is_whole
         self._has_begun = False
-        self._has_put = False  # of the engine's thread
+        self._has_put = False  # used by the engine thread
         self.is_ended = False
 
     def put(self, event: OutputEvent) -> None:
-        """Takes an event; for the engine's thread."""
+        """Queue an event. Called by the engine thread."""
         is_urgent = event.is_last or not (self._has_put or self._is_whole)
         self._has_put = True
         self._bridge.put(self, event, is_urgent=is_urgent)
 
     @property
     def is_waiting(self) -> bool:
-        """Its reader may be told of something, and is not yet."""
+        """True if there are events that the reader may get and has not been woken for."""
         return bool(self._buffer) and not (self._is_whole or self._has_events.is_set())
 
     def add(self, event: OutputEvent) -> int:
-        """Takes an event, for the event loop; the first and the last are released with what is there.
+        """Buffer an event, on the event loop; the first and the last event release the buffer.
 
         Returns:
-            how many messages that makes.
+            the number of messages released.
         """
         if self.is_ended:
             return 0
@@ -84,22 +85,22 @@ class OutputStream:
         return 0
 
     def end(self, event: OutputEvent) -> None:
-        """Takes a last event that is not the engine's, after what the engine has sent; for the event loop."""
+        """Append a last event that is not the engine's, after the engine's events so far. Called on the event loop."""
         self._bridge.deliver()
         self.add(event)
 
     def release(self) -> int:
-        """Lets the reader have what there is; returns how many messages that makes, none when it has it already."""
+        """Wake the reader for the buffered events; return the number of messages, 0 if it was woken already."""
         if self._has_events.is_set() or not self._buffer:
             return 0
         self._has_events.set()
         return len(self._buffer)
 
     async def read(self) -> OutputEvent:
-        """Waits for an event and merges into it those that can be sent in the same message; usage never falls.
+        """Wait for an event and merge those that fit into the same message. Usage never decreases.
 
         Raises:
-            Exception: the request failed; the error of its last event.
+            Exception: the request failed; the last event's error.
         """
         await self._has_events.wait()
         events = self._take()
@@ -108,16 +109,17 @@ class OutputStream:
         merged = events[0] if len(events) == 1 else _merged(events, events[-1].usage)
         if merged.error is not None:
             raise merged.error
-        if merged.usage.completion_tokens < self._usage.completion_tokens:  # another sequence's message came first
+        # another sequence's later message came first
+        if merged.usage.completion_tokens < self._usage.completion_tokens:
             return _merged(events, self._usage)
         self._usage = merged.usage
         return merged
 
     def _take(self) -> list[OutputEvent]:
-        """Events of the sequence whose turn it is, as many as fit into a message. The request's last stays the last."""
+        """Return the next sequence's events that fit into a message. The request's last event stays last."""
         index = next(iter(self._buffer))
         if self._buffer[index][-1].is_last and len(self._buffer) > 1:
-            self._buffer[index] = self._buffer.pop(index)  # to the end of the dict
+            self._buffer[index] = self._buffer.pop(index)  # move it to the end of the dict
             index = next(iter(self._buffer))
         waiting = self._buffer.pop(index)
         events = [waiting.popleft()]
@@ -133,10 +135,10 @@ class OutputStream:
 
 
 class Bridge:
-    """Carries events from the engine's thread to the streams of one event loop; see above.
+    """Delivers events from the engine thread to the streams of one event loop; see the module.
 
     Args:
-        messages_per_s: what all streams together are sent in a second; may be infinite.
+        messages_per_s: message rate of all streams together; may be infinite.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, messages_per_s: float) -> None:
@@ -146,16 +148,16 @@ class Bridge:
         self._pending: list[tuple[OutputStream, OutputEvent]] = []
         self._is_woken = False
         self._is_pause = False
-        # Streams whose readers were not told of what there is, and when they are.
+        # Streams with events that their readers were not woken for.
         self._waiting: dict[OutputStream, None] = {}
         self._next_round_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, stream: OutputStream, event: OutputEvent, *, is_urgent: bool) -> None:
-        """Queues an event for a stream; for the engine's thread. Never waits for a reader.
+        """Queue an event for a stream. Called by the engine thread; never blocks.
 
         Args:
-            is_urgent: wakes the loop; what is not urgent lies until the next round, where that is known to come.
+            is_urgent: wake the loop; other events wait for the next round if one is scheduled.
         """
         with self._lock:
             self._pending.append((stream, event))
@@ -164,11 +166,11 @@ class Bridge:
             self._is_woken = True
         try:
             self._loop.call_soon_threadsafe(self.deliver)
-        except RuntimeError:  # the loop is closed: the server is gone, and with it every reader
+        except RuntimeError:  # the loop is closed: the server and every reader are gone
             return
 
     def deliver(self) -> None:
-        """Hands over what has come, for the event loop, and begins a round when it is time."""
+        """Deliver the queued events, on the event loop, and begin a round if it is due."""
         with self._lock:
             pending, self._pending = self._pending, []
             self._is_woken = False
@@ -188,7 +190,7 @@ class Bridge:
             self._is_pause = self._timer is not None
 
     def _speak(self, now_s: float) -> None:
-        """Has all streams speak that have something to say; a pause that was set before is over."""
+        """Release the buffers of all waiting streams, and cancel the current pause."""
         waiting, self._waiting = self._waiting, {}
         self._postpone(sum([stream.release() for stream in waiting]), now_s)
         if self._timer is not None:
@@ -196,18 +198,21 @@ class Bridge:
             self._timer = None
 
     def _end_pause(self) -> None:
-        """Begins the round that was set for now, whatever was sent meanwhile: who has waited for it waits no longer."""
+        """Begin the scheduled round now, even if urgent messages have moved it in the meantime."""
         self._timer, self._next_round_s = None, 0.0
         self.deliver()
 
     def _postpone(self, num_messages: int, now_s: float) -> None:
-        """Has the next round come later by the time that messages take, and MAX_WAIT_S from now at most."""
+        """Delay the next round by the time of these messages, to at most MAX_WAIT_S from now."""
         next_s = max(now_s, self._next_round_s) + num_messages * self._message_s
         self._next_round_s = min(next_s, now_s + MAX_WAIT_S)
 
 
 def _num_tokens(event: OutputEvent) -> int:
-    """Counts the tokens of its log-probabilities too; a request has as many of them at each position."""
+    """Return the number of tokens of an event, including its log-probabilities.
+
+    All positions of a request have equally many log-probabilities.
+    """
     num_shown = 1 + len(event.logprobs[0].top) if event.logprobs else 0
     return len(event.token_ids) + num_shown * len(event.logprobs)
 

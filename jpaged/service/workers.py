@@ -1,4 +1,4 @@
-"""Threads for what grows with a request, beside the event loop."""
+"""Thread pools for work that grows with a request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 SMALL = 2000
-"""Characters, or token ids, that are worked on at once: that takes about a millisecond."""
+"""Characters or token ids that are processed inline: about 1 ms."""
 _NUM_THREADS = 4
 
 
 class Workers:
-    """Threads for what grows with a request, so that the event loop, and with it every stream, never waits for it.
+    """Thread pools for work that grows with a request, so that the event loop and its streams never wait for it.
 
-    Texts and token ids have threads of their own, and conversations others: a chat template may take its time.
+    Texts and token ids have one pool; conversations have another, because a chat template may be slow.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class Workers:
         self._files = ThreadPoolExecutor(1, "jpaged-files")
 
     async def run(self, work: Callable[[], _T], size: int | None) -> _T:
-        """Runs work on so many characters or ids: here when they are few, on a thread otherwise.
+        """Run work on `size` characters or ids: inline if few, otherwise on a thread.
 
-        None is a conversation, whose size says little. A call that goes away while its work waits for a thread takes
-        the work with it.
+        None stands for a conversation, whose cost its size does not show. If the caller is cancelled while the work
+        waits for a thread, the work is cancelled too.
         """
         if size is not None and size < SMALL:
             return work()
@@ -37,15 +37,15 @@ class Workers:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def start(self, work: Callable[[], _T]) -> Future[_T]:
-        """Begins work on a thread, for whoever asks for it later."""
+        """Start work on a thread and return its future."""
         return self._plain.submit(work)
 
     async def read(self, work: Callable[[], _T]) -> _T:
-        """Runs work that reads files, behind what others read; it is done although the caller goes away."""
+        """Run work that reads files, one at a time; it completes even if the caller is cancelled."""
         return await detached(asyncio.get_running_loop().run_in_executor(self._files, work))
 
 
 async def detached(done: asyncio.Future[_T]) -> _T:
-    """Wait for what goes on when its caller goes away; nobody hears of its error then, and asyncio reports none."""
+    """Wait for a future that continues if the caller is cancelled; asyncio then does not report its error."""
     done.add_done_callback(lambda future: future.cancelled() or future.exception())
     return await asyncio.shield(done)

@@ -1,8 +1,8 @@
-"""What a caller may ask of the text that is generated: a grammar, in the forms that vLLM takes. No grammar library.
+"""Structured output: constraints on generated text, in vLLM's forms. Independent of the grammar library.
 
-outputs.py  StructuredOutputs: one constraint, and how JSON is written
-grammar.py  what a compiled one does for the engine
-thinking.py budgets of thinking, as grammars
+outputs.py  StructuredOutputs: one constraint, and the formatting of JSON
+grammar.py  interface of a compiled grammar for the engine
+thinking.py thinking budgets, as grammars
 """
 
 from jpaged.structured.grammar import Grammar, GrammarBatch, GrammarMasks, GrammarState, StatesOneByOne

@@ -1,9 +1,9 @@
-"""What the engine asks of a grammar: which tokens may come next. It knows no grammar library.
+"""Interface of a grammar for the engine: the allowed next tokens. Independent of the grammar library.
 
-    compiled.start() -> state          one state for each sequence; `copy` where sequences fork
+    compiled.start() -> state          one state for each sequence; `copy` when sequences fork
     masks.fill(states, mask_rw)        while the device runs `forward`: before each `sample`
-    state.accept(token)                what was sampled
-    state.forced(limit)                what follows without a choice: appended without a step each
+    state.accept(token)                the sampled token
+    state.forced(limit)                forced tokens: appended without a step each (jump-forward)
     masks.batch(states, rows)          for several steps of the same rows
 
 A mask has a bit for each token: token t is bit t % 32 of word t // 32, and W words hold the vocabulary.
@@ -19,79 +19,79 @@ import numpy as np
 
 
 class GrammarState(Protocol):
-    """Where one sequence is in its grammar. Used by one thread at a time."""
+    """State of one sequence in its grammar. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text may end here: end-of-sequence tokens are among those that may come."""
+        """True if the text may end here: end-of-sequence tokens are allowed."""
         ...
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing may follow but an end-of-sequence token; so it stays after one."""
+        """True if only an end-of-sequence token may follow; stays True after one."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar cannot go on, as where a step needs more work than one may: the request has to end."""
+        """Reason why the grammar cannot continue, such as a work limit per step; None if it can."""
         ...
 
     def fill(self, mask_w: np.ndarray) -> None:
-        """Write the tokens that may come next into int32 `[W]`; end-of-sequence tokens where the text may end."""
+        """Write the mask of allowed tokens into int32 `[W]`, including end-of-sequence tokens if the text may end."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Move over a token; False, and nothing moves, where it may not come."""
+        """Advance over a token; return False, without a change, if it is not allowed."""
         ...
 
     def forced(self, limit: int) -> list[int]:
-        """The tokens that are each the only one that may come, one after another, `limit` at most. Nothing moves.
+        """Return up to `limit` next tokens that are each the only allowed one. The state does not change.
 
-        Each is what a mask would have left: appending them changes no token. No end-of-sequence token is among them.
+        Appending them gives the same tokens as masks would. End-of-sequence tokens are not included.
         """
         ...
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
-        """How many of a proposal's tokens may come, one after another, before the first that may not. Nothing moves."""
+        """Return the number of leading tokens of a draft that are allowed in sequence. The state does not change."""
         ...
 
     def closing(self, num_tokens_left: int) -> None:
-        """Keep the text whole: from here on allow only what can be finished in so many tokens, as `accept` counts them.
+        """Keep the text complete: from here on allow only what can be finished in this number of accepted tokens.
 
-        End-of-sequence tokens are not counted: with none left the text is complete, and nothing else may come.
+        End-of-sequence tokens do not count: with none left the text is complete, and nothing else is allowed.
         """
         ...
 
     def copy(self) -> Self:
-        """A state that moves by itself from here on."""
+        """Return an independent copy."""
         ...
 
 
 class Grammar(Protocol):
-    """A compiled grammar, shared by all requests that ask for it. Safe to call from several threads."""
+    """A compiled grammar, shared by all requests with the same constraint. Thread-safe."""
 
     def start(self) -> GrammarState:
-        """A state at the beginning."""
+        """Return a state at the beginning."""
         ...
 
 
 class GrammarBatch(Protocol):
-    """The same rows for several steps: what is done for each of them at every step costs no more than it has to."""
+    """The same rows for several steps, with minimal work per row and step."""
 
     def accept(self, token_ids: Sequence[int]) -> list[int]:
-        """Move each state over its token; the places, among the states, of those whose token may not come."""
+        """Advance each state over its token; return the indices of states whose token is not allowed."""
         ...
 
     def fill(self, mask_rw: np.ndarray) -> bool:
-        """Write the masks where the rows have theirs; False where a state has failed."""
+        """Write the masks of the rows; return False if a state has failed."""
         ...
 
 
 class GrammarMasks(Protocol):
-    """Masks of a whole batch."""
+    """Fills masks of a whole batch."""
 
     def batch(self, states: Sequence[GrammarState], rows: Sequence[int]) -> GrammarBatch:
-        """The states of rows with these places in masks, as they move from here on."""
+        """Return a batch of states with these rows of the mask."""
         ...
 
     @property
@@ -106,7 +106,7 @@ class GrammarMasks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StatesOneByOne:
-    """A `GrammarBatch` of any states."""
+    """A `GrammarBatch` for states of any kind."""
 
     states: Sequence[GrammarState]
     rows: Sequence[int]

@@ -1,7 +1,7 @@
-"""A constraint on the text that is generated.
+"""A constraint on the generated text.
 
-The names and meanings are those of vLLM's `StructuredOutputsParams`
-(https://docs.vllm.ai/en/latest/features/structured_outputs.html), with `always_complete` beside them.
+Names and meanings are those of vLLM's `StructuredOutputsParams`
+(https://docs.vllm.ai/en/latest/features/structured_outputs.html), plus `always_complete`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from jpaged import json_text
 from jpaged.errors import InvalidArgument
 
 MAX_GRAMMAR_BYTES = 512 << 10
-"""Bytes of a schema, a grammar, a pattern, or of all choices together."""
+"""Maximum bytes of a schema, a grammar, a pattern, or of all choices together."""
 MAX_CHOICES = 4096
 MAX_PATTERN_CHARS = 1024
-"""Characters of `whitespace_pattern`."""
+"""Maximum characters of `whitespace_pattern`."""
 FIELD = "sampling.structured_outputs"
 JSON_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
-"""Whitespace between parts of JSON by default: compact, spaced and indented texts, and no run without an end.
+"""Default whitespace between parts of JSON: allows compact, spaced and indented texts, but no unbounded run.
 
 llama.cpp has the same bound. Without one, models write whitespace until `max_tokens` (xgrammar's issue 412).
 """
 
 
 class Kind(enum.Enum):
-    """Which constraint it is: the name of its field."""
+    """Kind of a constraint: the field's name."""
 
     JSON = "json"
     REGEX = "regex"
@@ -44,27 +44,26 @@ _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """One constraint, and options of it. What is out of range raises `InvalidArgument`.
+    """One constraint on the generated text, and options. A value out of range raises `InvalidArgument`.
 
-    Options without a constraint are those of the constraint that a `response_format` or tools bring.
-
-    A schema and a structural tag may be given as text or as the value that the text stands for; they are kept as text,
-    in the order of the caller, for that is the order of an object's properties.
+    Set at most one constraint. Options without a constraint apply to that of a `response_format` or of tools. A schema
+    or a structural tag may be given as text or as the parsed value; it is kept as text in the caller's order, which is
+    the order of an object's properties.
 
     Attributes:
         json: a JSON schema.
         regex: a regular expression for the whole text.
         choice: the texts to choose from.
         grammar: a grammar in EBNF (with `::=`) or Lark.
-        json_object: True asks for any JSON object.
+        json_object: True allows any JSON object.
         structural_tag: free text with constrained parts, as JSON.
-        whitespace_pattern: a regular expression of the whitespace that may stand between parts of JSON; None is the
-            server's, which is JSON_WHITESPACE unless an operator sets another.
-        disable_any_whitespace: JSON comes without whitespace between its parts.
-        disable_additional_properties: objects whose schema names properties, and says nothing of others, have no
-            others.
-        always_complete: the text is whole when `max_tokens` are used up, too: where few are left, only what can still
-            be finished in time is allowed.
+        whitespace_pattern: a regular expression of the whitespace between parts of JSON; None for the server's default,
+            which is JSON_WHITESPACE unless configured.
+        disable_any_whitespace: no whitespace between parts of JSON.
+        disable_additional_properties: objects whose schema names properties allow no others, unless the schema sets
+            additionalProperties.
+        always_complete: the text is complete even if `max_tokens` is reached: when few tokens are left, only tokens
+            after which it can be finished in time are allowed.
     """
 
     json: str | bool | Mapping[str, Any] | None = None
@@ -98,7 +97,7 @@ class StructuredOutputs:
 
     @property
     def has_constraint(self) -> bool:
-        """False for options alone."""
+        """False if there are only options."""
         return any(getattr(self, kind.value) not in (None, False) for kind in Kind)
 
     def with_options(self, options: StructuredOutputs | None) -> StructuredOutputs:
@@ -125,7 +124,7 @@ class StructuredOutputs:
 
     @property
     def field(self) -> str:
-        """The name of the constraint in errors."""
+        """Name of the constraint in errors."""
         return f"{FIELD}.{self.kind.value}"
 
     def _is_schema_false(self, kind: Kind) -> bool:
@@ -172,12 +171,12 @@ class StructuredOutputs:
 
 
 def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs | None:
-    """Return the constraint of an object of JSON, by the names of its fields; None if none of them is set.
+    """Return the constraint of a JSON object, by field names; None if no field is set.
 
-    Fields that are null, and flags that are false, are not set: clients send all fields with their defaults.
+    Fields that are null, and flags that are false, count as unset: clients send all fields with their defaults.
 
     Raises:
-        InvalidArgument: it has a field of another name, or a value out of range.
+        InvalidArgument: it has an unknown field, or a value out of range.
     """
     names = [one.name for one in fields(StructuredOutputs)]
     for name in given:
@@ -188,10 +187,10 @@ def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs | None:
 
 
 def response_format_of(given: object, field: str) -> StructuredOutputs | None:
-    """The constraint that OpenAI's `response_format` says; None for text.
+    """Return the constraint of OpenAI's `response_format`; None for text.
 
     Args:
-        field: what errors call it.
+        field: name of the field in errors.
 
     Raises:
         InvalidArgument: it is none of text, json_object, json_schema and structural_tag.

@@ -1,7 +1,7 @@
-"""How long a model may think: counts tokens between two tags, and closes when the budget is used up.
+"""Thinking budgets: count the tokens between two tags, and force the closing tag when the budget is used up.
 
-A budget is a grammar like any other to the engine: one that allows every token, or those of another grammar, until the
-closing tag is due.
+For the engine, a budget is a grammar that allows every token, or those of another grammar, until the closing tag is
+due.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jpaged.structured.grammar import Grammar, GrammarState
 
 @dataclass(frozen=True, slots=True)
 class TagTexts:
-    """The tags as text, for models that cut them otherwise than their tokenizer does.
+    """The tags as text, for models that split them into other tokens than their tokenizer does.
 
     Attributes:
-        open_tag: what reasoning begins with.
-        close_tag: what it ends with.
+        open_tag: the tag that begins reasoning.
+        close_tag: the tag that ends it.
         text_of: returns the text of one token, special tokens included.
     """
 
@@ -31,18 +31,20 @@ class TagTexts:
 
 
 class ThinkingBudget:
-    """Token counter of one sequence that forces the closing tag when the budget is used up. Not for several threads.
+    """Token counter of one sequence that forces the closing tag when the budget is used up.
 
-    All thinking of a sequence has one budget: when it is used up, a second opening is closed at once. The tags count
-    nothing; of a closing tag of several tokens those that come before the last count until it is whole.
+    All thinking of a sequence shares one budget: once it is used up, a second opening is closed at once. Tags do not
+    count, except that the first tokens of a closing tag of several tokens count until the tag is complete. Must not be
+    shared between threads.
 
-    With `texts` a tag is found in the text of the tokens however they cut it, the opening one at the start alone: an
-    answer may quote it. Without, and for an opening tag elsewhere, the tokens must be those of the tokenizer.
+    With `texts`, tags are found in the decoded text, however the model splits them, but the opening one only at the
+    start, because an answer may quote it. Otherwise, and for a later opening tag, the tokens must be those of the
+    tokenizer.
 
     Args:
-        open_ids: the opening tag's tokens; empty if a sequence only ever begins open.
-        close_ids: the closing tag's, at least one.
-        budget: tokens of thinking, 0 or more.
+        open_ids: the opening tag's tokens; empty if a sequence always begins open.
+        close_ids: the closing tag's tokens, at least one.
+        budget: maximum tokens of thinking, 0 or more.
         is_open_at_start: the prompt ends with the opening tag.
         texts: the same tags as text.
     """
@@ -84,11 +86,11 @@ class ThinkingBudget:
 
     @property
     def num_used(self) -> int:
-        """Tokens of thinking up to now."""
+        """Number of thinking tokens so far."""
         return self._num_used
 
     def push(self, token_id: int) -> None:
-        """Take note of the next token."""
+        """Count the next token."""
         tag = self._close_ids if self.is_open else self._open_ids
         self._num_used += self.is_open
         is_whole = False
@@ -100,13 +102,13 @@ class ThinkingBudget:
             self._toggle(len(tag))
 
     def forced(self) -> int | None:
-        """Return the token that must come next, of the closing tag; None if any may."""
+        """Return the token of the closing tag that must come next; None if any may."""
         if not self.is_open or self._num_used < self._budget:
             return None
         return self._close_ids[self._num_matched]
 
     def copy(self) -> ThinkingBudget:
-        """Return another that moves by itself, for tokens that may be taken back."""
+        """Return an independent copy, for tokens that may be rewound."""
         twin = ThinkingBudget(
             self._open_ids, self._close_ids, self._budget, is_open_at_start=self.is_open, texts=self._texts
         )
@@ -121,7 +123,7 @@ class ThinkingBudget:
         self.is_open = not self.is_open
 
     def _read(self, texts: TagTexts, token_id: int) -> bool:
-        """Look for a tag in the text of the last tokens; True if one ends in this one."""
+        """Search the text of the last tokens for a tag; return True if one ends in this token."""
         if not (self.is_open or self._is_at_start):
             return False
         text = texts.text_of(token_id)
@@ -143,7 +145,7 @@ class ThinkingBudget:
 
 
 def _at_start(text: str, tag: str) -> int | None:
-    """Return where a text begins with a tag, -1 if it still may, None if it does not."""
+    """Return the position of a tag at the start of a text, -1 if it may still become one, None if it is none."""
     rest = text.lstrip()
     if rest.startswith(tag):
         return len(text) - len(rest)
@@ -151,7 +153,7 @@ def _at_start(text: str, tag: str) -> int | None:
 
 
 def _num_overlapping(pieces: Sequence[str], at: int) -> int:
-    """Return the number of pieces that end after a place of the joined text."""
+    """Return the number of pieces that end after a position of the joined text."""
     ends, end = 0, 0
     for piece in pieces:
         end += len(piece)
@@ -160,7 +162,7 @@ def _num_overlapping(pieces: Sequence[str], at: int) -> int:
 
 
 def _next_match(tag: Sequence[int], num_matched: int, token_id: int) -> int:
-    """How many tokens of a tag stand at the end, when so many stood there and one more has come."""
+    """Return how many leading tokens of a tag match the end of the sequence after one more token."""
     seen = (*tag[:num_matched], token_id)
     return next(size for size in range(len(seen), -1, -1) if seen[len(seen) - size :] == tuple(tag[:size]))
 
@@ -170,7 +172,7 @@ class ThinkingState:
     """A `GrammarState` that ends thinking when its budget is used up.
 
     Attributes:
-        text: where the text is in a grammar of its own; None allows everything.
+        text: state of another grammar for the text; None allows everything.
     """
 
     budget: ThinkingBudget
@@ -235,10 +237,10 @@ class ThinkingState:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingGrammar:
-    """A `Grammar` of a budget, and of what the text follows besides.
+    """A `Grammar` of a budget, and of an optional other grammar for the text.
 
     Attributes:
-        budget: as it is before the first token.
+        budget: its state before the first token.
     """
 
     budget: ThinkingBudget

@@ -1,8 +1,8 @@
-"""The values that cross layers: what a caller asks for and what comes back. Frozen; no jax, no grpc.
+"""Values that cross layers: requests and results. Frozen; no jax, no grpc.
 
 values.py     requests, events, outputs
-sampling.py   how tokens are chosen and when a sequence stops
-continued.py  sequences that go on behind what was generated elsewhere
+sampling.py   sampling parameters and stop conditions
+continued.py  sequences that resume after tokens generated on another server
 """
 
 from jpaged.types.continued import Continued, Generated, TextState

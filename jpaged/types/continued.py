@@ -1,4 +1,4 @@
-"""Sequences that go on behind tokens that they have generated elsewhere: on a server that is gone."""
+"""Sequences that resume after tokens generated on another server, for example one that failed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jpaged.structured import GrammarState
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What one sequence of a request has generated, as a caller sends it.
+    """Tokens that one sequence of a request has generated, as a caller sends them.
 
     Attributes:
         token_ids: at least one.
-        cumulative_logprob: the sum over them; 0 where nobody asks for it.
-        has_finished: its finish was told; there is nothing to go on with.
+        cumulative_logprob: the sum over them; 0 if not requested.
+        has_finished: the sequence has finished; nothing is left to generate.
     """
 
     index: int
@@ -25,12 +25,12 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class TextState:
-    """Where the text of a sequence is behind its tokens; as `jpaged.engine.output` keeps it.
+    """Detokenizer state of a sequence after its tokens, as `jpaged.engine.output` keeps it.
 
     Attributes:
-        window: tokens that are the context of the next ones, then those that have no text yet.
-        num_read: how many of the window are context.
-        text_read: the text of those.
+        window: context tokens for the next ones, then tokens that have no text yet.
+        num_read: how many tokens of the window are context.
+        text_read: the text of the context.
         held: text that may be the beginning of a stop string.
     """
 
@@ -42,12 +42,12 @@ class TextState:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A sequence that goes on, or that has ended and is counted.
+    """A sequence that resumes, or one that has finished and is only counted.
 
     Attributes:
-        shown: the text that was told of its tokens.
-        text: what was not told yet, and what comes is made with.
-        grammar: behind its tokens; None without one.
+        shown: the text already sent for its tokens.
+        text: detokenizer state, with text not sent yet.
+        grammar: grammar state after its tokens; None without a grammar.
     """
 
     generated: Generated

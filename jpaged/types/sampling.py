@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen and when a sequence stops: `SamplingParams`, checked when it is made."""
+"""Sampling parameters and stop conditions of a request: `SamplingParams`, validated on construction."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 32
 MAX_SEED = 2**64 - 1
 MIN_SEED = -(2**63)
-"""Seeds below 0 are those of a signed number of 64 bits."""
+"""Negative seeds are 64-bit two's complement."""
 MAX_NUM_SAMPLES = 256
 MAX_BEAM_WIDTH = 16
-"""The device reports the 32 likeliest tokens of a row, and a beam needs twice its width."""
+"""The device reports the 32 most likely tokens of a row, and a beam search needs twice its width."""
 MAX_CACHE_SALT_CHARS = 256
 MAX_TOP_TOLD = 32
-"""Likeliest tokens that a sample tells of at most."""
+"""Maximum top log-probabilities that a sample returns."""
 MAX_LOGIT_BIASES = 300
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 128
@@ -32,14 +32,14 @@ MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_TOP_N_SIGMA = 100.0
 _MAX_SHOWN = 80
-"""Characters of a value in an error."""
+"""Maximum characters of a value in an error."""
 
 
 def require_whole_characters(field: str, text: str) -> None:
-    """Refuses a string that no UTF-8 is: bytes of a command line that are none, or halves of characters from JSON.
+    """Reject a string that is not valid UTF-8 (undecodable command-line bytes, or unpaired surrogates from JSON).
 
     Raises:
-        InvalidArgument: names the field, and where in the text it is.
+        InvalidArgument: names the field, and the position in the text.
     """
     try:
         text.encode()
@@ -48,7 +48,7 @@ def require_whole_characters(field: str, text: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if a host is this machine: a loopback address, no address in particular, or localhost."""
+    """Return True if a host is this machine: a loopback address, an unspecified address, or localhost."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -85,17 +85,60 @@ _NO_EDITS: Mapping[str, object] = {
     "bad_words": (),
     "structured_outputs": None,
 }
-"""Fields that change logits, as they are where they change nothing."""
+"""Fields that change logits, with their neutral values."""
 
 
 def param(default: Any, help: str) -> Any:
-    """A field of SamplingParams: its default, and what the command line says about it."""
+    """Declare a field of SamplingParams: its default, and its command-line help."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence stops. Values out of range raise `InvalidArgument`."""
+    """Sampling parameters, stop conditions and other options of one request.
+
+    Frozen. Every field is checked on construction; a value out of range raises `InvalidArgument`, which names the
+    field. Defaults: 16 tokens at temperature 1.0, one sequence.
+
+    Attributes:
+        max_tokens: maximum tokens to generate per sequence, >= 1.
+        min_tokens: no end-of-sequence or stop token is sampled before this number of tokens.
+        temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches top_p; in (0, 1].
+        min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
+        typical_p: keep tokens whose information content is closest to the entropy, up to this probability; in (0, 1].
+        top_n_sigma: keep tokens whose logits are within this many standard deviations of the maximum; 0 keeps all.
+        presence_penalty: subtracted from the logits of generated tokens; -2 to 2.
+        frequency_penalty: subtracted from a token's logit for each time it was generated; -2 to 2.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output; up to
+            100.
+        logit_bias: token id -> number from -100 to 100 to add to its logit; at most 300 tokens.
+        allowed_token_ids: the only tokens that may be sampled; None allows all.
+        bad_words: texts that must not be generated; at most 128, of 256 characters each.
+        structured_outputs: constraint of the text: JSON schema, regex, choice, grammar, JSON object or structural tag.
+        seed: the sampling noise depends only on (seed, sequence index, position); None or -1 picks a seed.
+        logprobs: number of top log-probabilities per position; 0 for the sampled token only, -1 for the full
+            vocabulary.
+        logprob_token_ids: tokens whose log-probabilities are also returned at each position; at most 32.
+        prompt_logprobs: as logprobs, for the prompt's tokens.
+        truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
+        stop: texts that end a sequence; not part of the output.
+        stop_token_ids: tokens that end a sequence; the token id is returned, its text is not.
+        include_stop_str_in_output: keep the stop string, or the stop token's text, in the output.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: if False, return only token ids; every text is empty.
+        n: sequences to return. The prompt is computed once.
+        best_of: sequences to generate; the n with the highest cumulative log-probability are returned. None for n.
+        beam_width: use beam search with this width, at most 16; None or 0 samples.
+        length_penalty: a finished beam's score is its cumulative log-probability / length ** length_penalty.
+        early_stopping: when beam search ends: True once beam_width sequences have finished; False once the best running
+            beam cannot win at its current length; "never" once it cannot win at any length.
+        priority: lower values run first, under the scheduling policy `priority`.
+        cache_salt: prefixes are shared only between requests with the same salt.
+        use_prefix_cache: if False, neither use the prefix cache nor add to it.
+    """
 
     max_tokens: int = param(16, "tokens to generate at most, >= 1")
     min_tokens: int = param(
@@ -275,7 +318,7 @@ class SamplingParams:
             require_whole_characters("sampling.bad_words", word)
 
     def _check_counts(self) -> None:
-        """Checks the lengths of lists, before anything is copied."""
+        """Check the lengths of lists before anything is copied."""
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
         num_ids = len(self.stop_token_ids)
         _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {MAX_STOP_TOKEN_IDS} ids")
@@ -341,27 +384,27 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Logits are changed before a token is sampled, by more than temperature, truncation, min_tokens, a grammar."""
+        """True if a logits processor is needed, i.e. more than temperature, truncation, min_tokens and grammars."""
         return any(getattr(self, name) != unset for name, unset in _NO_EDITS.items() if name != "structured_outputs")
 
     @property
     def asks_more_of_samples(self) -> bool:
-        """More is asked of its tokens than a sample tells."""
+        """True if its tokens need log-probabilities beyond those that a sample returns."""
         return bool(self.logprob_token_ids) or self.asks_all_of(self.logprobs)
 
     @staticmethod
     def asks_all_of(num_top: int | None) -> bool:
-        """So many likeliest tokens are found among the log-probabilities of all."""
+        """Return True if `num_top` log-probabilities require those of the full vocabulary."""
         return num_top is not None and (num_top < 0 or num_top > MAX_TOP_TOLD)
 
     @property
     def is_by_name(self) -> bool:
-        """Its rows are made by name in each step: they are chosen anew, or have more than the sampler's record."""
+        """True if its rows are scheduled individually in each step, outside of the persistent decode batch."""
         return self.changes_logits or self.asks_more_of_samples or bool(self.beam_width)
 
     @property
     def needs_counts(self) -> bool:
-        """What is sampled next depends on the tokens that there are."""
+        """True if the next token's logits depend on the earlier tokens."""
         return self.has_penalties or bool(self.bad_words)
 
     @property
@@ -370,7 +413,7 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Log-probabilities are told, or sequences are ranked by them; what needs none is told no sum either."""
+        """True if log-probabilities are returned, or used for ranking; otherwise not even their sum is computed."""
         return (
             self.logprobs is not None
             or bool(self.logprob_token_ids)
@@ -380,14 +423,14 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Nothing is sampled at random."""
+        """True if sampling is deterministic without a seed: temperature 0 or beam search."""
         return self.temperature == 0.0 or bool(self.beam_width)
 
     def ending_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """Every token that ends a sequence, for a model with these end-of-sequence tokens."""
+        """Return every token that ends a sequence, for a model with these end-of-sequence tokens."""
         return frozenset(self.stop_token_ids) if self.ignore_eos else eos_token_ids.union(self.stop_token_ids)
 
     @property
     def num_samples(self) -> int:
-        """Sequences that are generated when nothing is searched for."""
+        """Number of sequences to generate without beam search."""
         return self.best_of or self.n

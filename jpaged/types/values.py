@@ -1,7 +1,7 @@
-"""The values that cross layers: what a caller asks for and what comes back. Frozen; no jax, no grpc.
+"""Values that cross layers: requests and results. Frozen, except those created per token; no jax, no grpc.
 
-One type for each hop of a request: `SamplingParams` and a prompt become a `Request` (validated, tokenised), the engine
-answers with `OutputEvent`s, and the offline face folds those into a `RequestOutput`.
+Each hop of a request has a type: `SamplingParams` and a prompt become a `Request` (validated, tokenized), the engine
+emits `OutputEvent`s, and the offline API folds those into a `RequestOutput`.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from jpaged.types.sampling import SamplingParams
 
 MAX_CHAT_MESSAGES = 8192
 MIN_MAX_CHAT_BYTES = 1 << 20
-"""Roles and contents of a conversation may have so many bytes, also where a prompt may not: templates drop parts."""
+"""Minimum limit of a conversation's bytes, even for short prompts: templates may drop parts."""
 MIN_MAX_TOKENIZE_BYTES = 256 << 10
-"""Texts that Tokenize takes, also where a prompt may not be as long."""
+"""Minimum limit of a text for Tokenize, even if prompts must be shorter."""
 MAX_DETOKENIZE_IDS = 256 << 10
 
 
 Pooling = Literal["last", "mean"]
-"""Which hidden states of a prompt make one vector: that of its last token, or the mean of all."""
+"""How a prompt's hidden states become one vector: that of the last token, or the mean of all."""
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended."""
+    """Reason why a sequence ended."""
 
     STOP = "stop"
     """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
-    """`max_tokens` were generated."""
+    """`max_tokens` tokens were generated."""
     ABORT = "abort"
     """The request was aborted by id."""
     TOOL_CALLS = "tool_calls"
-    """As STOP, of a chat's answer that calls tools; those who read answers say so, and never the engine."""
+    """As STOP, for a chat answer that calls tools; set by the chat parser, never by the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model as clients see it. `name` is what a request's model is held against; without adapters limits are 0.
+    """Properties of the model, as clients see them. A request's model must equal `name`. Limits are 0 without adapters.
 
     Attributes:
-        tool_call_parser: the format in which it writes tool calls; "" where none is known.
-        reasoning_parser: the same of its reasoning.
-        max_logprobs: likeliest tokens that a request may be told of at each position; -1 is all.
-        lossy_kv_window: last tokens that every token sees beside the first ones, all others forgotten; 0 sees all.
-        lossy_kv_sinks: first tokens that are seen beside the window.
+        tool_call_parser: format of tool calls; "" if unknown.
+        reasoning_parser: format of reasoning; "" if unknown.
+        max_logprobs: maximum top log-probabilities per position; -1 for the full vocabulary.
+        lossy_kv_window: StreamingLLM: number of recent tokens visible to each token, in addition to the sinks; 0 for
+            all.
+        lossy_kv_sinks: StreamingLLM: number of first tokens that stay visible.
     """
 
     name: str
@@ -76,24 +77,24 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to run on, as a caller sends it: exactly one of text, token_ids and messages is set.
+    """A prompt as a caller sends it: exactly one of text, token_ids and messages is set.
 
     Attributes:
-        told_from: the first token whose log-probability is told; None leaves it to `SamplingParams.prompt_logprobs`.
-        pooling: have its hidden states told, pooled so.
-        chat_options: with messages alone: tools, how they are called, and variables of the chat template.
-        generated: what sequences of the request have generated elsewhere.
-        fills_length: as many tokens may follow as the model's length and the pool leave; `SamplingParams.max_tokens` is
-            the least that must fit.
-        max_filled: with `fills_length`, the most that may follow; None is no limit.
-        is_only_told: the token that is generated is dropped and needs no room: a prompt may have
-            `max_model_len` tokens.
+        told_from: first token whose log-probability is returned; None leaves it to `SamplingParams.prompt_logprobs`.
+        pooling: return its hidden states, pooled this way.
+        chat_options: options of messages: tools, tool choice, and variables of the chat template.
+        generated: tokens that sequences of the request have generated on another server.
+        fills_length: generate up to the limits of the model's length and the pool; `SamplingParams.max_tokens` is then
+            the minimum that must fit.
+        max_filled: with `fills_length`, the maximum to generate; None for no limit.
+        is_only_told: only prompt results are returned. The sampled token is dropped and needs no room, so the prompt
+            may have `max_model_len` tokens.
     """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
-    """As `jpaged.service.chat.messages` shows them."""
+    """In the format of `jpaged.service.chat.messages`."""
     told_from: int | None = None
     pooling: Pooling | None = None
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
@@ -104,19 +105,19 @@ class Prompt:
 
     @property
     def size(self) -> int:
-        """Characters or token ids."""
+        """Number of characters or token ids."""
         return len(self.text or self.token_ids or ())
 
 
 class Adapter(Protocol):
-    """The matrices of an adapter (LoRA) in host memory. Opaque to all but those that read it and run it."""
+    """Matrices of an adapter (LoRA) in host memory; opaque except to the code that reads and runs them."""
 
     @property
     def num_bytes(self) -> int: ...
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that no other adapter has: what keys that it made are known by, in other processes too."""
+        """32 bytes unique to these matrices; identify the keys computed with them, across processes."""
         ...
 
 
@@ -125,8 +126,8 @@ class LoadedAdapter:
     """An adapter under a name.
 
     Attributes:
-        path: where it was read.
-        number: of this load, from 1: what is read anew under the same name has another.
+        path: source folder.
+        number: number of this load, from 1; reloading the same name gives another number.
     """
 
     name: str
@@ -136,28 +137,28 @@ class LoadedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory that it takes."""
+        """Host memory in bytes."""
         return self.matrices.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as the engine takes it: tokenised, validated, its seed settled.
+    """A request as the engine accepts it: tokenized, validated, with a seed.
 
     Attributes:
         prompt_token_ids: at least one token.
-        prompt: the text the ids came from; None when the caller sent ids.
-        deadline_s: on the engine's clock; None means none.
-        tenant: whose request it is, for the policy `fair`.
-        cache_tenant: whose cached prefixes it may use, and leaves; "" is everybody who is no tenant.
-        is_whole: nobody reads along: each sequence is told whole when the request ends, and nothing before.
-        adapter: what is added to the model's matrices; None is nothing.
-        bad_word_ids: the tokens of sampling.bad_words, each in every form that it has.
-        told_from: the first token of the prompt whose log-probability is told; None tells of none.
-        pooling: the hidden states of the prompt are told, pooled so.
-        grammar: what its text follows: sampling.structured_outputs, and a budget of thinking.
-        thinking: the budget; None is no bound.
-        continued: its sequences that go on behind tokens that were generated elsewhere, or have ended there.
+        prompt: the text of the ids; None if the caller sent ids.
+        deadline_s: on the engine's clock; None for none.
+        tenant: owner of the request, for the policy `fair`.
+        cache_tenant: tenant whose cached prefixes it uses and extends; "" for the shared ones.
+        is_whole: non-streaming: each sequence is emitted as a whole when the request ends.
+        adapter: the LoRA adapter; None for the base model.
+        bad_word_ids: tokens of sampling.bad_words, in every form of each.
+        told_from: first prompt token whose log-probability is returned; None for none.
+        pooling: return the prompt's hidden states, pooled this way.
+        grammar: constraint of the text, from sampling.structured_outputs, and a thinking budget.
+        thinking: the thinking budget; None for unlimited.
+        continued: its sequences that resume after tokens generated on another server, or have finished there.
     """
 
     request_id: str
@@ -178,7 +179,7 @@ class Request:
 
     @property
     def told_positions(self) -> range:
-        """Positions of the prompt whose hidden states are asked of."""
+        """Prompt positions whose hidden states are needed."""
         num_tokens = len(self.prompt_token_ids)
         if self.pooling is not None:
             return range(num_tokens - 1 if self.pooling == "last" else 0, num_tokens)
@@ -186,18 +187,18 @@ class Request:
 
     @property
     def adapter_number(self) -> int:
-        """The number of its adapter's load; 0 is none."""
+        """Number of the request's adapter; 0 for none."""
         return 0 if self.adapter is None else self.adapter.number
 
     @property
     def adapter_digest(self) -> bytes:
-        """The digest of its adapter's matrices; empty for none."""
+        """Digest of the adapter's matrices; empty for none."""
         return b"" if self.adapter is None else self.adapter.matrices.digest
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one token; `rank` is 1 for the likeliest."""
+    """Log-probability of one token; `rank` is 1 for the most likely."""
 
     token_id: int
     logprob: float
@@ -206,18 +207,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """What the model thought of one position: the token that is there, the likeliest in order, and those asked of."""
+    """Log-probabilities at one position: the actual token, the most likely in order, and the requested ones."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
     asked: tuple[TokenLogprob, ...] = ()
 
 
-# Not frozen are the values that every token makes anew: a frozen one takes eight times as long, 4 us of an event. They
-# are written here alone all the same, as every class's fields are (tests/arch).
+# Values created for every token are not frozen: constructing a frozen one takes eight times as long, 4 us of an event.
+# Only this package may write their fields all the same, like those of every class (tests/arch).
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one request so far: `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of one request so far; `cached_tokens` of the prompt came from the prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -226,17 +227,17 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When a request got where, in seconds of the engine's monotonic clock (`time.monotonic` of its process).
+    """Times of a request's phases, in seconds of the engine's monotonic clock (the process's `time.monotonic`).
 
-    On another machine only the differences mean anything: `first_token_s - arrival_s` is the time to the first token,
-    and the time per token after it is `(last_token_s - first_token_s) / (tokens of a sequence - 1)`.
+    On another machine only differences are meaningful: `first_token_s - arrival_s` is the time to first token, and the
+    time per output token is `(last_token_s - first_token_s) / (tokens of a sequence - 1)`.
 
     Attributes:
-        arrival_s: it was accepted, and queued.
-        first_scheduled_s: it was put into its first step; None where it ended before that.
-        first_token_s: the host had its first token, of any of its sequences; None where there was none.
+        arrival_s: it was accepted and queued.
+        first_scheduled_s: it entered its first step; None if it ended before that.
+        first_token_s: the host had the first token of any sequence; None if there was none.
         last_token_s: the host had its last token.
-        preempted_s: from when, until when it was preempted, in turn, the first 32 times.
+        preempted_s: alternating start and end times of the first 32 preemptions.
     """
 
     arrival_s: float
@@ -248,7 +249,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinish:
-    """How a sequence ended; `matched_stop` is the stop string or token id that ended it, if one did."""
+    """Finish of a sequence; `matched_stop` is the stop string or token id that ended it, if any."""
 
     reason: FinishReason
     matched_stop: str | int | None = None
@@ -256,20 +257,21 @@ class SequenceFinish:
 
 @dataclass(slots=True)
 class SequenceDelta:
-    """What one event or one message added to one sequence of a request.
+    """Addition of one event or message to one sequence of a request.
 
     Attributes:
-        index: which sequence: 0 to n - 1.
-        text: to append to that sequence; may be empty while token_ids are not.
-        finish: in the sequence's last delta alone.
-        cumulative_logprob: the sum over all tokens of the sequence so far; None where that is not told: of requests
-            whose `SamplingParams.needs_logprobs` is False.
-        is_last: nothing follows, of any sequence.
-        times: with is_last alone; None from a server that does not tell them.
-        prompt_logprobs: of the prompt's tokens, from the second or the one that was asked for on; before any token.
-        embedding: the prompt's pooled hidden states, float32; before any token.
-        reasoning_content: to append to what the model thinks, which `text` is without: of chats.
-        tool_calls: parts of calls, which `text` is without, in order: of chats.
+        index: index of the sequence: 0 to n - 1.
+        text: text to append to the sequence; may be empty even if token_ids is not.
+        finish: set only in the sequence's last delta.
+        cumulative_logprob: sum over all tokens of the sequence so far; None if `SamplingParams.needs_logprobs` is
+            False.
+        is_last: no delta of any sequence follows.
+        times: set only with is_last; None from a server that does not report them.
+        prompt_logprobs: log-probabilities of the prompt's tokens, from the second or the requested one on; sent before
+            any token.
+        embedding: the prompt's pooled hidden states, float32; sent before any token.
+        reasoning_content: chats: reasoning to append; not part of `text`.
+        tool_calls: chats: parts of calls, in order; not part of `text`.
     """
 
     request_id: str
@@ -290,7 +292,7 @@ class SequenceDelta:
 
 @dataclass(slots=True)
 class OutputEvent(SequenceDelta):
-    """What one step added. `error` is set on the last event alone, when the request failed instead of finishing."""
+    """Delta of one engine step. `error` is set only on the last event, if the request failed."""
 
     error: Exception | None = None
 
@@ -300,10 +302,10 @@ class CompletionOutput:
     """One finished sequence of a request.
 
     Attributes:
-        cumulative_logprob: the sum over its tokens; None unless the request asked for `logprobs`, had a best_of above n
-            or searched with beams.
-        reasoning_content: what the model thought, which `text` is without: of chats.
-        tool_calls: what it called, which `text` is without: of chats.
+        cumulative_logprob: sum over its tokens; None unless the request set `logprobs`, a best_of above n, or a beam
+            width.
+        reasoning_content: chats: the reasoning; not part of `text`.
+        tool_calls: chats: the calls; not part of `text`.
     """
 
     index: int
@@ -319,13 +321,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Everything that came of one request, as `LLM.generate` returns it.
+    """The complete result of one request, as `LLM.generate` returns it.
 
     Attributes:
-        times: of the engine that ran it; None from a server that does not tell them.
-        prompt_logprobs: a place for each token of the prompt, None for the first; None where they were not asked for.
-        embedding: the pooled hidden states, where they were asked for.
-        error: why the request failed while others of its batch ran; `outputs` is then empty.
+        times: times in the engine that ran it; None from a server that does not report them.
+        prompt_logprobs: one entry per prompt token, None for the first; None if not requested.
+        embedding: the pooled hidden states, if requested.
+        error: why the request failed while the rest of the batch ran; `outputs` is then empty.
     """
 
     request_id: str
@@ -342,12 +344,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely one continuation of a prompt is.
+    """Log-likelihood of one continuation of a prompt.
 
     Attributes:
-        tokens: of the continuation, each behind the prompt and those before it.
-        is_greedy: each of them is the likeliest in its place.
-        usage: of the prompt with its continuation; 0 where that is not told of each.
+        tokens: log-probability of each token of the continuation, given the prompt and the tokens before it.
+        is_greedy: every token is the most likely one at its position.
+        usage: usage of the prompt with its continuation; 0 if not reported per continuation.
     """
 
     tokens: tuple[TokenLogprob, ...]
@@ -356,21 +358,21 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """The log-probability of the whole continuation."""
+        """Log-probability of the whole continuation."""
         return math.fsum(one.logprob for one in self.tokens)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens of the continuation."""
+        """Token ids of the continuation."""
         return tuple(one.token_id for one in self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """A prompt as a vector: the model's hidden states, float32, behind its last norm, pooled.
+    """A prompt as a vector: the model's pooled hidden states after the final norm, float32.
 
     Attributes:
-        values: as many as the model is wide.
+        values: a vector of the model's width.
     """
 
     prompt_token_ids: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""The subcommand `bench`: one module a benchmark.
+"""The subcommand `bench`: one module per benchmark.
 
-command.py     the list of them
+command.py     the list of benchmarks
 serve.py       bench serve
-servers.py     the server that it measures
+servers.py     the server that `bench serve` measures
 throughput.py  bench throughput
 latency.py     bench latency
 offline.py     the LLM that these two measure
@@ -12,6 +12,6 @@ probe.py       bench probe
 kernels.py     bench kernels
 simulate.py    bench simulate
 fleet.py       bench fleet
-flags.py       flags that several have
+flags.py       flags shared by several benchmarks
 report.py      tables on the terminal
 """

@@ -24,7 +24,7 @@ The ratio is B over A. What keeps the two from being comparable is said on stder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two files."""
+    """Add arguments for the two files."""
     parser.add_argument("a", type=Path, metavar="A", help="a result file")
     parser.add_argument("b", type=Path, metavar="B", help="another")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweeps of both against the rate (.png)")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table; returns 1 when the two were not measured under the same conditions."""
+    """Print the table; return 1 if the two were not measured under the same conditions."""
     a, b = read_result(arguments.a), read_result(arguments.b)
     if arguments.plot is not None:
         plot.require_drawable(arguments.plot)

@@ -1,4 +1,4 @@
-"""The flags that several benchmarks share: the data set, percentiles, where results go, what the limit is made of."""
+"""Flags shared by several benchmarks: data set, percentiles, result files, hardware limits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {"dataset_name": get_args(DatasetName)
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for every field of DatasetOptions, and the two general lengths."""
+    """Add one flag for every field of DatasetOptions, and the two general lengths."""
     group = parser.add_argument_group("data set")
     for spec in fields(DatasetOptions):
         keywords: dict[str, Any] = {"dest": f"dataset_{spec.name}", "default": spec.default, "help": _HELP[spec.name]}
@@ -56,10 +56,10 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def dataset_from(arguments: argparse.Namespace) -> DatasetOptions:
-    """The data set of a command line.
+    """Return the data set options of a command line.
 
     Raises:
-        InvalidArgument: a value is out of its limits; named as a flag.
+        InvalidArgument: a value is out of range; named as a flag.
     """
     values = {spec.name: getattr(arguments, f"dataset_{spec.name}") for spec in fields(DatasetOptions)}
     if arguments.input_len is not None:
@@ -71,7 +71,7 @@ def dataset_from(arguments: argparse.Namespace) -> DatasetOptions:
 
 
 def add_hardware_flag(parser: argparse.ArgumentParser) -> None:
-    """What the limit is computed from."""
+    """Add the flag for the hardware of the limits."""
     parser.add_argument(
         "--hardware",
         default="auto",
@@ -82,17 +82,17 @@ def add_hardware_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_json(parser: argparse.ArgumentParser) -> None:
-    """The file that is written."""
+    """Add the flag for the result file."""
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the numbers")
 
 
 def require_writable(flag: str, path: Path | None) -> None:
-    """Refuses a file that could not be written, before anything is measured."""
+    """Reject an output file that cannot be written, before anything is measured."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise InvalidArgument(flag, f"{path} is a folder, or in none")
 
 
 def require_range(flag: str, value: float, low: float, high: float = 2**31 - 1) -> None:
-    """Refuses a number out of its limits."""
+    """Reject a number out of range."""
     if not low <= value <= high:
         raise InvalidArgument(flag, f"{value} is out of range: must be from {low} to {high}")

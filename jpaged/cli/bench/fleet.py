@@ -49,7 +49,7 @@ processes come.
 
 _MAX_REPLICAS = 100_000
 _MANY_TURNS = 2000
-"""From so many on it is said before how long they will take."""
+"""Number of requests from which the estimated duration is printed first."""
 _LENGTHS = (
     ("system", "tokens of a tenant's system prompt"),
     ("said", "tokens of what a user says in a turn"),
@@ -59,7 +59,7 @@ _DEFAULTS = {"system": Lengths(3000.0, 0.5), "said": Lengths(150.0, 1.0), "answe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The fleet, its day, what happens to it, and what is told."""
+    """Add flags for the fleet, its day, events and outputs."""
     _add_fleet_flags(parser)
     _add_day_flags(parser)
     group = parser.add_argument_group("what happens")
@@ -150,7 +150,7 @@ def _add_day_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulates a day for each router and prints what came of it."""
+    """Simulate a day for each router and print the results."""
     _check(arguments)
     scaling = None if arguments.autoscale is None else read_autoscaling(arguments.autoscale)
     pools, kinds, places = _fleet(arguments, scaling)
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress(rule: str, day: Day) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr; behind the day's end it stands while the last turns end."""
+    """Show a progress bar on stderr; it stops at the day's end while the last turns finish."""
     columns = (TextColumn(rule), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} s simulated"))
     with Progress(
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), refresh_per_second=2
@@ -197,7 +197,7 @@ def _progress(rule: str, day: Day) -> Iterator[Callable[[float], None]]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses what cannot be simulated before anything is."""
+    """Reject invalid arguments before the simulation."""
     for flag, value, low, high in (
         ("--day", arguments.day, 1.0, 86_400.0),
         ("--window", arguments.window, 0.01, 60.0),
@@ -235,7 +235,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[list[Pool], list[PoolKind], list[int]]:
-    """What kinds of replicas there are, and of which kind each is."""
+    """Return the kinds of replicas, and the kind of each replica."""
     counts = _topologies(arguments, 1000 if scaling is None else scaling.max_replicas)
     if scaling is not None:
         if arguments.window > scaling.scrape_s:
@@ -273,7 +273,7 @@ def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[
 
 
 def _check_prices(prices: Mapping[str, float], kinds: Sequence[PoolKind]) -> None:
-    """Refuses prices of what is not there, and those of some topologies alone."""
+    """Reject prices of unknown kinds, and prices for only some topologies."""
     names = {name for kind in kinds for name in (kind.name, kind.family, "")}
     if unused := sorted(prices.keys() - names):
         shown = ", ".join(kind.name for kind in kinds)
@@ -284,7 +284,7 @@ def _check_prices(prices: Mapping[str, float], kinds: Sequence[PoolKind]) -> Non
 
 
 def _topologies(arguments: argparse.Namespace, default: int) -> dict[str, int]:
-    """Replicas of each topology; the default is of a single one."""
+    """Return the number of replicas of each topology; the default applies to a single one."""
     words = arguments.topology or ["v6e:1x1"]
     counts: dict[str, int] = {}
     for word in words:
@@ -348,7 +348,7 @@ def _setting(
     sessions: Sequence[Session],
     scaling: Autoscaling | None,
 ) -> dict[str, Any]:
-    """What is simulated, as it is told and kept."""
+    """Return the simulated setting, for output and the result file."""
     fleet = " + ".join(f"{places.count(number)} x {kind.name}" for number, kind in enumerate(kinds))
     lapse = 86_400 / day.seconds
     return {
@@ -384,7 +384,7 @@ def _words(setting: Mapping[str, Any]) -> str:
 
 
 def _forecast_words(expected: Forecast, options: FleetOptions) -> str:
-    """How long it will take here, and how much memory."""
+    """Return a text with the expected duration and memory of the simulation."""
     minutes, gigabytes = expected.wall_s / 60, expected.memory_bytes / 1e9
     return (
         f"About {expected.num_turns:,} requests for each router: about {minutes:.1f} minutes with "
@@ -393,12 +393,12 @@ def _forecast_words(expected: Forecast, options: FleetOptions) -> str:
 
 
 def _effort(outcome: Outcome) -> dict[str, float]:
-    """What the simulation took."""
+    """Return the time that the simulation took."""
     return {"wall_s": outcome.wall_s, "cpu_s": outcome.cpu_s}
 
 
 def _day_words(run: Mapping[str, Any], day: Day, num_replicas: int) -> str:
-    """How long a day of 24 hours would take here."""
+    """Return a text with the expected duration of a simulated day of 24 hours."""
     hours = run["simulation"]["wall_s"] / run["elapsed_s"] * 86_400 / 3600
     return (
         f"{run['elapsed_s']:.0f} s of {num_replicas} replicas took {run['simulation']['wall_s']:.0f} s; "

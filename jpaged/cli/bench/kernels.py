@@ -37,7 +37,7 @@ _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that choose the cells of the table."""
+    """Add arguments that choose the cells of the table."""
     parser.add_argument("--shape", default="llama-3-8b", help="heads of a model (default: llama-3-8b)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)")
     backends = ("auto", *get_args(Backend))
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures cell by cell, and prints the table as it stands at the end."""
+    """Measure cell by cell, and print the table at the end."""
     from jpaged.kernels.paged_attention.measure import survey
     from jpaged.kernels.paged_attention.shapes import SHAPES
 
@@ -113,7 +113,7 @@ def _name(cell: Cell) -> str:
 
 
 def _table(found: Sequence[Measurement], title: str) -> Table:
-    """Times in milliseconds."""
+    """Return a table of times in milliseconds."""
     table = Table(title=f"paged attention, {title}: milliseconds of one layer", title_justify="left")
     for name in ("kind", "backend"):
         table.add_column(name)
@@ -129,7 +129,7 @@ def _table(found: Sequence[Measurement], title: str) -> Table:
 
 
 def _draw(found: Sequence[Measurement], title: str, path: Path) -> None:
-    """Share of the limit by context, a curve for each block size, a panel for each kind and number of rows."""
+    """Plot the share of the limit by context: a curve per block size, a panel per kind and number of rows."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The subcommand `bench latency`: how long one batch takes, without a server."""
+"""The subcommand `bench latency`: duration of one batch, without a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL with its options, the batch, and how often."""
+    """Add MODEL with its options, the batch, and the number of iterations."""
     for name, default, text in (
         ("--input-len", 32, "tokens of each prompt"),
         ("--output-len", 128, "tokens that follow"),
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the numbers, and writes them where that was asked for."""
+    """Print the numbers, and write them if requested."""
     arguments = with_model(arguments)
     for name, low, high in (
         ("input_len", 1, 2**20),
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _latencies_s(
     arguments: argparse.Namespace, offline: Offline, samples: list[Sample], params: SamplingParams
 ) -> list[float]:
-    """Seconds of each batch after those that warm up."""
+    """Return the seconds of each batch after the warm-up."""
     latencies = []
     for number in range(-arguments.num_iters_warmup, arguments.num_iters):
         begin_s = time.perf_counter()

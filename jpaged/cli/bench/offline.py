@@ -1,4 +1,4 @@
-"""An `LLM` under measurement: its options from the command line, its limits, and what a run reached of them."""
+"""An `LLM` under measurement: its options from the command line, the hardware limits, and the share of them reached."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECTIONS = ("model", "cache", "scheduler", "parallel", "startup")
 
 
 def add_offline_flags(parser: argparse.ArgumentParser) -> None:
-    """MODEL and every option that an LLM has; --seed is the data set's."""
+    """Add MODEL and every option of an LLM; --seed is the data set's."""
     add_config_flags(parser, _SECTIONS, without={"seed", *PROCESS_OPTIONS})
     parser.add_argument(
         "--disable-detokenize", action="store_true", help="make no text of what is generated, only token ids"
@@ -37,10 +37,10 @@ def with_model(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def vocabulary_of(model: str) -> TokenizerVocabulary:
-    """The tokens of a model by its name.
+    """Return the tokens of a model by name.
 
     Raises:
-        InvalidArgument: it brings no tokenizer.
+        InvalidArgument: it has no tokenizer.
     """
     from jpaged.checkpoints.gguf.file import is_gguf
     from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
@@ -56,7 +56,7 @@ def vocabulary_of(model: str) -> TokenizerVocabulary:
 
 
 class Offline:
-    """A loaded model, the limits of its devices, and why there are none."""
+    """A loaded model, and the devices' limits or the reason why they are unknown."""
 
     def __init__(self, model: str, llm: Any, limits: Limits | None, reason: str, report: StartupReport) -> None:
         self.model = model
@@ -66,15 +66,15 @@ class Offline:
 
     @classmethod
     def start(cls, arguments: argparse.Namespace, stream: TextIO, **defaults: Any) -> Self:
-        """Probes the machine while it is idle, then loads the model.
+        """Probe the machine while it is idle, then load the model.
 
         Args:
             arguments: `with_model`, of `add_offline_flags` and `add_hardware_flag`.
-            stream: where start-up says how it goes.
-            defaults: options that hold unless the command line says otherwise.
+            stream: output of startup messages.
+            defaults: options that apply unless the command line sets them.
 
         Raises:
-            InvalidArgument: an option is out of its limits; named as a flag.
+            InvalidArgument: an option is out of range; named as a flag.
         """
         config = config_from(arguments)
         from jpaged.llm import LLM  # imports jax
@@ -93,7 +93,7 @@ class Offline:
 
     @property
     def options(self) -> dict[str, str]:
-        """The effective options, spelled as a server tells its own."""
+        """The effective options, spelled as a server reports them."""
         return {name.replace("_", "-"): str(value) for name, value, _ in self._llm.config.explain()}
 
     @property
@@ -102,7 +102,7 @@ class Offline:
         return str(self._llm.config.model.dtype)
 
     def generate(self, samples: Sequence[Sample], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Generates for all samples at once."""
+        """Generate for all samples at once."""
         prompts = [
             {"prompt": sample.prompt} if isinstance(sample.prompt, str) else {"prompt_token_ids": list(sample.prompt)}
             for sample in samples
@@ -112,11 +112,11 @@ class Offline:
 
     @property
     def num_steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return int(self._llm.load().num_steps)
 
     def shares(self, lens: Sequence[tuple[int, int]], elapsed_s: float) -> dict[str, Any]:
-        """What `lens` (prompt tokens, generated tokens) in `elapsed_s` reached of the limits."""
+        """Return the shares of the limits reached with `lens` (prompt tokens, generated tokens) in `elapsed_s`."""
         record = {"limits": as_record(self._limits, self._reason)}
         if self._limits is None:
             return record

@@ -1,4 +1,4 @@
-"""The subcommand `bench probe`: what this machine does at best, which the limits of other benchmarks are made of."""
+"""The subcommand `bench probe`: measured peak of this machine, from which other benchmarks derive limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ accelerator in the table of `jpaged plan` it is the data sheet's. Other benchmar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The type, and the form of the answer."""
+    """Add flags for the type and the output format."""
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(default: float32)"
     )
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the two numbers."""
+    """Print the two numbers."""
     found = _here(arguments.dtype)
     if arguments.json:
         print(json_text.dumps(asdict(found)))
@@ -60,7 +60,7 @@ def _here(dtype: str) -> Limits:
 
 
 def probed(dtype: str) -> Limits:
-    """The limits of this machine, measured by a child, so that this process keeps free of jax and of its threads."""
+    """Return the limits of this machine, measured by a child process, so that jax is not loaded here."""
     command = [sys.executable, "-m", "jpaged", "bench", "probe", "--dtype", dtype, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
@@ -71,7 +71,7 @@ def probed(dtype: str) -> Limits:
 
 
 def limits_of(hardware: str, dtype: str, num_devices: int = 1) -> tuple[Limits | None, str]:
-    """The limits that `--hardware` asks for, and in words why there are none."""
+    """Return the limits for `--hardware`, or the reason why there are none."""
     if hardware == "none":
         return None, "left out by --hardware none"
     if hardware in ("auto", "cpu"):

@@ -40,7 +40,7 @@ _SHARES = ("mbu", "mfu", "share_of_limit")
 
 
 def print_result(console: Console, result: Mapping[str, Any], title: str, metrics: Sequence[str] = ()) -> None:
-    """Prints the numbers that a result has, latencies in a table of their own."""
+    """Print the numbers of a result, with latencies in a separate table."""
     table = Table(title=title, title_justify="left")
     table.add_column("what")
     table.add_column("measured", justify="right")

@@ -1,4 +1,4 @@
-"""The subcommand `bench serve`: a server under load, seen from its client."""
+"""The subcommand `bench serve`: a server under load, as its clients see it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _MAX_SHOWN_ERRORS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The server, the load, and what is told of it."""
+    """Add flags for the server, the load, and the outputs."""
     _add_server_flags(parser)
     _add_load_flags(parser)
     add_dataset_flags(parser)
@@ -139,7 +139,7 @@ def _add_result_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the numbers of every run; returns 1 when a request failed."""
+    """Print the numbers of every run; return 1 if a request failed."""
     from jpaged.cli.bench.servers import connect  # imports an HTTP client and the hub's
 
     options, load = dataset_from(arguments), _loads(arguments)
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _loads(arguments: argparse.Namespace) -> list[Arrivals]:
-    """How requests arrive, one for each run."""
+    """Return the arrivals of each run."""
     rates = arguments.request_rate
     if twice := [rate for rate in rates if rates.count(rate) > 1]:
         raise InvalidArgument("--request-rate", f"{twice[0]} is given more than once")
@@ -173,7 +173,7 @@ def _loads(arguments: argparse.Namespace) -> list[Arrivals]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses what cannot be done before a server is started or a request sent."""
+    """Reject invalid arguments before a server is started or a request sent."""
     parse_goodput(arguments.goodput)
     parse_metrics(arguments.percentile_metrics)
     parse_percentiles(arguments.metric_percentiles)
@@ -193,7 +193,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _measure(
     arguments: argparse.Namespace, served: Served, options: DatasetOptions, arrivals: Arrivals
 ) -> dict[str, Any]:
-    """One run: its numbers printed and returned."""
+    """Run once; print and return the numbers."""
     driven, counts = asyncio.run(_drive(arguments, served, options, arrivals))
     metrics, rate = parse_metrics(arguments.percentile_metrics), results.rate_word(arrivals.rate)
     result = results.header("serve", options.seed) | {
@@ -236,7 +236,7 @@ def _measure(
 async def _drive(
     arguments: argparse.Namespace, served: Served, options: DatasetOptions, arrivals: Arrivals
 ) -> tuple[Driven, dict[str, int]]:
-    """The run, and what the server counted during it."""
+    """Return the run, and the server's counts during it."""
     samples = options.make(served.vocabulary)
     times_s = arrivals.times_s(len(samples), np.random.default_rng(options.seed))
     backend = served.backend()
@@ -245,7 +245,7 @@ async def _drive(
             others = options.for_warm_up().make(served.vocabulary)
             await warm_up(backend, others[0], arguments.num_warmups, arguments.max_concurrency)
         gc.collect()
-        gc.freeze()  # the collector does not go through the samples while answers are timed
+        gc.freeze()  # the garbage collector then skips the samples while answers are timed
         before = served.counts()
         with _progress(len(samples)) as on_end:
             driven = await drive(backend, samples, times_s, max_concurrency=arguments.max_concurrency, on_end=on_end)
@@ -256,7 +256,7 @@ async def _drive(
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on stderr; redrawn twice a second, so that it costs the measurement nothing."""
+    """Show a progress bar on stderr, redrawn twice a second to keep its cost low."""
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
         task = bar.add_task("", total=total)

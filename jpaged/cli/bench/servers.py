@@ -1,4 +1,4 @@
-"""The server that `bench serve` measures: one that is there, or one that is started for it."""
+"""The server that `bench serve` measures: an existing one, or one started for it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.hardware import find_hardware
 
 _START_FLAGS = ("--wait-for-all-programs",)
-"""Programs that compile beside the load would be measured with it."""
+"""Programs that compile during the load would distort the measurement."""
 _READY_TIMEOUT_S = 60.0
 _END_PATIENCE_S = 30.0
-"""A server under which calls have failed may be ending, and says why at its end."""
+"""Wait for a server whose calls failed: it may be ending, and prints the reason at its end."""
 _PLAIN_IDS = 1000
-"""Every vocabulary has so many; what is below 3 is special in most."""
+"""Every vocabulary has this many tokens; ids below 3 are special in most."""
 _COUNTED = ("num_steps", "num_preemptions", "num_recomputed_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens")
 _LOCAL_HOSTS = ("localhost", "127.", "::1", "[::1]", "unix:", "0.0.0.0")
 
@@ -44,11 +44,11 @@ class Served:
     """A server that is ready.
 
     Attributes:
-        backend: connects to it, anew for each run.
-        facts: what it says of itself.
-        shape: None where the model's files are not here.
-        counts: what it has counted so far; nothing where it does not tell.
-        limits: None where nobody knows its devices, which `no_limits` says.
+        backend: creates a connection, one per run.
+        facts: properties that it reports.
+        shape: shape of the model; None if its files are not available.
+        counts: returns its counters; empty if it does not report any.
+        limits: hardware limits; None if its devices are unknown (`no_limits` has the reason).
     """
 
     model: str
@@ -67,10 +67,10 @@ _NO_TLS = {"tls": False, "tls_ca": None, "tls_cert": None, "tls_key": None}
 
 @contextlib.contextmanager
 def connect(arguments: argparse.Namespace, console: Console) -> Iterator[Served]:
-    """The server that the command line names, or one that ends with this block.
+    """Yield the server that the command line names, or one that ends with this context.
 
     Raises:
-        InvalidArgument: flags that do not go together.
+        InvalidArgument: flags conflict.
         JpagedError: there is no server, or it did not start.
     """
     if arguments.backend != "jpaged":
@@ -101,7 +101,7 @@ def _refuse(arguments: argparse.Namespace, needed: str, **unused: Any) -> None:
 
 @contextlib.contextmanager
 def _started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[Client, str]]:
-    """A server process, ready, with a client of it."""
+    """Yield a client of a new server process that is ready, and its target."""
     model = arguments.model or "demo"
     server = ServerProcess.start(model, [*_START_FLAGS, *arguments.server_flags])
     is_ready, patience_s = False, 0.0
@@ -141,7 +141,7 @@ def _ours(arguments: argparse.Namespace, client: Client, target: str, console: C
     options = (info.options.get("kv-cache-dtype"), info.options.get("quantization", "auto"))
     shape, reason = _shape(folder, arguments.dtype or model.dtype, *options)
     limits, no_limits = _limits_of_server(arguments, info, target, arguments.dtype or model.dtype, console)
-    salt = uuid.uuid4().hex  # what an earlier run left in the prefix cache is not this one's
+    salt = uuid.uuid4().hex  # prevents hits on prefixes that an earlier run left in the cache
     return Served(
         model=model.name,
         dtype=model.dtype,
@@ -172,7 +172,7 @@ def _ours(arguments: argparse.Namespace, client: Client, target: str, console: C
 
 
 def _counts(client: Client) -> dict[str, int]:
-    """Nothing of a server that has died: its requests tell that."""
+    """Return the server's counters; empty if it has died, which its requests report."""
     try:
         load = client.load()
     except JpagedError:
@@ -242,7 +242,7 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
 def _shape(
     model: str | None, dtype: str | None, kv_dtype: str | None = None, quantization: str = "auto"
 ) -> tuple[ServedModel | None, str]:
-    """What a step of the model costs; where its files are not here, why not."""
+    """Return the cost model of the model, or the reason if its files are not available."""
     from jpaged.capacity.stored_model import stored_shape  # imports jax
 
     if model is None:

@@ -37,7 +37,7 @@ _MIN_RATE = 1e-6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments: what is served, on what, and how."""
+    """Add arguments for the model, the hardware, and the scheduler."""
     choices = {name: spec.metadata["choices"] for name, _, spec in iter_options()}
     parser.add_argument("--model", choices=MODELS, default="opt-13b", help="(default: opt-13b)")
     parser.add_argument("--hardware", choices=HARDWARE, default="a100-40gb", help="(default: a100-40gb)")
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulates and prints."""
+    """Run the simulation and print the results."""
     deployment = _deployment(arguments)
     trace = _trace(arguments)
     options = EngineConfig().replace(
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measures(result: Simulation) -> dict[str, float | int]:
-    """What is reported of a simulation; names carry their units."""
+    """Return the reported measures of a simulation; names include units."""
 
     def normalized(served: Served) -> float:
         return served.normalized_latency_s
@@ -188,7 +188,7 @@ def _at_least_one(arguments: argparse.Namespace, name: str) -> int:
 
 
 def _check_rows(trace: list[TraceRequest], max_num_seqs: int) -> None:
-    """A request that needs more rows than a step has would wait for ever."""
+    """Reject a request that needs more rows than a step has: it would wait forever."""
     for request in trace:
         num_rows = max(request.n, request.beam_width)
         if num_rows > max_num_seqs:

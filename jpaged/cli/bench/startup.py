@@ -1,4 +1,4 @@
-"""The subcommand `bench startup`: how long a server takes until it answers, cold and warm, phase by phase."""
+"""The subcommand `bench startup`: time from a server's start to its first answer, cold and warm, by phase."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PERCENTAGES = (10, 25, 50, 75, 90, 99)
 _STEP = re.compile(r"\[ *[\d.]+ s\] (?P<what>\w+)")
 _READY = "ready on "
 _PHASES = {"steps": "planning", "compiled": "compilation"}
-"""The first word of a line of progress -> the phase that it ends, where that is another word."""
+"""First word of a progress line -> the phase that it ends, if named differently."""
 _END_PATIENCE_S = 5.0
 
 
@@ -46,8 +46,8 @@ class Start:
     """One start of a server.
 
     Attributes:
-        ready_s: until it answered requests.
-        phases_s: seconds of each part, in order; they add up to `ready_s`.
+        ready_s: seconds until it answered requests.
+        phases_s: seconds of each phase, in order; they add up to `ready_s`.
     """
 
     ready_s: float
@@ -55,7 +55,7 @@ class Start:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, how often, and what is written."""
+    """Add flags for MODEL, the numbers of starts, and the result file."""
     parser.add_argument("--model", default="demo", metavar="MODEL", help="what is served (default: demo)")
     for name, default, text in (
         ("--num-iters-cold", 3, "cold starts"),
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the numbers, and writes them where that was asked for."""
+    """Print the numbers, and write them if requested."""
     require_range("--num-iters-cold", arguments.num_iters_cold, 0)
     require_range("--num-iters-warmup", arguments.num_iters_warmup, 1)
     require_range("--num-iters-warm", arguments.num_iters_warm, 0)
@@ -98,10 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def timed_start(model: str, flags: list[str], cache: str) -> Start:
-    """Starts a server and ends it once it is ready.
+    """Start a server and end it once it is ready.
 
     Raises:
-        Unavailable: it ended before, with its last words.
+        Unavailable: it ended early; includes its last output.
     """
     server = ServerProcess.start(model, flags, {"JPAGED_CACHE_DIR": str(Path(cache))})
     try:
@@ -117,10 +117,10 @@ def timed_start(model: str, flags: list[str], cache: str) -> Start:
 
 
 def read_start(lines: Iterable[tuple[float, str]]) -> Start:
-    """The phases of a start, from the lines that the server printed and when.
+    """Return the phases of a start, from the lines that the server printed and their times.
 
-    A phase ends with the last line that names it. The first is the interpreter's until the port is open, the second
-    what is imported until there is something to tell.
+    A phase ends with the last line that names it. The first is the interpreter's start until the port is open, the
+    second the imports until the first progress line.
     """
     ends: dict[str, float] = {}
     ready_s = 0.0
@@ -144,7 +144,7 @@ def read_start(lines: Iterable[tuple[float, str]]) -> Start:
 
 
 def summarize(temperature: str, starts: list[Start]) -> dict[str, Any]:
-    """VLLM's keys of one temperature, and the mean seconds of each phase."""
+    """Return vLLM's keys for one temperature (cold or warm), and the mean seconds of each phase."""
     times = [start.ready_s for start in starts]
     names = dict.fromkeys(name for start in starts for name in start.phases_s)
     compilations = [start.phases_s.get("compilation", 0.0) for start in starts]

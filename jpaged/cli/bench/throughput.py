@@ -34,7 +34,7 @@ this machine's memory and arithmetic allow at best (`jpaged bench probe`).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL with its options, the data set, and what is written."""
+    """Add MODEL with its options, the data set, and the result file."""
     add_dataset_flags(parser)
     parser.add_argument("--n", type=int, default=1, metavar="N", help="sequences of each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="N", help="0 is greedy (default: 1)")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the numbers, and writes them where that was asked for."""
+    """Print the numbers, and write them if requested."""
     arguments = with_model(arguments)
     options = dataset_from(arguments)
     require_range("--n", arguments.n, 1, 256)
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _samples(arguments: argparse.Namespace, options: DatasetOptions) -> tuple[list[Sample], list[Sample]]:
-    """What is timed, and others of its kind to warm up with."""
+    """Return the timed samples, and others of the same kind for warm-up."""
     vocabulary = vocabulary_of(arguments.model)
     return options.make(vocabulary), options.for_warm_up().make(vocabulary)
 

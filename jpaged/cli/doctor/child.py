@@ -1,8 +1,8 @@
-"""A process that finds out what may hang or crash: it writes a line of JSON as soon as it knows one thing more.
+"""A process for checks that may hang or crash: it writes a line of JSON after each check.
 
     python -m jpaged.cli.doctor.child    reads the options as JSON from stdin
 
-Nothing is downloaded: the process that starts this one sets HF_HUB_OFFLINE.
+Nothing is downloaded: the parent sets HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jpaged.config import EngineConfig
 from jpaged.errors import JpagedError, sentence_of
 
 STAGES = ("devices", "kernels", "model")
-"""What is found out, in this order; each line is {stage: {...}} or {stage: {"error": text}}."""
+"""The checks in order; each line is {stage: {...}} or {stage: {"error": text}}."""
 
 
 def main() -> int:
-    """Finds out one thing after the other; the first that fails is the last."""
+    """Run the checks in order; stop after the first failure."""
     options: dict[str, Any] = json.loads(sys.stdin.read())
     find: dict[str, Callable[[], dict[str, Any]]] = {
         "devices": _devices,

@@ -1,4 +1,4 @@
-"""The subcommand `doctor`: what is here, what is missing, what would be used."""
+"""The subcommand `doctor`: checks the installation, and shows the effective settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAME_COLUMNS, _INDENT = 24, 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, the form of the answer, the patience, and every option of a server."""
+    """Add MODEL, the output format, the timeout, and every option of a server."""
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="seconds for what may hang: the devices (default: 60)"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints all findings; returns 1 if one of them stops a server."""
+    """Print all findings; return 1 if one of them prevents a server from starting."""
     if not (arguments.timeout > 0 and math.isfinite(arguments.timeout)):
         raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0 and finite")
     config = config_from(arguments)

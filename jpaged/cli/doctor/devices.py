@@ -1,4 +1,4 @@
-"""Devices, kernels and the model: a child process finds out, within a time, so that nothing that hangs holds us up."""
+"""Devices, kernels and the model, checked by a child process with a timeout, because a check may hang."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _INSTRUCTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the child has found out.
+    """Results of the child.
 
     Attributes:
-        found: by stage, in the order of STAGES.
-        end: how it ended before it had found out all; None if it did.
+        found: results by stage, in the order of STAGES.
+        end: how it ended before completing all stages; None if it completed.
     """
 
     found: Mapping[str, Mapping[str, Any]]
@@ -42,7 +42,7 @@ class Answer:
 
 
 def ask(options: Mapping[str, Any], timeout_s: float, command: Sequence[str] = _COMMAND) -> Answer:
-    """Starts the child and takes what it says until it ends or its time is over."""
+    """Run the child and collect its output until it ends or times out."""
     environment = child_environment({"HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"})
     with subprocess.Popen(
         command,
@@ -62,7 +62,7 @@ def ask(options: Mapping[str, Any], timeout_s: float, command: Sequence[str] = _
             end = f"no answer within {timeout_s:g} s"
     found: dict[str, Mapping[str, Any]] = {}
     for line in said.splitlines():
-        if line.startswith("{"):  # a library may print, too
+        if line.startswith("{"):  # libraries may print, too
             found.update(json.loads(line))
     is_whole = len(found) == len(STAGES) or any("error" in one for one in found.values())
     if end is None and not is_whole:
@@ -72,7 +72,7 @@ def ask(options: Mapping[str, Any], timeout_s: float, command: Sequence[str] = _
 
 
 def findings(answer: Answer) -> Iterator[Finding]:
-    """What follows from the answer."""
+    """Yield the findings of the child's results."""
     tell = {"devices": _devices, "kernels": _kernels, "model": _model}
     for stage in STAGES:
         if stage in answer.found:

@@ -1,4 +1,4 @@
-"""One thing that was looked at."""
+"""One finding of a check."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["ok", "off", "warn", "stop"]
-"""ok; off: something optional that is not there; warn: served all the same, but see; stop: nothing is served."""
+"""ok; off: an optional part is missing; warn: the server works with limitations; stop: the server cannot start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found, and what follows.
+    """A result of a check, and its consequence.
 
     Attributes:
-        group: under which heading it is shown.
-        note: what it means where it is not ok: what does not work, why.
-        remedy: a command, or what to do; empty where there is nothing to do.
+        group: heading of the section.
+        note: consequence if not ok: what does not work, and why.
+        remedy: a command or an action; empty if none.
     """
 
     group: str
@@ -28,7 +28,7 @@ class Finding:
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes as people read it."""
+    """Format a number of bytes for people."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

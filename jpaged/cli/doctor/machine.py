@@ -1,4 +1,4 @@
-"""What a server needs of this machine: a cache, open files, ports, the files that its options name, other processes."""
+"""Requirements of a server from this machine: cache, open files, ports, files of options, other processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jpaged.config import EngineConfig, compile_cache_dir, explain_environment, 
 from jpaged.errors import InvalidArgument
 
 _MAX_COUNTED = 20_000
-"""Files of a cache that are counted: that many take 0.2 s."""
+"""Maximum counted files of a cache: this many take 0.2 s."""
 _LEAST_FREE_BYTES = 1 << 30
 
 
 def cache(folder: Path | None) -> Iterator[Finding]:
-    """Where compiled programs are kept: how much is there, and whether more can be."""
+    """Yield the state of the cache of compiled programs: its size, and if it is writable."""
     name, remedy = "compiled programs", "set JPAGED_CACHE_DIR to a folder that can be written"
     if folder is None:
         note = "JPAGED_CACHE_DIR is empty: every start compiles everything again"
@@ -50,7 +50,7 @@ def _size_of(path: Path) -> int:
 
 
 def limits(max_connections: int) -> Iterator[Finding]:
-    """Processors and what the system lets a process have."""
+    """Yield the processors and the system's limits."""
     yield Finding("machine", "processors", "ok", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(soft)}, at most {_limit(hard)}"
@@ -82,7 +82,7 @@ def _limit_bytes(value: int) -> str:
 
 
 def ports(config: EngineConfig) -> Iterator[Finding]:
-    """Whether the ports that a server of these options would open are free."""
+    """Yield if the ports of a server with these options are free."""
     values = {name: getattr(getattr(config, section), name) for name, section, _ in iter_options()}
     for name, _, spec in iter_options():
         host = values.get(f"{name.removesuffix('port')}host", config.server.host)
@@ -98,7 +98,7 @@ def ports(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _why_not_free(host: str, port: int) -> str:
-    """What the system says to a socket there; empty where it can be opened."""
+    """Return the system's error for a socket at an address; empty if it can be opened."""
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, kind) as listener:
@@ -110,7 +110,7 @@ def _why_not_free(host: str, port: int) -> str:
 
 
 def files(config: EngineConfig) -> Iterator[Finding]:
-    """Whether the files and folders that options name are here and can be read."""
+    """Yield if the files and folders of the options exist and can be read."""
     for name, section, spec in iter_options():
         kind, value = spec.metadata["path"], getattr(getattr(config, section), name)
         if not kind or value is None:
@@ -123,7 +123,7 @@ def files(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _why_not_usable(path: Path, kind: str) -> str:
-    """What keeps a path from being used as an option's kind has it; empty where nothing does."""
+    """Return why a path cannot be used for an option of this kind; empty if it can."""
     if kind == "new file" and path.exists():
         return "" if path.is_file() and os.access(path, os.W_OK) else "cannot be written"
     if kind.startswith("new"):
@@ -135,7 +135,7 @@ def _why_not_usable(path: Path, kind: str) -> str:
 
 
 def processes(config: EngineConfig) -> Iterator[Finding]:
-    """Whether this would be one of several processes."""
+    """Yield if this would be one of several processes."""
     try:
         found = config.multihost()
     except InvalidArgument as error:
@@ -147,7 +147,7 @@ def processes(config: EngineConfig) -> Iterator[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """The variables that jpaged reads, and those of its libraries that are set."""
+    """Yield the variables that jpaged reads, and set variables of libraries."""
     for name, value, text in explain_environment():
         if value is None:
             yield Finding("environment", name, "ok", "not set", text)
@@ -156,7 +156,7 @@ def environment() -> Iterator[Finding]:
 
 
 def findings(config: EngineConfig) -> Iterator[Finding]:
-    """All of this machine."""
+    """Yield all findings about this machine."""
     yield from limits(config.server.max_connections)
     yield from cache(compile_cache_dir())
     yield from ports(config)

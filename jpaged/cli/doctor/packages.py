@@ -1,6 +1,6 @@
-"""Python, what jpaged requires, and what it can do with more packages.
+"""Python, required packages, and features of optional packages.
 
-Imports nothing except Python's own library: what is checked here may be missing or broken.
+Imports only the standard library, because the checked packages may be missing or broken.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "bench": ("matplotlib", "the pictures of `jpaged bench`"),
     "eval": ("lm_eval", "`lm_eval --model jpaged`"),
 }
-"""Extras that users may want: the package to look for, and what it is for."""
+"""Extras for users: the package to look for, and its purpose."""
 _MAIN = ("jax", "jaxlib", "grpcio", "protobuf", "numpy", "transformers", "tokenizers")
-"""Requirements whose versions are always told."""
+"""Requirements whose versions are always shown."""
 _DEVICE_FILES: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "NVIDIA GPU": ("nvidia[0-9]*", ("jax-cuda13-plugin", "jax-cuda12-plugin"), "cuda"),
     "TPU": ("accel[0-9]*", ("libtpu",), "tpu"),
 }
-"""Accelerators: their files in /dev, the packages that drive them, and the extra that brings one."""
+"""Accelerators: their files in /dev, their driver packages, and the extra that installs one."""
 _DEV = Path("/dev")
 
 
 def python() -> Iterator[Finding]:
-    """The program and what runs it."""
+    """Yield the program, Python and the system."""
     folder = Path(__file__).resolve().parents[2]
     yield Finding("program", "jpaged", "ok", f"{__version__}, in {folder}")
     yield Finding("program", "Python", "ok", f"{platform.python_version()}, {sys.executable}")
@@ -49,7 +49,7 @@ def python() -> Iterator[Finding]:
 
 
 def requirements() -> Iterator[Finding]:
-    """What jpaged cannot be without: each package that is not here or not as it has to be, and the main versions."""
+    """Yield the main versions, and each required package that is missing or has a wrong version."""
     try:
         from packaging.requirements import Requirement
     except ImportError as error:
@@ -79,19 +79,19 @@ def requirements() -> Iterator[Finding]:
 
 
 def unmet() -> list[Finding]:
-    """Return the required packages that are missing or of another version, or nothing."""
+    """Return the findings of required packages that are missing or have a wrong version."""
     return [one for one in requirements() if one.state == "stop"]
 
 
 def broken(error: Exception) -> Finding:
-    """Return the finding of a package that is here as required, and cannot be imported."""
+    """Return the finding of an installed package that cannot be imported."""
     name = getattr(error, "name", None) or type(error).__module__.partition(".")[0]
     note = f"a required package cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
     return Finding("packages", "packages" if name == "builtins" else name, "stop", "cannot be imported", note)
 
 
 def show(found: Sequence[Finding], *, as_json: bool) -> None:
-    """Print findings that stop every command, without the packages that lay them out otherwise."""
+    """Print findings that stop every command, using only the standard library."""
     if as_json:
         from jpaged import json_text
 
@@ -105,7 +105,7 @@ def show(found: Sequence[Finding], *, as_json: bool) -> None:
 
 
 def extras() -> Iterator[Finding]:
-    """What optional packages are here, and what those that are not would be for."""
+    """Yield the installed optional packages, and the purpose of missing ones."""
     for extra, (package, purpose) in EXTRAS.items():
         version = version_of(package)
         if version is None:
@@ -115,7 +115,7 @@ def extras() -> Iterator[Finding]:
 
 
 def undriven(dev: Path = _DEV) -> Iterator[Finding]:
-    """Accelerators of this machine that no package drives."""
+    """Yield accelerators of this machine without an installed driver package."""
     for name, (pattern, packages, extra) in _DEVICE_FILES.items():
         files = sorted(dev.glob(pattern))
         if files and not any(version_of(package) for package in packages):
@@ -124,7 +124,7 @@ def undriven(dev: Path = _DEV) -> Iterator[Finding]:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None where there is none."""
+    """Return the version of an installed package; None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

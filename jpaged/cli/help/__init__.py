@@ -1,8 +1,8 @@
-"""What the command line says of itself.
+"""Help of the command line.
 
-formatter.py   how help is laid out
+formatter.py   layout of help
 action.py      --help, whole or of a group
 command.py     help
-parsers.py     the parsers of subcommands, and those that take their arguments late
+parsers.py     parsers of subcommands, and lazy parsers
 completion.py  completion
 """

@@ -1,4 +1,4 @@
-"""The flag --help: all that a command takes, or what is like a word.
+"""The flag --help: the whole help of a command, or the part that a word selects.
 
 jpaged serve --help            everything, in groups
 jpaged serve --help=cache      the group of that name
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class HelpAction(argparse.Action):
-    """Prints the help of its command, whole or of what a word names, and ends the program."""
+    """Prints the help of a command, whole or the part that a word selects, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         text = "show all of this, or the group of that name, or the options with WORD in theirs, and exit"
@@ -26,20 +26,20 @@ class HelpAction(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Prints what was asked for, or refuses a word that names nothing."""
+        """Print the help, or reject a word that matches nothing."""
         print(parser.format_help() if values is None else help_about(parser, values), end="")
         parser.exit()
 
 
 def add_help(parser: argparse.ArgumentParser) -> None:
-    """Adds -h and --help to a parser that was made without."""
+    """Add -h and --help to a parser that was created without them."""
     parser.add_argument("-h", "--help", action=HelpAction)
 
 
 def help_about(parser: argparse.ArgumentParser, word: str) -> str:
-    """The part of a command's help that a word names: a group's, or that of options with it in their names.
+    """Return the part of a command's help that a word selects: a group, or options with it in their names.
 
-    Ends the program with an error where it names nothing.
+    Exits the program with an error if it matches nothing.
     """
     groups = [group for group in parser._action_groups if group._group_actions]
     wanted = word.lstrip("-").replace("_", "-").lower()

@@ -1,4 +1,4 @@
-"""The subcommand `help`: what a command does and takes, a screen at a time on a terminal."""
+"""The subcommand `help`: help of a command, paged on a terminal."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Tell about the commands and their options, a screen at a time on a terminal.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command, and a word."""
+    """Add arguments for the command and a word."""
     parser.add_argument(
         "words", nargs="*", metavar="WORD", help="a command, and the name of a group or a part of an option's name"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the help that the words lead to."""
+    """Print the help that the words select."""
     parser, words = arguments.command_line, list(arguments.words)
     while words and (commands := commands_of(parser)):
         if words[0] not in commands:

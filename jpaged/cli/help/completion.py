@@ -18,16 +18,16 @@ Print a script that completes commands, options, their choices and paths in a sh
 SHELLS = ("bash", "zsh", "tcsh")
 _FILES = frozenset({"FILE", "MODEL", "SOURCE"})
 _FOLDERS = frozenset({"DIR", "FOLDER", "DESTINATION"})
-"""What stands in the help for a file, or for a folder."""
+"""Metavars of files and of folders."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The shell."""
+    """Add the argument for the shell."""
     parser.add_argument("shell", choices=SHELLS, help="whose script is printed")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the script."""
+    """Print the script."""
     import shtab  # which nothing else needs
 
     parser = arguments.command_line
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Every argument of a command and of all below it."""
+    """Yield every argument of a command and its subcommands."""
     yield from parser._actions
     for command in commands_of(parser).values():
         yield from _actions(command)

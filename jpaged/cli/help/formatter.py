@@ -1,4 +1,4 @@
-"""How help is laid out: as wide as the terminal, up to a width that is still read, and with a usage of one line."""
+"""Layout of help: as wide as the terminal up to a readable width, with a usage of one line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import textwrap
 from collections.abc import Iterable
 
 _MAX_WIDTH = 110
-"""Longer lines are hard to follow."""
+"""Longer lines are hard to read."""
 _MAX_FLAG_COLUMNS = 30
 _MAX_USAGE_FLAGS = 8
-"""Flags that the usage names one by one."""
+"""Maximum flags that the usage lists individually."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the width, keeps lines that are indented or tables as they stand, and shortens the usage."""
+    """Fills paragraphs to the width, keeps indented lines and tables, and shortens the usage."""
 
     def __init__(self, prog: str, indent_increment: int = 2, max_help_position: int = _MAX_FLAG_COLUMNS) -> None:
         width = max(40, min(_MAX_WIDTH, shutil.get_terminal_size().columns - 2))
@@ -29,7 +29,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         groups: Iterable[argparse._MutuallyExclusiveGroup],
         prefix: str | None = None,
     ) -> None:
-        """Names all flags where they are few, else those that have to be given."""
+        """List all flags if there are few, otherwise only required ones."""
         listed = list(actions)
         needed = [action for action in listed if action.required or not action.option_strings]
         if usage is None and len(listed) - len(needed) > _MAX_USAGE_FLAGS:
@@ -37,14 +37,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, listed, groups, prefix)
 
     def _word(self, action: argparse.Action) -> str:
-        """An argument as the usage shows it."""
+        """Return an argument as the usage shows it."""
         shown = action.metavar or action.dest.upper()
         name = " ".join(shown) if isinstance(shown, tuple) else shown
         values = self._format_args(action, name).replace("%", "%%")
         return " ".join([*action.option_strings[-1:], values]).strip()
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Paragraphs whose lines begin at the margin and hold no columns are filled; all else is kept."""
+        """Fill paragraphs that are neither indented nor tables; keep all others."""
         return "\n\n".join(
             paragraph
             if re.search(r"^\s|\S {2,}\S", paragraph, re.MULTILINE)

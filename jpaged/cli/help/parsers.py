@@ -1,4 +1,4 @@
-"""The parsers of subcommands, and those that take their arguments late."""
+"""Parsers of subcommands, and lazy parsers."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 
 
 class LateParser(argparse.ArgumentParser):
-    """Takes its arguments when the first command line is read, or when somebody asks for them."""
+    """Parser that adds its arguments when it first parses, or when they are queried."""
 
     _is_complete = False
 
     def take_arguments(self) -> None:
-        """Adds the arguments; called once, before they are needed."""
+        """Add the arguments; called once, before they are needed."""
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Sees to it that the arguments are there."""
+        """Add the arguments unless they have been added."""
         if not self._is_complete:
             self._is_complete = True
             self.take_arguments()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reads a command line with all arguments in place."""
+        """Parse a command line after adding all arguments."""
         self.complete()
         return super().parse_known_args(args, namespace)
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of a command's subcommands, by name, in their order; late ones are complete."""
+    """Return the parsers of a command's subcommands, by name, in order; lazy ones are completed."""
     found = {
         name: command
         for action in parser._actions

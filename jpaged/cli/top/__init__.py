@@ -1,8 +1,8 @@
-"""The subcommand `top`: the pool of a running server in a terminal.
+"""The subcommand `top`: the KV pool of a running server in a terminal.
 
-command.py its arguments, and which of three ways it shows what comes
+command.py its arguments, and the three output modes
 stream.py  the frames of a server, over HTTP
-figures.py what a frame comes to in numbers
-screen.py  the pool drawn with half blocks, queues, what happens
-keys.py    keys as they are pressed
+figures.py numbers computed from a frame
+screen.py  the pool drawn with half blocks, queues, events
+keys.py    single key presses
 """

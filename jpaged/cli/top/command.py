@@ -1,4 +1,4 @@
-"""The subcommand `top`: the pool of a running server, as its page draws it, in a terminal."""
+"""The subcommand `top`: the KV pool of a running server in a terminal, like the dashboard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LINE_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The address, the form."""
+    """Add arguments for the address and the output format."""
     parser.add_argument(
         "url", nargs="?", default=_DEFAULT_URL, metavar="URL", help=f"where its HTTP port is (default: {_DEFAULT_URL})"
     )
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 when it is quit, or has said it once; a server that is not there, or ends, is an error."""
+    """Show the pool; return 0 when quit or after one output. Raises if the server is not available or ends."""
     from jpaged.cli.top.figures import Rate, line, summary
     from jpaged.cli.top.stream import frames, url_of
 

@@ -1,4 +1,4 @@
-"""What a frame comes to in numbers: how many blocks are what, tokens a second, who is where."""
+"""Numbers computed from a frame: blocks by kind, tokens per second, requests by state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NUM_KEPT = 240
 
 
 class Rate:
-    """Tokens a second, from counts that only rise.
+    """Tokens per second, from counters.
 
     Attributes:
-        history: rates of about a tenth of a second each, the latest last.
+        history: rates over about a tenth of a second each, the latest last.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Rate:
         self._points: deque[tuple[float, int]] = deque()
 
     def take(self, reader: FrameReader) -> None:
-        """Take the counts of a frame."""
+        """Add the counts of a frame."""
         now_s = max(pool.told["time_s"] for pool in reader.pools)
         num_tokens = sum(pool.told["totals"]["num_generation_tokens"] for pool in reader.pools)
         if self._points and now_s <= self._points[-1][0]:
@@ -39,7 +39,7 @@ class Rate:
 
     @property
     def now(self) -> float:
-        """The mean of the last second or so."""
+        """Mean over about the last second."""
         if len(self._points) < 2:
             return 0.0
         (then_s, before), (now_s, num_tokens) = self._points[0], self._points[-1]
@@ -47,13 +47,13 @@ class Rate:
 
 
 def census(pool: PoolView) -> dict[str, int]:
-    """How many blocks are of each kind."""
+    """Return the number of blocks of each kind."""
     counts = np.bincount(unpack(pool.cells)[0][1:], minlength=len(Kind))
     return {kind.name.lower(): int(counts[kind]) for kind in Kind}
 
 
 def summary(reader: FrameReader, rate: Rate) -> dict[str, Any]:
-    """Everything but single blocks and what has happened."""
+    """Return everything except single blocks and events."""
     pools = [
         {
             "num_blocks": pool.told["num_blocks"],
@@ -72,7 +72,7 @@ def summary(reader: FrameReader, rate: Rate) -> dict[str, Any]:
 
 
 def line(reader: FrameReader, rate: Rate) -> str:
-    """The same in a line, of all pools together."""
+    """Return the same in one line, for all pools together."""
     counts = [census(pool) for pool in reader.pools]
     held = sum(count["held"] + count["pinned"] for count in counts)
     cached = sum(count["cached"] for count in counts)

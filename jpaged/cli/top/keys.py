@@ -1,4 +1,4 @@
-"""Keys as they are pressed, without waiting for a line."""
+"""Single key presses, without waiting for a line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def pressed() -> Iterator[Keys]:
-    """Read keys one by one while the context is open; none come where standard input is no terminal."""
+    """Read single keys while the context is open; none if standard input is not a terminal."""
     if not sys.stdin.isatty():
         yield Keys(None)
         return
@@ -27,13 +27,13 @@ def pressed() -> Iterator[Keys]:
 
 
 class Keys:
-    """What was pressed."""
+    """Pressed keys."""
 
     def __init__(self, number: int | None) -> None:
         self._number = number
 
     def taken(self) -> str:
-        """Return what was pressed since the last time."""
+        """Return the keys pressed since the last call."""
         taken = ""
         while self._number is not None and select.select([self._number], [], [], 0)[0]:
             key = os.read(self._number, 64)

@@ -1,6 +1,6 @@
-"""A pool in a terminal: every cell, or as many of them as there is room for, two above each other in a character.
+"""A pool in a terminal: two cells above each other per character, and several blocks per cell if space is short.
 
-▀  its upper half is one cell, its lower half another; a cell stands for several blocks where there are too many
+▀  the upper half is one cell, the lower half another
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _NAMES = {
 
 
 class Screen:
-    """What is drawn of a server's pools; `take` comes before the first drawing.
+    """The drawing of a server's pools; call `take` before the first drawing.
 
     Attributes:
-        place: of the replica that is shown.
+        place: index of the shown replica.
     """
 
     def __init__(self, url: str) -> None:
@@ -65,7 +65,7 @@ class Screen:
         self._names: dict[tuple[int, int], str] = {}
 
     def take(self, reader: FrameReader) -> None:
-        """Take what a frame has brought."""
+        """Apply a frame."""
         self._reader = reader
         self.rate.take(reader)
         for place, pool in enumerate(reader.pools):
@@ -123,7 +123,7 @@ class Screen:
 
 
 class Cells:
-    """The blocks of a pool, in the room that there is."""
+    """The blocks of a pool, fitted to the available space."""
 
     def __init__(self, pool: PoolView) -> None:
         self._cells = pool.cells[1:]
@@ -146,7 +146,7 @@ class Cells:
 
 
 def summarised(cells: NDArray[np.uint32], each: int) -> NDArray[np.uint32]:
-    """One cell for so many: the one that most tables hold, or the first that is more than free."""
+    """Merge `each` cells into one: the most referenced one, or the first that is not free."""
     if each == 1:
         return cells
     padded = np.zeros(-(-len(cells) // each) * each, np.uint32)
@@ -209,7 +209,7 @@ def _requests(pool: PoolView) -> Table:
 
 
 def _name(request_id: str) -> str:
-    """The id that its caller gave a request, without what the service puts before it."""
+    """Return the caller's id of a request, without the service's prefix."""
     return request_id.partition("/")[2] or request_id
 
 

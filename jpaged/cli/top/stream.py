@@ -1,4 +1,4 @@
-"""Follows `/page/events` of a server. The standard library's HTTP is enough for one stream."""
+"""Follows `/page/events` of a server. The standard library's HTTP client suffices for one stream."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jpaged.errors import InvalidArgument, Unavailable, sentence_of
 from jpaged.pool import FrameReader
 
 _TIMEOUT_S = 10.0
-"""A server says at least once a second that nothing is new."""
+"""A server sends at least one keep-alive per second."""
 
 
 def url_of(given: str, *, is_tls: bool = False) -> str:
-    """Return the address of a server: as it is given, or HOST:PORT with http:// or https:// before it.
+    """Return the address of a server: as given, or HOST:PORT with http:// or https:// prepended.
 
     Raises:
-        InvalidArgument: it is none, or is one in clear where TLS was asked for.
+        InvalidArgument: it is invalid, or not https although TLS flags are given.
     """
     url = given if "://" in given else f"{'https' if is_tls else 'http'}://{given}"
     try:
@@ -39,15 +39,15 @@ def url_of(given: str, *, is_tls: bool = False) -> str:
 def frames(
     url: str, token: str, context: ssl.SSLContext | None = None, proxy: str = ""
 ) -> Generator[FrameReader, None, None]:
-    """Follow the pools of a server, which are yielded after each frame, and also when a second has brought none.
+    """Follow the pools of a server; yield them after each frame, and after each second without one.
 
     Args:
-        token: the key that is brought; "" brings none.
-        context: of TLS; None believes whom the system believes.
-        proxy: URL of an HTTP proxy; "" is none, whatever the environment has.
+        token: the API key; "" for none.
+        context: TLS context; None for the system's CAs.
+        proxy: URL of an HTTP proxy; "" for none, whatever the environment has.
 
     Raises:
-        Unavailable: the server is not there, has no such page, or the stream ends.
+        Unavailable: the server is unavailable, has no such page, or the stream ends.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     tls = urllib.request.HTTPSHandler(context=context)

@@ -1,4 +1,4 @@
-"""What `jpaged.client.batch` stands on beside the file formats.
+"""Parts of `jpaged.client.batch`.
 
 targets.py   several servers of one model that share the lines
 parquet.py   Parquet as input and output

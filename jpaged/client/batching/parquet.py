@@ -1,12 +1,12 @@
-"""Parquet as input and output of a batch. Row groups are streamed: of a file no more is in memory than its ids.
+"""Parquet as input and output of a batch. Row groups are streamed: of a file only its ids stay in memory.
 
-    in    columns custom_id (a text or an integer), method, url and body: JSON text, or a struct whose nulls count as
-          left out
+    in    columns custom_id (a string or an integer), method, url and body: JSON text, or a struct whose nulls count as
+          absent fields
     out   columns id, custom_id, response {status_code, request_id, body} and error {code, message}; body is JSON text
 
-A Parquet file cannot be added to: it ends in an index of itself. So results are gathered as lines in a file beside it
-(`journal_of`), which becomes the output when every line has its result, and is written anew from an output that is
-there already. A crash leaves the old output or the new one, and the lines until the new one is whole.
+A Parquet file cannot be appended to, because its index is at the end. So results are collected as lines in a journal
+(`journal_of`), which is converted to the output when every line has its result; an existing output is first converted
+back to a journal. After a crash the old or the new output exists, and the journal until the new output is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OUTPUT_SCHEMA = pa.schema(
 )
 _BATCH_ROWS = 256
 MAX_BODY_BYTES = 64 << 20
-"""No server takes a longer one."""
+"""No server accepts a larger body."""
 _GROUP_ROWS = 4096
 _GROUP_BYTES = 32 << 20
 
@@ -51,7 +51,7 @@ class ParquetLines:
 
     Attributes:
         ids: the custom_ids.
-        num_lines: rows, those without an id too.
+        num_lines: number of rows, including those without an id.
 
     Raises:
         InvalidArgument: it cannot be read, a column is missing or unknown, no row has a custom_id, or two share one.
@@ -86,7 +86,7 @@ class ParquetLines:
 
 
 def files_in(path: Path) -> list[Path]:
-    """Return the Parquet files that an input has, in the order of their names."""
+    """Return the Parquet files of an input, sorted by name."""
     files = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
     if not files:
         raise InvalidArgument("--input", f"{path} has no file whose name ends in {SUFFIX}")
@@ -94,7 +94,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of an input, each with the row group that it is in; a few rows are in memory at a time.
+    """Yield the rows of an input, each with the row group's number; only a few rows are in memory at a time.
 
     Raises:
         InvalidArgument: it cannot be read, or a column is missing or unknown.
@@ -109,7 +109,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _opened(path: Path) -> pq.ParquetFile:
-    """Open a file whose texts are decoded once each: rows may share them, and a small file stand for a huge one."""
+    """Open a file with dictionary-encoded texts, so that rows share them: a small file may expand to a huge one."""
     metadata = pq.read_metadata(path)
     columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
     texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
@@ -117,12 +117,12 @@ def _opened(path: Path) -> pq.ParquetFile:
 
 
 def _id_of(value: Any) -> Any:
-    """Return a custom_id, an integer as a text."""
+    """Return a custom_id, with an integer converted to a string."""
     return str(value) if type(value) is int else value
 
 
 def row_line(number: int, row: Mapping[str, Any]) -> Line | BadLine:
-    """Return a row as the line of that number."""
+    """Convert a row to the line of that number."""
     body, custom_id = row["body"], _id_of(row["custom_id"])
     try:
         if isinstance(body, str) and len(body) > MAX_BODY_BYTES:
@@ -135,15 +135,15 @@ def row_line(number: int, row: Mapping[str, Any]) -> Line | BadLine:
 
 
 def journal_of(output: Path) -> Path:
-    """Return where results are gathered before they are Parquet."""
+    """Return the path where results are collected before conversion to Parquet."""
     return output.with_name(output.name + ".jsonl")
 
 
 def pack(journal: Path, output: Path) -> None:
-    """Make the output of the lines that were gathered, and take those away.
+    """Convert the journal to the output, and remove the journal.
 
     Raises:
-        OutputError: it cannot be written; the lines, and an output that was there, are as they were.
+        OutputError: it cannot be written; the journal, and an existing output, are unchanged.
     """
 
     def write(new: Path) -> None:
@@ -156,11 +156,11 @@ def pack(journal: Path, output: Path) -> None:
 
 
 def unpack(output: Path, journal: Path) -> None:
-    """Write the lines anew that an output was made of.
+    """Convert an output back to a journal.
 
     Raises:
-        InvalidArgument: it is no output of a batch.
-        OutputError: they cannot be written.
+        InvalidArgument: it is not an output of a batch.
+        OutputError: the journal cannot be written.
     """
 
     def write(new: Path) -> None:
@@ -198,7 +198,7 @@ def _check_columns(path: Path, names: Iterable[str]) -> None:
 
 
 def _json(path: str, value: Any) -> Any:
-    """A value of a struct without its nulls, which are fields that other rows have."""
+    """Return a value of a struct without nulls, which are fields that other rows have."""
     if isinstance(value, dict):
         return {name: _json(f"{path}.{name}", one) for name, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -209,7 +209,7 @@ def _json(path: str, value: Any) -> Any:
 
 
 def _groups(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Lines of about as many rows and bytes as a row group is to have."""
+    """Group lines by the target number of rows and bytes of a row group."""
     group: list[bytes] = []
     num_bytes = 0
     for line in lines:
@@ -231,7 +231,7 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
     custom_id = line["custom_id"]
     return {
         "id": line["id"],
-        # Half of a character, which JSON can write, has no place here: such a line is none that could run.
+        # Parquet cannot store unpaired surrogates, which JSON can; such a line cannot run anyway.
         "custom_id": custom_id if custom_id is not None and _is_utf8(custom_id) else None,
         "response": response,
         "error": error,

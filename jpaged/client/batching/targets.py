@@ -1,11 +1,11 @@
-"""Several servers of one model that share the lines of a batch. Each pulls what it can run; nothing is dealt out.
+"""Several servers of one model that share the lines of a batch. Each server pulls lines when it has capacity.
 
     Lines ──take──> Target: a window of calls in flight ──> a result
-      ^───give back─── it is full, or lost
+       ^────return──── it is full, or lost
 
-A window is the places that the server says it has. A server that is slow has a place free less often, and so gets less;
-near the end it takes no line that the others would have answered sooner. A line is in one place at any time, so that
-it has one result.
+The window is the number of rows that the server reports. A slow server has free capacity less often, and so gets fewer
+lines; near the end it takes no line that the others would finish sooner. A line is in one place at any time, so that it
+gets one result.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from jpaged.openai.lines import Line
 from jpaged.types import ModelInfo
 
 LOST = (Unavailable, Cancelled)
-"""How calls end whose server ends or is not there: it cuts them in either way."""
+"""Errors of calls whose server ends or is unreachable."""
 ELSEWHERE = (TryLater, *LOST)
-"""After these another server, or the same one later, runs the same line."""
+"""After these errors another server, or the same one later, can run the line."""
 
 _ROWS_FACTOR = 2
-"""Calls a row: while one answer is on its way, another request waits for the row."""
+"""Calls per row: the next request waits for the row while an answer is sent."""
 _LATENCY_SHARE = 0.2
-"""What the newest answer counts in the mean of a server's times."""
+"""Weight of the newest answer in the moving average of a server's latency."""
 _MAX_TRIES = 8
-"""So often in turn a server is lost, or asked in vain, before it counts as gone."""
+"""Number of consecutive failures after which a server counts as gone."""
 _MAX_LOSSES = 2 * _MAX_TRIES
-"""So often a line may lose the server that ran it: it may be the line that ends them."""
+"""Number of servers that a line may lose before it fails: the line may be what crashes them."""
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 15.0
 _LOAD_INTERVAL_S = 1.0
@@ -54,7 +54,7 @@ _SCHEME = re.compile(r"[a-z0-9-]+:[^0-9,]|ipv[46]:")
 
 
 def targets_in(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the servers that are named, one or several (with commas between them) in a text.
+    """Return the servers that are named, one or several (separated by commas) in a text.
 
     Raises:
         InvalidArgument: one is named twice.
@@ -69,19 +69,19 @@ def targets_in(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def window_of(load: Load, num_open: int, max_concurrency: int) -> int:
-    """Return how many calls a server is to have in flight at most, at least 1.
+    """Return the maximum number of calls in flight to a server, at least 1.
 
     Args:
-        load: what it says of itself.
-        num_open: calls that are in flight to it from here; the others that it runs or queues are somebody else's.
-        max_concurrency: the most it may ever be.
+        load: load that the server reports.
+        num_open: calls in flight from this client; the server's other requests belong to other clients.
+        max_concurrency: upper limit.
     """
     num_others = max(0, load.num_running + load.num_waiting - num_open)
     return max(1, min(max_concurrency, _ROWS_FACTOR * load.max_num_seqs - num_others))
 
 
 class Server(Protocol):
-    """What a server tells of itself."""
+    """Information that a server reports."""
 
     async def model_info(self) -> ModelInfo: ...
 
@@ -92,11 +92,11 @@ _S = TypeVar("_S", bound=Server)
 
 
 class Lines:
-    """The lines that wait to be run, and how many are being run.
+    """The lines that wait to be run, and the number of lines being run.
 
     Args:
-        lines: read when they are taken.
-        num_lines: how many there are at most.
+        lines: read lazily, when they are taken.
+        num_lines: maximum number of lines.
     """
 
     def __init__(self, lines: Iterator[Line], num_lines: int) -> None:
@@ -108,16 +108,16 @@ class Lines:
 
     @property
     def num_waiting(self) -> int:
-        """Lines that nobody runs, at most."""
+        """Upper bound of the lines that wait."""
         return len(self._returned) + self._num_unread
 
     @property
     def is_done(self) -> bool:
-        """Whether every line has its result."""
+        """True if every line has its result."""
         return not self.num_waiting and not self._num_open
 
     def take(self) -> Line | None:
-        """Return a line to run, those that came back first; None when none waits."""
+        """Return a line to run, returned ones first; None if none waits."""
         if self._returned:
             line: Line | None = self._returned.popleft()
         else:
@@ -127,25 +127,25 @@ class Lines:
         return line
 
     def give_back(self, line: Line) -> None:
-        """Have it run again."""
+        """Put a line back, to run it again."""
         self._num_open -= 1
         self._returned.append(line)
 
     def note_loss(self, line: Line) -> int:
-        """Return how often it has lost the server that ran it."""
+        """Return the number of servers lost while running this line."""
         self._num_losses[line.custom_id] += 1
         return self._num_losses[line.custom_id]
 
     def finish(self) -> None:
-        """Note that one has its result."""
+        """Record that a line has its result."""
         self._num_open -= 1
 
 
 class Target(Generic[_S]):
-    """One server: whether it is there, how many calls it may have, and how long it takes for one.
+    """One server: availability, window of calls and latency.
 
     Args:
-        max_concurrency: calls in flight at most, whatever it says of itself.
+        max_concurrency: maximum calls in flight, whatever the server reports.
     """
 
     def __init__(self, name: str, server: _S, max_concurrency: int) -> None:
@@ -164,33 +164,33 @@ class Target(Generic[_S]):
 
     @property
     def window(self) -> int:
-        """How many calls it may have in flight: no more than it has rows before its first answer has told its speed."""
+        """Allowed calls in flight; until the first answer shows the latency, at most the number of rows."""
         return self._window if self.latency_s is not None else min(self._window, self._num_rows)
 
     @property
     def answers_per_s(self) -> float:
-        """How many lines it answers in a second with its window full; 0 before the first."""
+        """Lines that it answers per second with its window full; 0 before the first answer."""
         return self.window / max(self.latency_s, 1e-9) if self.latency_s is not None else 0.0
 
     def pause_left_s(self, now_s: float) -> float:
-        """Return how long it is to be left alone, after its queue was full or it was not there."""
+        """Return the remaining backoff after a full queue or a failure."""
         return max(0.0, self._paused_until_s - now_s)
 
     def is_open(self, now_s: float) -> bool:
-        """Whether it is there and takes calls, as far as one knows."""
+        """Return True if it is believed to be available and accepting calls."""
         return self.is_there and not self.pause_left_s(now_s)
 
     def note_model(self, model: ModelInfo) -> None:
-        """It is there, and serves this."""
+        """Record that it is available, and its model."""
         self.model, self.is_there = model, True
 
     def note_load(self, load: Load) -> None:
-        """Size the window by what it says."""
+        """Set the window by its load."""
         self._num_rows = max(1, min(self._max_concurrency, load.max_num_seqs))
         self._window = window_of(load, self.num_open, self._max_concurrency)
 
     def note_answer(self, took_s: float | None) -> None:
-        """It has answered a line; None is no time to judge it by."""
+        """Record an answer; `took_s` is None if it should not count for the latency."""
         self.num_answered += 1
         if took_s is not None:
             newest = _LATENCY_SHARE if self.latency_s is not None else 1.0
@@ -199,13 +199,13 @@ class Target(Generic[_S]):
         self._pauses, self._absences = _backoff(), _backoff()
 
     def note_full(self, now_s: float, retry_after_s: float) -> None:
-        """Its queue was full: it has fewer calls from now on, and none before the time that it names."""
+        """Shrink the window after a full queue, and pause until the server's retry time."""
         self._window = max(1, self.num_open - 1)
         if not self.pause_left_s(now_s):
             self._paused_until_s = now_s + self._pauses.next_s(retry_after_s)
 
     def note_absence(self, now_s: float) -> None:
-        """It is not there, or does not take calls: it is asked again after a while, which grows until it answers."""
+        """Record that it is unavailable, and back off exponentially until it answers."""
         self.is_there = False
         self.num_absences += 1
         self._paused_until_s = now_s + self._absences.next_s()
@@ -215,9 +215,9 @@ class Targets(Generic[_S]):
     """All servers of a run.
 
     Args:
-        servers: by the names that errors call them by.
-        max_concurrency: calls in flight to each at most.
-        on_retry: told whenever a line, or a question to a server, is tried again.
+        servers: by the names used in errors.
+        max_concurrency: maximum calls in flight per server.
+        on_retry: called whenever a line, or a query of a server, is retried.
     """
 
     def __init__(self, servers: Mapping[str, _S], max_concurrency: int, on_retry: Callable[[], None]) -> None:
@@ -228,15 +228,15 @@ class Targets(Generic[_S]):
 
     @property
     def num_answered(self) -> dict[str, int]:
-        """How many lines each has answered, by name."""
+        """Number of lines answered by each server, by name."""
         return {target.name: target.num_answered for target in self._targets}
 
     async def meet(self) -> ModelInfo:
-        """Ask all which model they serve, and wait for one where none is there; return the model.
+        """Query the model of all servers, and wait for one if none is available; return the model.
 
         Raises:
-            InvalidArgument: two serve different ones.
-            Unavailable: none was there, however often they were asked.
+            InvalidArgument: two servers have different models.
+            Unavailable: none was available after all retries.
         """
         while True:
             await asyncio.gather(*(self._meet(target) for target in self._targets))
@@ -254,14 +254,14 @@ class Targets(Generic[_S]):
         """Run lines until each has its result.
 
         Args:
-            lines: what to run.
-            answer: runs a line on a server and keeps its result; returns whether the server ran it, and did not refuse
-                it at once. What it raises of `ELSEWHERE` gives the line back, anything else ends the run.
-            fail: keeps the failure of a line whose servers were lost again and again.
+            lines: the lines to run.
+            answer: runs a line on a server and stores its result; returns True if the server ran it and did not refuse
+                it at once. An error of `ELSEWHERE` returns the line to the queue, any other error ends the run.
+            fail: stores the failure of a line whose servers were lost repeatedly.
 
         Raises:
-            InvalidArgument: a server that came later serves another model.
-            Unavailable: all are gone.
+            InvalidArgument: a server that became available later has another model.
+            Unavailable: all servers are gone.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -279,7 +279,7 @@ class Targets(Generic[_S]):
                     await self._changed.wait()
                 for helper in helpers:
                     helper.cancel()
-        except BaseExceptionGroup as errors:  # the first has cancelled all else
+        except BaseExceptionGroup as errors:  # the first has cancelled all others
             raise errors.exceptions[0] from None
 
     async def _pull(self, target: Target[_S], lines: Lines, begin: Callable[[Target[_S], Line], None]) -> None:
@@ -292,12 +292,12 @@ class Targets(Generic[_S]):
                 continue
             while self._may_take(target, lines.num_waiting) and (line := lines.take()) is not None:
                 begin(target, line)
-            if lines.is_done:  # nobody's answer will tell: those that were left were no requests
+            if lines.is_done:  # the remaining lines were invalid, so no answer will signal the end
                 self._changed.fire()
             await self._changed.wait(target.pause_left_s(_now_s()) or None)
 
     def _may_take(self, target: Target[_S], num_waiting: int) -> bool:
-        """Whether a server has a place, and would answer before the others had run all lines that wait."""
+        """Return True if a server has capacity, and would answer before the others finish all waiting lines."""
         now_s = _now_s()
         if not (target.is_open(now_s) and target.num_open < target.window):
             return False
@@ -343,7 +343,7 @@ class Targets(Generic[_S]):
         self._on_retry()
 
     async def _meet(self, target: Target[_S]) -> None:
-        """Ask a server which model it has, and how busy it is."""
+        """Query a server's model and load."""
         try:
             async with asyncio.timeout(_MEET_TIMEOUT_S):
                 target.note_model(await target.server.model_info())
@@ -365,7 +365,7 @@ class Targets(Generic[_S]):
                 self._changed.fire()
 
     async def _measure(self, target: Target[_S]) -> None:
-        """Ask a server for its load; where it tells none (a proxy does not), the window stays at its limit."""
+        """Query a server's load; if it reports none (as a proxy), the window stays at its limit."""
         with contextlib.suppress(*ELSEWHERE, DeadlineExceeded, PermissionDenied, Unsupported, TimeoutError):
             async with asyncio.timeout(_MEET_TIMEOUT_S):
                 target.note_load(await target.server.load())
@@ -386,7 +386,7 @@ class Targets(Generic[_S]):
 
 
 class _Signal:
-    """Wakes all that wait whenever something has changed."""
+    """Wakes all waiters at every change."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -396,7 +396,7 @@ class _Signal:
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the next change, or for so long."""
+        """Wait for the next change, or for the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()

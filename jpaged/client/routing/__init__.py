@@ -1,10 +1,10 @@
-"""Which server runs a call, and how a stream goes on elsewhere when its server is gone.
+"""Choice of a server per call, retries, and streams that resume on another server.
 
-endpoints.py  the servers: which are there, how busy they are, which one is next: no I/O
-traces.py     the trace that a call belongs to
-tries.py      which failures are tried again, and how often: no I/O
-course.py     one request, on as many servers as it takes: no I/O
-progress.py   what a stream has told so far
+endpoints.py  the servers: availability, load, choice for the next call: no I/O
+traces.py     trace context of calls
+tries.py      retry rules: no I/O
+course.py     one request, on one or more servers: no I/O
+progress.py   the output of a stream so far
 threads.py    calls of a `Client`
 tasks.py      calls of an `AsyncClient`
 """

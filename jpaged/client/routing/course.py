@@ -1,11 +1,11 @@
-"""The course of one Generate request, on as many servers as it takes: what each is asked for, and what is new. No I/O.
+"""One Generate request, on one or more servers: the request to each, and the new output of each. No I/O.
 
     server A   begin ── chunk ── chunk ── gone
-    server B                              begin behind their tokens ── chunk ── last
+    server B                              resume after their tokens ── chunk ── last
     caller              chunk    chunk                                  chunk    last
 
-What is told only at the end (`whole`, beams, the best of several) is kept until it has all come, so that it can begin
-again at any time.
+Output that is delivered only at the end (`whole`, beams, best_of) is buffered until it is complete, so that the request
+can restart at any time.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Course:
     """One request. Used by one stream, which does the waiting.
 
     Attributes:
-        call: the gRPC call that runs it now.
-        num_tries: how often it was begun.
-        is_elsewhere: it has gone on behind what has come of it: messages may be other than the server sent them.
-        has_ended: its last message has come; however its call ends does not matter any more.
+        call: the current gRPC call.
+        num_tries: number of times it was started.
+        is_elsewhere: it has resumed; its messages may differ from those that the server sent.
+        has_ended: its last message has come; the call's status no longer matters.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Course:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a server had taken it in, as far as one knows."""
+        """True if a server is known to have accepted it."""
         return self._first is not None or self._was_accepted
 
     def begin_again(self) -> None:
-        """Ask a server to go on behind what has come."""
+        """Resume the request on a server, after the output so far."""
         self.call = self._begin()
 
     def take(self, message: Message) -> list[Message]:
-        """What a message adds for the caller: none, itself, or several; it is kept here, and may be changed.
+        """Return the messages for the caller: none, this one, or several. The message is kept, and may be modified.
 
         Raises:
-            InternalError: it does not go on behind what there is.
+            InternalError: it does not continue the output so far.
         """
         self._tries.answered()
         if message.is_last:
@@ -93,10 +93,10 @@ class Course:
         return [message]
 
     def require_end(self) -> None:
-        """Refuse a call that ended with OK, and without its last message.
+        """Raise if the call ended with OK but without its last message.
 
         Raises:
-            InternalError: always, unless the last message has come.
+            InternalError: the last message has not come.
         """
         if not self.has_ended:
             self._tries.leave()
@@ -105,12 +105,12 @@ class Course:
             )
 
     def end(self) -> None:
-        """It has ended, or nobody wants it any more."""
+        """Release the server: the request has ended, or was cancelled."""
         self._tries.leave()
 
     def wait_s(self, error: grpc.RpcError) -> float:
-        """How long to wait before it is begun again; where it is not, raises what its call failed with."""
-        if was_accepted(error):  # it ran, and was not turned away
+        """Return the delay before a retry; if there is none, raise the call's error."""
+        if was_accepted(error):  # it ran, i.e. was not refused
             self._was_accepted = True
             self._tries.answered()
         has_told = not self._is_held and self._first is not None
@@ -134,7 +134,7 @@ class Course:
         return methods["Generate"](request, timeout=self._tries.remaining_s, metadata=self._metadata)
 
     def _can_go_on(self) -> bool:
-        """Whether another server could tell the rest: it has to know the seed, and tells nothing of a prompt again."""
+        """Return True if another server can continue: seed known, and no prompt log-probabilities pending."""
         sampling, first = self._request.sampling, self._first
         is_sampled = not sampling.HasField("temperature") or sampling.temperature > 0
         if is_sampled and not sampling.HasField("seed") and (first is None or not first.HasField("seed")):
@@ -160,9 +160,9 @@ class Course:
         return InternalError(f"request {self._request.request_id!r} cannot go on elsewhere: {problem}")
 
     def _fit(self, message: Message, first: Message) -> None:
-        """Make a message of a later server what the first would have told: nothing twice, cached and counted as there.
+        """Rewrite a message of a later server to match the first one: no repeated output, the first server's counts.
 
-        What it had counted were tokens, too, that were lost on their way: they come again, and are the same.
+        The first server may have counted tokens that were lost in transit; they are generated again and are the same.
         """
         num_skipped = min(self._num_to_skip, len(message.prompt_logprobs))
         self._num_to_skip -= num_skipped

@@ -1,12 +1,12 @@
-"""The servers of a client: which of them are there, how busy they are, and which one a call goes to. No I/O.
+"""The servers of a client: availability, load, and choice of a server per call. No I/O.
 
-    open ──lost──> away ──after a while: health? SERVING──> open      a client of one server calls it all the same
-     │ full: not before the time that it names; silent: not before it was asked again
+    open ──lost──> away ──after a while: health? SERVING──> open      a client of one server calls it anyway
+      │ full: not before its retry time; silent: not before the next query
 
-A call with a prompt goes where its beginning belongs, so that prefixes are computed once: to the server whose turn it
-is (the highest of one hash for each server, so that servers that come or go move few of them), or as another
-`Placement` says; one that is busier than others by more than a bound is passed over. Calls without a prompt go to the
-least busy.
+A call with a prompt goes to the server that its beginning is hashed to, so that prefixes are computed once. Rendezvous
+hashing is used (the highest of one hash per server), so that few prefixes move when servers come or go; another
+`Placement` may replace it. A server with much more load than others is skipped. Calls without a prompt go to the least
+loaded server.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from jpaged.client.channel import Backoff
 from jpaged.errors import DeadlineExceeded, Unavailable
 
 Question = Literal["health", "load"]
-"""What a server is asked of in the background."""
+"""Background queries of a server."""
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 ASK_TIMEOUT_S = 2.0
-"""A server that is asked how it is, and has not answered by then, is not there."""
+"""A server that does not answer a query within this time counts as unavailable."""
 _SILENT_S = 2 * ASK_TIMEOUT_S
-"""One that has not said how busy it is is passed over for so long, which is until it has been asked again."""
+"""A server that does not report its load is skipped for this time, i.e. until the next query."""
 _FIRST_AWAY_S, _MAX_AWAY_S = 0.2, 5.0
 _LOAD_AGE_S = 1.0
-"""A server is asked how busy it is when it was last asked so long ago, and a call is to be placed."""
+"""The load is queried again if it is older than this when a call is placed."""
 _SLACK = 2
 _SHARE_AHEAD = 0.5
-"""A server that has more than the least busy, by this share of the mean or by _SLACK, is passed over."""
+"""A server whose load exceeds the lowest one by this share of the mean, or by _SLACK, is skipped."""
 _KEY_CHARS, _KEY_TOKENS = 1024, 256
-"""What counts of a prompt's beginning."""
+"""Length of a prompt's beginning that is hashed."""
 
 
 class Endpoint:
-    """One server, and what is known of it. Written by `Endpoints` alone.
+    """One server, and its known state. Written only by `Endpoints`.
 
     Attributes:
-        name: the target that it was given by.
-        methods: those of its channel, by name; those of the services where none are given.
-        health: those of grpc.health.v1.
-        num_open: calls from here that it has not ended.
-        proxy: the HTTP proxy of the connection, for messages; "" is none.
+        name: its target, as given.
+        methods: RPC methods of the channel, by name; by default those of the services.
+        health: methods of grpc.health.v1.
+        num_open: open calls from this client.
+        proxy: the HTTP proxy of the connection, for messages; "" for none.
     """
 
     def __init__(self, name: str, channel: Any, methods: Mapping[str, Any] | None = None, proxy: str = "") -> None:
@@ -72,58 +72,58 @@ class Endpoint:
         self.backoff = _backoff()
 
     def is_open(self, now_s: float) -> bool:
-        """Whether it is there and takes calls, as far as one knows."""
+        """Return True if it is believed to be available and accepting calls."""
         return self.is_there and now_s >= self.full_until_s
 
     @property
     def num_busy(self) -> int:
-        """Calls that it has, those of other clients included as it last told."""
+        """Number of open calls, including those of other clients as last reported."""
         return self.num_open + self.num_others
 
 
 def stubs(channel: Any) -> dict[str, Any]:
-    """Return the methods of the services, by name, over a channel."""
+    """Return the RPC methods of the services on a channel, by name."""
     inference = inference_pb2_grpc.InferenceServiceStub(channel)
     control = control_pb2_grpc.ControlServiceStub(channel)
     return vars(inference) | vars(control) | vars(prefixes_pb2_grpc.PrefixServiceStub(channel))
 
 
 class Server(Protocol):
-    """What a placement knows of a server."""
+    """A server as a placement sees it."""
 
     @property
     def name(self) -> str:
-        """Nobody else's."""
+        """Unique name."""
 
     @property
     def num_busy(self) -> int:
-        """Calls that it has."""
+        """Number of open calls."""
 
 
 S = TypeVar("S", bound=Server)
 
 
 def not_ahead(usable: Sequence[S]) -> list[S]:
-    """Return those of at least one server that do not have many more calls than the least busy."""
+    """Return the servers whose load is not much higher than the lowest."""
     least, total = min(one.num_busy for one in usable), sum(one.num_busy for one in usable)
     most = least + max(_SLACK, _SHARE_AHEAD * total / len(usable))
     return [one for one in usable if one.num_busy <= most]
 
 
 class Placement(Protocol):
-    """Where a prompt belongs."""
+    """Strategy that maps a prompt to a server."""
 
     def place(self, key: Any, usable: Sequence[Endpoint]) -> Endpoint:
-        """Return the server that a call goes to, which it now does.
+        """Return the server for a call, and record that the call goes there.
 
         Args:
-            key: of the prompt's beginning.
-            usable: at least one; those that are not ahead of the others.
+            key: key of the prompt's beginning.
+            usable: at least one; servers that are not overloaded.
         """
 
 
 class Rendezvous:
-    """The server whose turn a beginning is: the highest of one hash for each. It knows nothing of what was before."""
+    """Stateless rendezvous hashing: the server with the highest hash for a key."""
 
     def place(self, key: bytes, usable: Sequence[Endpoint]) -> Endpoint:
         """See `Placement`."""
@@ -131,15 +131,15 @@ class Rendezvous:
 
 
 class Endpoints:
-    """All servers of a client. Safe to call from several threads.
+    """All servers of a client. Thread-safe.
 
     Args:
-        endpoints: at least one, unless they are watched; with several they are asked how they are.
-        ask: sends a question without waiting; the answer goes to `told`.
+        endpoints: at least one, unless they are watched; several are queried in the background.
+        ask: sends a query without blocking; `told` handles the answer.
         clock: seconds.
-        lock: guards what is known of them; None makes one.
-        placement: where prompts belong.
-        is_watched: somebody else calls `look` again and again; then one that is not there is not called on a guess.
+        lock: guards the state of the servers; None creates one.
+        placement: strategy for prompts.
+        is_watched: the owner calls `look` periodically; unavailable servers are then never called on a guess.
     """
 
     def __init__(
@@ -167,34 +167,34 @@ class Endpoints:
         return iter(self._endpoints)
 
     def each(self) -> Iterator[Endpoints]:
-        """Every server by itself, for calls that are of one."""
+        """Yield every server as an `Endpoints` with only this one, for calls to a specific server."""
         return (Endpoints((one,), self._ask, self._clock, self._lock) for one in self._endpoints)
 
     def add(self, endpoint: Endpoint) -> None:
-        """Another server; nothing where it is one already."""
+        """Add a server, unless it is known."""
         with self._lock:
             if endpoint not in self._endpoints:
                 self._endpoints = (*self._endpoints, endpoint)
 
     def remove(self, endpoint: Endpoint) -> None:
-        """No call goes to it any more; those that it has go on."""
+        """Remove a server: it gets no new calls, and its open calls continue."""
         with self._lock:
             self._endpoints = tuple(one for one in self._endpoints if one is not endpoint)
 
     @property
     def names(self) -> str:
-        """All of them, to call them by."""
+        """The names of all servers, for messages."""
         return ", ".join(endpoint.name for endpoint in self._endpoints)
 
     def enter(self, key: Any, avoided: Collection[Endpoint] = ()) -> Endpoint:
-        """The server for the next call, which is open there from now on until `leave`.
+        """Return the server for the next call, which counts as open there until `leave`.
 
         Args:
-            key: of the prompt's beginning; None is no prompt.
-            avoided: servers that are used only if there is no other: the call has failed there.
+            key: key of the prompt's beginning; None without a prompt.
+            avoided: servers where the call has failed; used only if there is no other.
 
         Raises:
-            Unavailable: they are watched, and none is there.
+            Unavailable: the servers are watched, and none is available.
         """
         with self._lock:
             now_s = self._clock()
@@ -206,37 +206,37 @@ class Endpoints:
         return endpoint
 
     def look(self) -> None:
-        """Ask what is due, though no call is to be placed."""
+        """Send due queries even though no call is placed."""
         with self._lock:
             questions = self._due(self._clock())
         for asked, question in questions:
             self._ask(asked, question)
 
     def leave(self, endpoint: Endpoint) -> None:
-        """A call is no longer open."""
+        """Record that a call has ended."""
         with self._lock:
             endpoint.num_open -= 1
 
     def has_open(self, avoided: Collection[Endpoint] = ()) -> bool:
-        """Return True if a server that is not avoided is there and takes calls, as far as one knows."""
+        """Return True if a server outside `avoided` is believed to be available and accepting calls."""
         with self._lock:
             now_s = self._clock()
             return any(one.is_open(now_s) for one in self._endpoints if one not in avoided)
 
     def note_answer(self, endpoint: Endpoint) -> None:
-        """It has answered: it is there."""
+        """Record an answer: the server is available."""
         if not endpoint.is_there or endpoint.full_until_s:
             with self._lock:
                 endpoint.is_there, endpoint.full_until_s, endpoint.backoff = True, 0.0, _backoff()
 
     def note_absence(self, endpoint: Endpoint) -> None:
-        """It is not there, or has ended a call by going: it is left for a while, which grows until it answers.
+        """Record that a server is unavailable or ended a call by disconnecting; back off until it answers.
 
-        One that is watched is asked at once: calls of many come through here, and one may be lost for its own sake.
+        A watched server is queried at once: it serves many callers, and a single call may fail for another reason.
         """
         with self._lock:
             now_s = self._clock()
-            if endpoint.is_there or now_s >= endpoint.away_until_s:  # all its calls end at once, and count once
+            if endpoint.is_there or now_s >= endpoint.away_until_s:  # its calls all fail at once, and count once
                 is_news = endpoint.is_there and self._is_watched
                 endpoint.is_there, endpoint.num_others = False, 0
                 endpoint.away_until_s = now_s + (0.0 if is_news else endpoint.backoff.next_s())
@@ -245,18 +245,18 @@ class Endpoints:
             self._ask(asked, question)
 
     def note_fault(self, endpoint: Endpoint) -> None:
-        """It has ended a call with a fault of its own; whoever watches it sees by its health whether it is more."""
+        """Record an internal error of the server; if watched, its health shows whether it is unavailable."""
         if not self._is_watched:
             self.note_absence(endpoint)
 
     def note_full(self, endpoint: Endpoint, retry_after_s: float, *, is_for_all: bool) -> None:
-        """It takes no call before the time that it names, of this caller or of anybody."""
-        if is_for_all or not self._is_watched:  # else callers are many, and one of them has had its share
+        """Record that it accepts no call before its retry time, from this caller or from anyone."""
+        if is_for_all or not self._is_watched:  # otherwise the limit is that of one of many callers
             with self._lock:
                 endpoint.full_until_s = self._clock() + retry_after_s
 
     def told(self, endpoint: Endpoint, question: Question, answer: Any, error: Exception | None) -> None:
-        """What came of a question; an answer is a health status as a number, or a GetLoadResponse."""
+        """Handle the answer to a query: a health response, a GetLoadResponse, or an error."""
         if question == "health":
             if error is None and answer.status == SERVING:
                 self.note_answer(endpoint)
@@ -266,13 +266,14 @@ class Endpoints:
             self.note_absence(endpoint)
         with self._lock:
             endpoint.is_asked = False
-            if question == "load" and isinstance(error, DeadlineExceeded):  # others are better than one that is silent
+            # prefer others to a server that does not answer
+            if question == "load" and isinstance(error, DeadlineExceeded):
                 endpoint.full_until_s = self._clock() + _SILENT_S
             if question == "load" and error is None:
                 endpoint.num_others = max(0, answer.num_running + answer.num_waiting - endpoint.num_open)
 
     def has_any(self) -> bool:
-        """Whether a server is there, though it may be full."""
+        """Return True if a server is available, even if full."""
         with self._lock:
             return any(endpoint.is_there for endpoint in self._endpoints)
 
@@ -291,7 +292,7 @@ class Endpoints:
         return self._placement.place(key, not_ahead(usable))
 
     def _due(self, now_s: float) -> list[tuple[Endpoint, Question]]:
-        """What is to be asked now, of those that are asked nothing."""
+        """Return the due queries of servers without a pending query."""
         found: list[tuple[Endpoint, Question]] = []
         for endpoint in self._endpoints if len(self._endpoints) > 1 or self._is_watched else ():
             if endpoint.is_asked:
@@ -307,14 +308,14 @@ class Endpoints:
 
 
 def asked_of(endpoint: Endpoint, question: Question) -> tuple[Any, Any]:
-    """The method that a question is asked with, and its message."""
+    """Return the method and the message of a query."""
     if question == "health":
         return endpoint.health.Check, health_pb2.HealthCheckRequest()
     return endpoint.methods["GetLoad"], control_pb2.GetLoadRequest()
 
 
 def key_of(request: Any) -> bytes | None:
-    """What of a request decides which server has its prefix; None where it has no prompt."""
+    """Return the key of a request's beginning, which decides the server; None if it has no prompt."""
     field = "prompt"
     if isinstance(request, prefixes_pb2.SavePrefixRequest | prefixes_pb2.FetchPrefixRequest):
         salt, field = request.cache_salt, "prefix"
@@ -339,7 +340,7 @@ def key_of(request: Any) -> bytes | None:
 
 
 def rank(key: bytes, name: str) -> bytes:
-    """Return a server's number for a key: the highest of all servers' has it."""
+    """Return a server's hash for a key: the server with the highest one is chosen."""
     return hashlib.blake2b(key, digest_size=8, key=hashlib.blake2b(name.encode(), digest_size=16).digest()).digest()
 
 

@@ -1,4 +1,4 @@
-"""What a stream has told so far: what another server needs in order to go on, and what is not told twice. No I/O."""
+"""Output of a stream so far: needed to resume on another server, and to skip repeated output. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jpaged.types import Generated
 
 
 class Delta(Protocol):
-    """What a message, or an event, adds to a sequence."""
+    """Addition of a message, or an event, to a sequence."""
 
     @property
     def index(self) -> int: ...
@@ -27,7 +27,7 @@ class Delta(Protocol):
 
 
 class _Sequence:
-    """What has come of one sequence."""
+    """Output of one sequence so far."""
 
     def __init__(self) -> None:
         self.token_ids = array("I")
@@ -36,16 +36,17 @@ class _Sequence:
 
     def add(self, delta: Delta, has_finished: bool) -> None:
         self.token_ids.extend(delta.token_ids)
-        for position in delta.logprobs:  # one by one, as the engine adds them: the sum is the same to the last bit
+        # one by one, in the engine's order, so that the sum is identical to the last bit
+        for position in delta.logprobs:
             self.cumulative_logprob += position.chosen.logprob
         self.has_finished = self.has_finished or has_finished
 
 
 class Progress:
-    """The deltas of one request, whichever servers sent them.
+    """The collected deltas of one request, from any number of servers.
 
     Attributes:
-        num_prompt_logprobs: positions of the prompt that were told of.
+        num_prompt_logprobs: prompt positions whose log-probabilities have come.
     """
 
     def __init__(self) -> None:
@@ -53,10 +54,10 @@ class Progress:
         self._sequences: dict[int, _Sequence] = {}
 
     def add(self, delta: Delta, has_finished: bool) -> None:
-        """Take the next delta.
+        """Add a delta.
 
         Args:
-            has_finished: it is the last of its sequence.
+            has_finished: it is the sequence's last.
         """
         self.num_prompt_logprobs += len(delta.prompt_logprobs)
         if delta.token_ids or has_finished:
@@ -64,11 +65,11 @@ class Progress:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come, of all sequences."""
+        """Number of tokens so far, over all sequences."""
         return sum(len(one.token_ids) for one in self._sequences.values())
 
     def generated(self) -> tuple[Generated, ...]:
-        """What each sequence has generated, of those that have begun."""
+        """Return the tokens of each sequence that has begun."""
         return tuple(
             Generated(index, tuple(one.token_ids), min(0.0, one.cumulative_logprob), one.has_finished)
             for index, one in sorted(self._sequences.items())

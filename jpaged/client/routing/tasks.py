@@ -1,4 +1,4 @@
-"""The servers of an `AsyncClient`: its calls, and its waiting, in tasks of asyncio."""
+"""The servers of an `AsyncClient`: calls and waiting, in asyncio tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class AsyncServers:
-    """Connections, and what is asked of them; see `Servers`."""
+    """Connections, and calls to them; see `Servers`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class AsyncServers:
         self.endpoints = Endpoints(made, self.ask)
 
     async def run(self, call: Call[_T]) -> _T:
-        """Makes a call to one, or to each of them, or to the one that knows what it names."""
+        """Make a call to one server, to each of them, or to the one that knows its subject."""
         if call.scope == "one" or len(self.endpoints) == 1:
             return await self._run_on(self.endpoints, call)
         answers, strangers = list[_T](), list[NotFound]()
@@ -56,7 +56,7 @@ class AsyncServers:
                 strangers.append(error)
                 if call.scope == "each":
                     raise
-            except Unavailable as error:  # another one may know it
+            except Unavailable as error:  # another server may know it
                 absent = error
                 if call.scope == "each":
                     raise
@@ -70,7 +70,7 @@ class AsyncServers:
         return call.read(await answered)
 
     def ask(self, endpoint: Endpoint, question: Question) -> None:
-        """Asks one how it is, without waiting; the answer goes to `Endpoints.told`."""
+        """Send a query without waiting; `Endpoints` handles the answer."""
         asking = asyncio.get_running_loop().create_task(self._hear(endpoint, question))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
@@ -98,7 +98,7 @@ class AsyncServers:
         raise DeadlineExceeded(f"{self.endpoints.names}{through} was not ready after {timeout_s} s")
 
     async def _is_ready(self, endpoint: Endpoint, timeout_s: float) -> bool:
-        """Waits for one to serve, until it says that it does not; one of several is asked, and not waited for."""
+        """Wait for a server to serve, until it answers that it does not; with several servers, check once."""
         ask = health_pb2.HealthCheckRequest()
         try:
             if len(self.endpoints) > 1:
@@ -118,7 +118,7 @@ class AsyncServers:
         return False
 
     async def close(self) -> None:
-        """Cancels what is open and closes the connections."""
+        """Cancel open calls and close the connections."""
         for asking in self._asking:
             asking.cancel()
         for endpoint in self.endpoints:
@@ -132,13 +132,13 @@ async def run_tries(
     metadata: tuple[tuple[str, str | bytes], ...],
     require_open: Callable[[], None],
 ) -> Any:
-    """Make a unary call, as often as it takes; returns the one that was answered, which has ended.
+    """Make a unary call with retries; return the call that succeeded, which has ended.
 
     Args:
-        require_open: raises what ends the tries before the next.
+        require_open: called before each attempt; its error ends them.
 
     Raises:
-        JpagedError: what the last try failed with.
+        JpagedError: the error of the last attempt.
     """
     while True:
         require_open()
@@ -159,7 +159,7 @@ async def run_tries(
 
 
 def refuse_closed(error: asyncio.CancelledError) -> None:
-    """Raises Cancelled unless this task is cancelled: grpc.aio says the same where the channel was closed."""
+    """Raise Cancelled unless this task is cancelled: grpc.aio also raises CancelledError if the channel was closed."""
     task = asyncio.current_task()
     if task is None or not task.cancelling():
         raise Cancelled("the client was closed") from error

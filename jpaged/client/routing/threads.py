@@ -1,4 +1,4 @@
-"""The servers of a `Client`: its calls, and its waiting, on threads."""
+"""The servers of a `Client`: calls and waiting, on threads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _T = TypeVar("_T")
 
 
 class Servers:
-    """Connections, and what is asked of them. Safe to share between threads.
+    """Connections, and calls to them. Thread-safe.
 
     Args:
-        targets: checked.
-        metadata: of every call.
-        timeout_s: of a call, all its tries together.
+        targets: validated targets.
+        metadata: metadata of every call.
+        timeout_s: timeout of a call, including retries.
         require_open: raises Cancelled once the client is closed.
-        tls: None connects in clear.
+        tls: None connects without TLS.
         proxy: as in `open_channel`.
     """
 
@@ -50,7 +50,7 @@ class Servers:
         self.endpoints = Endpoints(made, self.ask)
 
     def run(self, call: Call[_T]) -> _T:
-        """Makes a call to one, or to each of them, or to the one that knows what it names."""
+        """Make a call to one server, to each of them, or to the one that knows its subject."""
         if call.scope == "one" or len(self.endpoints) == 1:
             return self._run_on(self.endpoints, call)
         answers, strangers = list[_T](), list[NotFound]()
@@ -62,7 +62,7 @@ class Servers:
                 strangers.append(error)
                 if call.scope == "each":
                     raise
-            except Unavailable as error:  # another one may know it
+            except Unavailable as error:  # another server may know it
                 absent = error
                 if call.scope == "each":
                     raise
@@ -90,7 +90,7 @@ class Servers:
             time.sleep(wait_s)
 
     def ask(self, endpoint: Endpoint, question: Question) -> None:
-        """Asks one how it is, without waiting; the answer goes to `Endpoints.told`."""
+        """Send a query without waiting; `Endpoints` handles the answer."""
         method, request = asked_of(endpoint, question)
         try:
             future = method.future(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
@@ -120,7 +120,7 @@ class Servers:
         raise DeadlineExceeded(f"{self.endpoints.names}{through} was not ready after {timeout_s} s")
 
     def _is_ready(self, endpoint: Endpoint, timeout_s: float) -> bool:
-        """Waits for one to serve, until it says that it does not; one of several is asked, and not waited for."""
+        """Wait for a server to serve, until it answers that it does not; with several servers, check once."""
         ask = health_pb2.HealthCheckRequest()
         try:
             if len(self.endpoints) > 1:
@@ -136,6 +136,6 @@ class Servers:
         return False
 
     def close(self) -> None:
-        """Cancels what is open and closes the connections."""
+        """Cancel open calls and close the connections."""
         for endpoint in self.endpoints:
             endpoint.channel.close()

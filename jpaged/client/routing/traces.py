@@ -1,4 +1,4 @@
-"""The W3C trace context of whoever calls: a server's spans become those of the caller's own trace."""
+"""W3C trace context of the caller: a server's spans become part of the caller's trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def with_trace(metadata: Metadata) -> Metadata:
-    """Return metadata with the span that is current here, where the program has one (OpenTelemetry)."""
+    """Return metadata with the current span of OpenTelemetry, if the program has one."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
     return (*metadata, *carrier.items()) if carrier else metadata

@@ -1,11 +1,11 @@
-"""Which failures of a call are tried again, where, and how often. No I/O.
+"""Retry rules of a call: which failures are retried, on which server, and how often. No I/O.
 
-    a call            UNAVAILABLE, lost        full queue         INTERNAL, told         anything else
-    nothing has come  elsewhere; MAX_ATTEMPTS  elsewhere, once    elsewhere, once        raises
-    it was accepted   elsewhere; as `Resuming` waits as told to   elsewhere, once        raises
+    a call            UNAVAILABLE, lost        full queue           INTERNAL from a server   anything else
+    no output yet     elsewhere; MAX_ATTEMPTS  elsewhere, once      elsewhere, once          raises
+    it was accepted   elsewhere; as `Resuming` after its retry time elsewhere, once          raises
 
-"Elsewhere" is another server that is there: then nothing is waited for. A call is lost when its server goes while it
-runs: that is UNAVAILABLE, CANCELLED by nobody here, or a status that the transport has made up.
+"Elsewhere" is another available server, without a delay. A call is lost if its server goes away while it runs: the
+status is UNAVAILABLE, a CANCELLED that this client did not request, or one made up by the transport.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FIRST_WAIT_S, _MAX_WAIT_S = 0.1, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """How streams go on elsewhere, or here again, when their server goes away.
+    """Limits for resuming a stream whose server fails, on another server or the same one.
 
     Attributes:
-        within_s: so long, from when it was lost, a stream looks for a server; a timeout of its own bounds that too.
-        max_times: so often one stream may lose its server: it may be the request that ends them.
+        within_s: seconds that a stream looks for a server after a loss; its timeout applies too.
+        max_times: number of servers that one stream may lose; the request itself may be what crashes them.
     """
 
     within_s: float = 60.0
@@ -45,11 +45,11 @@ class Resuming:
 
 
 class Tries:
-    """The tries of one call: where each goes, what time it has, and whether another follows.
+    """The attempts of one call: the server and the timeout of each, and whether another follows.
 
     Args:
-        key: of the prompt's beginning, as the placement of the endpoints has it; None is no prompt.
-        resuming: what a stream that has begun may do; None is nothing.
+        key: key of the prompt's beginning, as the placement of the endpoints defines it; None without a prompt.
+        resuming: limits for resuming a stream that has begun; None disables it.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Tries:
         self._resuming = resuming
         self._endpoint: Endpoint | None = None
         self._num_losses = self._num_faults = 0
-        self._failed: list[Endpoint] = []  # servers where this call has failed since one answered
+        self._failed: list[Endpoint] = []  # servers where this call has failed since the last answer
         self._lost_s: float | None = None
         self._backoff = _backoff()
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a stream that has begun may look for another server."""
+        """True if a stream that has begun may resume on another server."""
         return self._resuming is not None
 
     @property
@@ -77,32 +77,32 @@ class Tries:
 
     @property
     def remaining_s(self) -> float | None:
-        """The time that the next try may take: all share one timeout."""
+        """Remaining time for the next attempt: all attempts share one timeout."""
         return self._attempts.remaining_s
 
     def enter(self) -> Endpoint:
-        """The server of the next try."""
+        """Return the server of the next attempt."""
         self._endpoint = self._endpoints.enter(self._key, self._failed)
         return self._endpoint
 
     def answered(self) -> None:
-        """Something has come of this try."""
+        """Record that the current attempt has been answered."""
         if self._endpoint is not None:
             self._endpoints.note_answer(self._endpoint)
         if self._failed or self._lost_s is not None:
             self._failed, self._lost_s, self._backoff = [], None, _backoff()
 
     def leave(self) -> None:
-        """The try is over, however that came; a second time nothing happens."""
+        """Release the server of the current attempt. Idempotent."""
         if self._endpoint is not None:
             self._endpoints.leave(self._endpoint)
             self._endpoint = None
 
     def wait_s(self, error: grpc.RpcError, *, has_begun: bool = False) -> float:
-        """How long to wait before another try, after one has failed; where there is none, raises what it failed with.
+        """Return the delay before another attempt after a failure; if there is none, raise the failure.
 
         Args:
-            has_begun: it is a stream that a server had accepted, and can go on behind what has come of it.
+            has_begun: it is a stream that a server had accepted, and that can resume after its output so far.
         """
         failure = translated(error, self.proxy)
         try:
@@ -111,10 +111,10 @@ class Tries:
                 raise failure from error
             return wait_s
         finally:
-            del failure  # or its trace would keep it, and the request
+            del failure  # its traceback would keep the failure and the request alive
 
     def _after(self, failure: JpagedError, error: grpc.RpcError, has_begun: bool) -> float | None:
-        """How long to wait before another try; None where there is none."""
+        """Return the delay before another attempt; None if there is none."""
         retry_after_s, endpoint = 0.0, self._endpoint
         self.leave()
         if endpoint is not None and endpoint not in self._failed:
@@ -144,7 +144,7 @@ class Tries:
         return self._attempts.wait_s(grpc.StatusCode.UNAVAILABLE) if is_lost else None
 
     def _may_be_lost(self) -> bool:
-        """Counts the loss of a server by a stream; False where it has lost enough of them, or looked long enough."""
+        """Count the loss of a server by a stream; return False if the limits of `Resuming` are exceeded."""
         now_s = time.monotonic()
         if self._lost_s is None:
             self._lost_s = now_s

@@ -27,7 +27,7 @@ _FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata")
 
 
 def batch_routes(service: Service, runner: Runner | None) -> list[Route]:
-    """The paths of batches and of their files; without a folder for them they say what is missing."""
+    """Return the routes of batches and files; without a configured folder they return an error that explains it."""
     if runner is None:
         return [
             Route(path, _refuse, methods=["GET", "POST", "DELETE"])

@@ -1,4 +1,4 @@
-"""The paths under /v1/files: files of requests that callers send, and those that batches write."""
+"""The paths under /v1/files: files of requests that callers upload, and those that batches write."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from jpaged.service.service import Service
 MAX_FILENAME_CHARS = 255
 MAX_FILES_OF_LIST = 10_000
 _MAX_UPLOADS = 16
-"""Uploads at one time, of all tenants: each file is on the disk twice until it is whole."""
+"""Maximum concurrent uploads of all tenants: each file is on disk twice until complete."""
 MIN_UPLOAD_BYTES_PER_S = 16 << 10
-"""An upload that is slower on average is ended, after `UPLOAD_GRACE_S`."""
+"""An upload with a lower average rate is aborted after `UPLOAD_GRACE_S`."""
 UPLOAD_GRACE_S = 10.0
 _CHARS_OF_FILE = 200
 _MAX_FRAME_BYTES = 64 << 10
-"""What a form has beside its file."""
+"""Maximum size of the other fields of a form."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _PURPOSES = ("batch", "batch_output")
 
 
 def routes(service: Service, runner: Runner) -> list[Route]:
-    """The paths of this file."""
+    """Return the routes of this module."""
     store, read = runner.store, runner.threads.read
     max_bytes = int(service.state.config.http.max_batch_file_size * 2**20)
     share = service.state.config.http.tenant_batch_share if service.state.config.server.isolate_tenants else 1.0
@@ -133,7 +133,7 @@ class _Decompressed:
 
 
 class _Uploads:
-    """Uploads in progress, of which one tenant has a share of what others leave."""
+    """Uploads in progress. One tenant may use a share of the slots that others leave free."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -141,7 +141,7 @@ class _Uploads:
 
     @contextmanager
     def slot(self, owner: str) -> Iterator[None]:
-        """Hold a slot for one upload; raises QueueFull if there is none."""
+        """Hold a slot for one upload; raise QueueFull if there is none."""
         num_mine = self._num_open[owner]
         num_left = _MAX_UPLOADS - self._num_open.total() + num_mine
         most = min(num_left, max(1, int(num_left * self._share)))
@@ -157,7 +157,7 @@ class _Uploads:
 
 
 async def _form_of(request: Request, max_bytes: int) -> FormData:
-    """Read a form whose file is of bounded size; what is large lies on the disk meanwhile."""
+    """Read a form with a file of bounded size; large parts are spooled to disk."""
     limit = max_bytes + _MAX_FRAME_BYTES
     too_long = RequestTooLong("body.file", f"is over the limit of {max_bytes} bytes (max_batch_file_size)")
     declared = request.headers.get("content-length", "")
@@ -193,7 +193,7 @@ async def _form_of(request: Request, max_bytes: int) -> FormData:
     parser = MultiPartParser(request.headers, bounded(), max_files=1, max_fields=8, max_part_size=_MAX_FRAME_BYTES)
     try:
         return await parser.parse()
-    except MultiPartException as error:  # which has the parser close its files
+    except MultiPartException as error:  # the parser has closed its files
         raise problem or InvalidArgument("body", f"is no form: {error.message}") from error
     except OSError as error:
         raise StorageError(f"the file cannot be written: {error.strerror or error}") from error

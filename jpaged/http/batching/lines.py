@@ -1,4 +1,4 @@
-"""The lines of an input, and what is written of each: to one file where it was answered, to another where it failed."""
+"""The lines of an input, and the lines of output: answers go to one file, failures to another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jpaged.http.batching.values import BatchError, Counts
 from jpaged.openai.lines import BadLine, Line, failure_line, parse_line
 
 MAX_ERRORS = 100
-"""Errors of an input that are told."""
+"""Maximum reported errors of an input."""
 MAX_CUSTOM_ID_CHARS = 512
 _BOM = b"\xef\xbb\xbf"
 
 
 def lines_in(path: Path, max_line_bytes: int) -> Iterator[Line | BadLine]:
-    """Yield the lines of a file, one in memory at a time; empty ones are passed over."""
+    """Yield the lines of a file, one in memory at a time; skip empty ones."""
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(max_line_bytes + 1):
@@ -42,7 +42,7 @@ def lines_in(path: Path, max_line_bytes: int) -> Iterator[Line | BadLine]:
 
 
 def checked(path: Path, endpoint: str, *, max_line_bytes: int, max_lines: int) -> tuple[int, tuple[BatchError, ...]]:
-    """Return how many lines an input has, and what is wrong with it as a whole: then nothing of it is run."""
+    """Return the number of lines of an input, and its errors; an input with errors is not run at all."""
     errors: list[BatchError] = []
     first: dict[str, int] = {}
     num_lines = 0
@@ -82,23 +82,23 @@ def _bad(number: int, problem: str) -> BadLine:
 
 def _opened(path: Path) -> IO[bytes]:
     try:
-        return path.open("ab", buffering=0)  # what a full disk has not taken is not tried again at the end
+        return path.open("ab", buffering=0)  # unbuffered: bytes that a full disk refused are not retried on close
     except OSError as error:
         raise StorageError(f"an output cannot be written: {error.strerror or error}") from error
 
 
 class Outputs:
-    """The two files that a batch writes. Not safe to use from several threads at once.
+    """The two files that a batch writes. Must not be shared between threads.
 
     Args:
-        grow: takes room on the disk for bytes that are written next, or raises.
-        shrink: returns room that was taken and is not used.
+        grow: reserves disk space for the next bytes, or raises.
+        shrink: returns reserved space that is not used.
 
     Raises:
-        StorageError: the disk cannot be written; the files end with the last whole line, and can be closed.
+        StorageError: the disk cannot be written; the files end with the last complete line, and can be closed.
 
     Attributes:
-        counts: of the lines that are written.
+        counts: numbers of written lines.
         done: their custom_ids.
     """
 
@@ -113,24 +113,24 @@ class Outputs:
         self._answers, self._errors = _opened(answers), _opened(errors)
 
     def add_answer(self, custom_id: str, text: str) -> None:
-        """Write the line of output of a line that was answered."""
+        """Write the output line of a line that was answered."""
         self._add(self._answers, custom_id, text)
         self.counts = Counts(self.counts.completed + 1, self.counts.failed)
 
     def add_failure(self, custom_id: str, error: JpagedError) -> None:
-        """Write the line of output of a line that has failed for good."""
+        """Write the output line of a line that failed permanently."""
         self._add(self._errors, custom_id, failure_line(custom_id, error))
         self.counts = Counts(self.counts.completed, self.counts.failed + 1)
 
     def add_expired(self, custom_id: str) -> None:
-        """Write the line of output of a line for which there was no time."""
+        """Write the output line of a line whose completion window has passed."""
         error = {"code": "batch_expired", "message": "the completion window was over before it was run"}
         line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": None, "error": error}
         self._add(self._errors, custom_id, json_text.dumps(line) + "\n")
         self.counts = Counts(self.counts.completed, self.counts.failed + 1)
 
     def close(self) -> None:
-        """See that all is on the disk, and close the files."""
+        """Sync both files to disk and close them."""
         try:
             for file in (self._answers, self._errors):
                 if not file.closed:
@@ -140,7 +140,7 @@ class Outputs:
             raise StorageError(f"an output cannot be written: {error.strerror or error}") from error
 
     def _add(self, file: IO[bytes], custom_id: str, text: str) -> None:
-        """A line is in the file whole or not at all: what is torn is cut off when the batch is taken up."""
+        """Write a line completely or not at all; a resumed batch cuts off an incomplete one."""
         data = text.encode()
         self._grow(len(data))
         begin, done = os.fstat(file.fileno()).st_size, 0
@@ -155,7 +155,7 @@ class Outputs:
         self.done.add(custom_id)
 
     def _taken_up(self, path: Path) -> int:
-        """Read what an earlier run has written, and cut off what is torn."""
+        """Read the output of an earlier run, and cut off an incomplete line."""
         num_lines, end = 0, 0
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             for raw in file:

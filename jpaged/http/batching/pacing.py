@@ -1,7 +1,7 @@
-"""How many lines may run now, so that nobody who waits for an answer waits longer for them.
+"""Number of lines that may run now without delaying interactive requests.
 
-Lines have the rows that nobody else has, but for a few that are kept for whoever comes next, and none is begun while a
-request waits. Where the server's policy is `priority`, they have the lowest, too.
+Lines use rows that no other request has, except a few reserved for newcomers, and no line starts while a request waits.
+With the policy `priority`, they also have the lowest priority.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from jpaged.service.service import Service
 from jpaged.service.state import Stage
 
 PRIORITY = 1 << 20
-"""The priority of lines: lower numbers are served first, and callers seldom write such a large one."""
+"""Priority of lines: lower numbers are served first, and clients rarely use such a large one."""
 _KEPT_SHARE = 0.25
 _POLL_S = 0.02
 
 
 class Places:
-    """The places of lines, of all batches together; those that wait for one get it in turn."""
+    """Slots for lines of all batches together, granted in order of arrival."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -26,7 +26,7 @@ class Places:
         self._num_taken = 0
 
     async def take(self) -> bool:
-        """Wait for a place; False, and there is none, where the server takes no more lines."""
+        """Wait for a slot; return False, without a slot, if the server accepts no more lines."""
         async with self._turn:
             while True:
                 if not self._is_serving():
@@ -37,7 +37,7 @@ class Places:
                 await asyncio.sleep(_POLL_S)
 
     def give_back(self) -> None:
-        """Leave a place to others."""
+        """Release a slot."""
         self._num_taken -= 1
 
     def _is_serving(self) -> bool:

@@ -1,4 +1,4 @@
-"""Lists in pages, as OpenAI's API has them: `limit` of them, behind the one that `after` names."""
+"""Paginated lists as in OpenAI's API: `limit` entries after the one named by `after`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from jpaged.errors import InvalidArgument, NotFound
 
 
 class Shown(Protocol):
-    """What a list has."""
+    """An entry of a list."""
 
     @property
     def id(self) -> str: ...
 
     def shown(self) -> dict[str, Any]:
-        """Return it as OpenAI's API has it."""
+        """Return the entry in OpenAI's format."""
 
 
 def page_of(values: Sequence[Shown], request: Request, *, max_limit: int, default: int) -> dict[str, Any]:
-    """Return a page of values, of which the newest is the first.
+    """Return a page of values, by default the newest first.
 
     Raises:
-        InvalidArgument: limit or order are none.
-        NotFound: nothing has the id of `after`.
+        InvalidArgument: limit or order is invalid.
+        NotFound: no entry has the id `after`.
     """
     given = request.query_params
     order, text, after = given.get("order", "desc"), given.get("limit", str(default)), given.get("after")

@@ -1,4 +1,4 @@
-"""All batches that have not ended: taken up when the server takes requests, and left where they are when it ends."""
+"""All unfinished batches: resumed when the server accepts requests, and left in their state when it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jpaged.service.service import Service
 from jpaged.service.state import Stage
 
 _MAX_RUNNING = 4
-"""Batches that run at one time, of different owners: the others of an owner wait for its first."""
+"""Maximum running batches, at most one per owner; further ones of an owner wait."""
 _WATCH_INTERVAL_S = 0.2
 
 
@@ -30,8 +30,8 @@ class Runner:
         root: the folder of `--batch-dir`.
 
     Attributes:
-        store: what is kept.
-        threads: where whatever asks it runs.
+        store: files and batches on disk.
+        threads: threads for calls of the store.
 
     Raises:
         InvalidArgument: the folder cannot be used.
@@ -50,11 +50,11 @@ class Runner:
         self._main: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to run batches, as soon as the server takes requests."""
+        """Start to run batches as soon as the server accepts requests."""
         self._main = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Leave all batches where they are, and the folder to others."""
+        """Stop all batches in their current state, and release the folder."""
         tasks = [task for _, task in self._running.values()]
         if self._main is not None:
             tasks.append(self._main)
@@ -66,15 +66,15 @@ class Runner:
         self.store.close()
 
     async def add(self, batch: Batch) -> None:
-        """Keep a new batch, and run it when it is its turn."""
+        """Store a new batch, and run it in turn."""
         await self.threads.write(lambda: self.store.add_batch(batch))
         self._changed.set()
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
-        """Begin the end of a batch, and return it.
+        """Begin to cancel a batch, and return it.
 
         Raises:
-            NotFound: the owner has none of that id.
+            NotFound: the owner has no batch of that id.
             InvalidArgument: it has ended.
         """
         batch = self.store.batch(owner, batch_id)
@@ -104,7 +104,7 @@ class Runner:
                     await self._changed.wait()
 
     def _due(self) -> list[Batch]:
-        """Batches to begin: of each owner that has none that runs the first, while there is room."""
+        """Return the batches to start: the first of each owner without a running one, up to the limit."""
         owners = {running.batch.owner for running, _ in self._running.values()}
         found = []
         for batch in self.store.live():

@@ -1,10 +1,10 @@
-"""One batch from its first line to its last, or to the end of its time, of its caller's patience, of the server.
+"""One batch from its first line to its last, or until it expires, is cancelled, or the server ends.
 
     validating ──> in_progress ──> finalizing ──> completed
         └─> failed      ├─────────────────────> expired
                         └─> cancelling ───────> cancelled
 
-A server that ends leaves it in its status; the next takes it up there, and runs the lines that no file has a line of.
+When the server ends, a batch keeps its status; the next server resumes it, and runs the lines without output.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from jpaged.service.state import Stage
 _LOG = logging.getLogger(__name__)
 
 _LINES_AT_ONCE = 16
-"""Lines that are read ahead of those that run."""
+"""Number of lines to read ahead."""
 _MAX_TAKES = 16
-"""So often a batch is taken up without a line that ends: one of its lines may be what ends the server."""
+"""Maximum number of resumes without a completed line: one of its lines may be what crashes the server."""
 _MAX_TRIES = 8
 _RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a batch may have: bytes of a line, and lines."""
+    """Limits of a batch: bytes per line, and number of lines."""
 
     max_line_bytes: int
     max_lines: int
 
 
 class Running:
-    """A batch that is run.
+    """A running batch.
 
     Attributes:
-        batch: as far as it is.
+        batch: its current state.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Running:
         self._is_cancelled = asyncio.Event()
 
     async def run(self) -> None:
-        """Run it until it has ended or the server takes no more lines; whoever stops waiting leaves it as it is."""
+        """Run it until it has ended or the server accepts no more lines; cancellation leaves it in its state."""
         try:
             if self.batch.status == "validating":
                 await self._validate()
@@ -83,7 +83,7 @@ class Running:
             await self._fail(BatchError("internal_error", f"{type(error).__name__}: {error}"))
 
     async def cancel(self) -> None:
-        """Begin its end; what has been answered stays."""
+        """Begin to cancel it; answered lines stay."""
         if self.batch.status in ("validating", "in_progress"):
             await self._enter("cancelling")
             self._is_cancelled.set()
@@ -134,7 +134,7 @@ class Running:
             await self._enter("finalizing")
 
     async def _run_lines(self, outputs: Outputs) -> str | None:
-        """Run what is left; return how that ended, None where lines are left for another server."""
+        """Run the remaining lines; return the outcome, None if lines are left for another server."""
         work = asyncio.create_task(self._run_all(outputs))
         cancelled = asyncio.create_task(self._is_cancelled.wait())
         try:
@@ -166,7 +166,7 @@ class Running:
                         return
                     task = group.create_task(self._answer(answers, outputs, line))
                     task.add_done_callback(lambda _: self._places.give_back())
-        except BaseExceptionGroup as errors:  # the first has ended all others
+        except BaseExceptionGroup as errors:  # the first has cancelled all others
             raise errors.exceptions[0] from None
 
     async def _todo(self, outputs: Outputs) -> AsyncIterator[Line]:
@@ -219,7 +219,7 @@ class Running:
         await self._enter(status, has_output=files[0] is not None, has_errors=files[1] is not None, **changes)
 
     async def _fail(self, error: BatchError) -> None:
-        """End it where it cannot go on; what has been answered can be had all the same, as far as the disk allows."""
+        """End it with a failure; answered lines stay available as far as the disk allows."""
         try:
             await self._finish("failed", errors=(error,))
             return
@@ -227,7 +227,7 @@ class Running:
             _LOG.error("the outputs of batch %s are lost: %s", self.batch.id, another)
         try:
             await self._enter("failed", errors=(error,))
-        except JpagedError as another:  # the next server takes it up, and meets the same
+        except JpagedError as another:  # the next server resumes it, and hits the same error
             _LOG.error("batch %s cannot be saved: %s", self.batch.id, another)
 
     async def _enter(self, status: str, **changes: Any) -> None:

@@ -1,14 +1,14 @@
-"""Files and batches on disk, each owner's apart, bounded in all. Its verbs wait for the disk: for threads.
+"""Files and batches on disk, separately per owner, with total limits. Methods wait for the disk: call them on threads.
 
-    DIR/lock                        held by the server that has the folder
-    DIR/reserve                     room for the last state of batches, freed when the disk is full
-    DIR/<digest of the owner>/files/file-....json     what a file is, written when the file is whole
-                                    file-....jsonl    its lines; without the other, one that is being written
-                              batches/batch_....json  a batch, written anew in each of its statuses
+    DIR/lock                        held by the server that uses the folder
+    DIR/reserve                     reserved space for the final state of batches, freed when the disk is full
+    DIR/<digest of the owner>/files/file-....json     metadata of a file, written when the file is complete
+                                    file-....jsonl    the lines; without metadata, an incomplete file
+                             batches/batch_....json  a batch, rewritten at each change of status
 
-Names of files and batches are made here, and those that callers send are looked up in memory, never on disk. What says
-how far a batch is takes the place of what said so before, in one step, and is on the disk before anything builds on it.
-A state that cannot be read is kept as `*.damaged`, and the others are served.
+Names of files and batches are generated here; names from callers are looked up in memory, never on disk. A new state
+replaces the old one atomically, and is on disk before anything depends on it. An unreadable state is kept as
+`*.damaged`, and the others are served.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from jpaged.http.batching.values import Batch, StoredFile, new_id
 _T = TypeVar("_T")
 
 MAX_FILES = 20_000
-"""Files of all owners together; each is known in memory."""
+"""Maximum files of all owners; each is indexed in memory."""
 MAX_BATCHES = 10_000
-"""Batches of all owners together that are known; the oldest that have ended are forgotten first."""
+"""Maximum known batches of all owners; the oldest finished ones are dropped first."""
 MAX_LIVE_BATCHES = 1000
 _COPY_BYTES = 1 << 20
 _RESERVE_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class _Owned:
-    """What is known of one owner."""
+    """Files and batches of one owner."""
 
     folder: Path
     files: dict[str, StoredFile]
@@ -63,20 +63,20 @@ class _Owned:
 
     @property
     def num_live(self) -> int:
-        """Batches that have not ended."""
+        """Number of unfinished batches."""
         return sum(one.is_live for one in self.batches.values())
 
 
 class Store:
-    """The folder of `--batch-dir`, held against other servers until `close`.
+    """The folder of `--batch-dir`, locked against other servers until `close`.
 
     Args:
-        root: made where there is none.
-        max_bytes: of all files together.
-        share: what one owner may have of the files, bytes and live batches that others leave, up to 1.
+        root: created if missing.
+        max_bytes: limit of all files together.
+        share: share that one owner may use of the files, bytes and live batches that others leave free, up to 1.
 
     Raises:
-        InvalidArgument: another server has it, or it cannot be written.
+        InvalidArgument: another server uses it, or it cannot be written.
     """
 
     def __init__(self, root: Path, max_bytes: int, share: float = 1.0) -> None:
@@ -99,16 +99,16 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Let the folder go."""
+        """Release the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def add_file(self, owner: str, source: Source, filename: str) -> StoredFile:
-        """Keep what a caller sent.
+        """Store an uploaded file.
 
         Raises:
-            StorageError: there is no room for it, in all, for the owner or on the disk.
+            StorageError: there is no room for it in total, for the owner or on the disk.
         """
         with self._guard:
             owned = self._owned(owner)
@@ -136,7 +136,7 @@ class Store:
                 raise
 
     def add_output(self, owner: str, file_id: str, filename: str) -> StoredFile | None:
-        """Make a file of what a batch wrote under an id; None, and nothing is left, where that is empty."""
+        """Register a file that a batch wrote under an id; if it is empty, delete it and return None."""
         with _disk_errors("an output"):
             path = self.path(owner, file_id)
             if not path.exists() or not path.stat().st_size:
@@ -147,7 +147,7 @@ class Store:
             )
 
     def file(self, owner: str, file_id: str) -> StoredFile:
-        """Return a file; raises NotFound where the owner has none of that id."""
+        """Return a file; raise NotFound if the owner has none of that id."""
         with self._guard:
             owned = self._owners.get(owner)
             if owned is None or file_id not in owned.files:
@@ -161,7 +161,7 @@ class Store:
             return list(reversed(owned.files.values())) if owned else []
 
     def path(self, owner: str, file_id: str) -> Path:
-        """Return where the lines of a file are, or will be; the id is one that was made here."""
+        """Return the path of a file's lines; the id must be one that was generated here."""
         with self._guard:
             return self._owned(owner).folder / "files" / f"{file_id}.jsonl"
 
@@ -170,7 +170,7 @@ class Store:
 
         Raises:
             NotFound: the owner has none of that id.
-            AlreadyExists: a batch that has not ended reads it.
+            AlreadyExists: an unfinished batch reads it.
         """
         with self._guard:
             self.file(owner, file_id)
@@ -184,7 +184,7 @@ class Store:
             del self._owned(owner).files[file_id]
 
     def grow(self, owner: str, num_bytes: int) -> None:
-        """Take room of an owner for bytes that are written next; raises StorageError if there is none."""
+        """Reserve space of an owner for the next bytes; raise StorageError if there is none."""
         with self._guard:
             owned = self._owned(owner)
             num_others = sum(one.num_bytes for one in self._owners.values() if one is not owned)
@@ -195,16 +195,16 @@ class Store:
             owned.num_bytes += num_bytes
 
     def shrink(self, owner: str, num_bytes: int) -> None:
-        """Return room that `grow` has taken."""
+        """Return space that `grow` has reserved."""
         with self._guard:
             owned = self._owned(owner)
             owned.num_bytes = max(0, owned.num_bytes - num_bytes)
 
     def add_batch(self, batch: Batch) -> None:
-        """Keep a new batch, which is known once it is on disk.
+        """Store a new batch; it is visible once it is on disk.
 
         Raises:
-            QueueFull: too many have not ended.
+            QueueFull: too many batches are unfinished.
             StorageError: the disk cannot be written.
         """
         with self._guard:
@@ -224,18 +224,18 @@ class Store:
             self._owned(batch.owner).batches[batch.id] = batch
 
     def save(self, batch: Batch) -> None:
-        """Keep a batch as it is now, on disk; of several that save one batch, the last call is the last to write."""
+        """Write a batch's current state to disk; of several calls for one batch, the last one writes last."""
         with self._guard:
             owned = self._owned(batch.owner)
         with _disk_errors("a batch"):
             self._write(owned.folder / "batches" / f"{batch.id}.json", batch.as_json())
 
     def note(self, batch: Batch) -> None:
-        """Know how far a batch is that `add_batch` has taken; waits for nothing."""
+        """Update the known state of a batch without waiting for the disk."""
         self._owners[batch.owner].batches[batch.id] = batch
 
     def batch(self, owner: str, batch_id: str) -> Batch:
-        """Return a batch; raises NotFound where the owner has none of that id."""
+        """Return a batch; raise NotFound if the owner has none of that id."""
         with self._guard:
             owned = self._owners.get(owner)
             if owned is None or batch_id not in owned.batches:
@@ -249,7 +249,7 @@ class Store:
             return list(reversed(owned.batches.values())) if owned else []
 
     def live(self) -> list[Batch]:
-        """Return all batches that have not ended, the oldest first."""
+        """Return all unfinished batches, the oldest first."""
         with self._guard:
             found = [one for owned in self._owners.values() for one in owned.batches.values() if one.is_live]
             return sorted(found, key=lambda one: one.created_at)
@@ -285,11 +285,11 @@ class Store:
         owner = _loaded(folder / "owner.json", lambda value: str(value["owner"]))
         if owner is None and folder.name == _digest(""):
             owner = ""
-        if owner is not None:  # that of another is read when its first request comes
+        if owner is not None:  # another owner's folder is read at that owner's first request
             self._owners[owner] = _load(folder)
 
     def _write(self, path: Path, value: Mapping[str, object]) -> None:
-        """Write a small file, on a full disk in the room that is reserved for that."""
+        """Write a small file; on a full disk, use the reserved space."""
         try:
             _write(path, value)
         except OSError as error:
@@ -300,7 +300,7 @@ class Store:
             _write(path, value)
 
     def _reserve(self) -> None:
-        """Take room on the disk in which batches can end when it is full, unless it is still taken."""
+        """Reserve disk space for the final state of batches, unless it is still reserved."""
         path = self._root / "reserve"
         if path.exists():
             return
@@ -318,7 +318,7 @@ def _digest(owner: str) -> str:
 
 
 def _load(folder: Path) -> _Owned:
-    """Return what an earlier server has left of an owner; a file of requests that came in part goes."""
+    """Return an owner's state from an earlier server; delete incompletely uploaded files."""
     batches = [_loaded(path, Batch.of_json) for path in (folder / "batches").glob("*.json")]
     files = [_loaded(path, lambda value: StoredFile(**value)) for path in (folder / "files").glob("*.json")]
     known_batches = sorted((one for one in batches if one is not None), key=lambda one: one.created_at)
@@ -326,7 +326,7 @@ def _load(folder: Path) -> _Owned:
     owned = _Owned(folder, {one.id: one for one in known_files}, {one.id: one for one in known_batches})
     kept = set(owned.files)
     kept |= {name for one in known_batches if one.is_live for name in (one.output_id, one.error_id)}
-    is_sound = not any(folder.glob("*/*.damaged"))  # else they may be a damaged batch's
+    is_sound = not any(folder.glob("*/*.damaged"))  # otherwise they may belong to a damaged batch
     for path in (folder / "files").glob("*.jsonl"):
         if path.stem in kept or not is_sound:
             owned.num_bytes += path.stat().st_size
@@ -346,7 +346,7 @@ def _locked(root: Path) -> int:
 
 
 def _loaded(path: Path, read: Callable[[Any], _T]) -> _T | None:
-    """Return what a file holds; None if it is damaged, and then it is renamed."""
+    """Return the contents of a file; if it is damaged, rename it and return None."""
     try:
         return read(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -358,7 +358,7 @@ def _loaded(path: Path, read: Callable[[Any], _T]) -> _T | None:
 
 
 def _write(path: Path, value: Mapping[str, object]) -> None:
-    """A crash leaves the old file or the new one, and never a part."""
+    """Replace a file atomically: a crash leaves the old file or the new one."""
     new = path.with_suffix(".new")
     try:
         with new.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A stored file, a batch: as they are kept, and as OpenAI's API shows them. No I/O."""
+"""A stored file, a batch: as stored, and as OpenAI's API returns them. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jpaged.access.keys import Key, Role
 from jpaged.errors import InvalidArgument
 
 LIVE = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
-"""Statuses of batches that have not ended; the others are completed, failed, expired and cancelled."""
+"""Statuses of unfinished batches; the others are completed, failed, expired and cancelled."""
 MAX_WINDOW_S = 30 * 86400
 MAX_METADATA = 16
 MAX_METADATA_NAME = 64
@@ -22,7 +22,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def new_id(kind: str) -> str:
-    """Return an id that nothing else has: `file-...`, `batch_...`."""
+    """Return a unique id: `file-...`, `batch_...`."""
     return f"{kind}{uuid.uuid4().hex}"
 
 
@@ -30,7 +30,7 @@ def window_s_of(text: Any) -> int:
     """Return the seconds of a completion window.
 
     Raises:
-        InvalidArgument: it is none, such as 24h or 30m, of up to 30 days.
+        InvalidArgument: it is not a time such as 24h or 30m, up to 30 days.
     """
     match = _WINDOW.fullmatch(text) if isinstance(text, str) else None
     seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
@@ -42,10 +42,10 @@ def window_s_of(text: Any) -> int:
 
 
 def metadata_of(value: Any) -> dict[str, str]:
-    """Return the notes of a caller's, of OpenAI's bounds; None is none.
+    """Return a caller's metadata within OpenAI's limits; None becomes empty.
 
     Raises:
-        InvalidArgument: they are no texts, too many or too long.
+        InvalidArgument: values are not strings, too many or too long.
     """
     if value is None:
         return {}
@@ -60,7 +60,7 @@ def metadata_of(value: Any) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that a caller sent, or that a batch has written.
+    """A file that a caller uploaded, or that a batch has written.
 
     Attributes:
         purpose: `batch` or `batch_output`.
@@ -73,7 +73,7 @@ class StoredFile:
     purpose: str
 
     def shown(self) -> dict[str, Any]:
-        """The file as OpenAI's API has it."""
+        """Return the file in OpenAI's format."""
         return {
             "id": self.id,
             "object": "file",
@@ -89,7 +89,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """Why a batch could not run: `line` counts from 1."""
+    """Reason why a batch could not run; `line` counts from 1."""
 
     code: str
     message: str
@@ -99,7 +99,7 @@ class BatchError:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Lines of a batch that have ended."""
+    """Numbers of finished lines of a batch."""
 
     completed: int = 0
     failed: int = 0
@@ -112,16 +112,16 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as it is kept.
+    """A batch as stored.
 
     Attributes:
-        owner: whose batches and files it is among; `tenant` is whose requests it makes.
-        key_id, role: of the key that created it, with whose permissions its lines run; None on a server without keys.
-        output_id, error_id: of the files that its lines go to, whether or not there are any.
-        has_output, has_errors: those files can be had.
-        times: when it entered which status, by the names of OpenAI's fields.
-        num_lines: of the input, once they are counted.
-        num_takes: how often it was taken up since a line of it ended.
+        owner: scope of the batch and the files; `tenant` is the tenant of the requests.
+        key_id, role: of the key that created it, whose permissions apply to the lines; None on a server without keys.
+        output_id, error_id: ids of the output files, whether or not they exist.
+        has_output, has_errors: those files exist.
+        times: time of entering each status, by OpenAI's field names.
+        num_lines: lines of the input, once they are counted.
+        num_takes: number of resumes since a line last completed.
     """
 
     id: str
@@ -149,32 +149,32 @@ class Batch:
 
     @property
     def key(self) -> Key | None:
-        """Return the key that created it; None on a server without keys."""
+        """The key that created it; None on a server without keys."""
         if self.key_id is None or self.role is None:
             return None
         return Key(self.key_id, self.tenant, Role[self.role.upper()])
 
     @property
     def is_live(self) -> bool:
-        """It has not ended."""
+        """True if it is unfinished."""
         return self.status in LIVE
 
     def as_json(self) -> dict[str, Any]:
-        """The batch as it is kept on disk."""
+        """Return the batch as stored on disk."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> Batch:
-        """The batch that was kept so; raises TypeError, KeyError or ValueError for anything else."""
+        """Parse a stored batch; raise TypeError, KeyError or ValueError for anything else."""
         known = {one.name for one in fields(cls)}
-        value = {"key_id": None, "role": None, **value}  # a batch of an earlier release has neither
+        value = {"key_id": None, "role": None, **value}  # batches of earlier releases have neither
         if value.keys() != known:
             raise ValueError(f"fields {sorted(value.keys() ^ known)}")
         errors = tuple(BatchError(**one) for one in value["errors"])
         return cls(**{**value, "errors": errors, "counts": Counts(**value["counts"])})
 
     def shown(self) -> dict[str, Any]:
-        """The batch as OpenAI's API has it."""
+        """Return the batch in OpenAI's format."""
         stamps = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         counts = self.counts
         errors = [{"code": e.code, "message": e.message, "line": e.line, "param": e.param} for e in self.errors]

@@ -1,7 +1,7 @@
-"""What generates: /v1/completions and /v1/chat/completions, in one piece or as it comes.
+"""Generation: /v1/completions and /v1/chat/completions, as a whole or streamed.
 
 paths.py   the two paths
-asked.py   what one HTTP request asks for, once its body is read
-calls.py   a job as requests of the service: their events, or what came of them; texts of tokens
-events.py  server-sent events, and clients that leave
+asked.py   one HTTP request after its body is parsed
+calls.py   the requests of a job: their events or outputs; texts of tokens
+events.py  server-sent events, and disconnects of clients
 """

@@ -1,4 +1,4 @@
-"""What one HTTP request asks for, once its body is read."""
+"""One HTTP request for a completion after its body is parsed."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from jpaged.types import LoadedAdapter
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A job, and whose it is.
+    """A job with the context of the HTTP request.
 
     Attributes:
-        model: what runs it.
-        adapter: what its requests run with, the same load for all of them.
-        caller: who asks.
-        headers: what the answer carries besides; whoever answers adds to them before it begins.
-        size: bounds the answer.
-        began_s: of `time.monotonic`, from which its time is counted.
+        model: the model that runs it.
+        adapter: the resolved adapter of all its requests.
+        caller: identity of the caller.
+        headers: additional response headers; code may add to them before the response begins.
+        size: limit of the response.
+        began_s: `time.monotonic` at the start, from which the timeout counts.
     """
 
     job: Job
@@ -52,11 +52,11 @@ class Asked:
     began_s: float = field(default_factory=time.monotonic)
 
     def heading(self) -> Heading:
-        """Return what its answers have in common."""
+        """Return the common fields of the responses."""
         return Heading(self.request_id, self.job.model or self.model.model.name)
 
     def left_s(self) -> float | None:
-        """Return the time that is left of what the caller gives it."""
+        """Return the remaining time of the caller's timeout."""
         return None if self.remaining_s is None else self.remaining_s - (time.monotonic() - self.began_s)
 
     def record(self) -> RequestRecord:
@@ -65,7 +65,7 @@ class Asked:
         return RequestRecord(operation="text_completion", tenant=self.tenant, caller=self.caller, adapter=adapter)
 
     def call(self, number: int, record: RequestRecord | None = None) -> Call:
-        """Return the request that one of its prompts is; one of several has the record of all."""
+        """Return the service call of one prompt; one of several uses the record of the whole."""
         prompt = self.job.prompts[number]
         is_one = len(self.job.prompts) == 1
         return Call(
@@ -81,11 +81,11 @@ class Asked:
         )
 
     def add_known_prompts(self) -> None:
-        """Count the prompts that came as token ids; raises InvalidArgument if the answer would be too large."""
+        """Count the prompts given as token ids; raise InvalidArgument if the response would be too large."""
         self._add(sum(len(prompt.token_ids) for prompt in self.job.prompts if prompt.token_ids is not None))
 
     def add_prompt(self, number: int, num_tokens: int) -> None:
-        """Count a prompt that came as a text, once its tokens are known; raises as `add_known_prompts`."""
+        """Count a prompt given as text, once its tokens are known; raise as `add_known_prompts`."""
         if self.job.prompts[number].token_ids is None:
             self._add(num_tokens)
 
@@ -97,7 +97,7 @@ class Asked:
 
     @contextmanager
     def naming(self, number: int) -> Iterator[None]:
-        """Inside, errors of a prompt's request name what the caller gave."""
+        """Rename the fields in errors of a prompt's request to the caller's."""
         try:
             yield
         except InvalidArgument as error:
@@ -110,13 +110,13 @@ class Asked:
 async def asked_of(
     service: Service, request: Request, read: Callable[[Mapping[str, Any]], Job], *, is_kept: bool = False
 ) -> Asked:
-    """Read a request.
+    """Parse a request.
 
     Args:
-        is_kept: a stream's last event has all of the answer.
+        is_kept: a stream's last event repeats the whole answer.
 
     Raises:
-        JpagedError: it cannot be honoured, or nothing can now.
+        JpagedError: it is invalid or unsupported, or the server cannot serve it now.
     """
     began_s = time.monotonic()
     model = service.state.serving()
@@ -152,7 +152,7 @@ async def asked_of(
 
 
 def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:
-    """The adapter that a job names, by `adapter` or, as OpenAI's clients can, by `model`."""
+    """Return the adapter of a job, named by `adapter` or, for OpenAI's clients, by `model`."""
     if job.model in (None, model.model.name):
         return model.adapters.named(job.adapter or "")
     if job.model not in {one.name for one in model.adapters.loaded()}:

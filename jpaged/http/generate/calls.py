@@ -1,4 +1,4 @@
-"""A job as requests of the service: one for each prompt. Their events as they come, or what came of them."""
+"""The requests of a job, one per prompt: their events as they come, or their outputs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jpaged.service.service import Generation, Service
 from jpaged.types import OutputEvent, RequestOutput
 
 Told = tuple[int, Generation, OutputEvent]
-"""Whose event it is, of the job's prompts; its request; the event."""
+"""Index of the prompt, its request, and the event."""
 _MAX_WAITING = 64
-"""Events of several prompts that wait to be sent; further ones gather in their streams, where they are merged."""
+"""Maximum queued events of several prompts; further ones are merged in their streams."""
 
 
 async def outputs_of(service: Service, asked: Asked) -> list[RequestOutput]:
-    """Run a job to its end; return what came of each prompt.
+    """Run a job to its end; return the output of each prompt.
 
     Raises:
-        JpagedError: one cannot run, or has failed; the others are ended.
+        JpagedError: a request is refused or has failed; the others are aborted.
     """
     asked.add_known_prompts()
     if len(asked.job.prompts) == 1:
@@ -60,7 +60,7 @@ async def _output(
 
 
 async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None]:
-    """Run a job and tell of it as it comes; to close it drops what still runs. Raises as `outputs_of`."""
+    """Run a job and yield its events; closing it aborts running requests. Raises as `outputs_of`."""
     asked.add_known_prompts()
     if len(asked.job.prompts) > 1:
         async with aclosing(_events_of_several(service, asked)) as told:
@@ -108,7 +108,7 @@ async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[T
 
 
 async def prompt_text_of(service: Service, asked: Asked, number: int, prompt_token_ids: tuple[int, ...]) -> str:
-    """Return the text of a prompt, as it came or of the tokens that are left of it."""
+    """Return the text of a prompt, as given or from the tokens after truncation."""
     text, sampling = asked.job.prompts[number].text, asked.job.sampling
     if text is not None and sampling.truncate_prompt_tokens is None:
         return text
@@ -119,7 +119,7 @@ async def prompt_text_of(service: Service, asked: Asked, number: int, prompt_tok
 
 
 class TokenTexts:
-    """The texts of a model's tokens, those that were asked for; as many as its vocabulary has at most."""
+    """Cache of the texts of a model's tokens; at most one entry per token."""
 
     def __init__(self) -> None:
         self._model: LoadedModel | None = None
@@ -142,7 +142,7 @@ def shown_token(tokenizer: Tokenizer, token_id: int) -> ShownToken:
 
 
 def _begun_character(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return how a text shows a character that its last tokens begin and the next ones may complete; "" without one."""
+    """Return the placeholder of a character that the last tokens begin and the next may complete; "" without one."""
     data = b"".join(map(tokenizer.token_bytes, token_ids[-4:]))
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)

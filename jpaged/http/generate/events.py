@@ -1,11 +1,11 @@
-"""Server-sent events as an ASGI response, and clients that leave while they are answered.
+"""Server-sent events as an ASGI response, with handling of client disconnects.
 
     before the first event   an error is a status, as everywhere
-    nothing for a while      `: keep-alive`, a comment, behind the headers, so that no proxy takes us for dead
+    nothing for a while      `: keep-alive`, a comment, after the headers, so that proxies keep the connection open
     an error in the middle   data: {"error": {...}}, and the stream ends
-    the client has gone      what makes the events is closed at once, and with it its requests
+    the client disconnects   the source of the events is closed at once, which aborts its requests
 
-A send waits while the client's connection is full: what comes meanwhile gathers where the events come from.
+A send blocks while the client's connection is full; events are merged at their source in the meantime.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class EventStream:
     """A response of server-sent events.
 
     Args:
-        events: each as it is sent; closed at the end, whichever that is.
-        keep_alive_s: after so long without one a comment is sent.
-        remaining_s: time that the client gives it; None is no limit.
+        events: encoded events; closed at the end in any case.
+        keep_alive_s: send a comment after this time without an event.
+        remaining_s: timeout from the client; None for no limit.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EventStream:
         self._is_quiet = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; raises what the events raise before anything was sent."""
+        """Send the response; raise errors of the events that come before anything was sent."""
         try:
             await while_connected(receive, self._answer(send), self._remaining_s)
         except (Cancelled, DeadlineExceeded) as error:

@@ -23,7 +23,7 @@ from jpaged.types import PositionLogprobs, RequestOutput
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this file."""
+    """Return the routes of this module."""
     texts = TokenTexts()
 
     def answering(read: Callable[[Mapping[str, Any]], Job]) -> Callable[[Request], Awaitable[Any]]:
@@ -78,7 +78,7 @@ async def _chunks(service: Service, asked: Asked, texts: TokenTexts) -> AsyncGen
 
 
 def _size_of_output(output: RequestOutput) -> int:
-    """Return about how many characters are written of an output."""
+    """Return the approximate number of characters of an output in JSON."""
     size = sum(len(one.text) + len(one.token_ids) + _size(one.logprobs or ()) for one in output.outputs)
     return size + _size((output.prompt_logprobs or ())[1:])
 

@@ -1,7 +1,7 @@
-"""The page of the pool: what it shows, ten times a second, and the little that it does besides sending requests.
+"""The dashboard of the KV pool, updated ten times a second, with a control to limit the pool.
 
-hub.py    one look at the pools for all watchers, and what each of them gets of it
+hub.py    one snapshot of the pools for all viewers, and the frames for each
 paths.py  /, and below /page/
-limits.py makes the pools smaller, for who plays
-static/   the page itself: no build step, nothing from elsewhere
+limits.py makes the pools smaller for experiments
+static/   the page: no build step, no external resources
 """

@@ -1,10 +1,10 @@
-"""One look at the pools for all who watch: written once, and read by each as quickly as it can.
+"""One snapshot of the pools for all viewers: encoded once, and read by each at the viewer's pace.
 
     engine ──pictures──> FrameWriter ──frame 17──> [ newest ] <── watcher that has 16: the change
-             (its thread)  (a thread)                         <── watcher that has 12: the whole
+            (its thread)  (a thread)                         <── watcher that has 12: the whole
 
-A watcher asks for the next frame when it has sent the last: nothing is kept for one that is slow, which misses frames.
-Without watchers nothing runs.
+A viewer requests the next frame when it has sent the last; a slow one skips frames, and nothing is buffered for it.
+Without viewers nothing runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from jpaged.service.state import Stage
 MAX_WATCHERS = 64
 _INTERVAL_S = 0.1
 _QUIET_S = 1.0
-"""How often pools are looked at in which nothing moves, and how long a watcher waits for a frame before it is told that
-none has come."""
+"""Interval of snapshots of idle pools, and time that a viewer waits for a frame before a keep-alive."""
 _RETRY_S = 5.0
 
 
 class Hub:
-    """Looks while somebody watches. Lives on the event loop of its first watcher."""
+    """Takes snapshots while there are viewers. Bound to the event loop of the first viewer."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -49,14 +48,14 @@ class Hub:
 
         Raises:
             Unavailable: no model is loaded, or the engine has failed.
-            QueueFull: too many watch.
+            QueueFull: there are too many viewers.
         """
         self._service.state.loaded()
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFull(f"{self._num_watchers} watch the pool, the limit is {MAX_WATCHERS}", retry_after_s=_RETRY_S)
         self._num_watchers += 1
         if self._looking is None:
-            self._newest, self._loads = None, ()  # what was seen before nobody looked is old
+            self._newest, self._loads = None, ()  # frames from before the first viewer are outdated
             self._looking = asyncio.create_task(self._look())
         try:
             yield Watcher(self)
@@ -68,18 +67,18 @@ class Hub:
 
     @property
     def number(self) -> int | None:
-        """The newest frame's; None before the first."""
+        """Number of the newest frame; None before the first."""
         return None if self._newest is None else self._newest.number
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait for the next frame or the end, or for so long."""
+        """Wait for the next frame, the end or the timeout."""
         changed = self._changed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await changed.wait()
 
     async def frame_for(self, seen: int | None) -> Frame:
-        """Return what brings a watcher up to date who has seen a frame; there is a newer one."""
+        """Return the frame that updates a viewer from frame `seen`; there must be a newer one."""
         newest = self._newest
         if newest is not None and newest.base is not None and newest.base == seen:
             return newest
@@ -111,7 +110,7 @@ class Hub:
         self._tell()
 
     async def _pictures(self) -> list[PoolPicture] | None:
-        """Return the next pictures; None where none come, because it all ends."""
+        """Return the next snapshots; None if the server ends."""
         asked = [asyncio.wrap_future(one) for one in self._service.state.loaded().engine.eyes.pictures()]
         waiting: set[asyncio.Future[PoolPicture]] = set(asked)
         while waiting:
@@ -131,14 +130,14 @@ class Hub:
 
 
 class Watcher:
-    """Somebody who watches."""
+    """One viewer."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._seen: int | None = None
 
     async def next(self) -> Frame | None:
-        """Return the next frame; None where none has come for a while."""
+        """Return the next frame; None if none came for a while."""
         if self._hub.number == self._seen:
             await self._hub.changed(_QUIET_S)
         if self._hub.number == self._seen:
@@ -149,5 +148,5 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
-        """The server ends: no further frame comes."""
+        """True if the server ends, so that no frame follows."""
         return self._hub.is_over

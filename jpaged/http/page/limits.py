@@ -1,7 +1,7 @@
-"""Makes the pools smaller while they are in use, and larger again: in a small one sharing and preemption are seen.
+"""Limits the pools at run time, so that sharing and preemption become visible.
 
-A limit changes the server for all its clients. It needs a key of the role control, or on a server without keys a
-loopback address; it is logged and exported; and it ends when its page stops renewing it.
+A limit affects all clients of the server. It requires a key of the role control, or a loopback address on a server
+without keys. It is logged and exported as a metric, and it expires when its page stops renewing it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jpaged.service.service import Service
 _LOG = logging.getLogger(__name__)
 
 LEASE_S = 15.0
-"""A limit ends after this time unless its page asks for it again: the page of a closed tab does not."""
+"""A limit expires after this time unless its page renews it; the page of a closed tab does not."""
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _PATIENCE_S = 5.0
-"""How long blocks are waited for that are in use."""
+"""Maximum wait for blocks in use."""
 _INTERVAL_S = 0.05
 
 
 class Limits:
-    """Sets the limit; of two at once the later one holds."""
+    """Sets the limit; of two concurrent calls the later one wins."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -36,14 +36,14 @@ class Limits:
         self._lease: asyncio.TimerHandle | None = None
 
     async def limit(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Leave requests so many blocks of each pool, `blocks`; null is all of them.
+        """Limit each pool to `blocks` blocks; null removes the limit.
 
         Returns:
-            the limit, and how many blocks have yet to come free for it, which nobody waits for any longer.
+            the limit, and the number of blocks still in use that it has to free later.
 
         Raises:
-            InvalidArgument: it is no number of blocks, or requests in flight and pins may need more.
-            PermissionDenied: the server is not controlled by its callers, or not with this key.
+            InvalidArgument: it is not a number of blocks, or requests in flight and pins may need more.
+            PermissionDenied: control operations are turned off, or not allowed with this key.
         """
         require_control("the limit of the pool")
         model = self._service.state.serving()
@@ -69,7 +69,7 @@ class Limits:
 
     def _expire(self) -> None:
         self._lease = None
-        self._num_asked += 1  # one that waits for blocks gives up
+        self._num_asked += 1  # makes a waiting call give up
         if self._service.state.failure is None:
             self._service.state.loaded().engine.eyes.limit(None)
             self._note(None)
@@ -89,13 +89,13 @@ class Limits:
 
 
 def require_local(request: Request) -> None:
-    """Refuse a caller without a key that is not on this machine; raises PermissionDenied."""
+    """Raise PermissionDenied for a caller without a key that is not on this machine."""
     if not is_local(request):
         raise PermissionDenied("the limit of the pool needs a key of the role control, or a loopback address")
 
 
 def is_local(request: Request) -> bool:
-    """Return True if a caller has a key, or is on this machine and not behind a proxy."""
+    """Return True if a caller has a key, or is on this machine without a proxy."""
     entry = current()
     if entry is not None and entry.key is not None:
         return True

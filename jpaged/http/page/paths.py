@@ -1,13 +1,13 @@
-"""The paths of the page.
+"""The paths of the dashboard.
 
 GET  /              the page
-GET  /page/<file>   its script and its style
-GET  /page/about    what is served, and what the page may do
-GET  /page/frame    the pools as they are, once
+GET  /page/<file>   its script and its style sheet
+GET  /page/about    the model, and the permissions of the page
+GET  /page/frame    the current state of the pools, once
 GET  /page/events   the same ten times a second, as server-sent events
-POST /page/limit    {"blocks": 64} leaves requests so many blocks; null gives the others back
+POST /page/limit    {"blocks": 64} limits the pools; null removes the limit
 
-All but the last only look.
+All except the last are read-only.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 def routes(service: Service) -> list[Route]:
-    """The paths of this file."""
+    """Return the routes of this module."""
     hub, limits = Hub(service), Limits(service)
 
     async def about(request: Request) -> Response:
         model = service.state.loaded()
-        has_keys = model.config.access.api_keys is not None  # the page sends the one that it is given later
+        has_keys = model.config.access.api_keys is not None  # the page sends the key that the user enters later
         return JSON(
             {
                 "model": model.model.name,
@@ -70,7 +70,7 @@ def routes(service: Service) -> list[Route]:
         return _Events(hub)
 
     async def limit(request: Request) -> Response:
-        # Which asks for JSON: the browser sends that for a page of another site only where this one allows it.
+        # The body must be JSON: a browser sends that from another site's page only if this server allows it (CORS).
         require_local(request)
         body, _ = await body_in(service, request)
         return JSON(await limits.limit(body))
@@ -87,7 +87,7 @@ def routes(service: Service) -> list[Route]:
 
 
 class _Events(StreamingResponse):
-    """Frames as they come, while somebody reads them."""
+    """Frames as server-sent events, while the client is connected."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__((), media_type="text/event-stream", headers=_STREAM_HEADERS)

@@ -1,4 +1,4 @@
-"""A response, whole: its items, and what is around them."""
+"""Whole responses: items, and the fields around them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jpaged.types import CompletionOutput, FinishReason, PositionLogprobs, Reque
 
 
 def message_item(request_id: str, number: int, text: str, logprobs: Iterable[object], status: str) -> dict[str, Any]:
-    """Return what the assistant said, as an item."""
+    """Return the assistant's content as an item."""
     return {
         "id": f"msg_{request_id}_{number}",
         "type": "message",
@@ -29,7 +29,7 @@ def text_part(text: str, logprobs: Iterable[object]) -> dict[str, Any]:
 
 
 def reasoning_item(request_id: str, number: int, text: str, status: str) -> dict[str, Any]:
-    """Return what it thought, as an item."""
+    """Return the reasoning as an item."""
     content = [] if status == "in_progress" else [{"type": "reasoning_text", "text": text}]
     return {
         "id": f"rs_{request_id}_{number}",
@@ -42,7 +42,7 @@ def reasoning_item(request_id: str, number: int, text: str, status: str) -> dict
 
 
 def call_item(request_id: str, number: int, call: ToolCall, status: str) -> dict[str, Any]:
-    """Return a call, as an item."""
+    """Return a call as an item."""
     return {
         "id": f"fc_{request_id}_{number}",
         "type": "function_call",
@@ -60,13 +60,13 @@ def logprobs_of(positions: Sequence[PositionLogprobs], token_text: TokenText) ->
 
 
 def status_of(finish_reason: str) -> str:
-    """Return how a response ended, by the reason of its sequence's end."""
+    """Return the status of a response by the sequence's finish reason."""
     is_cut = finish_reason in (FinishReason.LENGTH.value, FinishReason.ABORT.value)
     return "incomplete" if is_cut else "completed"
 
 
 def items_of(request_id: str, output: CompletionOutput, token_text: TokenText) -> list[dict[str, Any]]:
-    """Return the items of an answer: what was thought, said, called; the last of one that was cut is incomplete."""
+    """Return the items of an answer: reasoning, content, calls; the last one is incomplete if it is truncated."""
     parts: list[tuple[str, Any]] = []
     if output.reasoning_content:
         parts.append(("reasoning", output.reasoning_content))
@@ -88,7 +88,7 @@ def items_of(request_id: str, output: CompletionOutput, token_text: TokenText) -
 
 
 def usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
-    """Return the tokens of a response."""
+    """Return the usage of a response."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -107,7 +107,7 @@ def response_body(
     usage: Mapping[str, Any] | None = None,
     error: JpagedError | None = None,
 ) -> dict[str, Any]:
-    """Return a response as far as it is; without a finish reason and an error it goes on."""
+    """Return a response body; without a finish reason and an error it is in progress."""
     status = "in_progress" if finish_reason is None else status_of(finish_reason)
     is_cut = finish_reason == FinishReason.LENGTH.value
     return {
@@ -135,7 +135,7 @@ def response_of(
     token_text: TokenText,
     num_reasoning_tokens: int,
 ) -> dict[str, Any]:
-    """Return the response that came of a request."""
+    """Return the response of a finished request."""
     (one,) = output.outputs
     items = items_of(heading.request_id, one, token_text)
     usage = usage_of(output.usage, num_reasoning_tokens)

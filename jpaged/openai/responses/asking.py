@@ -1,7 +1,7 @@
-"""What a body of /v1/responses asks for: a chat, in other words. OpenAI's: https://platform.openai.com/docs/api-reference.
+"""Bodies of /v1/responses -> chats. OpenAI's format: https://platform.openai.com/docs/api-reference.
 
-Nothing is stored: `store` passes with either value, and answers have false. What needs a store, and what OpenAI adds to
-the model (tools, summaries, moderation), is refused by name.
+Nothing is stored: `store` may have either value, and is false in answers. Features that need a store, and OpenAI's
+built-in ones (tools, summaries, moderation), are rejected by name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jpaged.openai.neutral_fields import own_fields
 from jpaged.openai.responses.items import messages_of
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` asks for with it: the log-probabilities of the text."""
+"""Value of `include` that requests the log-probabilities of the text."""
 _ABSENT = (
     *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
     *("web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url"),
     "computer_call_output.output.image_url",
 )
-"""Parts that `include` adds to items of other kinds, and encrypted reasoning, which is null in every answer."""
+"""Values of `include` for items of other kinds, and for encrypted reasoning, which is null in every answer."""
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
 _MAX_SHOWN = 80
@@ -36,7 +36,7 @@ _OF_CHATS = OF_CHATS - {
     *("messages", "n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens"),
     *("response_format", "reasoning_effort"),
 }
-"""Fields that a chat reads under the same name."""
+"""Fields that a chat has under the same name."""
 _THEIRS = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -44,16 +44,16 @@ _THEIRS = {
     "structured_outputs": "text.format",
     "messages": "input",
 }
-"""What a chat calls fields that a response has another name for."""
+"""Chat field -> the field's name in a response."""
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """A body, as a chat and as its answer repeats it.
+    """A parsed body, as a chat and as the answer repeats it.
 
     Attributes:
-        echoed: the fields that an answer has of it.
+        echoed: fields of the body that the answer repeats.
     """
 
     job: Job
@@ -61,10 +61,10 @@ class Asking:
 
 
 def asking_of(given: Mapping[str, Any]) -> Asking:
-    """Read a body of /v1/responses.
+    """Parse a body of /v1/responses.
 
     Raises:
-        InvalidArgument: a field is unknown, wrong, or cannot be honoured.
+        InvalidArgument: a field is unknown, invalid, or cannot be honored.
     """
     body = own_fields("/v1/responses", given, _OWN | _OF_CHATS)
     instructions = body.get("instructions")
@@ -109,7 +109,7 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
 
 
 def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as chats have them: a response ends with its usage in any case."""
+    """Return the stream options for a chat: a response ends with its usage in any case."""
     options = _object(body, "stream_options")
     for name in ("include_usage", "continuous_usage_stats"):
         if options.get(name) not in (None, False):
@@ -130,7 +130,7 @@ def _text_format(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as chats have it: a schema lies in an object of its own there."""
+    """Return the response format of a chat, which nests a schema in another object."""
     if text_format["type"] != "json_schema":
         return dict(text_format)
     return {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type"}}
@@ -179,7 +179,7 @@ def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(given: Any) -> dict[str, str]:
-    """Notes of the caller's, which the answer repeats."""
+    """Return the caller's metadata, which the answer repeats."""
     if not isinstance(given, dict) or len(given) > MAX_METADATA:
         raise InvalidArgument("metadata", f"must be an object of at most {MAX_METADATA} texts")
     for name, text in given.items():
@@ -204,7 +204,7 @@ def _list(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _in_their_words(error: InvalidArgument) -> InvalidArgument:
-    """An error of a chat's field by the name that responses have for it."""
+    """Rename the chat field of an error to its name in responses."""
     field = error.field.replace("].function.", "].").replace("response_format.json_schema", "text.format")
     first = field.partition(".")[0].partition("[")[0]
     return type(error)(_THEIRS.get(first, first) + field.removeprefix(first), error.problem)

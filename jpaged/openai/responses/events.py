@@ -1,8 +1,8 @@
-"""A response as it comes: events in order, each with its number.
+"""Streamed responses: numbered events in order.
 
 response.created, response.in_progress
-  response.output_item.added                    an item for what is thought, said, or called, as it comes
-    response.content_part.added                 of what is thought or said
+  response.output_item.added                    an item of reasoning, content or a call, as it comes
+    response.content_part.added                 for reasoning and content
       response.reasoning_text.delta | response.output_text.delta | response.function_call_arguments.delta ...
       ... .done
     response.content_part.done
@@ -35,10 +35,10 @@ _REASONING, _MESSAGE, _CALL = "reasoning", "message", "call"
 
 
 class ResponseEvents:
-    """Makes the events of one response of what its request tells. Not for several threads.
+    """Builds the events of one response from its request's events. Must not be shared between threads.
 
     Attributes:
-        reasoning: all that was thought so far.
+        reasoning: the reasoning so far.
     """
 
     def __init__(self, heading: Heading, echoed: Mapping[str, Any], token_text: TokenText) -> None:
@@ -63,7 +63,7 @@ class ResponseEvents:
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def of(self, event: OutputEvent) -> bytes:
-        """Return what an event of the request adds."""
+        """Return the events for an event of the request."""
         return b"".join(self._of(event))
 
     def end(self, num_reasoning_tokens: int) -> bytes:
@@ -73,7 +73,7 @@ class ResponseEvents:
         return self._event(f"response.{body['status']}", response=body)
 
     def failed(self, error: JpagedError) -> bytes:
-        """Return the last event of a response that cannot go on."""
+        """Return the last event of a failed response."""
         parts = list(self._close("incomplete"))
         body = response_body(self._heading, self._echoed, self._items, error=error)
         return b"".join([*parts, self._event("response.failed", response=body)])
@@ -107,7 +107,7 @@ class ResponseEvents:
             yield self._delta("response.function_call_arguments.delta", piece.arguments)
 
     def _open(self, kind: str) -> Iterator[bytes]:
-        """Begin an item, unless it is of the kind that is open; the one before is done."""
+        """Begin an item unless one of this kind is open; complete the previous one."""
         if self._kind == kind:
             return
         yield from self._close("completed")

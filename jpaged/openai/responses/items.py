@@ -1,10 +1,10 @@
-"""Items of an input -> messages of a chat. What a response had as output goes back as it came.
+"""Items of an input -> messages of a chat. Output items of earlier responses are accepted unchanged.
 
-{"role", "content"}                         a message; content is a text or parts of text
-{"type": "reasoning", "content"}            what the assistant thought before its next turn; a summary and
-                                            encrypted_content change nothing
-{"type": "function_call", "call_id", ...}   what it called, in the turn that it stands behind
-{"type": "function_call_output", ...}       what came of it
+{"role", "content"}                         a message; content is a text or text parts
+{"type": "reasoning", "content"}            reasoning before the assistant's next turn; a summary and
+                                            encrypted_content are ignored
+{"type": "function_call", "call_id", ...}   a call, in the preceding turn of the assistant
+{"type": "function_call_output", ...}       the call's result
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jpaged.errors import InvalidArgument
 
 _MAX_SHOWN = 80
 _ECHOED = frozenset({"id", "status", "phase"})
-"""Fields of an item that was an output: they name it and say how it ended, and change nothing."""
+"""Fields of output items that identify them and give their status; ignored."""
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _PART_FIELDS = frozenset({"type", "text", "refusal", "annotations", "logprobs", "parsed"})
 
 
 def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
-    """Return the messages of a chat that an input is.
+    """Convert an input to the messages of a chat.
 
     Raises:
         InvalidArgument: names the item, as in `input[2].call_id`.
@@ -64,10 +64,10 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
 
 
 def _add_thought(messages: list[dict[str, Any]], thought: str, *, before: int) -> None:
-    """Add reasoning to the assistant's turn that follows it; a turn that was cut while it reasoned is one by itself.
+    """Add reasoning to the assistant's turn after it; without one (truncated reasoning) it becomes a separate turn.
 
     Args:
-        before: messages at the end that came after the reasoning.
+        before: number of messages at the end that came after the reasoning.
     """
     if before and messages[-1]["role"] == "assistant" and "reasoning_content" not in messages[-1]:
         messages[-1]["reasoning_content"] = thought
@@ -85,7 +85,7 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item; a summary and `encrypted_content` of other servers are not read."""
+    """Return the text of a reasoning item; a summary and `encrypted_content` of other servers are ignored."""
     _check_names(where, item, {"type", "summary", "content", "encrypted_content"})
     texts, content = [], item.get("content") or []
     if not isinstance(content, list):
@@ -105,7 +105,7 @@ def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    """Calls belong to the turn of the assistant's that they stand behind."""
+    """Add a call to the preceding turn of the assistant."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None, "tool_calls": []})
     messages[-1].setdefault("tool_calls", []).append(call)

@@ -1,10 +1,9 @@
-"""Services that others have published, on the gRPC port: their messages in, calls of our service, their messages out.
+"""Third-party gRPC APIs on the same port: their messages in, calls of the service, their messages out.
 
-faces.py        which of them a port has, their names, and how their calls end with the server
-completing.py   a request read to its end, and how much there is to tell of it
-naming.py       errors that name the fields of others' messages
-descriptors.py  what reflection tells of services whose messages are in several pools
-
-open_inference/  inference.GRPCInferenceService, which KServe's and Triton's clients speak
-vllm_engine/     vllm.grpc.engine.VllmEngine, which gateways speak
+faces.py        the enabled APIs of a port, their names, and the end of their calls at shutdown
+completing.py   runs a request to the end, and measures the result
+naming.py       errors that name the fields of third-party messages
+descriptors.py  reflection of services whose messages are in several pools
+open_inference/  inference.GRPCInferenceService, for clients of KServe and Triton
+vllm_engine/     vllm.grpc.engine.VllmEngine, for gateways
 """

@@ -1,4 +1,4 @@
-"""Reads a request to its end: all that came of it, log-probabilities too; and how much work it is to tell it."""
+"""Runs a request to its end with all results including log-probabilities, and measures the size of the result."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jpaged.types import PositionLogprobs, RequestOutput
 
 
 async def completed(service: Service, call: Call) -> RequestOutput:
-    """Run a request to its end; raises what it has failed with.
+    """Run a request to its end; raise the error that it failed with.
 
-    Where log-probabilities were not asked for there are none: an empty tuple, of the prompt its first token's None.
+    Log-probabilities that were not requested are an empty tuple; for the prompt, only the first token's None.
     """
     completions = Completions(has_logprobs=True, has_prompt_logprobs=True)
     async with service.generate(call) as generation:
@@ -22,12 +22,12 @@ async def completed(service: Service, call: Call) -> RequestOutput:
 
 
 def size_of(token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None] | None) -> int:
-    """Return how many numbers there are to tell: tokens, and those whose log-probabilities are told."""
+    """Return the number of values to convert: tokens, and tokens with log-probabilities."""
     positions = [one for one in logprobs or () if one is not None]
     return len(token_ids) + sum(1 + len(one.top) + len(one.asked) for one in positions)
 
 
 def whole_size(output: RequestOutput) -> int:
-    """Return the same of all that came of a request, and of its prompt as often as there are sequences."""
+    """Return the size of a whole result, with the prompt counted once per sequence."""
     of_prompt = size_of((), output.prompt_logprobs)
     return sum(of_prompt + size_of(one.token_ids, one.logprobs) for one in output.outputs)

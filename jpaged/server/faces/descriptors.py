@@ -1,4 +1,4 @@
-"""What reflection tells of services whose messages are in several pools of descriptors."""
+"""Descriptors for reflection of services whose messages are in several descriptor pools."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _T = TypeVar("_T")
 
 
 class Pools:
-    """Looks into pools in turn, as gRPC's reflection looks into one; the first that knows a name answers.
+    """Combines pools for gRPC's reflection: each lookup returns the first pool's match.
 
-    Its methods have the names of `google.protobuf.descriptor_pool.DescriptorPool`, and raise KeyError as they do.
+    The methods are named as in `google.protobuf.descriptor_pool.DescriptorPool`, and raise KeyError likewise.
     """
 
     def __init__(self, pools: Sequence[Any]) -> None:

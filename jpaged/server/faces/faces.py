@@ -1,4 +1,4 @@
-"""Which services of others a port has."""
+"""The third-party APIs that a port serves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jpaged.service.service import Service
 
 
 class Faces:
-    """The services of others that the options leave on, over one service of ours.
+    """The third-party APIs enabled by the options, over one service.
 
     Attributes:
-        names: of the services, for health and for reflection.
+        names: names of the services, for health and reflection.
     """
 
     def __init__(self, service: Service, options: ServerOptions, max_message_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Faces:
         self.names = tuple(name for name, is_on in on.items() if is_on)
 
     def add_to(self, server: aio.Server) -> None:
-        """Put them on a server that has not started."""
+        """Register them on a server that has not started."""
         if self._open_inference is not None:
             inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._open_inference, server)
             server.add_registered_method_handlers(open_inference.SERVICE_NAME, open_inference.refused_methods())
@@ -46,11 +46,11 @@ class Faces:
             vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._vllm_engine, server)
 
     async def end(self, timeout_s: float) -> None:
-        """End the calls that would wait for more of their clients, in so long."""
+        """End the calls that would wait for more client messages, within `timeout_s`."""
         if self._open_inference is not None:
             await self._open_inference.end(timeout_s)
 
 
 def descriptors() -> Any:
-    """The pools in which reflection finds everything on the port."""
+    """Return the descriptor pools of all services on the port, for reflection."""
     return Pools((inference_pb2.DESCRIPTOR.pool, descriptor_pool.Default()))

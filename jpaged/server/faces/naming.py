@@ -1,4 +1,4 @@
-"""Errors that name the fields of the message that a caller has sent, and not ours."""
+"""Translation of field names in errors to those of the caller's message."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from jpaged.errors import InvalidArgument
 
 SAMPLING = "sampling."
-"""How errors of `SamplingParams` begin their fields."""
+"""Prefix of the fields in errors of `SamplingParams`."""
 
 
 @contextmanager
 def naming(name: Callable[[str], str]) -> Iterator[None]:
-    """Inside, the field of an InvalidArgument becomes what `name` makes of it."""
+    """Rename the field of an InvalidArgument raised inside, by `name`."""
     try:
         yield
     except InvalidArgument as error:

@@ -1,4 +1,4 @@
-"""jpaged.v1.PrefixService: prefixes that come from other servers and go there.
+"""jpaged.v1.PrefixService: transfer of prefixes to and from other servers.
 
 servicer.py   the methods
 wire.py       proto <-> header and pieces

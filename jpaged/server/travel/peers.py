@@ -1,4 +1,4 @@
-"""The servers that this one fetches prefixes from: those that its options name, and no other."""
+"""The servers that this one may fetch prefixes from: only those that its options name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Connection:
     """A connection to one peer.
 
     Attributes:
-        is_replaced: its certificates are old: the last of its calls closes it.
+        is_replaced: its certificates are outdated; the last call closes it.
     """
 
     channel: aio.Channel
@@ -33,12 +33,12 @@ class _Connection:
 
 
 class PeerServers:
-    """Implements `jpaged.service.prefixes.travelling.Peers` over gRPC; a connection each, made when it is first used.
+    """Implementation of `jpaged.service.prefixes.travelling.Peers` over gRPC, with one lazy connection per peer.
 
-    Certificates that have changed are shown and believed from the next call on; those before it go on as they began.
+    Changed certificates apply from the next call on; running calls keep theirs.
 
     Raises:
-        InvalidArgument: a name of a server is none.
+        InvalidArgument: a server's name is invalid.
     """
 
     def __init__(self, options: AccessOptions) -> None:
@@ -55,7 +55,7 @@ class PeerServers:
     async def save(
         self, source: str, prefix: Prefix, num_known_tokens: int
     ) -> AsyncGenerator[Header | Sequence[Piece]]:
-        """What a peer saves; closing the iterator ends the call."""
+        """Yield the parts that a peer saves; closing the iterator ends the call."""
         request = prefixes_pb2.SavePrefixRequest(
             token_ids=inference_pb2.TokenIds(ids=prefix.prompt.token_ids or ()),
             cache_salt=prefix.cache_salt,

@@ -17,9 +17,9 @@ from jpaged.service.prefixes.parts import Header, Piece
 from jpaged.service.prefixes.travelling import Prefix, Travelling
 
 _STALL_S = 30.0
-"""A reader that takes nothing for so long is gone."""
+"""Timeout of a write; a reader that takes longer counts as disconnected."""
 _HANDED_ON = ("authorization", "x-jpaged-tenant")
-"""What a call was let in with, which a server that is asked in its name wants too."""
+"""Credentials of a call that are forwarded to another server."""
 
 
 class PrefixServicer(prefixes_pb2_grpc.PrefixServiceServicer):
@@ -29,7 +29,7 @@ class PrefixServicer(prefixes_pb2_grpc.PrefixServiceServicer):
         self._travelling = travelling
 
     async def SavePrefix(self, request: prefixes_pb2.SavePrefixRequest, context: CallContext) -> None:
-        """Streams a prefix; its blocks are free when the call ends, however it does."""
+        """Stream a prefix; its blocks are released however the call ends."""
         async with answering(context):
             prefix = _prefix_from(request, context)
             async with aclosing(self._travelling.save(prefix, request.num_known_tokens)) as parts:
@@ -39,7 +39,7 @@ class PrefixServicer(prefixes_pb2_grpc.PrefixServiceServicer):
     async def LoadPrefix(
         self, requests: AsyncIterator[prefixes_pb2.LoadPrefixRequest], context: CallContext
     ) -> prefixes_pb2.LoadPrefixResponse:
-        """Takes a prefix in, message by message."""
+        """Import a prefix, message by message."""
         async with answering(context), aclosing(_parts(requests)) as parts:
             arrival = await self._travelling.load(parts, tenant_of(context))
             return prefixes_pb2.LoadPrefixResponse(arrival=arrival_of(arrival))
@@ -47,7 +47,7 @@ class PrefixServicer(prefixes_pb2_grpc.PrefixServiceServicer):
     async def FetchPrefix(
         self, request: prefixes_pb2.FetchPrefixRequest, context: CallContext
     ) -> prefixes_pb2.FetchPrefixResponse:
-        """Loads what another server saves, which is asked in the caller's name."""
+        """Import a prefix that another server saves, using the caller's credentials."""
         async with answering(context):
             arrival = await self._travelling.fetch(request.source, _prefix_from(request, context))
             return prefixes_pb2.FetchPrefixResponse(arrival=arrival_of(arrival))

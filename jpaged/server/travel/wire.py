@@ -1,4 +1,4 @@
-"""Headers and pieces of prefixes as messages, and back."""
+"""Conversion of headers and pieces of prefixes to messages, and back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _Part = TypeVar("_Part", prefixes_pb2.SavePrefixResponse, prefixes_pb2.LoadPrefi
 
 
 def response_of(part: Header | Sequence[Piece]) -> prefixes_pb2.SavePrefixResponse:
-    """A part as a message."""
+    """Convert a part to a message."""
     if isinstance(part, Header):
         return prefixes_pb2.SavePrefixResponse(header=_header_of(part))
     return prefixes_pb2.SavePrefixResponse(pieces=pieces_of(part))
 
 
 def pieces_of(part: Sequence[Piece]) -> prefixes_pb2.PrefixPieces:
-    """Pieces as a message."""
+    """Convert pieces to a message."""
     pieces = [
         prefixes_pb2.PrefixPiece(
             index=piece.index,
@@ -36,10 +36,10 @@ def pieces_of(part: Sequence[Piece]) -> prefixes_pb2.PrefixPieces:
 
 
 def part_from(message: _Part) -> Header | Sequence[Piece]:
-    """The part that a message has.
+    """Convert a message to a part.
 
     Raises:
-        InvalidArgument: it has none, or one of too many pieces or none.
+        InvalidArgument: it has no part, or a part with no or too many pieces.
     """
     match message.WhichOneof("part"):
         case "header":
@@ -51,7 +51,7 @@ def part_from(message: _Part) -> Header | Sequence[Piece]:
 
 
 def arrival_of(arrival: Arrival) -> prefixes_pb2.PrefixArrival:
-    """What became of a prefix, as a message."""
+    """Convert the result of an import to a message."""
     return prefixes_pb2.PrefixArrival(
         num_tokens=arrival.num_tokens,
         num_found_tokens=arrival.num_found_tokens,

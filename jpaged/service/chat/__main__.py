@@ -1,7 +1,7 @@
-"""Renders chat templates: `python -m jpaged.service.chat`, the child of `process`, with a socket as its stdin.
+"""Renderer of chat templates: `python -m jpaged.service.chat`, the child of `process`, with a socket as its stdin.
 
-A template runs in transformers' own environment, so the text is that of `apply_chat_template`. One that takes too much
-processor time is ended with the process, by a timer of the system's: nothing in here has to yield for it.
+Templates run in transformers' environment, so the text equals that of `apply_chat_template`. If a template takes too
+much processor time, a system timer ends the whole process; the code here never has to yield.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def main() -> int:
-    """Answers questions until the other side closes."""
+    """Answer questions until the server closes the socket."""
     with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("rb") as questions:
         keep_quiet_about_torch()
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -70,20 +70,21 @@ def _limited(answer: Callable[[], tuple[Kind, str]]) -> tuple[Kind, str]:
         return answer()
     except MemoryError:
         return Kind.OVER, f"{MEMORY_BYTES >> 20} MiB of memory"
-    except Exception as error:  # a template is a program: what comes of it is told, whatever it is
+    except Exception as error:  # a template is a program: report any error that it raises
         is_its_own = type(error) is TemplateError
         text = str(error) if is_its_own else f"{type(error).__name__}: {error}"
-        whole = text[:_MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()  # halves of characters are in some
+        # some messages hold unpaired surrogates
+        whole = text[:_MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()
         return Kind.RAISED if is_its_own else Kind.FAILED, whole
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def _limit_memory() -> None:
-    """Bounds the address space, where the system tells its size and takes a bound."""
+    """Limit the address space, if the system reports its size and accepts a limit."""
     if _STATM.exists():
         used = int(_STATM.read_text().split()[0]) * resource.getpagesize()
-        with contextlib.suppress(ValueError, OSError):  # a lower limit that is there already is as good
+        with contextlib.suppress(ValueError, OSError):  # a lower limit that is already set is fine
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""How one model's chats are answered: what holds an answer, and what reads it, both by the model's format."""
+"""Constraints and parsers of one model's chat answers, chosen by the model's format."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jpaged.structured import StructuredOutputs, TagTexts, ThinkingBudget
 from jpaged.types import SamplingParams
 
 _NUM_TAIL_TOKENS = 16
-"""Tokens at a prompt's end that tell whether it opens or closes reasoning; tags of several tokens are among them."""
+"""Tokens at a prompt's end that are decoded to see if it opens or closes reasoning; a tag may take several tokens."""
 
 
 @runtime_checkable
 class KnowsSpecialTokens(Protocol):
-    """A tokenizer that tells which of its tokens `decode` leaves out."""
+    """Tokenizer that exposes the special tokens that `decode` leaves out."""
 
     @property
     def special_tokens(self) -> frozenset[str]: ...
@@ -30,10 +30,10 @@ class KnowsSpecialTokens(Protocol):
 
 
 class ChatAnswering:
-    """What is asked of a chat's answer, and who reads it. Safe to call from several threads.
+    """Constraints and parsers of a model's chat answers. Thread-safe.
 
     Args:
-        answer_format: how the model writes reasoning and calls; None is not known.
+        answer_format: how the model writes reasoning and calls; None if unknown.
         eos_token_ids: every token that ends an answer.
     """
 
@@ -54,11 +54,11 @@ class ChatAnswering:
             self._tag_tokens = SpecialTokens(of_one, eos_token_ids)
 
     def check(self, options: ChatOptions, sampling: SamplingParams) -> None:
-        """Refuse what no answer of this model can be; costs little.
+        """Reject options that no answer of this model can satisfy. Cheap.
 
         Raises:
-            InvalidArgument: a field of `sampling` does not go with it.
-            Unsupported: the server does not know how this model writes what is asked for, or cannot hold it to that.
+            InvalidArgument: a field of `sampling` conflicts with the options.
+            Unsupported: the server does not know this model's format, or cannot enforce the options.
         """
         if options.reasoning.thinking_token_budget is not None:
             self._check_budget(sampling)
@@ -78,10 +78,10 @@ class ChatAnswering:
             raise InvalidArgument("sampling.detokenize", "must be true with tools: calls are read from the text")
 
     def held(self, options: ChatOptions, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """The parameters of a request whose answer can be read, and whose calls are what was asked for.
+        """Return sampling parameters that keep the answer parseable and constrain its calls to the tools.
 
         Raises:
-            InvalidArgument: something else is asked of the text already, or the tools are more than a grammar holds.
+            InvalidArgument: the text has another constraint already, or the tools exceed the limits of a grammar.
         """
         has_tools = bool(options.shown_tools)
         if self._format.needs_special_tokens(self._special_tokens, has_tools=has_tools):
@@ -111,7 +111,7 @@ class ChatAnswering:
             raise InvalidArgument("tools", f"as a grammar they are {error.problem}") from error
 
     def thinking(self, options: ChatOptions, prompt_token_ids: Sequence[int]) -> ThinkingBudget | None:
-        """The budget of an answer's thinking, whose tags are the model's; None where it has no bound."""
+        """Return the thinking budget of an answer with the model's tags; None if unlimited."""
         budget, reasoning = options.reasoning.thinking_token_budget, self._format.reasoning
         if budget is None or reasoning is None:
             return None
@@ -127,10 +127,10 @@ class ChatAnswering:
     def answers(
         self, options: ChatOptions, sampling: SamplingParams, prompt_token_ids: Sequence[int]
     ) -> ChatAnswers | None:
-        """What reads the answers to a chat; None where all of them is content.
+        """Return the parser of the answers to a chat; None if all text is content.
 
         Args:
-            sampling: as the caller asked for it.
+            sampling: the parameters as the caller sent them.
         """
         has_tools = bool(options.shown_tools)
         parts = (self._format.tools if has_tools else None, self._format.reasoning)

@@ -1,4 +1,4 @@
-"""The answers of one chat while they come: content, reasoning and calls apart, between the engine and the wire."""
+"""Streaming answers of one chat, split into content, reasoning and tool calls between the engine and the wire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jpaged.types import FinishReason, OutputEvent, SequenceFinish
 
 
 class WithoutTokens:
-    """Leaves special tokens out of a text that is told in parts, where the engine had to keep them for their tags.
+    """Removes special tokens from streamed text. The engine keeps them in the text if the parser needs them as tags.
 
     Args:
         tokens: their texts, none of them empty; at least one.
@@ -27,7 +27,7 @@ class WithoutTokens:
         self._waiting = ""
 
     def push(self, text: str) -> str:
-        """What is certain of the text: all but what may still become a token."""
+        """Add text, and return what is certain: everything except a tail that may still become a token."""
         parts = self._any.split(self._waiting + text)
         tail = parts[-1]
         if not self._firsts.isdisjoint(tail[-len(self._tokens[0]) :]):
@@ -36,13 +36,13 @@ class WithoutTokens:
         return "".join(parts)
 
     def finish(self) -> str:
-        """The rest."""
+        """Return the held-back rest."""
         text, self._waiting = self._waiting, ""
         return text
 
 
 class _Answer:
-    """The answer of one sequence."""
+    """State of the answer of one sequence."""
 
     def __init__(self, parser: Parser, tokens: Collection[str]) -> None:
         self.parser = parser
@@ -52,7 +52,7 @@ class _Answer:
         self._reasoning = WithoutTokens(tokens) if tokens else None
 
     def parts(self, event: OutputEvent) -> tuple[str, str, tuple[ToolCallPiece, ...]]:
-        """Content, reasoning and calls that an event adds."""
+        """Return the content, reasoning and calls that an event adds."""
         pieces = self.parser.push(event.text) if event.text else []
         if event.finish is not None:
             pieces += self.parser.finish()
@@ -72,7 +72,7 @@ class _Answer:
 
     @property
     def is_cut_in_a_call(self) -> bool:
-        """Return True if the arguments of the last call are not whole."""
+        """Return True if the arguments of the last call are incomplete."""
         try:
             json.loads("".join(self._arguments))
         except (ValueError, RecursionError):
@@ -81,13 +81,13 @@ class _Answer:
 
 
 class ChatAnswers:
-    """Tells the answers of one request apart, each sequence by itself. Not for several threads.
+    """Splits the answers of one request, each sequence separately. Must not be shared between threads.
 
     Args:
         parser: makes the parser of one answer.
-        has_reasoning: False leaves it out.
-        hidden_tokens: special tokens that are left out of content and reasoning, once their tags were read.
-        has_content: False leaves it out, for answers that are calls alone: the head of a call that is cut is no text.
+        has_reasoning: if False, drop reasoning.
+        hidden_tokens: special tokens to remove from content and reasoning after the parser has read their tags.
+        has_content: if False, drop content. For answers that must be calls: a truncated call's head is not content.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class ChatAnswers:
         self._answers: dict[int, _Answer] = {}
 
     def go_on(self, index: int, text: str) -> None:
-        """Takes the text of a sequence that was told elsewhere: nothing is told of it again."""
+        """Parse text of a sequence that another server generated, without emitting it again."""
         self._answer(index).parts(OutputEvent("", index, text))
 
     def split(self, event: OutputEvent) -> OutputEvent:
-        """An event of the engine, or several merged, whose text is content alone.
+        """Return the event with only content as its text; reasoning and calls move to their fields.
 
-        A sequence that ends by itself and has called a tool ends with `TOOL_CALLS`. A stop string or a stop token that
-        cuts a call leaves `STOP`.
+        The event is the engine's, or several merged. A sequence that ends by itself and has called a tool finishes with
+        `TOOL_CALLS`. If a stop string or stop token cuts a call, the reason stays `STOP`.
         """
         if event.error is not None:
             return event

@@ -1,4 +1,4 @@
-"""What travels between a server and the process that renders: a byte of kind, four of length, UTF-8.
+"""Frames between a server and the process that renders: one byte of kind, four of length, UTF-8.
 
 server ──QUESTION (JSON)────────────────────────> child
        <──RENDERED, RAISED, FAILED, OVER or LONG──
@@ -17,14 +17,14 @@ _HEAD = struct.Struct(">cI")
 
 
 class Kind(enum.Enum):
-    """What a frame holds."""
+    """Content of a frame."""
 
     QUESTION = b"q"
     """Template, variables, messages, tools and limits, as JSON."""
     TEMPLATE = b"s"
-    """A template, whose variables are asked for."""
+    """A template; the child replies with its variables."""
     NAMES = b"n"
-    """The variables that a template uses and does not set before, as JSON."""
+    """The variables that a template reads before it sets them, as JSON."""
     RENDERED = b"t"
     """The text."""
     RAISED = b"r"
@@ -32,23 +32,23 @@ class Kind(enum.Enum):
     FAILED = b"f"
     """The error that running it raised."""
     OVER = b"o"
-    """The limit of memory that it passed."""
+    """The memory limit that it exceeded."""
     LONG = b"l"
-    """How many bytes it rendered, more than were asked for."""
+    """The number of bytes rendered, which is over the limit."""
 
 
 def send(connection: socket.socket, kind: Kind, text: str) -> None:
-    """Sends one frame."""
+    """Send one frame."""
     payload = text.encode()
     connection.sendall(_HEAD.pack(kind.value, len(payload)) + payload)
 
 
 def receive(frames: IO[bytes]) -> tuple[Kind, str]:
-    """Waits for one frame of a socket's file.
+    """Read one frame from a socket's file. Blocks.
 
     Raises:
-        EOFError: the other side has ended.
-        TimeoutError: the socket has a limit of time, and it has passed.
+        EOFError: the peer has closed.
+        TimeoutError: the socket's timeout has passed.
     """
     kind, length = _HEAD.unpack(_read(frames, _HEAD.size))
     return Kind(kind), _read(frames, length).decode()

@@ -4,8 +4,8 @@
         {"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}]}
     {"role": "tool", "tool_call_id": ..., "content": ...}
 
-Templates differ in what they take of a turn that calls tools and has no content: most take arguments as an object and a
-content of None; DeepSeek's adds arguments to text, gpt-oss's looks for tags in the content. `forms` has all of them.
+Templates differ in how they expect a turn with calls and no content. Most expect arguments as an object and a content
+of None; DeepSeek's adds arguments to text; gpt-oss's looks for tags in the content. `forms` yields all variants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jpaged.errors import InvalidArgument
 
 _FIELD = "chat.messages"
 _ROLE_OF = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
-"""Keys that messages of one role alone may have."""
+"""Keys that only messages of one role may have."""
 _SHORT = ("name", "tool_call_id")
 
 
@@ -28,19 +28,19 @@ class LaysOutTools(Protocol):
     """A tokenizer whose chat template may take tools and variables."""
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int) -> list[int]:
-        """Ids of a conversation, as `Tokenizer.apply_chat_template`.
+        """Return the token ids of a conversation, as `Tokenizer.apply_chat_template`.
 
         Raises:
-            Unsupported: besides, the template takes no notice of tools.
+            Unsupported: also if the template ignores tools.
         """
         ...
 
 
 def text_bytes(field: str, text: str) -> int:
-    """Return how many bytes a text has.
+    """Return the size of a text in UTF-8 bytes.
 
     Raises:
-        InvalidArgument: it is none of whole characters.
+        InvalidArgument: the text contains an unpaired surrogate.
     """
     try:
         return len(text.encode())
@@ -50,7 +50,7 @@ def text_bytes(field: str, text: str) -> int:
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages as `read_message` reads each.
+    """Return each message as `read_message` parses it.
 
     Raises:
         InvalidArgument: names the field, as in `chat.messages[1].tool_calls[0].id`.
@@ -59,10 +59,10 @@ def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def messages_bytes(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Check the texts of messages that were read, and return how many bytes all of them have.
+    """Check the texts of parsed messages and return their total size in bytes.
 
     Raises:
-        InvalidArgument: names what is too long or of no use, as in `chat.messages[1].tool_calls[0].id`.
+        InvalidArgument: names the invalid field, as in `chat.messages[1].tool_calls[0].id`.
     """
     return sum(_message_bytes(f"{_FIELD}[{i}]", message) for i, message in enumerate(messages))
 
@@ -91,7 +91,7 @@ def _call_bytes(where: str, call: Mapping[str, Any]) -> int:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[dict[str, Any]]:
-    """Return messages that were read as the first of `forms`: arguments are objects, or texts that hold none."""
+    """Return parsed messages in the first of the `forms`: arguments are objects, or texts if they hold no object."""
     return [_plain(message, max_bytes) for message in messages]
 
 
@@ -107,7 +107,7 @@ def _plain_call(call: Mapping[str, Any], max_bytes: int) -> dict[str, Any]:
 
 
 def _arguments(text: str, max_bytes: int) -> Any:
-    """Return the object that arguments hold; the text itself if they hold none that a template can print."""
+    """Return the object that the arguments encode, or the text itself if they encode none that a template can print."""
     try:
         return json_object("arguments", text, max_bytes=max_bytes)
     except InvalidArgument:
@@ -132,12 +132,12 @@ For each function call, return a json object with function name and arguments wi
 def with_built_in_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_system: bool = True
 ) -> list[Mapping[str, Any]]:
-    """Return a conversation with tools, calls and results as text, for templates that have none of them.
+    """Return a conversation with tools, calls and results written as text, for templates without tool support.
 
     Args:
         messages: as `for_template` returns them.
-        tools: as `Tool.as_json` has them; none changes calls and results alone.
-        is_system: describe the tools in the system's message; else in the user's first.
+        tools: as `Tool.as_json` returns them; if empty, rewrite only calls and results.
+        is_system: describe the tools in the system message; otherwise in the first user message.
     """
     plain = [_with_text_calls(message) for message in messages]
     if not tools:
@@ -167,9 +167,9 @@ def _with_text_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Return a conversation in the forms that templates take, the likeliest first; one alone if no tool is called.
+    """Yield a conversation in the forms that templates accept, the most common first; only one if it has no calls.
 
-    The last form is for templates that take objects alone: a text that holds none is an object's one value.
+    The last form is for templates that accept only objects: a text that encodes none becomes an object's one value.
     """
     yield list(messages)
     if not any(message.get("tool_calls") for message in messages):

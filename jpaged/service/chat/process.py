@@ -1,4 +1,4 @@
-"""The process that renders: started before it is needed, kept warm, started again when it has ended."""
+"""The child process that renders: started in advance, kept warm, restarted if it has ended."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from jpaged.errors import Unavailable
 from jpaged.service.chat.frames import Kind, receive, send
 
 CPU_S = 2.0
-"""Processor time that one rendering may take: a long conversation takes a hundredth of it."""
+"""Processor time that one rendering may take; a long conversation takes a hundredth of it."""
 MEMORY_BYTES = 256 << 20
-"""Memory that rendering may take beyond what the process has when it starts."""
+"""Memory that rendering may take on top of the process's memory at its start."""
 _ANSWER_TIMEOUT_S = 180.0
-"""The limit of one answer, the child's start included: a guard against a process that never gets to run."""
+"""Timeout of one answer, including the child's start: guards against a process that never gets to run."""
 _MAX_SAID_BYTES = 1 << 20
 
 
 class OutOfTimeError(Exception):
-    """A template took over CPU_S; its process has ended of it."""
+    """A template exceeded CPU_S, which ended its process."""
 
 
 class TemplateProcess:
-    """Renders one conversation at a time. Safe to call from several threads; starts its process at once."""
+    """Renders one conversation at a time. Thread-safe; starts its process at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,15 +50,15 @@ class TemplateProcess:
         tools: Sequence[Mapping[str, Any]] | None = None,
         layout: Mapping[str, Any] | None = None,
     ) -> tuple[Kind, str]:
-        """The text, or why there is none.
+        """Return the text, or the reason why there is none.
 
         Args:
             layout: `documents`, `add_generation_prompt` and `continue_final_message` of transformers' function.
 
         Raises:
-            OutOfTimeError: the template was ended for the time that it took.
+            OutOfTimeError: the template exceeded its processor time.
             Unavailable: the process died, or did not answer.
-            TypeError, ValueError: the messages hold what JSON does not.
+            TypeError, ValueError: the messages are not JSON-serializable.
         """
         question = {
             "template": template,
@@ -71,7 +71,7 @@ class TemplateProcess:
         return self._ask(Kind.QUESTION, json_text.dumps(question))
 
     def names(self, template: str) -> tuple[Kind, str]:
-        """The variables that a template uses and does not set before, as JSON, or why they cannot be told.
+        """Return the variables that a template reads before it sets them, as JSON, or why they cannot be found.
 
         Raises:
             OutOfTimeError, Unavailable: as in `render`.
@@ -100,12 +100,12 @@ class TemplateProcess:
 
 @functools.cache
 def template_process() -> TemplateProcess:
-    """The one of this program, started by the first call: it renders for every tokenizer, and ends with the program."""
+    """Return the process-wide singleton, started by the first call. It renders for every tokenizer."""
     return TemplateProcess()
 
 
 class _Child:
-    """One process, our end of its socket, and what it prints. `end` comes by itself when nobody holds it."""
+    """One process, the server's end of the socket, and the stderr. `end` runs when the object is garbage-collected."""
 
     def __init__(self) -> None:
         with contextlib.ExitStack() as opened:
@@ -127,12 +127,12 @@ class _Child:
             self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
 
     def ask(self, kind: Kind, text: str) -> tuple[Kind, str]:
-        """Sends a question and waits for the answer; raises OSError or EOFError."""
+        """Send a question and wait for the answer; raise OSError or EOFError on failure."""
         send(self._connection, kind, text)
         return receive(self._answers)
 
     def reason(self, error: Exception) -> Exception:
-        """The error that tells why the process gave no answer."""
+        """Return the error that explains why the process gave no answer."""
         if isinstance(error, TimeoutError):
             return Unavailable(f"the process that renders chat templates did not answer within {_ANSWER_TIMEOUT_S} s")
         code = self.process.wait()

@@ -1,25 +1,26 @@
-r"""The structural tag that holds an answer to a family's format of calls: plain data, from which a grammar is built.
+r"""The structural tag that forces a family's tool-call format: plain data, from which a grammar is built.
 
     {"type": "structural_tag",
      "format": {"type": "sequence", "elements": [
-        {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"},
-        {"type": "regex", "pattern": "[\\r\\n]*"},
-        {"type": "triggered_tags",
-         "triggers": ["<tool_call>"],
-         "tags": [
-            {"type": "tag",
-             "begin": "<tool_call>\n{\"name\": \"f\", \"arguments\": ",
-             "content": {"type": "json_schema", "json_schema": {...}},
-             "end": "}\n</tool_call>"}],
-         "at_least_one": true,
-         "stop_after_first": false}]}}
+         {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"},
+         {"type": "regex", "pattern": "[\\r\\n]*"},
+         {"type": "triggered_tags",
+          "triggers": ["<tool_call>"],
+          "tags": [
+              {"type": "tag",
+               "begin": "<tool_call>\n{\"name\": \"f\", \"arguments\": ",
+               "content": {"type": "json_schema", "json_schema": {...}},
+               "end": "}\n</tool_call>"}],
+          "at_least_one": true,
+          "stop_after_first": false}]}}
 
-Text is free up to a trigger; from there it is one of the tags that begin so. `stop_after_first` allows nothing after
-the first. If a call is required, the last part is calls alone: one, or several with what the family writes between
-them, and no text. What comes before is the reasoning, which is free; without it `format` is the last part alone.
+Text is free up to a trigger, which must continue as one of the tags that start with it. `stop_after_first` allows
+nothing after the first tag. If a call is required, the last part consists of calls only: one, or several with the
+family's separator between them, and no text. The parts before it are the free reasoning; without reasoning, `format` is
+the last part alone.
 
-A special token is no text to a grammar. Where the family's tags are such tokens, they are `token`s by id, and free text
-is a regular expression, which matches none of them.
+A grammar does not treat special tokens as text. If the family's tags are such tokens, they are `token`s by id, and free
+text is a regular expression, which matches none of them.
 Source: https://xgrammar.mlc.ai/docs/xgrammar_features/structural_tag.html.
 """
 
@@ -42,22 +43,22 @@ _NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]{0,4}"}
 _TEXT: Format = {"type": "regex", "pattern": "(?s:.*)"}
 _CHANNELS: Format = {"type": "regex", "pattern": "analysis|commentary"}
 _SCHEMA_PLACE = re.compile(r" at ((?:/[a-z0-9_]+)*/json_schema)(?=[/:])")
-"""Where in a tag a schema is, in an error."""
+"""Matches the path of a tag's schema in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The special tokens of a tokenizer: text -> id. A grammar names none of `ending`: it ends by itself."""
+    """The special tokens of a tokenizer: text -> id. Grammars omit those in `ending`: a grammar ends without them."""
 
     ids: Mapping[str, int] = field(default_factory=dict)
     ending: frozenset[int] = frozenset()
 
     def are_in(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts has one."""
+        """Return True if one of the texts contains a special token."""
         return any(token in text for text in texts for token in self.ids)
 
     def parts(self, text: str) -> list[Format]:
-        """A text as formats: tokens, and what is between them."""
+        """Split a text into formats: special tokens, and the text between them."""
         by_length = sorted(self.ids, key=len, reverse=True)
         found = re.split(f"({'|'.join(map(re.escape, by_length))})", text) if by_length else [text]
         return [
@@ -76,17 +77,17 @@ def structural_tag_for(
     is_open: bool = False,
     tokens: SpecialTokens | None = None,
 ) -> Format | None:
-    """Return what an answer is held to, None where it is free.
+    """Return the constraint of an answer, or None if it is free.
 
-    A free choice holds an answer to nothing, but for tools that are strict, and where one call must be the only one:
-    what is called then is one of the tools, and the arguments of those that are strict are as their schemas say.
+    With `tool_choice` "auto" an answer is constrained only if a tool is strict or only one call is allowed. A call must
+    then be of one of the tools, and the arguments of strict tools must follow their schemas.
 
     Args:
         choice: as `tool_choice_of` reads it.
-        answer_format: of a model that writes calls.
-        is_parallel: several calls may be made; of a named function there is one call.
-        is_open: the answer begins within its reasoning.
-        tokens: those that may be in the family's tags; None is none.
+        answer_format: the format of a model that writes calls.
+        is_parallel: several calls may be made; a named function is called once.
+        is_open: the answer begins inside its reasoning.
+        tokens: special tokens that may be in the family's tags; None for none.
     """
     tool_format, reasoning = answer_format.tools, answer_format.reasoning
     if choice.mode is ToolChoiceMode.NONE or tool_format is None:
@@ -112,13 +113,13 @@ def structural_tag_for(
 
 @contextmanager
 def naming_tools(tag: str, tools: Sequence[Tool]) -> Iterator[None]:
-    """Errors of a tag that was made of tools name these, as the caller knows them.
+    """Translate errors about a tag built from tools into errors about the tools that the caller sent.
 
     Args:
         tag: as JSON.
 
     Raises:
-        InvalidArgument: what is raised inside, of `tools`, or of the one whose schema is wrong.
+        InvalidArgument: raised inside; renamed to `tools`, or to the tool whose schema is invalid.
     """
     try:
         yield
@@ -151,7 +152,7 @@ def _in_text(schemas: Mapping[str, Any], tool_format: ToolFormat, *, is_forced: 
 
 
 def _calls_alone(call: Format, tool_format: ToolFormat, *, is_one: bool) -> list[Format]:
-    """Return an answer that is calls and no text."""
+    """Return the format of an answer that consists of calls only."""
     if is_one:
         return [call]
     between: list[Format] = [{"type": "regex", "pattern": tool_format.between}] if tool_format.between else []
@@ -183,7 +184,7 @@ def _in_tokens(
 
 
 def _thought(reasoning: ReasoningFormat, tokens: SpecialTokens, *, is_open: bool) -> list[Format]:
-    """The reasoning and the line ends behind it."""
+    """Return the formats of the reasoning and the line ends after it."""
     if tokens.are_in((reasoning.open_tag, reasoning.close_tag)):
         begin = [] if is_open else tokens.parts(reasoning.open_tag)
         whole = [*begin, _TEXT, *tokens.parts(reasoning.close_tag), _NEWLINES]

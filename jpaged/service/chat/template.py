@@ -20,10 +20,10 @@ _KWARGS = "chat_template_kwargs"
 _TRIAL = ({"role": "user", "content": "Hello"},)
 _TRIAL_TOOLS = (Tool("now", "Return the time.").as_json(),)
 _KNOWN_ROLES = ("user", "assistant")
-"""Roles of which no message is looked for in a text: templates leave earlier turns out for good reasons."""
+"""Roles whose messages are not searched for in the rendered text: templates may legitimately drop earlier turns."""
 _WARNED_ROLES = ("system", "tool", "developer")
 _LONG_CHARS = 32
-"""A text of so many characters is in another message, or in the template, only if it was copied there."""
+"""A text of at least this length occurs in another message or in the template only if it was copied."""
 _MARK = "jpagedmark7f3a"
 _TRIAL_BYTES = 1 << 20
 _OURS = frozenset(
@@ -32,33 +32,33 @@ _OURS = frozenset(
         *("conversations", "chat_template", "return_assistant_tokens_mask", "continue_final_message"),
     }
 )
-"""Names that no caller sets: those of transformers' function that renders, and what it gives a template."""
+"""Names that callers may not set: parameters of transformers' renderer, and variables that it passes to a template."""
 _MAX_SHOWN = 80
 _Outcome = Callable[[Sequence[Mapping[str, Any]]], tuple[Kind, str]]
 _LOG = logging.getLogger(__name__)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EFFORT = "reasoning_effort"
 _DEVELOPER = "developer"
-"""OpenAI's newer name of the role that gives instructions; templates print a role that they do not know as it is."""
+"""OpenAI's newer name of the system role; templates print unknown roles verbatim."""
 _SWITCHES = ("enable_thinking", "thinking")
-"""The variables that have a model think or not: Qwen's and DeepSeek's."""
+"""The variables that switch thinking on or off: Qwen's and DeepSeek's."""
 
 
 class ChatTemplate:
-    """A template that is known to work. Safe to call from several threads.
+    """A chat template that passed a trial. Thread-safe.
 
     Args:
-        variables: what it may name besides the messages: the special tokens.
-        name: whose template it is, for errors.
-        field: what errors of a broken template name.
-        is_for_tools: it is used with tools alone, and tried with one.
+        variables: variables passed to the template in addition to the messages: the special tokens.
+        name: name of the template's owner, for errors.
+        field: the field that errors of a broken template name.
+        is_for_tools: the template is used only with tools, and is tried with one.
 
     Attributes:
         source: its text.
-        uses_tools: it looks at the tools that a caller gives.
+        uses_tools: the template reads the tools that a caller sends.
 
     Raises:
-        InvalidArgument: it fails on a plain message of a user. One that refuses it, by `raise_exception`, works.
+        InvalidArgument: it fails on a plain user message. A refusal by `raise_exception` is not a failure.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class ChatTemplate:
         self._settable = names - _OURS - variables.keys()
 
     def reasoning_variables(self, reasoning: ReasoningOptions, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The variables that have a model think as it is asked to.
+        """Return the template variables that implement the requested reasoning options.
 
         Args:
-            kwargs: those that the caller sets by name.
+            kwargs: variables that the caller sets by name.
 
         Raises:
-            InvalidArgument: the template has no variable that turns thinking on, or the caller sets it by name too.
+            InvalidArgument: the template has no variable that enables thinking, or the caller also sets it by name.
         """
         asked = {"effort": (reasoning.effort, (_EFFORT,)), "enabled": (reasoning.enabled, _SWITCHES)}
         variables: dict[str, Any] = {}
@@ -126,19 +126,19 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] = (),
         options: ChatOptions | None = None,
     ) -> str:
-        """The conversation, up to where the assistant's turn begins, unless `options` ask for another end.
+        """Return the rendered conversation, up to the assistant's turn unless `options` choose another end.
 
         Args:
-            tools: as `Tool.as_json` has them.
-            kwargs: variables of the template; those that it does not use have no effect.
+            tools: as `Tool.as_json` returns them.
+            kwargs: variables of the template; unused ones have no effect.
             documents: for a template that uses them.
 
         Raises:
-            InvalidArgument: the template refuses the messages, in its own words, cannot cope with them, leaves one out,
-                or a variable is none of the caller's.
-            RequestTooLong: more than max_bytes come of them.
-            Unsupported: there are tools or documents, which the template does not use.
-            Unavailable: the process that renders is gone.
+            InvalidArgument: the template refuses the messages, fails on them or leaves one out, or the caller may not
+                set a variable.
+            RequestTooLong: the text exceeds max_bytes.
+            Unsupported: there are tools or documents that the template does not use.
+            Unavailable: the process that renders has ended.
         """
         if tools and not self.uses_tools and not has_built_in_tools(self.source):
             raise Unsupported(f"tools: the chat template of {self._name} does not use any")
@@ -169,7 +169,7 @@ class ChatTemplate:
         return text
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]], text: str, outcome: _Outcome) -> None:
-        """Refuse messages of an unknown role that the template leaves out; warn once of system's and tools'."""
+        """Reject messages of an unknown role that the template drops; warn once if it drops system or tool messages."""
         marks: dict[int, str] = {}
         for i, message in enumerate(messages):
             role, content = message["role"], str(message.get("content") or "").strip()
@@ -193,7 +193,7 @@ class ChatTemplate:
                 _LOG.warning("the chat template of %s leaves out messages of the role %r", self._name, role)
 
     def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The messages, a developer's as the system's where the template does not tell them apart."""
+        """Return the messages with "developer" replaced by "system" if the template does not know the role."""
         if _DEVELOPER in self.source:
             return messages
         return [{**one, "role": "system"} if one.get("role") == _DEVELOPER else one for one in messages]
@@ -218,7 +218,7 @@ class ChatTemplate:
 def _text_with_built_in_tools(
     messages: Sequence[Mapping[str, Any]], max_bytes: int, tools: Sequence[Mapping[str, Any]], outcome: _Outcome
 ) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Return the conversation with tools as text, and its form: in the system's message, or in the user's."""
+    """Return the conversation with tools as text, and its form: tools in the system message, or in the user's."""
     form = with_built_in_tools(messages, tools)
     kind, text = outcome(form)
     is_dropped = kind is Kind.RENDERED and tools and "</tools>" not in text
@@ -237,9 +237,9 @@ def _has_call(message: Mapping[str, Any]) -> bool:
 def _text_of_forms(
     messages: Sequence[Mapping[str, Any]], max_bytes: int, outcome: _Outcome
 ) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Return the text of the first form that the template takes, and the form.
+    """Return the text of the first form that the template accepts, and the form.
 
-    A template that prints None for a call's missing content gets "" instead.
+    If a template prints None for a call's missing content, use "" instead.
     """
     failure, found = None, None
     has_null = any(message.get("tool_calls") and message.get("content") is None for message in messages)

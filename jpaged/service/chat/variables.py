@@ -1,4 +1,4 @@
-"""Which variables a chat template uses, read from its syntax tree without running it. For the child alone."""
+"""Variables that a chat template uses, found in its syntax tree without running it. Used only by the child."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 
 def names(template: str) -> list[str]:
-    """The variables that a template may look up before it has set them, in order.
+    """Return the variables that a template may look up before it sets them, sorted.
 
     Raises:
-        TemplateSyntaxError: it is no template, or has tags that transformers' environment has not.
+        TemplateSyntaxError: it is not a template, or has tags that transformers' environment lacks.
     """
     from jinja2 import Environment, meta
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        """Reads `{% generation %}`, which transformers adds to jinja, for what is in it."""
+        """Parses `{% generation %}`, which transformers adds to jinja, as its content."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 

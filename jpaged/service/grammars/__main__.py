@@ -1,4 +1,4 @@
-"""Tries grammars: `python -m jpaged.service.grammars`, the child of `trial_process`, with a socket as its stdin."""
+"""Trial of grammars: `python -m jpaged.service.grammars`, the child of `trial_process`, with a socket as its stdin."""
 
 import sys
 

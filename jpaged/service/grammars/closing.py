@@ -1,18 +1,18 @@
-"""Keeps a text whole where few tokens are left: masks have only what can still be finished in time.
+"""Completes a text when few tokens are left: masks allow only tokens after which the text can be finished in time.
 
-A way to end is known for where the grammar is, of c tokens, and b are left:
+A completion of c tokens is known for the grammar's current state, and b tokens are left:
 
-    b <= c              the known way alone
-    b - c <= reach      tokens after which a way of b - 1 tokens is known: each is tried with the ways that are known,
-                        and a few with a search
+    b <= c              only the known completion
+    b - c <= reach      tokens after which a completion of at most b - 1 tokens is known: each is tried with the known
+                        completions, and a few with a search
     else                every token: none leads that far from an end
 
-So a way is always known that fits, from an admission on that found one. `reach` is measured, and not proven: a place
-that no walk came to may be further from an end than twice the furthest that was seen. What comes of that is a text that
-is cut, as without this.
+So a completion that fits is always known, starting with the one found at admission. `reach` is measured, not proven: a
+state that no walk reached may be further from an end than twice the furthest one seen. The text is then truncated, as
+without this module.
 
-What may come depends on the tokens that came alone, whoever asked for masks on the way: a position that is left without
-its mask, as one of a token that was forced or proposed, has its ways looked for first.
+The allowed tokens depend only on the previous tokens, not on which masks were computed in between. If a position got no
+mask (its token was forced or a draft token), its completions are searched first.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jpaged.service.grammars.completions import BRIEF, Endings, find_way, is_com
 from jpaged.service.grammars.vocabulary import Vocabulary, allowed_ids
 
 _MAX_TRIED = 1024
-"""Tokens that are tried with known ways, those of low ids, which are the frequent ones: 5 ms."""
+"""Allowed tokens to try with known completions, lowest ids first because those are frequent: 5 ms."""
 _MAX_SEARCHED = 4
 _MAX_WAYS = 4
 
 
 class Closing:
-    """The budget of one sequence, and ways to end it."""
+    """The token budget of one sequence, and its known completions."""
 
     def __init__(self, vocabulary: Vocabulary, endings: Endings | None, num_tokens_left: int) -> None:
         self._vocabulary = vocabulary
@@ -46,11 +46,11 @@ class Closing:
         self._tried: dict[int, tuple[int, ...]] | None = None
 
     def copy(self) -> Closing:
-        """One that moves by itself."""
-        return copy.copy(self)  # lists and dicts of either are replaced, never changed
+        """Return an independent copy."""
+        return copy.copy(self)  # both copies replace their lists and dicts and never mutate them
 
     def move(self, matcher: LLMatcher, token_id: int) -> None:
-        """Count a token that comes next; the matcher has not taken it yet."""
+        """Count the next token; the matcher has not consumed it yet."""
         way = self._known(matcher)
         if way and way[0] == token_id:
             self._way = way[1:]
@@ -66,12 +66,12 @@ class Closing:
         self._tried = None
 
     def way(self, matcher: LLMatcher) -> tuple[int, ...] | None:
-        """The tokens that have to come, where no others are left time for; None where there is a choice."""
+        """Return the tokens that must come if there is time for no others; None if there is a choice."""
         way = self._known(matcher)
         return way if way is not None and len(way) >= self._left else None
 
     def narrow(self, matcher: LLMatcher, mask_w: NDArray[np.int32]) -> None:
-        """Take tokens out of a mask after which the text could no longer be finished."""
+        """Remove tokens from a mask after which the text could no longer be finished."""
         way = self._known(matcher)
         if way is None:
             return
@@ -85,11 +85,11 @@ class Closing:
             mask_w[:] = vocabulary.mask_of(list(self._tried)) | ends
 
     def _is_near(self, way: tuple[int, ...]) -> bool:
-        """Whether a token may come after which too few are left."""
+        """Return True if the next token may leave too few tokens to finish."""
         return self._reach is None or self._left - len(way) <= self._reach
 
     def _known(self, matcher: LLMatcher) -> tuple[int, ...] | None:
-        """A way to end from here, of no more tokens than are left where one is found."""
+        """Return a completion from the current state, of at most the remaining tokens if one is found."""
         if self._way is None:
             self._way = find_way(self._vocabulary, matcher, max(self._left, 1), self._ways)
             if self._way is not None:
@@ -99,7 +99,7 @@ class Closing:
     def _finishable(
         self, matcher: LLMatcher, mask_w: NDArray[np.int32], way: tuple[int, ...]
     ) -> dict[int, tuple[int, ...]]:
-        """The tokens after which a way is known that fits, each with its way."""
+        """Return the tokens after which a completion is known that fits, each with its completion."""
         vocabulary, left = self._vocabulary, self._left - 1
         tried: dict[int, tuple[int, ...]] = {way[0]: way[1:]} if way else {}
         ways = [one for one in dict.fromkeys((way, (), *self._ways)) if len(one) <= left]

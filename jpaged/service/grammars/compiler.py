@@ -1,8 +1,8 @@
 """Constraints -> grammars, off the event loop, each compiled once.
 
-compile(outputs) ──> cache? ──> a thread: source -> trial in a child -> the same compile here -> ways to end
-                      │
-                      └── the same constraint, asked for meanwhile, waits for the one compile
+compile(outputs) ──> cache? ──> a thread: source -> trial in a child -> the same compile here -> completions
+                       │
+                       └── concurrent requests with the same constraint wait for the one compile
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from jpaged.structured import JSON_WHITESPACE, Grammar, StructuredOutputs, Think
 from jpaged.types import Request
 
 _MAX_COMPLETION_TOKENS = 4096
-"""A grammar whose every text is longer, as far as is found, cannot be promised to end in time."""
+"""If the shortest completion that the search finds is longer, `always_complete` is refused."""
 _ALWAYS_COMPLETE = "sampling.structured_outputs.always_complete"
 _REFUSAL_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A `Grammar` of the engine's.
+    """A compiled grammar that implements the engine's `Grammar`.
 
     Attributes:
         num_bytes: memory that it takes.
-        endings: how it ends; known where the text has to be complete.
+        endings: its completions; computed only with `always_complete`.
     """
 
     vocabulary: Vocabulary
@@ -56,10 +56,10 @@ class CompiledGrammar:
         return LlguidanceState(self.vocabulary, self.matcher.deep_copy(), self.endings)
 
     def check_max_tokens(self, max_tokens: int, field: str = "sampling.max_tokens") -> None:
-        """Refuse a number of tokens that is too small for any complete text that was found.
+        """Reject a `max_tokens` that is too small for any complete text that was found.
 
         Raises:
-            InvalidArgument: says how many are needed, without the end-of-sequence token.
+            InvalidArgument: states how many tokens are needed, without the end-of-sequence token.
         """
         if self.endings is None:
             return
@@ -72,13 +72,13 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary. Safe to call from several threads; `close` ends its processes.
+    """Compiles constraints for one vocabulary. Thread-safe; `close` ends its processes.
 
     Attributes:
         vocabulary: the model's.
 
     Args:
-        whitespace: a regular expression of the whitespace between parts of JSON, unless a request names one.
+        whitespace: a regular expression of the whitespace between parts of JSON, unless a request sets one.
     """
 
     def __init__(
@@ -92,27 +92,27 @@ class GrammarCompiler:
         self._processes = [TrialProcess(vocabulary.spec, self._limits) for _ in range(self._limits.num_threads)]
         for process in self._processes:
             self._trials.put(process)
-        self._lock = threading.RLock()  # whoever waits for a result may ask for another when it is there
+        self._lock = threading.RLock()  # reentrant: the callback of a result may request another compile
         self._found: OrderedDict[tuple[Any, ...], Future[CompiledGrammar]] = OrderedDict()
         self._num_bytes = 0
         self._num_waiting = 0
         self._is_closed = False
         self.num_compiles = 0
-        """Constraints that were compiled or refused, and not found in the cache."""
+        """Constraints that were compiled or refused, i.e. cache misses."""
 
     async def compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
-        """The grammar of a constraint; the event loop is free meanwhile.
+        """Return the grammar of a constraint without blocking the event loop.
 
         Raises:
-            InvalidArgument: it is no grammar, or takes too much: names the field, and the place in it.
+            InvalidArgument: it is not a grammar, or exceeds a limit: names the field, and the place in it.
             QueueFull: too many compiles wait.
             Unavailable: the process that tries grammars died.
         """
-        # Who goes away leaves the compile to others that wait for it.
+        # Shield the compile from cancellation: other callers may wait for it.
         return await asyncio.shield(asyncio.wrap_future(self.submit(outputs)))
 
     def submit(self, outputs: StructuredOutputs) -> Future[CompiledGrammar]:
-        """Begin to compile, unless it is done or under way. The result raises as `compile` does.
+        """Start a compile, unless it is done or in flight. The result raises as `compile` does.
 
         Raises:
             QueueFull: too many compiles wait.
@@ -134,13 +134,13 @@ class GrammarCompiler:
             self.num_compiles += 1
             result: Future[CompiledGrammar] = Future()
             self._found[key] = result
-            # Under the lock, so that `close` finds either nothing to do or no threads.
+            # Under the lock, so that `close` finds either no work or no threads.
             run = self._threads.submit(self._run, key, result, lambda: self._compile(outputs))
         run.add_done_callback(lambda run: result.set_exception(_closed()) if run.cancelled() else None)
         return result
 
     def close(self) -> None:
-        """End the processes; nothing is compiled any more."""
+        """End the processes and refuse further compiles."""
         with self._lock:
             self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -153,7 +153,7 @@ class GrammarCompiler:
         grammar, error = None, None
         try:
             grammar = compile_()
-        except BaseException as found:  # whoever waits is told, whatever it is
+        except BaseException as found:  # waiters must get every error
             error = found
         with self._lock:
             self._num_waiting -= 1
@@ -162,13 +162,13 @@ class GrammarCompiler:
             else:
                 result.set_exception(error)
             if error is not None and not isinstance(error, InvalidArgument):
-                self._found.pop(key, None)  # a process that died says nothing of the grammar
+                self._found.pop(key, None)  # a crash of the process does not prove that the grammar is bad
             else:
                 self._num_bytes += _REFUSAL_BYTES if grammar is None else grammar.num_bytes
                 self._evict()
 
     def _evict(self) -> None:
-        """Forget those that were asked for longest ago, down to the bounds; what is under way stays."""
+        """Evict the least recently used entries down to the limits; compiles in flight stay."""
         limits = self._limits
         for key in list(self._found):
             if len(self._found) <= limits.max_entries and self._num_bytes <= limits.max_bytes:
@@ -199,7 +199,7 @@ class GrammarCompiler:
 
 
 def _threads(limits: GrammarLimits) -> ThreadPoolExecutor:
-    """Threads with twice the stack that a trial had; what Python gives them by itself is less on some systems."""
+    """Return threads with twice the stack of a trial; Python's default is smaller on some systems."""
     threads = ThreadPoolExecutor(limits.num_threads, thread_name_prefix="jpaged-grammar")
     all_there = threading.Barrier(limits.num_threads + 1)
     before = threading.stack_size(2 * limits.compile_stack_bytes)
@@ -217,9 +217,9 @@ def _closed() -> Unavailable:
 
 
 class ServedGrammars:
-    """Gives requests of a served model the grammars that they ask for. Safe to call from several threads.
+    """Attaches grammars to requests of a served model. Thread-safe.
 
-    What that needs is made when the first constraint comes.
+    The compiler is created by the first constraint.
 
     Args:
         vocab_size: V, the width of the model's logits.
@@ -244,11 +244,11 @@ class ServedGrammars:
         self._compiler: GrammarCompiler | None = None
 
     async def bind(self, request: Request) -> Request:
-        """The request with its grammar, if it asks for one; the event loop is free meanwhile.
+        """Return the request with its grammar, if it has a constraint, without blocking the event loop.
 
         Raises:
-            InvalidArgument: the constraint is none, takes too much, or cannot be met in so many tokens.
-            Unsupported: the model has no tokenizer of whose tokens the text is known, or none that ends a text.
+            InvalidArgument: the constraint is invalid, exceeds a limit, or cannot be met within `max_tokens`.
+            Unsupported: the model has no tokenizer with known token texts, or no token that ends a text.
             QueueFull, Unavailable: see `GrammarCompiler.compile`.
         """
         outputs = request.sampling.structured_outputs
@@ -260,14 +260,14 @@ class ServedGrammars:
         return _bound(request, await compiler.compile(outputs))
 
     def bind_now(self, request: Request) -> Request:
-        """As `bind`, for callers that are on a thread of their own."""
+        """Attach the grammar as `bind` does, but block. For callers on a thread."""
         outputs = request.sampling.structured_outputs
         if outputs is None:
             return request
         return _bound(request, self._made().submit(outputs).result())
 
     def make_masks(self) -> LlguidanceMasks:
-        """What fills masks, for one engine."""
+        """Return the object that fills masks, for one engine."""
         return LlguidanceMasks(num_words(self._vocab_size))
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ def _bound(request: Request, grammar: CompiledGrammar) -> Request:
 
 
 def _check_first_token(request: Request, grammar: Grammar, vocabulary: Vocabulary) -> None:
-    """Refuse a request whose other fields leave none of the tokens that its grammar allows first."""
+    """Reject a request whose other fields ban every token that its grammar allows first."""
     allowed, words = request.sampling.allowed_token_ids, request.bad_word_ids
     if (allowed is None and not words) or request.continued:
         return
@@ -308,5 +308,5 @@ def _check_first_token(request: Request, grammar: Grammar, vocabulary: Vocabular
 
 
 def compile_now(compiler: GrammarCompiler, outputs: StructuredOutputs) -> CompiledGrammar:
-    """The grammar of a constraint, for callers that are on a thread of their own; raises as `compile` does."""
+    """Compile a constraint and block until it is done, for callers on a thread; raises as `compile` does."""
     return compiler.submit(outputs).result()

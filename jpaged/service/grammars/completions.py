@@ -1,9 +1,9 @@
-"""Ways to end: tokens that complete a text from where its grammar is, and few of them.
+"""Search for completions: few tokens that complete a text from its grammar's current state.
 
-The library says which tokens may come, not how far the end is. A beam of states goes forward, a token a level: what is
-forced is jumped over, then the tokens that close something and the longest ones are tried. A token after which the same
-tokens may come as somewhere before leads nowhere, but for counts, and is put behind others. The first end found need
-not be the shortest there is; each that is found is a way to end, and that is what is relied on.
+The library returns the allowed tokens, not the distance to an end. The search is a beam search over states, one token a
+level: it jumps over forced tokens, then tries tokens that close something and the longest tokens. A token that leads to
+an already seen set of allowed tokens makes no progress (except in counted repeats) and is ranked last. The first end
+found need not be the shortest; callers rely only on every result being a valid completion.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from jpaged.service.grammars.vocabulary import Vocabulary
 _NUM_CLOSERS = 8
 _NUM_LONGEST = 2
 _NUM_SINGLES = 100
-"""All tokens of one byte are among them, where it is one that may come."""
+"""Includes all allowed tokens of one byte."""
 _STANDSTILL, _AGAIN = 4, 1
-"""What a token costs after which the same tokens may come as before it, and as somewhere before.
+"""Cost of a token after which the allowed tokens are as before it (standstill), or as somewhere earlier (again).
 
-A bracket that closes (-2) and stands still may be in a text, where a quote (0) is better, or one of several that close,
-where it is better than another comma (3). What goes around in a circle, as the digits of a number do, costs more each
-time, so that a comma comes at last. To stand still costs as much more then: the next item of a list lets come what the
-one before it did, and a text in it would else be filled up sooner than ended.
+A closing bracket (-2) at a standstill may be inside a string, where a quote (0) is better, or one of several closing
+brackets, where it is better than another comma (3). A repeated state, as in the digits of a number, costs more each
+time, so that a comma wins at last. A standstill then costs more too: the next item of a list allows what the item
+before it did, and the search would otherwise extend a string in it instead of ending it.
 """
 _FIRST_PART = 2048
 _NUM_PLACES = 96
-"""Places, no two of which let the same tokens come, from which an end is looked for."""
+"""Maximum number of states, with distinct allowed tokens, from which an end is searched."""
 _MIN_REACH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Bounds of a search.
+    """Limits of a search.
 
     Attributes:
-        width: states that are kept at each level.
-        num_states: tokens that are tried, about; one takes 50 us.
+        width: states kept at each level.
+        num_states: approximate number of tokens tried; one takes 50 us.
     """
 
     width: int
@@ -59,12 +59,12 @@ WIDE = Effort(width=32, num_states=12_000)
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """How a grammar ends, as far as was found.
+    """Completions of a grammar, as far as found.
 
     Attributes:
-        shortest: tokens of a complete text; None where no end was found.
-        reach: tokens that one more token may add to what is left to write, at most: twice the longest ending that was
-            found from anywhere. None where some place had none that was found.
+        shortest: tokens of a complete text; None if no end was found.
+        reach: maximum number of tokens that one more token may add to the distance to an end: twice the longest
+            completion found from any state. None if no completion was found from some state.
     """
 
     shortest: tuple[int, ...] | None
@@ -85,11 +85,13 @@ class _Path:
 def find_completion(
     vocabulary: Vocabulary, matcher: LLMatcher, limit: int, effort: Effort, ways: Sequence[tuple[int, ...]] = ()
 ) -> tuple[int, ...] | None:
-    """Tokens, `limit` at most, after which the text may end; None where the search found none. Nothing moves.
+    """Return at most `limit` tokens after which the text may end; None if none are found.
+
+    The matcher is unchanged.
 
     Args:
-        ways: ways to end from elsewhere, whose last parts may lead to an end from here too. With some given, the first
-            way that is found is taken; else the shortest.
+        ways: completions from other states; a suffix of one may complete the text here too. If given, the first
+            completion found is returned; otherwise the shortest.
     """
     best: tuple[int, ...] | None = None
     bound, left = limit, effort.num_states
@@ -118,13 +120,13 @@ def find_completion(
 
 
 def is_completion(vocabulary: Vocabulary, matcher: LLMatcher, token_ids: Sequence[int]) -> bool:
-    """Whether the text may end after these tokens. Nothing moves; two microseconds."""
+    """Return True if the text may end after these tokens. The matcher is unchanged. Takes 2 us."""
     ended = [*token_ids, vocabulary.spec.eos_token_ids[0]]
     return matcher.validate_tokens(ended) == len(ended)
 
 
 def endings_of(vocabulary: Vocabulary, matcher: LLMatcher, limit: int) -> Endings:
-    """Look for ways to end from the beginning, and from the first places that a text may come to."""
+    """Search completions from the beginning, and from the first states that a text may reach."""
     shortest = find_completion(vocabulary, matcher, limit, LONG)
     if shortest is None:
         shortest = find_way(vocabulary, matcher, limit, (), (THOROUGH, STEADY, WIDE))
@@ -159,7 +161,7 @@ def find_way(
     ways: Sequence[tuple[int, ...]],
     efforts: Sequence[Effort] | None = None,
 ) -> tuple[int, ...] | None:
-    """A way to end of `limit` tokens at most: one of those known, or another that is looked for."""
+    """Return a completion of at most `limit` tokens: a known one, or one found by a search; None if there is none."""
     if matcher.is_accepting():
         return ()
     for way in ways:
@@ -172,7 +174,7 @@ def find_way(
 
 
 def _end_of(vocabulary: Vocabulary, path: _Path, bound: int, ways: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The last part of a way that ends the text from where a path is; an empty one where it may end there."""
+    """Return the suffix of a known completion that ends the text at a path's state; empty if it may end there."""
     if path.matcher.is_accepting():
         return ()
     for way in ways:
@@ -183,7 +185,7 @@ def _end_of(vocabulary: Vocabulary, path: _Path, bound: int, ways: Sequence[tupl
 
 
 def _jump(path: _Path, bound: int) -> bool:
-    """Take the tokens that are forced; False where they lead beyond the bound."""
+    """Consume the forced tokens; return False if they exceed the bound."""
     if len(path.token_ids) > bound:
         return False
     forced = path.matcher.compute_ff_tokens()
@@ -195,7 +197,7 @@ def _jump(path: _Path, bound: int) -> bool:
 
 
 def _children(vocabulary: Vocabulary, path: _Path) -> tuple[list[_Path], int]:
-    """A path's next steps, and how many tokens were tried; of those after which the same may come, the cheapest."""
+    """Return a path's next steps (the cheapest for each set of allowed tokens), and the number of tokens tried."""
     found: dict[bytes, _Path] = {}
     num_tried = 0
     closers = _first_allowed(vocabulary, path.mask, vocabulary.closers_first_v, _NUM_SINGLES)
@@ -211,7 +213,7 @@ def _children(vocabulary: Vocabulary, path: _Path) -> tuple[list[_Path], int]:
             if other is None or (child.cost, -child.num_bytes) < (other.cost, -other.num_bytes):
                 found[key] = child
         if any(hash(mask) not in path.seen for mask in found):
-            break  # else no token was there that leads anywhere, as in an address before its @: others are tried
+            break  # otherwise no token makes progress, as in an address before its @, and the second part is tried
     return list(found.values()), num_tried
 
 
@@ -219,7 +221,7 @@ def _child(vocabulary: Vocabulary, path: _Path, token_id: int) -> _Path | None:
     matcher = path.matcher.deep_copy()
     if not matcher.consume_token(token_id):
         return None
-    # Where something is forced, it is jumped over before the mask is wanted.
+    # Forced tokens are consumed before the mask is needed.
     mask = b"" if matcher.is_stopped() or matcher.compute_ff_tokens() else matcher.compute_bitmask()
     cost, num_again = int(vocabulary.openness_v[token_id]), 0
     if mask == path.mask:
@@ -232,7 +234,7 @@ def _child(vocabulary: Vocabulary, path: _Path, token_id: int) -> _Path | None:
 
 
 def _first_allowed(vocabulary: Vocabulary, mask: bytes, order_v: NDArray[np.int64], count: int) -> list[int]:
-    """The first tokens of an order that a mask has, `count` at most; a part of a large vocabulary is mostly enough."""
+    """Return the first `count` allowed tokens of an order. A part of a large vocabulary is usually enough."""
     bits = np.frombuffer(mask, np.uint8)
     for ids in (order_v[:_FIRST_PART], order_v[_FIRST_PART:]):
         allowed = ids[(bits[ids >> 3] >> (ids & 7) & 1).astype(bool)][: count + len(vocabulary.eos_token_ids)].tolist()

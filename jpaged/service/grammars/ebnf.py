@@ -1,12 +1,11 @@
-"""EBNF, as llama.cpp's GBNF and xgrammar have it, in the words of llguidance's Lark.
+"""Converts EBNF, in the dialects of llama.cpp's GBNF and xgrammar, to llguidance's Lark.
 
     root  ::= "[" items? "]"          start: "[" r_items? "]"
     items ::= [0-9]+ ("," items)?     r_items: /[0-9]/+ ...
 
-Syntax: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Line ends have no meaning but to end
-comments, as with xgrammar. Rules that do not refer to themselves become terminals, which match as regular expressions
-do; neighbours that are terminals become one. A terminal takes as much as it can, so that a rule which refers to itself
-cannot give back characters to what follows it.
+Syntax: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Line ends only end comments, as in
+xgrammar. Rules that are not recursive become terminals, which match as regular expressions do; adjacent terminals are
+merged into one. A terminal is greedy, so a recursive rule cannot return characters to what follows it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from jpaged import json_text
 
 MAX_DEPTH = 100
-"""Brackets in brackets."""
+"""Maximum nesting of brackets."""
 MAX_REPEATS = 1 << 16
 _SPACE = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*|[0-9][A-Za-z0-9_.-]*(?=\s*::=)")
@@ -27,7 +26,7 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 
 
 class EbnfError(ValueError):
-    """A grammar that is none: says in which line and column, from 1."""
+    """Invalid grammar; the message has the line and column, from 1."""
 
     def __init__(self, text: str, position: int, problem: str) -> None:
         line = text.count("\n", 0, position) + 1
@@ -42,7 +41,7 @@ class _Literal:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """Characters: a Rust regex that matches one."""
+    """A character class: a Rust regex that matches one character."""
 
     regex: str
 
@@ -74,19 +73,19 @@ _Node = _Literal | _Class | _Reference | _Repeat | _Sequence | _Choice
 
 
 def is_ebnf(text: str) -> bool:
-    """Whether a grammar defines rules with `::=`, outside comments, and so is no Lark."""
+    """Return True if a grammar defines rules with `::=` outside comments, so that it is not Lark."""
     return any("::=" in re.sub(r"(#|//).*$", "", line) for line in text.split("\n"))
 
 
 def to_lark(text: str, *, prefix: str = "") -> str:
-    """The rules of Lark that say what an EBNF grammar says.
+    """Convert an EBNF grammar to rules of Lark.
 
     Args:
-        prefix: begins every name, so that rules of several grammars can stand together; the grammar's root is then the
-            rule `<prefix>start`.
+        prefix: prefix of every name, so that rules of several grammars can be combined; the grammar's root is the rule
+            `<prefix>start`.
 
     Raises:
-        EbnfError: names the place.
+        EbnfError: names the position.
     """
     rules = _Parser(text).rules()
     if "root" not in rules:
@@ -217,7 +216,7 @@ class _Parser:
         return _Class(f"[{'^' if is_negated else ''}{''.join(parts)}]")
 
     def _letter(self, start: int, problem: str) -> str:
-        """One character of a literal or a class, an escape taken for what it stands for."""
+        """Read one character of a literal or a class, and decode an escape."""
         if self.position >= len(self.text):
             raise EbnfError(self.text, start, problem)
         at, letter = self.position, self.text[self.position]
@@ -296,7 +295,7 @@ class _Writer:
             self.names[name] = f"{self.prefix}R{index}".upper() if name in self.terminals else f"{self.prefix}r{index}"
         self.lines = [f"{self.prefix}start: {self.names['root']}"]
         for name, node in self.rules.items():
-            # A rule that nothing reaches is left out by the library.
+            # The library drops unreachable rules.
             body = self._written(node) if name in self.terminals else self._rule_body(node)
             self.lines.append(f"{self.names[name]}: {body}")
         return "\n".join(self.lines) + "\n"
@@ -309,7 +308,7 @@ class _Writer:
                     raise EbnfError(self.text, start, f"there is no rule named {reference.name!r}")
 
     def _rule_body(self, node: _Node) -> str:
-        """A body of a rule that is no terminal: runs of terminals in its sequences become one each."""
+        """Return the body of a rule that is not a terminal; runs of terminals in its sequences are merged."""
         if self._is_terminal(node):
             return self._as_terminal(node)
         match node:
@@ -385,7 +384,7 @@ def _references(node: _Node) -> list[_Reference]:
 
 
 def _terminals(rules: dict[str, _Node]) -> set[str]:
-    """The rules that refer to no rule in a circle, directly or by others."""
+    """Return the rules that are not recursive, directly or indirectly."""
     needs = {name: {one.name for one in _references(node)} for name, node in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, used in needs.items():

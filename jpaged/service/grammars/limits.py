@@ -1,4 +1,4 @@
-"""How much a grammar may take: when it is compiled, and in each step."""
+"""Resource limits of grammars, at compile time and per step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from llguidance import LLParserLimits
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Bounds of the compiler.
+    """Limits of the compiler.
 
     Attributes:
         cpu_s: processor time of one compile; a schema of 100 properties takes 10 ms.
-        memory_bytes: what one compile may take.
-        compile_stack_bytes: the stack of a trial's compile, half of what the compiler's own threads have.
-        mask_stack_bytes: the stack of a trial's mask, half of what the library's threads have, which fill masks later.
-        max_depth: values in values of a schema; the library's own reader stops at 128.
-        max_waiting: compiles that wait or run; one more is refused.
-        num_threads: compiles at a time, each with a process that tries first.
-        max_entries: grammars and refusals that the cache keeps.
-        max_bytes: memory of the grammars that it keeps, as trials measured it.
+        memory_bytes: memory of one compile.
+        compile_stack_bytes: stack of a trial's compile, half of the stack of the compiler's threads.
+        mask_stack_bytes: stack of a trial's mask, half of the stack of the library's threads, which fill masks later.
+        max_depth: nesting of a schema; the library's own reader stops at 128.
+        max_waiting: compiles that wait or run; more are refused.
+        num_threads: concurrent compiles, each with a trial process.
+        max_entries: grammars and refusals in the cache.
+        max_bytes: memory of the cached grammars, as measured by trials.
     """
 
     cpu_s: float = 3.0
@@ -35,8 +35,8 @@ class GrammarLimits:
 
 
 def library_limits() -> LLParserLimits:
-    """The library's own bounds, those of a step among them: 200,000 units of lexing are about 15 ms.
+    """Return the library's own limits, including those of a step: 200,000 units of lexing take about 15 ms.
 
-    Its default of 250,000 states of a lexer is up to 0.5 GB for one request.
+    The library's default of 250,000 lexer states takes up to 0.5 GB for one request.
     """
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)

@@ -1,4 +1,4 @@
-"""Masks of a whole batch, on the library's own threads."""
+"""Masks of a whole batch, filled on the library's threads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jpaged.structured.grammar import GrammarBatch, GrammarState, StatesOneByOne
 
 
 class LlguidanceMasks:
-    """A `GrammarMasks` of the engine's. Used by one thread at a time.
+    """Implementation of the engine's `GrammarMasks`. Used by one thread at a time.
 
     Attributes:
         num_words: W, the words of a mask.
 
     Args:
-        num_threads: threads of the library's; None takes as many as it sees fit.
+        num_threads: threads of the library; None for its default.
     """
 
     def __init__(self, num_words: int, num_threads: int | None = None) -> None:
@@ -59,10 +59,10 @@ class LlguidanceMasks:
 
 @dataclass(frozen=True, slots=True)
 class LlguidanceBatch:
-    """A `GrammarBatch` of states whose masks are as the library makes them: no Python runs for each of them.
+    """Implementation of `GrammarBatch` for states whose masks need no Python code per state.
 
     Attributes:
-        matchers: of the states, with the rows of their masks.
+        matchers: the matchers of the states, with the rows of their masks.
     """
 
     executor: LLExecutor
@@ -71,7 +71,7 @@ class LlguidanceBatch:
     matchers: list[tuple[LLMatcher, int]]
 
     def accept(self, token_ids: Sequence[int]) -> list[int]:
-        if not self.vocabulary.eos_token_ids.isdisjoint(token_ids):  # which a matcher that has ended takes for an error
+        if not self.vocabulary.eos_token_ids.isdisjoint(token_ids):  # a matcher that has ended reports these as errors
             pairs = enumerate(zip(self.states, token_ids, strict=True))
             return [place for place, (state, token_id) in pairs if not state.accept(token_id)]
         pairs_of = [(matcher, token_id) for (matcher, _), token_id in zip(self.matchers, token_ids, strict=True)]

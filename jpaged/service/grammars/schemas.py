@@ -1,4 +1,4 @@
-"""JSON schemas as they are given to the library, and where in a schema something is wrong."""
+"""JSON schemas: conversion for the library, and location of errors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Schema = dict[str, Any]
 
 
 def read_json(field: str, text: str, max_depth: int) -> Any:
-    """The value of a text.
+    """Parse a JSON text.
 
     Raises:
-        InvalidArgument: it is no JSON, or nested deeper than `max_depth`: names line and column.
+        InvalidArgument: it is not JSON, or nested deeper than `max_depth`: names line and column.
     """
     position = _too_deep(text, max_depth)
     if position is not None:
@@ -43,13 +43,13 @@ def read_json(field: str, text: str, max_depth: int) -> Any:
 
 
 def schema_of(field: str, value: Any, outputs: StructuredOutputs, whitespace: str = JSON_WHITESPACE) -> Schema:
-    """Return the schema as the library takes it, with the options of how JSON is written.
+    """Return the schema in the library's form, with the options of JSON formatting.
 
     Args:
-        whitespace: a regular expression of the whitespace between parts of JSON, unless the request names one.
+        whitespace: a regular expression of the whitespace between parts of JSON, unless the request sets one.
 
     Raises:
-        InvalidArgument: it is neither an object nor true or false.
+        InvalidArgument: it is neither an object nor true.
     """
     if not isinstance(value, dict | bool):
         raise InvalidArgument(field, f"a schema is an object, true or false, not {json_text.dumps(value)[:80]}")
@@ -70,10 +70,10 @@ def schema_of(field: str, value: Any, outputs: StructuredOutputs, whitespace: st
 
 
 def place_of(schema: Schema, error: str, error_of: Callable[[Schema], str | None]) -> str:
-    """The JSON pointer of the smallest part of a schema that fails with the same error; "" is the whole.
+    """Return the JSON pointer of the smallest part of a schema that fails with the same error; "" is the whole.
 
     Args:
-        error_of: what the compiler says of a schema.
+        error_of: returns the compiler's error for a schema.
     """
     root = {key: schema[key] for key in (*_DEFINITIONS, _OPTIONS) if key in schema}
     pointer, part, left = "", schema, _MAX_TRIALS
@@ -90,7 +90,7 @@ def place_of(schema: Schema, error: str, error_of: Callable[[Schema], str | None
 
 
 def _children(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """The schemas in a schema that have something to say, each with its step of a pointer."""
+    """Yield the non-empty subschemas of a schema, each with its step of a JSON pointer."""
     for key in schema:
         value = schema[key]
         if key in _NAMED and isinstance(value, dict):
@@ -105,7 +105,7 @@ def _children(schema: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _close_objects(schema: Schema) -> None:
-    """Say of every object whose properties are named that it has no others, unless something is said of others."""
+    """Set `additionalProperties: false` on every object with named properties that does not set it."""
     for _, child in _children(schema):
         _close_objects(child)
     names = [key for key in ("properties", "patternProperties") if isinstance(schema.get(key), dict)]
@@ -122,7 +122,7 @@ def _refuse(name: str) -> float:
 
 
 def _too_deep(text: str, max_depth: int) -> int | None:
-    """Where brackets outside strings are nested deeper; found before a reader recurses."""
+    """Return the position where brackets outside strings exceed `max_depth`; found before a reader recurses."""
     depth, is_in_string, position = 0, False, 0
     while position < len(text):
         letter = text[position]

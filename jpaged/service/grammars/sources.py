@@ -1,4 +1,4 @@
-"""A constraint in the words of the grammar library, and the library's errors in the words of the constraint."""
+"""Converts a constraint to the grammar library's source, and the library's errors to errors about the constraint."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _REGEX_PLACE = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^+\nerror: ([^\n]*)")
 _UNKNOWN_KEYS = re.compile(r"^Unimplemented keys: \[(.*)\]$")
 _MAX_SHOWN = 300
-"""Characters of an error: some of the library's list all that would have been right."""
+"""Maximum characters of an error: some of the library's errors list every valid alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the library compiles.
+    """Source that the library compiles.
 
     Attributes:
         grammar: Lark, or the library's own form.
-        schemas: the schemas in it, each with where it is in what the caller wrote, as a JSON pointer.
+        schemas: the schemas in it, each with its JSON pointer in the caller's constraint.
     """
 
     grammar: str
@@ -39,13 +39,13 @@ class Source:
 
 
 def source_of(outputs: StructuredOutputs, limits: GrammarLimits, whitespace: str = JSON_WHITESPACE) -> Source:
-    """Return a constraint in the library's words.
+    """Convert a constraint to the library's source.
 
     Args:
         whitespace: as `schema_of` takes it.
 
     Raises:
-        InvalidArgument: it is none: names the field, and the place in it.
+        InvalidArgument: it is invalid: names the field, and the place in it.
     """
     field = outputs.field
     match outputs.kind:
@@ -71,11 +71,11 @@ def source_of(outputs: StructuredOutputs, limits: GrammarLimits, whitespace: str
 def refusal(
     outputs: StructuredOutputs, source: Source, error: str, try_: Callable[[str], str | None]
 ) -> InvalidArgument:
-    """The error that tells what is wrong with a constraint, and where.
+    """Return the error that explains what is wrong with a constraint, and where.
 
     Args:
-        error: what the library says of its grammar.
-        try_: what it says of another.
+        error: the library's error for its grammar.
+        try_: returns the library's error for another grammar.
     """
     place, problem = "", error
     for pointer, schema in source.schemas:
@@ -101,7 +101,7 @@ def refusal(
 def _part_of_tag(
     outputs: StructuredOutputs, whitespace: str, found: list[tuple[str, Schema]], at: str, value: Any
 ) -> Schema:
-    """A schema of a structural tag; keeps where it is."""
+    """Convert a schema of a structural tag, and record its place in `found`."""
     schema = schema_of(f"{outputs.field} at {at}", value, outputs, whitespace)
     found.append((at, schema))
     return schema
@@ -121,7 +121,7 @@ def _lark(field: str, text: str) -> str:
 
 
 def _without_anchors(pattern: str) -> str:
-    """A pattern is of the whole text in any case: anchors at its ends say nothing, and the library has none."""
+    """Remove anchors at the ends: a pattern always matches the whole text, and the library has no anchors."""
     pattern = pattern.removeprefix("^")
     if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1:
         pattern = pattern[:-1]
@@ -129,7 +129,7 @@ def _without_anchors(pattern: str) -> str:
 
 
 def _position(pattern: str, column: int) -> int:
-    """The character of a pattern, from 1, that stands in a column of what the library was given."""
+    """Return the caller's position in a pattern, from 1, for a column of the converted pattern."""
     skipped = int(pattern.startswith("^"))
     left, position = column, skipped
     for found in re.finditer(r"\\.|.", pattern[skipped:], re.DOTALL):
@@ -142,6 +142,6 @@ def _position(pattern: str, column: int) -> int:
 
 
 def source_key(outputs: StructuredOutputs) -> tuple[Any, ...]:
-    """What tells constraints apart, but not whether the text has to be complete."""
+    """Return the key that identifies a constraint in the cache, without `always_complete`."""
     options = (outputs.whitespace_pattern, outputs.disable_any_whitespace, outputs.disable_additional_properties)
     return (outputs.kind.value, getattr(outputs, outputs.kind.value), *options)

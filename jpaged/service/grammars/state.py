@@ -1,4 +1,4 @@
-"""Where one sequence is in its grammar, as llguidance keeps it."""
+"""State of one sequence in its grammar, backed by llguidance."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jpaged.service.grammars.vocabulary import Vocabulary
 
 @dataclass(slots=True)
 class LlguidanceState:
-    """A `GrammarState` of the engine's.
+    """Implementation of the engine's `GrammarState`.
 
     Attributes:
-        matcher: the library's state, which this one alone moves.
-        endings: what is known of the grammar's ends, from its compile.
-        narrowing: takes tokens out of masks, so that the text is whole in time; None where that was not asked for.
+        matcher: the library's state, advanced only by this object.
+        endings: known completions of the grammar, from its compile.
+        narrowing: removes tokens from masks so that the text is complete in time; None without `always_complete`.
     """
 
     vocabulary: Vocabulary
@@ -51,7 +51,7 @@ class LlguidanceState:
         self.narrow(mask_w)
 
     def narrow(self, mask_w: NDArray[np.int32]) -> None:
-        """Take tokens out of a mask of the library's after which the text could no longer be whole in time."""
+        """Remove tokens from the library's mask after which the text could not be completed in time."""
         if self.narrowing is not None and not self.matcher.is_stopped():
             self.narrowing.narrow(self.matcher, mask_w)
 

@@ -1,13 +1,13 @@
 """Structural tags: free text in which some parts follow a grammar, written as Lark.
 
-Both forms that vLLM takes: `structures` and `triggers`, and xgrammar's `format`
-(https://xgrammar.mlc.ai/docs/xgrammar_features/structural_tag.html), as far as a grammar without priorities has it:
+Supports both forms that vLLM takes: `structures` with `triggers`, and xgrammar's `format`
+(https://xgrammar.mlc.ai/docs/xgrammar_features/structural_tag.html), as far as a grammar without priorities can:
 
     const_string json_schema regex grammar any_text sequence or optional plus star repeat token
     tag triggered_tags tags_with_separator
 
-What has no end of its own, any_text and triggered_tags, stands last or in a tag, whose end ends it where it first
-comes. Others are refused by name.
+Formats without an end (any_text and triggered_tags) must stand last, or in a tag, whose first occurring end ends them.
+Other formats are refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENDLESS = ("any_text", "triggered_tags")
 _MARKS = {"optional": "?", "plus": "+", "star": "*"}
 _EMPTY = '""'
 _IN_LARK = {"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\D": "[^0-9]"}
-"""Parts of a regular expression as Lark has them; digits are those of ASCII, as in ECMAScript and JSON schemas."""
+"""Parts of a regular expression in Lark; digits are ASCII, as in ECMAScript and JSON schemas."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class StructuralTagWriter:
 
     Args:
         name: the field, for errors.
-        schema_of: a schema as the library takes it, or an error that names the place.
+        schema_of: converts a schema for the library, or raises an error that names the place.
     """
 
     name: str
@@ -44,7 +44,7 @@ class StructuralTagWriter:
     _is_older: bool = False
 
     def lark(self, value: Any) -> str:
-        """The whole grammar.
+        """Return the whole grammar.
 
         Raises:
             InvalidArgument: names the place as a JSON pointer.
@@ -58,10 +58,10 @@ class StructuralTagWriter:
         return "\n".join([f"start: {body}", _TEXT, *self._lines]) + "\n"
 
     def _write(self, value: Any, at: str, ends: Sequence[str]) -> str:
-        """An expression for a format, with what ends it.
+        """Return an expression for a format, including what ends it.
 
         Args:
-            ends: texts of which one follows; none of them where the format says itself where it ends.
+            ends: alternatives for the text that follows; empty if the format has an end by itself.
         """
         if not isinstance(value, dict) or not isinstance(value.get("type"), str):
             raise self.wrong(at, "a format is an object with a type")
@@ -84,7 +84,7 @@ class StructuralTagWriter:
         return _sequence([writers[kind](value, at), _alternatives(ends)])
 
     def _write_open(self, value: Any, at: str, ends: Sequence[str]) -> str:
-        """A format that goes on until one of `ends`, or whose last part does."""
+        """Write a format that continues until one of `ends`, or whose last part does."""
         if value["type"] == "triggered_tags":
             return self._write_triggered_tags(value, at, ends)
         if value["type"] == "sequence":
@@ -184,7 +184,7 @@ class StructuralTagWriter:
         return f"({written})" if wanted.get("at_least_one") else f"({written})?"
 
     def _tag(self, value: Any, at: str, *, skip: int) -> str:
-        """A tag without the first `skip` characters of its beginning."""
+        """Write a tag, skipping the first `skip` characters of the begin text."""
         wanted = _object(self, value, at, {"begin", "content", "end"}, {"type"})
         begin, end = wanted["begin"], wanted["end"]
         first = self._write_token(begin, f"{at}/begin") if isinstance(begin, dict) else None
@@ -213,18 +213,18 @@ class StructuralTagWriter:
         return name
 
     def wrong(self, at: str, problem: str) -> InvalidArgument:
-        """The error that names a place."""
+        """Return the error that names a place."""
         return InvalidArgument(self.name, f"at {self._place(at) or '/'}: {problem}")
 
     def _place(self, at: str) -> str:
-        """A place in what the caller wrote, which the older form has under other names."""
+        """Return a place in the caller's terms; the older form has other names."""
         if not self._is_older:
             return at
         return re.sub(r"^/tags/(\d+)", r"/structures/\1", at).replace("/content/json_schema", "/schema")
 
 
 def _from_structures(writer: StructuralTagWriter, value: Any) -> dict[str, Any]:
-    """The older form in the words of the newer one."""
+    """Convert the older form to the newer one."""
     wanted = _object(writer, value, "", {"structures", "triggers"}, set())
     tags = []
     for index, one in enumerate(_list(writer, wanted["structures"], "/structures")):
@@ -246,12 +246,12 @@ def _tags_of(writer: StructuralTagWriter, value: Any, at: str, needed: set[str])
 
 
 def slashes_escaped(pattern: str) -> str:
-    """Return a regular expression as it may stand between slashes."""
+    """Return a regular expression escaped for use between slashes."""
     return re.sub(r"\\.|/|\n", lambda found: _IN_LARK.get(found[0], found[0]), pattern, flags=re.DOTALL)
 
 
 def _is_endless(value: Any) -> bool:
-    """Whether a format, by its last part, goes on until something else comes."""
+    """Return True if a format's last part has no end, so that it continues until other text comes."""
     while isinstance(value, dict) and value.get("type") == "sequence" and isinstance(value.get("elements"), list):
         value = value["elements"][-1] if value["elements"] else None
     return isinstance(value, dict) and value.get("type") in _ENDLESS

@@ -1,7 +1,7 @@
-"""Tries a grammar where it can hurt nobody: a fork with limits of time, memory and stack compiles it first.
+"""Trial compile of a grammar in a fork with limits of time, memory and stack.
 
-A compile cannot be stopped, and it may overflow its stack or use up memory, which ends the process. What a trial has
-survived compiles in the server, where it takes the same time and memory, and has more stack.
+A compile cannot be interrupted, and it may overflow its stack or exhaust memory, which ends the process. A grammar that
+survives its trial also compiles in the server, which needs the same time and memory and has more stack.
 
     server ──first the vocabulary, then grammars──> child ──fork──> compiles, fills one mask, ends
            <──error, and bytes of memory────────────      <──────
@@ -34,7 +34,7 @@ _PANIC = "panic: "
 
 
 def main() -> int:
-    """Answers questions until the other side closes."""
+    """Answer questions until the server closes the socket."""
     with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("rb") as questions:
         try:
             spec = receive(questions)
@@ -52,11 +52,11 @@ def send(connection: socket.socket, value: dict[str, Any]) -> None:
 
 
 def receive(messages: IO[bytes]) -> dict[str, Any]:
-    """Wait for one message of a socket's file.
+    """Read one message from a socket's file. Blocks.
 
     Raises:
-        EOFError: the other side has ended.
-        TimeoutError: the socket has a limit of time, and it has passed.
+        EOFError: the peer has closed.
+        TimeoutError: the socket's timeout has passed.
     """
     (length,) = _HEAD.unpack(_read(messages, _HEAD.size))
     return dict(json.loads(_read(messages, length)))
@@ -70,7 +70,7 @@ def _read(messages: IO[bytes], count: int) -> bytes:
 
 
 def _answer(vocabulary: Vocabulary, question: dict[str, Any]) -> dict[str, Any]:
-    """Fork, and tell what came of it: `error` in words, None where there is none, and `num_bytes` of memory."""
+    """Fork, and return the outcome: `error` as text (None on success), and `num_bytes` of memory."""
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
@@ -90,14 +90,14 @@ def _answer(vocabulary: Vocabulary, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limited(question: dict[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
-    """Compile, and fill a mask, on threads with small stacks; the process ends where it passes a limit."""
+    """Compile, and fill a mask, on threads with small stacks; exceeding a limit ends the process."""
     before = _pages()
     if before is not None:
         size = before[0] + question["memory_bytes"]
-        with contextlib.suppress(ValueError, OSError):  # a lower limit that is there already is as good
+        with contextlib.suppress(ValueError, OSError):  # a lower limit that is already set is fine
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.close(2)  # the library's last words are told as ours
+    os.close(2)  # the parent reports an abnormal exit itself, so drop the library's stderr
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # the signal's default action ends the process
     tokenizer, grammar = vocabulary.tokenizer, question["grammar"]
     matcher = _on_thread(
@@ -121,14 +121,14 @@ def _on_thread(stack_bytes: int, run: Callable[[], Any]) -> Any:
 
 
 def _condensed(error: str) -> str:
-    """An error without what a panic knows of the library's inside."""
+    """Return an error without the library's internal details of a panic."""
     if error.startswith("NoExtension"):
         return "no text fits it"
     return error.partition("\n<")[0] if not error.startswith(_PANIC) else "it is too large for the compiler"
 
 
 def _pages() -> tuple[int, int] | None:
-    """Bytes of the address space and of resident memory, where the system tells them."""
+    """Return the bytes of the address space and of resident memory; None if the system does not report them."""
     if not _STATM.exists():
         return None
     size, resident = _STATM.read_text().split()[:2]

@@ -1,4 +1,4 @@
-"""The process that tries grammars: started when the first comes, kept warm, started again when it has ended."""
+"""The child process that tries grammars: started by the first grammar, kept warm, restarted if it has ended."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jpaged.service.grammars.trial import receive, send
 from jpaged.service.grammars.vocabulary import VocabularySpec
 
 _START_TIMEOUT_S = 120.0
-"""A guard against a process that never gets to run; the limit of a compile is beside it."""
+"""Timeout that guards against a process that never gets to run; it comes in addition to the limit of a compile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of a trial.
+    """Outcome of a trial.
 
     Attributes:
-        error: why the grammar is none, or takes too much; None where it compiles.
+        error: why the grammar is invalid or exceeds a limit; None if it compiles.
         num_bytes: memory that it took.
     """
 
@@ -36,7 +36,7 @@ class Trial:
 
 
 class TrialProcess:
-    """Tries one grammar at a time. Safe to call from several threads."""
+    """Tries one grammar at a time. Thread-safe."""
 
     def __init__(self, spec: VocabularySpec, limits: GrammarLimits) -> None:
         self._spec = spec
@@ -45,7 +45,7 @@ class TrialProcess:
         self._child: _Child | None = None
 
     def run(self, grammar: str) -> Trial:
-        """Compile a grammar of the library's, within the limits.
+        """Compile a grammar in the library's format, within the limits.
 
         Raises:
             Unavailable: the process cannot be started, or died.
@@ -80,7 +80,7 @@ class TrialProcess:
 
 
 class _Child:
-    """One process, and our end of its socket. `end` comes by itself when nobody holds it."""
+    """One process, and the server's end of the socket. `end` runs when the object is garbage-collected."""
 
     def __init__(self, spec: VocabularySpec) -> None:
         with contextlib.ExitStack() as opened:
@@ -100,7 +100,7 @@ class _Child:
         send(self._connection, asdict(spec))
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send a question and wait for the answer; raises OSError or EOFError."""
+        """Send a question and wait for the answer; raise OSError or EOFError on failure."""
         send(self._connection, question)
         return receive(self._answers)
 

@@ -1,4 +1,4 @@
-"""A tokenizer as grammars see it: the bytes of each token, and which tokens end a text."""
+"""A tokenizer as grammars see it: the bytes of each token, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLOSING = frozenset(b'"}]:')
 
 @dataclass(frozen=True, slots=True)
 class VocabularySpec:
-    """What a vocabulary is made of; another process makes the same of it.
+    """Serializable description of a vocabulary; another process builds an equal one from it.
 
     Attributes:
         tokenizer: the text of a tokenizer.json.
@@ -33,7 +33,7 @@ class VocabularySpec:
 
 
 class Vocabulary:
-    """The tokens of a model. Safe to call from several threads.
+    """The tokens of a model. Thread-safe.
 
     Raises:
         Unsupported: llguidance cannot read the tokenizer.
@@ -50,15 +50,15 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: object, vocab_size: int, eos_token_ids: Iterable[int]) -> Vocabulary:
-        """The vocabulary of a served model.
+        """Build the vocabulary of a served model.
 
         Args:
-            tokenizer: the one that it is served with.
-            vocab_size: V, the width of its logits.
+            tokenizer: the model's tokenizer.
+            vocab_size: V, the width of the logits.
             eos_token_ids: all tokens that end a text.
 
         Raises:
-            Unsupported: it has no tokenizer, one that is not of the `tokenizers` library, or no end-of-sequence token.
+            Unsupported: there is no tokenizer, or not one of the `tokenizers` library, or no end-of-sequence token.
         """
         text = tokenizer.to_json() if isinstance(tokenizer, HuggingFaceTokenizer) else None
         if text is None:
@@ -70,27 +70,27 @@ class Vocabulary:
 
     @cached_property
     def key(self) -> bytes:
-        """Tells vocabularies apart."""
+        """Digest that identifies the vocabulary."""
         spec = self.spec
         return hashlib.sha256(repr((spec.tokenizer, spec.vocab_size, spec.eos_token_ids)).encode()).digest()
 
     @property
     def num_library_words(self) -> int:
-        """Words of the library's masks, which have the ids of the tokenizer too."""
+        """Words of the library's masks, which cover the ids of the tokenizer too."""
         return (self.tokenizer.vocab_size + 31) // 32
 
     @cached_property
     def eos_mask_w(self) -> NDArray[np.int32]:
-        """The mask of the tokens that end a text, int32 `[W]`."""
+        """Mask of the tokens that end a text, int32 `[W]`."""
         return self.mask_of(self.spec.eos_token_ids)
 
     @cached_property
     def all_mask_w(self) -> NDArray[np.int32]:
-        """The mask of every token of the model, int32 `[W]`."""
+        """Mask of every token of the model, int32 `[W]`."""
         return self.mask_of(range(self.spec.vocab_size))
 
     def mask_of(self, token_ids: Iterable[int]) -> NDArray[np.int32]:
-        """The mask of some tokens, int32 `[W]`."""
+        """Return the mask of some tokens, int32 `[W]`."""
         flags = np.zeros(self.num_words * 32, np.uint8)
         flags[np.fromiter(token_ids, np.int64)] = 1
         return np.packbits(flags, bitorder="little").view(np.int32)
@@ -101,23 +101,23 @@ class Vocabulary:
         return np.array([len(part) for part in self._bytes_v], np.int32)
 
     def allowed_by(self, matcher: LLMatcher) -> NDArray[np.int32]:
-        """The mask of the tokens that may come, int32 `[W]`."""
+        """Return the mask of the allowed tokens, int32 `[W]`."""
         return np.frombuffer(matcher.compute_bitmask(), np.uint8)[: 4 * self.num_words].view(np.int32) & self.all_mask_w
 
     @cached_property
     def openness_v(self) -> NDArray[np.int32]:
-        """How little a token leads to an end, roughly, int32 `[V]`: least of those that close brackets."""
+        """Rough distance of a token from an end, int32 `[V]`: lowest for tokens that close brackets."""
         return np.array([_openness(part) for part in self._bytes_v], np.int32)
 
     @cached_property
     def closers_first_v(self) -> NDArray[np.int64]:
-        """Ids in the order in which they are likely to lead to an end, int64 `[V]`: what closes, then single bytes."""
+        """Ids sorted by how likely they lead to an end, int64 `[V]`: closing tokens first, then single bytes."""
         is_long_v = (self.openness_v > 0) & (self.byte_lens_v > 1)
         return np.lexsort((self.byte_lens_v, self.openness_v, is_long_v))
 
     @cached_property
     def longest_first_v(self) -> NDArray[np.int64]:
-        """Ids by their bytes of text, int64 `[V]`: what fills a least length with the fewest tokens."""
+        """Ids sorted by decreasing bytes of text, int64 `[V]`: fills a minimum length with the fewest tokens."""
         return np.lexsort((self.openness_v, -self.byte_lens_v))
 
     @cached_property
@@ -128,12 +128,12 @@ class Vocabulary:
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a mask, W."""
+    """Return W, the number of words of a mask."""
     return (vocab_size + 31) // 32
 
 
 def allowed_ids(mask_w: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The tokens of a mask, in order."""
+    """Return the tokens of a mask, in order."""
     return np.flatnonzero(np.unpackbits(mask_w.view(np.uint8), bitorder="little"))
 
 
@@ -143,7 +143,8 @@ def _read(spec: VocabularySpec) -> LLTokenizer:
     except ValueError as error:
         if "vocab size too small" not in str(error):
             raise
-    return LLTokenizer(spec.tokenizer, eos_token=list(spec.eos_token_ids))  # ids that the model has no logits for
+    # the tokenizer has ids for which the model has no logits
+    return LLTokenizer(spec.tokenizer, eos_token=list(spec.eos_token_ids))
 
 
 def _openness(part: bytes) -> int:

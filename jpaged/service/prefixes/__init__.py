@@ -1,7 +1,7 @@
-"""Prefixes that travel between servers, whatever the protocol.
+"""Transfer of prefixes between servers, independent of the protocol.
 
-likeness.py     whether a block means the same here as where it comes from
-parts.py        what goes over a wire: a header, and pieces of blocks
-receiving.py    pieces -> blocks, each held to its tokens and its hash
+likeness.py     check that the KV blocks of both servers are interchangeable
+parts.py        the messages: a header, and pieces of blocks
+receiving.py    pieces -> blocks, each verified against its tokens and its hash
 travelling.py   save, load and fetch
 """

@@ -1,4 +1,4 @@
-"""What the bytes of a block depend on: told of what leaves, and held against what arrives."""
+"""Everything that the bytes of a KV block depend on: sent with an exported prefix, checked on import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jpaged.service.prefixes.parts import Header
 
 
 def facts_of(model: LoadedModel) -> tuple[tuple[str, str], ...]:
-    """What the bytes of a block depend on, in words."""
+    """Return readable (name, value) pairs of everything that the bytes of a block depend on."""
     backend, travels = model.backend, model.engine.travels
     facts = {
         "model": model.model.architecture,
@@ -42,7 +42,7 @@ def header_of(
     num_found: int,
     identity: bytes,
 ) -> Header:
-    """What goes ahead of a prefix that leaves, of which so many blocks were found."""
+    """Return the header of an exported prefix, of which `num_found` blocks were found."""
     travels, adapter = model.engine.travels, model.adapters.named(adapter_name)
     size = travels.block_size
     return Header(
@@ -61,7 +61,7 @@ def header_of(
 
 
 def require_alike(model: LoadedModel, header: Header, chain: Chain, identity: bytes) -> None:
-    """Refuse a prefix whose blocks mean something else here, and a header that contradicts itself."""
+    """Reject a prefix whose blocks are incompatible with this server's, or a header that contradicts itself."""
     if header.kv_identity != identity:
         here, there = dict(facts_of(model)), dict(header.facts)
         differing = [name for name in here if there.get(name, here[name]) != here[name]]

@@ -1,9 +1,9 @@
-"""What of a prefix goes from one server to another: a header, then pieces of blocks, a block's own in order.
+"""Messages of a prefix transfer: a header, then pieces of blocks, in order within a block.
 
-    header   which tokens, and what the bytes depend on
+    header   the tokens, and what the bytes depend on
     piece    [key] contents ... contents [hash]     the key is in a block's first piece, the hash in its last
 
-Keys on the way are those of the tokens behind a root without a tenant: whose a prefix is, each server knows itself.
+Block keys in messages are those of the tokens after a root without a tenant; each server adds the tenant itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jpaged.engine.kv.tiers.chain import Place
 from jpaged.engine.kv.tiers.leaving import Leaving
 
 MAX_PIECES_BYTES = 256 << 10
-"""What a message has of contents, and of what goes with them."""
+"""Limit of a message's contents, including the overhead of each piece."""
 MAX_MESSAGE_BYTES = 257 << 10
-"""All of it."""
+"""Limit of a whole message."""
 _PIECE_BYTES = 96
-"""What goes with the contents of a piece, about."""
+"""Approximate overhead of a piece."""
 MAX_PIECES = MAX_PIECES_BYTES // _PIECE_BYTES + 1
-"""Pieces of a message: so many of one byte, and no more, fill one."""
+"""Maximum pieces of a message, reached if each holds one byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What comes; see PrefixHeader in prefixes.proto."""
+    """Header of a transfer; see PrefixHeader in prefixes.proto."""
 
     kv_identity: bytes
     facts: tuple[tuple[str, str], ...]
@@ -57,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What became of a prefix; see PrefixArrival in prefixes.proto."""
+    """Result of an import; see PrefixArrival in prefixes.proto."""
 
     num_tokens: int
     num_found_tokens: int
@@ -67,12 +67,12 @@ class Arrival:
 
 
 def hash_begin(key: Key, kv_group: int) -> hashlib._Hash:
-    """The hash of a block of which no contents have been added yet."""
+    """Return the hash state of a block before any contents are added."""
     return hashlib.sha256(key + kv_group.to_bytes(4, "little"))
 
 
 def cut(leaving: Leaving, part: int, keys: Sequence[Key]) -> list[list[Piece]]:
-    """The messages of a part that has come to host memory; on a thread, see `Leaving.read`."""
+    """Return the messages of a part that is in host memory. Call on a thread, see `Leaving.read`."""
     cutter = Cutter(keys)
     leaving.read(part, cutter.add)
     return list(cutter.messages())
@@ -82,7 +82,7 @@ class Cutter:
     """Cuts blocks into messages of pieces, on a thread.
 
     Args:
-        keys: of the blocks, on the way.
+        keys: keys of the blocks, as sent in messages.
     """
 
     def __init__(self, keys: Sequence[Key]) -> None:
@@ -91,7 +91,7 @@ class Cutter:
         self._room = MAX_PIECES_BYTES
 
     def add(self, place: Place, contents: memoryview) -> None:
-        """Copies a block."""
+        """Copy a block into messages."""
         key, start = self._keys[place.index], 0
         hashed = hash_begin(key, place.kv_group)
         hashed.update(contents)
@@ -107,5 +107,5 @@ class Cutter:
             start = end
 
     def messages(self) -> Iterator[list[Piece]]:
-        """All that there is to send."""
+        """Return all messages."""
         return (message for message in self._messages if message)

@@ -1,4 +1,4 @@
-"""Pieces -> blocks of host memory: none is known by a key that is not its tokens', or with contents that are torn."""
+"""Pieces -> blocks of host memory. Verifies that each key belongs to its tokens and that the contents are intact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """The block whose pieces come: its home is None where it is known here already."""
+    """The block being received. `home` is None if this server already has the block."""
 
     place: Place
     home: int | None
@@ -28,16 +28,16 @@ class _Block:
 
 
 class Receiving:
-    """Takes the pieces of one prefix, on threads, a message at a time.
+    """Receiver of the pieces of one prefix, on threads, one message at a time.
 
     Attributes:
-        num_blocks: that were whole.
-        num_known: those of them that were here already.
-        is_full: there was no room for a block: no further piece is of use.
+        num_blocks: complete blocks received.
+        num_known: those of them that this server already had.
+        is_full: there was no room for a block; further pieces are useless.
 
     Args:
-        num_expected: blocks that come, and no more.
-        keys: of the blocks, on the way.
+        num_expected: maximum number of blocks.
+        keys: keys of the blocks, as sent in messages.
     """
 
     def __init__(self, arriving: Arriving, num_expected: int, keys: Sequence[Key]) -> None:
@@ -51,7 +51,7 @@ class Receiving:
         self._block: _Block | None = None
 
     def num_missing(self, pieces: Iterable[Piece]) -> int:
-        """Host blocks that have to be reserved before these pieces can be taken."""
+        """Return the number of host blocks to reserve before these pieces can be written."""
         num_begun = 0
         for piece in pieces:
             if not piece.offset and piece.index < len(self._keys) and piece.kv_group < self._arriving.num_kv_groups:
@@ -60,18 +60,18 @@ class Receiving:
 
     @property
     def num_to_come(self) -> int:
-        """Blocks that have not begun to come, and have no host block yet."""
+        """Number of blocks that have not begun to arrive and have no host block yet."""
         return max(0, self._num_expected - len(self._seen) - len(self._homes))
 
     def give(self, homes: Iterable[int]) -> None:
-        """Hands over host blocks that were reserved."""
+        """Add reserved host blocks."""
         self._homes.extend(homes)
 
     def take(self, pieces: Iterable[Piece]) -> None:
-        """Writes pieces, and makes the blocks known that they complete.
+        """Write pieces, and insert the completed blocks into the prefix cache.
 
         Raises:
-            InvalidArgument: one is not the next of its block, or of no block; a key or a hash is wrong.
+            InvalidArgument: a piece is out of order or belongs to no block; a key or a hash is wrong.
         """
         places: list[Place] = []
         homes: list[int] = []
@@ -93,16 +93,16 @@ class Receiving:
             self._arriving.enter(places, homes)
 
     def finish(self) -> None:
-        """Notes that nothing more comes.
+        """Note the end of the pieces.
 
         Raises:
-            InvalidArgument: something is missing.
+            InvalidArgument: a block is missing or incomplete.
         """
         if not self.is_full and (self._block is not None or self.num_blocks < self._num_expected):
             raise InvalidArgument("pieces", f"end after {self.num_blocks} of {self._num_expected} blocks")
 
     def _begin(self, piece: Piece) -> _Block | None:
-        """The block whose first piece it is; None where there is no room."""
+        """Return the block that begins with this piece; None if there is no room."""
         where = _name(piece)
         if piece.index >= len(self._keys):
             raise InvalidArgument(where, f"is beyond the {len(self._keys)} blocks of the tokens")

@@ -1,10 +1,10 @@
-"""Save a prefix, load one, and fetch one from another server: what becomes of them between a face and the engine.
+"""Saves, loads and fetches prefixes: the operations between a frontend and the engine.
 
     save    engine holds ──> bytes copied and hashed on a thread ──> header, pieces
-    load    header, pieces ──> checked and written on a thread ──> engine makes them known
-    fetch   load of what another server saves
+    load    header, pieces ──> checked and written on a thread ──> inserted into the prefix cache
+    fetch   load of a prefix that another server saves
 
-A few travel at one time; whoever goes away, or does not go on for _STALL_S or at a crawl, leaves nothing behind.
+Few transfers run concurrently. If a peer disconnects, stalls for _STALL_S or is too slow, all resources are released.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _T = TypeVar("_T")
 Parts = AsyncIterator[Header | Sequence[Piece]]
 
 MAX_TRAVELLING = 8
-"""Prefixes that come and go at one time: each holds host memory."""
+"""Maximum number of concurrent transfers; each holds host memory."""
 _STALL_S = 30.0
 _LEAST_BYTES_PER_S = 64 << 10
-"""What comes slower than that for _STALL_S has stalled, too."""
+"""A sender that is slower than this for _STALL_S counts as stalled too."""
 _LOOK_S = 0.1
-"""How often who waits for the engine looks whether there still is one."""
+"""Interval at which a caller that waits for the engine checks that the engine is alive."""
 _RETRY_S = 1.0
 _NUM_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What is saved or fetched.
+    """A prefix to save or fetch.
 
     Attributes:
-        tenant: whose it is.
-        adapter: the name of an adapter; "" is none.
-        headers: what its caller was let in with, for a server that is asked in its name.
+        tenant: owner of the prefix.
+        adapter: name of an adapter; "" for none.
+        headers: the caller's credentials, forwarded to the other server.
     """
 
     prompt: Prompt
@@ -65,20 +65,20 @@ class Peers(Protocol):
     """Other servers."""
 
     def save(self, source: str, prefix: Prefix, num_known_tokens: int) -> AsyncGenerator[Header | Sequence[Piece]]:
-        """What a server saves of a prefix whose prompt is token ids.
+        """Yield the header and pieces of a prefix that another server saves. Its prompt must be token ids.
 
         Raises:
-            PermissionDenied: it is none that this server may connect to.
-            JpagedError: what it answered.
+            PermissionDenied: this server may not connect to the source.
+            JpagedError: the source's error.
         """
         ...
 
 
 class Travelling:
-    """The verbs of prefixes that travel. Lives on the event loop of its service.
+    """Operations of prefix transfer. Bound to the service's event loop.
 
     Args:
-        peers: whom `fetch` asks.
+        peers: the servers that `fetch` may call.
     """
 
     def __init__(self, service: Service, peers: Peers) -> None:
@@ -88,14 +88,14 @@ class Travelling:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "jpaged-prefixes")
 
     async def save(self, prefix: Prefix, num_known_tokens: int = 0) -> AsyncGenerator[Header | Sequence[Piece]]:
-        """What is cached of a prefix, held while it is read; closing the iterator lets it go.
+        """Yield the cached part of a prefix. Its blocks stay referenced until the iterator is closed.
 
         Args:
-            num_known_tokens: at its beginning, that need not come.
+            num_known_tokens: leading tokens whose blocks need not be sent.
 
         Raises:
-            Unsupported: prefixes cannot travel here.
-            QueueFull: too many do.
+            Unsupported: this server cannot transfer prefixes.
+            QueueFull: too many transfers run.
         """
         model = self._service.controlled("SavePrefix", prefix.cache_salt, self._service.state.serving())
         with self._counted():
@@ -119,25 +119,25 @@ class Travelling:
                 self._threads.submit(leaving.close)
 
     async def _bring_from_disk(self, model: LoadedModel, arriving: Arriving, num_skipped: int) -> int:
-        """Bring to host memory what disk alone has of a prefix, as far as there is room; how many blocks there are."""
+        """Load blocks that only disk has into host memory, if there is room; return the number of blocks found."""
         num_found, places = await self._run(lambda: arriving.on_disk(num_skipped))
         while places:
             homes = await _told(model, arriving.reserve(min(len(places), arriving.num_blocks_at_once)))
             some, places = places[: len(homes)], places[len(homes) :]
             if not homes or await self._run(functools.partial(arriving.read, some, homes)) < len(some):
                 break
-        await _told(model, arriving.num_known())  # the replica that has most of it is looked for next
+        await _told(model, arriving.num_known())  # find the replica that has most of the prefix next
         return num_found
 
     async def load(self, parts: Parts, tenant: str = "") -> Arrival:
-        """Take a prefix in that somebody brings, for a tenant.
+        """Import a prefix for a tenant.
 
         Raises:
-            Unsupported: prefixes cannot travel here, or messages as large as theirs are refused.
-            QueueFull: too many do.
-            Incompatible: a block means something else here.
-            InvalidArgument: a part is not what it has to be; what came before it is kept.
-            DeadlineExceeded: nothing came for too long.
+            Unsupported: this server cannot transfer prefixes, or refuses messages of their size.
+            QueueFull: too many transfers run.
+            Incompatible: the blocks are incompatible with this server's.
+            InvalidArgument: a part is invalid; blocks received before it are kept.
+            DeadlineExceeded: the sender stalled.
         """
         model = self._service.controlled("LoadPrefix", "", self._service.state.serving())
         max_size = model.config.server.max_request_size
@@ -148,12 +148,12 @@ class Travelling:
             return await self._take(model, await _header_of(parts), parts, tenant)
 
     async def fetch(self, source: str, prefix: Prefix) -> Arrival:
-        """Have another server save a prefix, and take it in; raises what both may."""
+        """Fetch a prefix from another server, which saves it, and import it; raise what both may raise."""
         model = self._service.controlled("FetchPrefix", source, self._service.state.serving())
         return await self.pull(model, source, prefix)
 
     async def pull(self, model: LoadedModel, source: str, prefix: Prefix) -> Arrival:
-        """Fetch a prefix for a call that may have it: nobody's role is asked for here."""
+        """Fetch a prefix for a call that is already authorized; no role is checked here."""
         with self._counted():
             chain, _ = await self._chains(model, prefix)
             travels = model.engine.travels
@@ -208,7 +208,7 @@ class Travelling:
     async def _make_room(
         self, model: LoadedModel, arriving: Arriving, receiving: Receiving, pieces: Sequence[Piece]
     ) -> None:
-        """Reserve host blocks for those that begin in these pieces; some more, as further ones will come."""
+        """Reserve host blocks for the blocks that begin in these pieces, and some more for later ones."""
         while (num_missing := receiving.num_missing(pieces)) > 0:
             num_blocks = max(num_missing, min(arriving.num_blocks_at_once, receiving.num_to_come))
             homes = await _told(model, arriving.reserve(num_blocks))
@@ -217,7 +217,7 @@ class Travelling:
                 return
 
     async def _chains(self, model: LoadedModel, prefix: Prefix) -> tuple[Chain, Sequence[Key]]:
-        """The blocks of a prefix as they are known here, and their keys on the way."""
+        """Return the blocks of a prefix by this server's keys, and their keys as sent in messages."""
         require_salt(prefix.cache_salt)
         adapter = model.adapters.named(prefix.adapter)
         digest = b"" if adapter is None else adapter.matrices.digest
@@ -232,7 +232,7 @@ class Travelling:
         return await self._service.work(make, prefix.prompt.size or 0)
 
     async def _left(self, model: LoadedModel, future: Future[Leaving]) -> Leaving:
-        """Wait for what is held; nobody who goes away meanwhile leaves it so."""
+        """Wait for the held blocks; if the caller is cancelled, release them when they arrive."""
         try:
             return await _told(model, future)
         except BaseException:
@@ -255,7 +255,7 @@ class Travelling:
 
 
 async def _told(model: LoadedModel, future: Future[_T]) -> _T:
-    """Wait for the engine, unless it has failed."""
+    """Wait for the engine's result; raise Unavailable if the engine has failed or stalls."""
     clock = asyncio.get_running_loop().time
     until_s, told = clock() + _STALL_S, asyncio.wrap_future(future)
     try:
@@ -270,13 +270,13 @@ async def _told(model: LoadedModel, future: Future[_T]) -> _T:
 
 
 class _Pace:
-    """How long a sender is waited for: no longer than for one that sends the least that is borne."""
+    """Timeout of a sender: enforces a minimum rate."""
 
     def __init__(self) -> None:
         self._left_s = _STALL_S
 
     async def next(self, parts: Parts) -> Header | Sequence[Piece] | None:
-        """Wait for what comes next; None is the end."""
+        """Wait for the next part; return None at the end."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:

@@ -1,12 +1,12 @@
-"""What a server does of a request: all of it, its prompt alone, or what comes behind that.
+"""Disaggregated prefill: a server computes whole requests, only their prompts, or only the decode part.
 
-role.py          what a service asks of a role that is not "both"
-counts.py        what roles have done
-rule.py          which prompts are computed elsewhere
-first_tokens.py  a request behind the first token of each of its sequences
-answers.py       what a decode server asks of prefill servers, whatever the protocol
+role.py          the interface of a role other than "both"
+counts.py        counters of the roles
+rule.py          decides which prompts another server computes
+first_tokens.py  a request resumed after the first token of each sequence
+answers.py       the interface of prefill servers as a decode server sees them, independent of the protocol
 ready.py         what both roles need of a loaded model
-departure.py     a prompt's blocks, which leave behind its last event
-decoding.py      the role decode
-prefilling.py    the role prefill
+departure.py     export of a prompt's blocks after the request's last event
+decoding.py      the decode role
+prefilling.py    the prefill role
 """

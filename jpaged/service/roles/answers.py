@@ -1,4 +1,4 @@
-"""What a decode server asks of prefill servers, whatever the protocol."""
+"""Interface of prefill servers as a decode server sees them, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jpaged.types import Request
 
 
 class PrefillAnswer(Protocol):
-    """One prompt that was computed; its blocks are held there until they have come, or `close`.
+    """One computed prompt. The prefill server keeps its blocks until they are transferred or `close` is called.
 
     Attributes:
-        target: which server has computed it.
-        tokens: the first of each sequence.
-        num_cached_tokens: of the prompt that were cached there.
+        target: address of the server that computed it.
+        tokens: the first token of each sequence.
+        num_cached_tokens: prompt tokens that were cached there.
     """
 
     target: str
@@ -24,30 +24,30 @@ class PrefillAnswer(Protocol):
     num_cached_tokens: int
 
     def pieces(self) -> AsyncIterator[Sequence[Piece]]:
-        """Its blocks in pieces, some at a time; raises JpagedError where they end before their time."""
+        """Yield its blocks in pieces; raise JpagedError if they end early."""
 
     def close(self) -> None:
-        """Let the server go; a second time nothing happens."""
+        """Release the server. Idempotent."""
 
 
 class PrefillServers(Protocol):
-    """Servers of the role prefill."""
+    """Servers of the prefill role."""
 
     async def ask(
         self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
     ) -> PrefillAnswer:
-        """Have a prompt computed by one of them, and wait for the first token of each sequence.
+        """Request the prefill of a prompt, and wait for the first token of each sequence.
 
         Args:
             num_known: leading blocks of the prompt that are not to be sent.
-            kv_identity: of this server's blocks.
-            wait_s: for the first tokens.
-            timeout_s: of the whole call, the blocks included.
+            kv_identity: KV fingerprint of this server's blocks.
+            wait_s: timeout of the first tokens.
+            timeout_s: timeout of the whole call, including the blocks.
 
         Raises:
-            TimeoutError: they did not come in time.
-            JpagedError: none of them could.
+            TimeoutError: the tokens did not come in time.
+            JpagedError: no server could compute it.
         """
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""

@@ -1,4 +1,4 @@
-"""What roles have done, counted on the event loop and read by whoever wants to know."""
+"""Counters of the roles, updated on the event loop and readable from any thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _QUIET_S = 10.0
 
 
 class RoleCounts:
-    """The counts of one server.
+    """The counters of one server.
 
     Attributes:
-        num_here: prompts that a decode server computed itself, by the rule, by reasons.
-        num_failed: prompts that it computed itself, or in part, because of a failure, by reasons.
+        num_here: prompts that a decode server computed itself by the rule, per reason.
+        num_failed: prompts that it computed itself, entirely or partly, because of a failure, per reason.
     """
 
     def __init__(self) -> None:
@@ -28,15 +28,15 @@ class RoleCounts:
         self._quiet_until_s: dict[str, float] = {}
 
     def load(self) -> RoleLoad:
-        """A snapshot."""
+        """Return a snapshot."""
         return self._load
 
     def here(self, reason: str) -> None:
-        """Count a prompt that is computed here by the rule."""
+        """Count a prompt that the rule assigns to this server."""
         self.num_here[reason] += 1
 
     def failed(self, reason: str, error: BaseException) -> None:
-        """Count a prompt of which something is computed here again, and log it, each reason now and then."""
+        """Count a prompt that is (partly) computed here after a failure; log each reason at a limited rate."""
         self.num_failed[reason] += 1
         now_s = time.monotonic()
         if now_s >= self._quiet_until_s.get(reason, 0.0):

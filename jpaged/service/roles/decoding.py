@@ -1,11 +1,11 @@
-"""The role decode: long prompts are computed by prefill servers, and requests go on here behind their first token.
+"""The decode role: prefill servers compute long prompts, and requests continue here after their first token.
 
-    ask ──> first tokens ──> told at once
-     │                  └──> blocks ──> host memory ──> the engine, which finds them as it finds any prefix
-     └── host memory is made free meanwhile
-    whatever fails      the engine computes what is missing: the same tokens, later
+    ask ──> first tokens ──> sent to the client at once
+    │                  └──> blocks ──> host memory ──> the engine, which finds them like any cached prefix
+    └── concurrently, host memory is reserved
+    on any failure      the engine computes what is missing: the same tokens, later
 
-A request has its place among those in flight from the beginning, so that none is turned away behind its first token.
+A request has its slot among those in flight from the beginning, so that none is refused after its first token.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from jpaged.service.loaded_model import LoadedModel
 
 _BIG = 1 << 62
-"""The size of work that always belongs on a thread."""
+"""A work size that always runs on a thread."""
 
 
 class DecodeRole:
-    """Has prompts computed elsewhere.
+    """Sends prompts to prefill servers.
 
     Args:
-        servers: who computes them.
+        servers: the prefill servers.
     """
 
     def __init__(self, options: RoleOptions, servers: PrefillServers) -> None:
@@ -52,15 +52,17 @@ class DecodeRole:
         self._identity = b""
         self._workers = Workers()
         self._arrivings: dict[str, Arriving] = {}
-        # What the engine keeps a place for, and has not got yet: what is left of it, and who is told of that.
+        # By engine id, for requests with a reserved slot that the engine has not received: the rest of the request
+        # (None if
+        # nothing is left) and its callback.
         self._left: dict[str, tuple[Request | None, Sink]] = {}
 
     async def prepare(self, model: LoadedModel) -> None:
-        """Find out what blocks of this server mean."""
+        """Compute the KV fingerprint of this server."""
         self._identity = await identity_of(model)
 
     def begin(self, model: LoadedModel, request: Request, generation: Generation, asked: AskedPrefill | None) -> None:
-        """Give a request to the engine, or begin it elsewhere on a task of its own."""
+        """Submit a request to the engine, or start its remote prefill in a new task."""
         if asked is not None:
             raise InternalError("a decode server is asked for a prompt")
         reason = why_here(request, self._options.prefill_min_tokens)
@@ -73,13 +75,13 @@ class DecodeRole:
         generation.goes_on_by(asyncio.create_task(self._run(model, travels, request, generation)))
 
     def end(self, model: LoadedModel, generation: Generation) -> None:
-        """Nothing is told, written or held of a request any more; the service has the engine drop what did not end."""
+        """Stop the request's task and transfer; the service then makes the engine drop it if it has not ended."""
         generation.goes_on_by(None)
         self._let_go(generation)
         self._left.pop(generation.engine_id, None)
 
     def hurry(self, model: LoadedModel, generation: Generation) -> bool:
-        """Give the engine what is left of a request, whatever is still under way."""
+        """Submit the rest of a request to the engine now, without waiting for its transfer."""
         if generation.engine_id not in self._left:
             return False
         generation.goes_on_by(None)
@@ -94,7 +96,7 @@ class DecodeRole:
             model.engine.submit(left, sink)
 
     def _let_go(self, generation: Generation) -> None:
-        """Nothing is written for a request any more."""
+        """Stop writing blocks for a request."""
         arriving = self._arrivings.pop(generation.engine_id, None)
         if arriving is not None:
             arriving.close()
@@ -105,7 +107,7 @@ class DecodeRole:
             self._hand_over(model, generation.engine_id)
         except JpagedError as error:
             generation.end(error=error)
-        except Exception as error:  # its reader must hear of it
+        except Exception as error:  # the reader must receive the error
             generation.end(error=InternalError(f"{type(error).__name__}: {error}"))
             raise
         finally:
@@ -114,7 +116,7 @@ class DecodeRole:
     async def _begin_elsewhere(
         self, model: LoadedModel, travels: Travels, request: Request, generation: Generation
     ) -> None:
-        """Have a request begun by a prefill server, as far as that goes; `_left` knows what is left of it."""
+        """Run the remote prefill of a request as far as it succeeds; `_left` holds the rest of the request."""
         counts, size = model.role_counts, len(request.prompt_token_ids)
         coming = await self._workers.run(lambda: _Coming.of(travels, request), size)
         if size - coming.num_known * travels.block_size < self._options.prefill_min_tokens:
@@ -123,7 +125,7 @@ class DecodeRole:
         began_s, clock = model.engine.clock(), model.engine.clock
         counts.add(num_asked=1)
         arriving = self._arrivings[generation.engine_id] = coming.arriving
-        homes = arriving.reserve(coming.num_missing, is_early=True)  # while the first token is waited for
+        homes = arriving.reserve(coming.num_missing, is_early=True)  # while waiting for the first token
         try:
             answer = await self._ask(request, coming.num_known, began_s)
         except (JpagedError, TimeoutError) as error:
@@ -162,7 +164,7 @@ class DecodeRole:
     async def _tell(
         self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation, began_s: float
     ) -> Begun:
-        """Tell the first tokens; raises InternalError before anything is told where they cannot be the request's."""
+        """Emit the first tokens. If they cannot be the request's, raise InternalError before emitting any."""
         eos, vocab_size = model.input_processor.eos_token_ids, model.engine.geometry.vocab_size
 
         def work() -> Begun:
@@ -171,7 +173,7 @@ class DecodeRole:
 
         behind = await self._workers.run(work, len(request.prompt_token_ids))
         *others, last = behind.events
-        if behind.request is None:  # the engine tells nothing of it, and so not when
+        if behind.request is None:  # the engine emits no event for it, so the times are set here
             now_s = model.engine.clock()
             last = dataclasses.replace(last, times=RequestTimes(began_s, began_s, now_s, now_s))
         for event in (*others, last):
@@ -181,10 +183,10 @@ class DecodeRole:
     async def _fetch(
         self, model: LoadedModel, coming: _Coming, homes: Sequence[int], answer: PrefillAnswer, wait_s: float
     ) -> None:
-        """Bring the blocks over, as many as come: what is missing is computed, and why is counted."""
+        """Transfer the blocks that the peer has. Count why blocks are missing; the engine computes them."""
         counts = model.role_counts
         arriving = coming.arriving
-        most = len(arriving.chain.keys) * arriving.num_kv_groups  # some may come that are here already
+        most = len(arriving.chain.keys) * arriving.num_kv_groups  # some blocks that arrive may already be here
         receiving = Receiving(arriving, most, arriving.chain.keys)
         receiving.give(homes)
         if len(homes) < coming.num_missing:
@@ -206,7 +208,7 @@ class DecodeRole:
 
 
 async def _whole(coming: _Coming, homes: Future[list[int]]) -> list[int]:
-    """Wait for host blocks; where not all could be had early, for the rest."""
+    """Wait for host blocks, and reserve the remainder if the early reservation got only some."""
     early: list[int] = await asyncio.wrap_future(homes)
     if len(early) == coming.num_missing:
         return early
@@ -216,11 +218,11 @@ async def _whole(coming: _Coming, homes: Future[list[int]]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Coming:
-    """What comes of a prompt.
+    """The blocks of a prompt that are to be transferred.
 
     Attributes:
-        num_known: leading blocks that are here, or on disk where that is quicker than computing.
-        num_missing: blocks of all KV groups behind them that are not.
+        num_known: leading blocks that are here, or on disk if loading is faster than computing.
+        num_missing: missing blocks after those, of all KV groups.
     """
 
     arriving: Arriving
@@ -229,7 +231,7 @@ class _Coming:
 
     @classmethod
     def of(cls, travels: Travels, request: Request) -> _Coming:
-        """Look for the blocks of a prompt; on a thread where it is long: a block takes 3 us."""
+        """Look up the blocks of a prompt. Run on a thread if it is long: a block takes 3 us."""
         root = root_key(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
         chain = travels.chain(root, request.prompt_token_ids)
         arriving, num_known = travels.arrive(chain), travels.num_findable(chain)
@@ -238,9 +240,9 @@ class _Coming:
 
 @dataclasses.dataclass(slots=True)
 class _Rest:
-    """Tells what comes behind the first tokens as the engine would have told it, had it begun the request.
+    """Rewrites the events after the first tokens as if the engine had run the whole request.
 
-    The first event says that the engine has what it needs of the blocks that came: they need not be held any more.
+    The first event implies that the engine has the blocks that it needs of the transfer, so the transfer is closed.
     """
 
     arriving: Arriving
@@ -251,7 +253,7 @@ class _Rest:
     has_begun: bool = False
 
     def pass_on(self, event: OutputEvent) -> None:
-        """Take an event, on the engine's thread."""
+        """Handle an event, on the engine's thread."""
         if not self.has_begun:
             self.has_begun = True
             self.arriving.close()

@@ -1,7 +1,7 @@
-"""A prompt's blocks, which leave for another server behind its last event.
+"""Export of a prompt's blocks to another server after the request's last event.
 
 chain, on a thread ──┐
-last event ──────────┴──> asked of the engine, before it decides another step ──> held, staged
+last event ──────────┴──> requested from the engine before it schedules another step ──> held, staged
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jpaged.types import OutputEvent
 
 
 class Departure:
-    """The blocks of one prompt. A request of one token has all of them cached when its last event is told.
+    """Export of the blocks of one prompt. All of them are cached when a one-token request emits its last event.
 
     Args:
-        chain: the prompt's, when it is known.
-        num_known: leading blocks that stay.
-        put: who is told of the request.
+        chain: future of the prompt's block hashes.
+        num_known: leading blocks that are not sent.
+        put: callback for the request's events.
     """
 
     def __init__(self, travels: Travels, chain: Future[Chain], num_known: int, put: Sink) -> None:
@@ -35,7 +35,7 @@ class Departure:
         self._asked.set_running_or_notify_cancel()
 
     def pass_on(self, event: OutputEvent) -> None:
-        """Take an event of the request, on the engine's thread."""
+        """Handle an event of the request, on the engine's thread."""
         if event.is_last:
             if event.error is None:
                 self._chain.add_done_callback(self._leave)
@@ -44,7 +44,7 @@ class Departure:
         self._put(event)
 
     async def leaving(self) -> Leaving | None:
-        """Wait for what is held; None where the prompt was not computed."""
+        """Wait for the held blocks; return None if the prompt was not computed."""
         asked = await asyncio.wrap_future(self._asked)
         if asked is None:
             return None
@@ -52,7 +52,7 @@ class Departure:
         return leaving
 
     def close(self) -> None:
-        """Let go of what is held, or will be; on a thread: it waits for who reads."""
+        """Release the held blocks, or cancel the pending hold. Call on a thread: it waits for readers."""
         self._asked.add_done_callback(_close_asked)
 
     def _leave(self, chain: Future[Chain]) -> None:

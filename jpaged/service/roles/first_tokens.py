@@ -1,4 +1,4 @@
-"""A request behind the first token of each of its sequences, which another server has sampled."""
+"""A request resumed after the first tokens that another server has sampled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jpaged.service.continuing import move_grammars
 from jpaged.types import Continued, Generated, OutputEvent, PositionLogprobs, Request, SamplingParams, Usage
 
 _MAX_LOGPROB = 1e-3
-"""Sums of rounded numbers may come to a little more than 0."""
+"""Tolerance: sums of rounded log-probabilities may slightly exceed 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token of a sequence. `logprobs` is None where the request asks for none."""
+    """The first token of a sequence. `logprobs` is None if the request has none."""
 
     index: int
     token_id: int
@@ -28,11 +28,11 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request that has begun elsewhere.
+    """A request whose first tokens another server has sampled.
 
     Attributes:
-        events: what its caller is told of the first tokens.
-        request: what is left of it; None where nothing is.
+        events: the events of the first tokens for its caller.
+        request: the rest of the request; None if it is complete.
     """
 
     events: tuple[OutputEvent, ...]
@@ -40,7 +40,7 @@ class Begun:
 
 
 def prompt_alone(sampling: SamplingParams) -> SamplingParams:
-    """The parameters by which the first token is sampled as by `sampling`, and no other."""
+    """Return parameters that sample only the first token, exactly as `sampling` would."""
     return dataclasses.replace(
         sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens), truncate_prompt_tokens=None
     )
@@ -54,10 +54,10 @@ def begun(
     eos_token_ids: frozenset[int],
     vocab_size: int,
 ) -> Begun:
-    """What is told of the first tokens, and what is left of the request; it grows with the prompt's tail alone.
+    """Return the events of the first tokens and the rest of the request. The cost grows only with the prompt's tail.
 
     Raises:
-        InternalError: these are no first tokens of this request.
+        InternalError: the tokens cannot be first tokens of this request.
     """
     _check(request, tokens, vocab_size)
     if not 0 <= num_cached_tokens <= len(request.prompt_token_ids):

@@ -1,6 +1,6 @@
-"""The role prefill: prompts for other servers, whose blocks are held and sent behind their first token.
+"""The prefill role: computes prompts for other servers; keeps the blocks and sends them after the first token.
 
-a part is there ──> bytes on a thread ──> sent        the next are staged while these are sent
+a part is ready ──> bytes copied on a thread ──> sent        the next parts are staged while these are sent
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from jpaged.service.loaded_model import LoadedModel
 
 _BIG = 1 << 62
-"""The size of work that always belongs on a thread."""
+"""A work size that always runs on a thread."""
 
 
 class PrefillRole:
-    """Computes prompts. Ordinary requests are those of one token."""
+    """Computes prompts. Accepts ordinary requests only if they generate one token."""
 
     def __init__(self) -> None:
         self._identity = b""
@@ -38,11 +38,11 @@ class PrefillRole:
         self._workers = Workers()
 
     async def prepare(self, model: LoadedModel) -> None:
-        """Find out what blocks of this server mean."""
+        """Compute the KV fingerprint of this server."""
         self._identity = await identity_of(model)
 
     def check_identity(self, kv_identity: bytes) -> None:
-        """Refuse servers whose blocks mean something else, and callers that may not speak for all tenants."""
+        """Reject servers with incompatible blocks, and callers that may not act for all tenants."""
         access.require(Role.CONTROL, "Prefill")
         if kv_identity != self._identity:
             mine, other = self._identity.hex()[:16], kv_identity.hex()[:16]
@@ -50,7 +50,7 @@ class PrefillRole:
             raise InvalidArgument("kv_identity", problem)
 
     def begin(self, model: LoadedModel, request: Request, generation: Generation, asked: AskedPrefill | None) -> None:
-        """Take a request; one that another server asked for holds its blocks from its first token on."""
+        """Submit a request; one from another server holds its blocks from its first token on."""
         max_tokens, put = request.sampling.max_tokens, generation.stream.put
         if max_tokens > 1:
             problem = f"{max_tokens} is over the limit of 1: this server computes prompts alone (role prefill)"
@@ -71,17 +71,17 @@ class PrefillRole:
         model.role_counts.add(num_prefills_for_others=1)
 
     def hurry(self, model: LoadedModel, generation: Generation) -> bool:
-        """Everything is the engine's from the beginning."""
+        """Return False: every request is submitted to the engine at once."""
         return False
 
     def end(self, model: LoadedModel, generation: Generation) -> None:
-        """Let the blocks of a request go."""
+        """Release the blocks of a request."""
         departure = self._departures.pop(generation.engine_id, None)
         if departure is not None:
             self._workers.start(departure.close)
 
     async def pieces(self, model: LoadedModel, generation: Generation) -> AsyncIterator[Sequence[Piece]]:
-        """The blocks of a request that has told its first tokens, some at a time, as far as they can be had."""
+        """Yield the blocks of a request that has emitted its first tokens, some at a time, as far as available."""
         leaving = await self._departures[generation.engine_id].leaving()
         for part in range(0 if leaving is None else leaving.num_parts):
             assert leaving is not None

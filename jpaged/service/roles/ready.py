@@ -1,4 +1,4 @@
-"""What both roles need of a loaded model."""
+"""Requirements that both roles have of a loaded model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 async def identity_of(model: LoadedModel) -> bytes:
-    """Return what blocks of this server mean: every weight is read for it, about a second a gigabyte.
+    """Return the KV fingerprint of this server. Reads every weight: about a second per gigabyte.
 
     Raises:
-        Unsupported: the pool has no blocks that could be handed on, and why.
+        Unsupported: the pool has no transferable blocks; states why.
     """
     try:
         return await asyncio.to_thread(model.engine.travels.kv_identity)

@@ -1,4 +1,4 @@
-"""What a service asks of a role that is not "both"."""
+"""Interface of a role other than "both", as the service uses it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AskedPrefill:
-    """A prompt that another server asks to be computed for it.
+    """A prefill that another server requests.
 
     Attributes:
-        cache_tenant: whose cached prefixes it may use, and leaves.
-        adapter_digest: of the adapter that it means by its name.
-        num_known: leading blocks that are there already.
+        cache_tenant: tenant whose cached prefixes the prompt may use and extend.
+        adapter_digest: digest of the adapter that the caller expects under its name.
+        num_known: leading blocks that the caller already has.
     """
 
     cache_tenant: str
@@ -30,34 +30,34 @@ class AskedPrefill:
 
 
 class Generation(Protocol):
-    """A call that was let in, as a role sees it: `jpaged.service.service.Generation`."""
+    """An admitted call as a role sees it: `jpaged.service.service.Generation`."""
 
     @property
     def engine_id(self) -> str:
-        """The name that the engine knows it by."""
+        """Request id inside the engine."""
 
     @property
     def stream(self) -> OutputStream:
-        """Who is told of it."""
+        """Stream of the request's events."""
 
     def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
         """End the stream for its reader."""
 
     def goes_on_by(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
-        """Have a task make the engine's request of it; None ends that."""
+        """Attach the task that prepares the engine's request; None cancels it."""
 
 
 class ServerRole(Protocol):
-    """Begins requests in another way than by giving them to the engine. On the service's event loop."""
+    """Submits requests to the engine in a role's own way. Runs on the service's event loop."""
 
     async def prepare(self, model: LoadedModel) -> None:
-        """Get ready, before the first request; raises Unsupported where the model cannot be served so."""
+        """Prepare before the first request; raise Unsupported if the model cannot be served in this role."""
 
     def begin(self, model: LoadedModel, request: Request, generation: Generation, asked: AskedPrefill | None) -> None:
-        """Take a request that was let in; raises what `Engine.submit` does, and InvalidArgument for what is refused."""
+        """Submit an admitted request; raise as `Engine.submit` does, and InvalidArgument for what the role refuses."""
 
     def hurry(self, model: LoadedModel, generation: Generation) -> bool:
-        """Give the engine what it has not been given of a request; False where there is nothing."""
+        """Submit the rest of a request to the engine now; return False if nothing is left to submit."""
 
     def end(self, model: LoadedModel, generation: Generation) -> None:
-        """Note that nobody reads a request any more, however it came to that."""
+        """Handle the end of a call, for any reason: release what the role holds for it."""

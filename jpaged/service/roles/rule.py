@@ -1,4 +1,4 @@
-"""Which prompts a decode server has computed elsewhere, and why it computes others itself."""
+"""Rule that decides which prompts a decode server sends to prefill servers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from jpaged.types import Request
 
 
 def why_here(request: Request, min_tokens: int) -> str | None:
-    """Return why a prompt is computed here, by what the request asks for; None where another server may do it.
+    """Return the reason to compute a prompt on this server; None if a prefill server may compute it.
 
-    What is told of a prompt would have to travel as well, and state that is more than tokens (beams, the sums of a
-    best_of, budgets of thinking, grammars that close in time) does not.
+    Prompt log-probabilities and hidden states are not transferred, nor is state beyond tokens: beams, sums of best_of,
+    thinking budgets, grammars with `always_complete`.
 
     Args:
-        min_tokens: shorter prompts stay; of longer ones those that are cached, which only their blocks can tell.
+        min_tokens: shorter prompts stay. Longer ones may also stay if cached, which only their blocks show.
     """
     sampling = request.sampling
     if len(request.prompt_token_ids) < min_tokens:

@@ -1,7 +1,7 @@
-"""Texts to tokens: the tokenizer of a model, and what is told of one without running it.
+"""Tokenizers of models, and properties of a tokenizer that are known without running it.
 
 hf_tokenizer.py    the tokenizer of a model's folder
-tokenizer_parts.py what its files say, read without transformers where that makes no difference
-literal_text.py    special tokens that users write, taken as text
-token_bytes.py     how many bytes of text a token can stand for
+tokenizer_parts.py contents of the tokenizer's files, read without transformers if that gives the same result
+literal_text.py    treats special tokens that users write as plain text
+token_bytes.py     maximum bytes of text per token
 """

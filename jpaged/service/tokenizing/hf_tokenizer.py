@@ -1,6 +1,6 @@
 """The tokenizer of a model's folder, as Hugging Face's libraries read it.
 
-Code from a model's folder is never run (trust_remote_code stays off); its chat template runs in a process of its own.
+Code from a model's folder is never run (trust_remote_code stays off); its chat template runs in a separate process.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ _MAX_FILE_BYTES = {
     "chat_template.jinja": 1 << 20,
     "chat_template.json": 1 << 20,
 }
-"""Limits of a tokenizer's files, which libraries read whole; the largest that are published have 40 MB."""
+"""Size limits of a tokenizer's files, which libraries read whole; the largest published ones have 40 MB."""
 _MESSAGES = "chat.messages"
 _MAX_REQUEST_TEMPLATES = 16
-"""Templates of requests that are kept ready."""
+"""Maximum number of cached request templates."""
 _LOG = logging.getLogger(__name__)
 _SHORT = 2000
-"""Characters or tokens that take a millisecond. The Rust tokenizer keeps the GIL for one text, and not for a batch."""
+"""Characters or tokens that take 1 ms. The Rust tokenizer holds the GIL for a single text, but not for a batch."""
 
 
 class HuggingFaceTokenizer:
     """A tokenizer from a folder in Hugging Face layout.
 
     Args:
-        parts: what is said elsewhere than in the folder's files.
-        parse_special_tokens: whether special tokens written out in a text, or in a message, are what they say. Those
-            that a chat template writes always are.
-        chat_template: the source of one that replaces the model's; None is the model's.
-        trusts_request_templates: a chat may bring a template of its own.
+        parts: tokenizer parts from elsewhere than the folder's files.
+        parse_special_tokens: parse special tokens that a text or message spells out. Those that a chat template writes
+            are always parsed.
+        chat_template: source of a template that replaces the model's; None for the model's.
+        trusts_request_templates: a chat request may bring a template.
 
     Attributes:
-        folder: where it was read; a file, where it was read out of one of GGUF.
+        folder: source folder, or the GGUF file.
 
     Raises:
-        InvalidArgument: `chat_template` is broken. A broken one of the model's own disables chats alone.
-        Unsupported: special tokens cannot be told from text in this kind of tokenizer.
+        InvalidArgument: `chat_template` is broken. If the model's template is broken, only chats are disabled.
+        Unsupported: this kind of tokenizer cannot distinguish special tokens from text.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HuggingFaceTokenizer:
         chat_template: str | None = None,
         trusts_request_templates: bool = False,
     ) -> None:
-        # It takes a second to start, which goes by beside this; a server without text never has one.
+        # The process takes a second to start, in parallel to the rest; a server without text never starts one.
         if chat_template is not None or _may_have_chat_template(folder):
             template_process()
         keep_tokenizers_on_their_thread()
@@ -83,8 +83,9 @@ class HuggingFaceTokenizer:
         parts = parts or read_parts(folder)
         self.vocab_size = parts.vocab_size
         self.eos_token_ids = frozenset() if parts.eos_token_id is None else frozenset({parts.eos_token_id})
-        # The Rust tokenizer is thread-safe when called itself; transformers' wrapper of it resets its truncation on
-        # every call and fails with "Already borrowed" under threads.
+        # The Rust tokenizer is thread-safe if called directly; transformers' wrapper resets its truncation on every
+        # call and fails
+        # with "Already borrowed" under threads.
         self._fast, self._slow = parts.fast, parts.slow
         self._lock = threading.Lock()
         self.max_token_bytes = GENEROUS_BYTES
@@ -93,7 +94,7 @@ class HuggingFaceTokenizer:
             self._fast.no_truncation()  # the wrapper's default too: a prompt is whole or refused
             self._fast.no_padding()
             self.max_token_bytes = max_token_bytes(self._fast)
-            self._fast.encode("")  # a part that names tokens which are not there fails on every text
+            self._fast.encode("")  # fail now if a part names tokens that do not exist
         self._literal: LiteralText | None = None
         if not parse_special_tokens:
             if self._fast is None:
@@ -119,31 +120,31 @@ class HuggingFaceTokenizer:
         return isinstance(self._chat, ChatTemplate)
 
     def to_json(self) -> str | None:
-        """The tokenizer as a tokenizer.json says it; None where it is one in Python."""
+        """Return the tokenizer as a tokenizer.json; None if it is implemented in Python."""
         return None if self._fast is None else str(self._fast.to_str())
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token, those that were added too, and its id."""
+        """Every token, including added ones, and its id."""
         if self._fast is not None:
             return dict(self._fast.get_vocab(with_added_tokens=True))
         return dict(self._slow.get_vocab())
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the template of conversations with tools; None without one."""
+        """Source of the chat template for conversations with tools; None if there is none."""
         return self._tool_chat.source if isinstance(self._tool_chat, ChatTemplate) else None
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """The tokens that `decode` leaves out unless it is told to keep them."""
+        """The tokens that `decode` leaves out by default."""
         if self._fast is None:
             return frozenset(self._slow.all_special_tokens)
         added = self._fast.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
     def tag_ids(self, tag: str) -> list[int]:
-        """The ids of a text of the model's own format, such as `</think>`: special tokens are what they say."""
+        """Return the ids of a text in the model's own format, such as `</think>`; special tokens are parsed."""
         if self._fast is not None:
             return _encode(self._fast, "tag", tag, add_special_tokens=False)
         return self.encode(tag, add_special_tokens=False)
@@ -165,7 +166,7 @@ class HuggingFaceTokenizer:
             return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in Rust is no Exception, and would pass by whoever waits for an end
+        except BaseException as error:  # a panic in Rust is not an Exception and would escape the caller's handlers
             raise InternalError(f"the tokenizer in {self.folder.name} fails on token ids: {error}") from error
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -177,13 +178,13 @@ class HuggingFaceTokenizer:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int) -> list[int]:
-        """Ids of a conversation with tools, as `apply_chat_template`.
+        """Return the ids of a conversation with tools, as `apply_chat_template`.
 
         Args:
-            messages: as `messages.for_template` has them.
+            messages: as `messages.for_template` returns them.
 
         Raises:
-            Unsupported: besides, its template is broken, or does not use the tools or documents of the request.
+            Unsupported: also if the template is broken, or does not use the tools or documents of the request.
         """
         chat = self._chat_of(options)
         documents: Any = [dict(one) for one in options.documents]
@@ -205,7 +206,7 @@ class HuggingFaceTokenizer:
         return _encode(self._literal.tokenizer, _MESSAGES, self._literal.unmarked(text), add_special_tokens=False)
 
     def _chat_of(self, options: ChatOptions) -> ChatTemplate:
-        """Return the template of a chat: the request's own, or the model's for its situation."""
+        """Return the template of a chat: the request's, or the model's for chats with or without tools."""
         source = options.chat_template
         if source is None:
             chat = self._tool_chat if options.shown_tools else self._chat
@@ -229,7 +230,7 @@ class HuggingFaceTokenizer:
     def _model_chat(
         self, source: str | None, problem: str | None, *, is_for_tools: bool = False
     ) -> ChatTemplate | Unsupported:
-        """Return one of the model's own templates, or why chats that need it are not supported."""
+        """Return one of the model's templates, or the error for chats that need it."""
         if source is None and problem is None:
             return Unsupported(
                 f"the tokenizer in {self.folder.name} has no chat template: send text or token ids, or name one with "
@@ -258,12 +259,12 @@ def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> li
         return list(fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library has no error of its own, and panics in Rust
+    except BaseException as error:  # the library has no error type, and panics in Rust
         raise InvalidArgument(field, f"the tokenizer cannot take it apart: {error}") from error
 
 
 def _may_have_chat_template(folder: Path) -> bool:
-    """Whether a chat template is likely, so that the process that renders is worth starting early."""
+    """Return True if a chat template is likely, so that the process that renders should start early."""
     config = folder / "tokenizer_config.json"
     return any((folder / name).exists() for name in _TEMPLATE_FILES) or (
         config.exists() and b'"chat_template"' in config.read_bytes()
@@ -279,10 +280,10 @@ def load_tokenizer(
     chat_template: str | None = None,
     trusts_request_templates: bool = False,
 ) -> Tokenizer:
-    """The tokenizer of a model's folder; one that knows ids alone where there are no tokenizer files.
+    """Load the tokenizer of a model's folder; without tokenizer files, return one that handles only ids.
 
     Args:
-        parts: what is said elsewhere than in the folder's files, in a GGUF file's metadata.
+        parts: tokenizer parts from elsewhere than the folder's files, such as a GGUF file's metadata.
         chat_template, trusts_request_templates: as in `HuggingFaceTokenizer`.
 
     Raises:
@@ -302,12 +303,12 @@ def load_tokenizer(
         )
     except (JpagedError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # two libraries read the files, with errors of every kind, and panics in Rust
+    except BaseException as error:  # two libraries read the files; they raise errors of every kind, and panics in Rust
         raise InvalidArgument("model", f"{folder}: the tokenizer cannot be loaded: {_why(folder, error)}") from error
 
 
 def _check_sizes(folder: Path) -> None:
-    """Refuse files over their limits before anything reads them."""
+    """Reject files over their size limits before anything reads them."""
     paths = [(folder / name, limit) for name, limit in _MAX_FILE_BYTES.items()]
     templates = (folder / "additional_chat_templates").glob("*.jinja")
     paths += [(path, _MAX_FILE_BYTES["chat_template.jinja"]) for path in templates]
@@ -317,7 +318,7 @@ def _check_sizes(folder: Path) -> None:
 
 
 def _why(folder: Path, error: BaseException) -> str:
-    """Names the file, where it is one that cannot be read."""
+    """Return a message that explains the error, with the file's name if a file cannot be read."""
     for path in (*sorted(folder.glob("*token*.json")), folder / _SENTENCEPIECE_FILE):
         if path.is_symlink() and not path.exists():
             return f"{path.name} is a link to a file that is missing: download the model again"

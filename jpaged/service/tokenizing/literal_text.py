@@ -1,12 +1,12 @@
-"""Special tokens in what users write, taken as text: a twin of a tokenizer to which no text is a special token.
+"""Treats special tokens in users' text as plain text, with a twin tokenizer whose special tokens are renamed.
 
     message      a <|end|> b             <|end|> written by a user
     marked       a <#|end|> b            # is a mark that no user can guess
     rendered     <|user|>a <#|end|> b    <|user|> written by the chat template
     unmarked     <#7>a <|end|> b         7 is the id of <|user|>, <#7> its name in the twin
-    tokenised    7, a, <, |, end, |>, b
+    tokenized    7, a, <, |, end, |>, b
 
-It is one text, tokenised in one go, so what the users write is cut as any other text is.
+The text is tokenized as a whole, so users' text is split as in any other text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jpaged import json_text
 from jpaged.errors import Unsupported
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Noncharacters: of no meaning between programs, and nothing that a template trims or changes."""
+"""Noncharacters: reserved for internal use, and not trimmed or changed by templates."""
 
 
 class LiteralText:
@@ -30,7 +30,7 @@ class LiteralText:
         tokenizer: a `tokenizers.Tokenizer`; it is not changed.
 
     Attributes:
-        tokenizer: the twin: the same ids, and special tokens by names that no user can guess.
+        tokenizer: the twin: the same ids, with special tokens under names that no user can guess.
 
     Raises:
         Unsupported: a special token cannot be renamed without changing its id.
@@ -56,9 +56,9 @@ class LiteralText:
         )
 
     def marked(self, value: Any) -> Any:
-        """Messages or tools with a mark in each special token that they spell out, names of fields too."""
+        """Insert a mark into each special token that messages or tools spell out, including field names."""
         if isinstance(value, str):
-            while self._special.search(value):  # again where two overlap
+            while self._special.search(value):  # again if two overlap
                 value = self._special.sub(lambda found: found[0][0] + self._mark + found[0][1:], value)
             return value
         if isinstance(value, dict):
@@ -66,12 +66,12 @@ class LiteralText:
         return [self.marked(one) for one in value] if isinstance(value, list | tuple) else value
 
     def unmarked(self, text: str) -> str:
-        """Takes the marks out of what a template rendered, and gives its own special tokens the twin's names."""
+        """Remove the marks from rendered text, and rename the template's special tokens to the twin's names."""
         return self._special.sub(lambda found: self._names[found[0]], text).replace(self._mark, "")
 
 
 def _rename(written: dict[str, Any], names: dict[str, str]) -> None:
-    """Gives special tokens of a tokenizer.json other names, wherever they are named and not numbered."""
+    """Rename the special tokens of a tokenizer.json wherever they are named and not numbered."""
     for token in written["added_tokens"]:
         if token["special"]:
             token.update(content=names[token["content"]], normalized=False)
@@ -81,7 +81,7 @@ def _rename(written: dict[str, Any], names: dict[str, str]) -> None:
         model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
     else:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-    if "merges" in model:  # none may lead to a special token
+    if "merges" in model:  # no merge may produce a special token
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
     if model.get("unk_token") is not None:

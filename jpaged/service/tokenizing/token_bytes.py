@@ -1,9 +1,9 @@
-"""How many bytes of text a token can stand for: what tells a text that cannot fit before it is tokenised.
+"""Maximum bytes of text per token: rejects a text that cannot fit before it is tokenized.
 
-bytes of text >= 1 a token, at most   longest token of the vocabulary * what normalising takes away
+max bytes per token = longest token of the vocabulary * the shrinkage by normalization
 
-That holds where every byte of a text ends up in some token: bytes without a token of their own become several, and
-nothing is stripped, dropped or folded into one unknown token. Where it cannot be known, GENEROUS_BYTES stand in.
+This holds if every byte of a text ends up in some token: bytes without a token become several tokens, and nothing is
+stripped, dropped or folded into one unknown token. If that is not certain, GENEROUS_BYTES is used.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXTS = ("a", "\u2581a", "e", "\u2581e", "x", "0")
 GENEROUS_BYTES = 128
-"""The longest tokens of published vocabularies, runs of spaces, have so many; words and their kind have four to six."""
+"""The longest tokens of published vocabularies, runs of spaces, have up to this size; words have four to six bytes."""
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3, "ByteLevel": 1, "Prepend": 1}
-"""Normalisers that only change the form of a character, and how many bytes each may turn into one."""
+"""Normalizers that only change the form of a character, and how many bytes each may turn into one."""
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
-"""Pre-tokenizers that only cut, or replace a space by something longer."""
+"""Pre-tokenizers that only split, or replace a space by something longer."""
 
 
 def max_token_bytes(tokenizer: Any) -> int:
-    """Bytes of text that one token of a `tokenizers.Tokenizer` stands for at most."""
+    """Return the maximum bytes of text that one token of a `tokenizers.Tokenizer` stands for."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     steps = _steps(tokenizer.pre_tokenizer, "pretokenizers")
     is_byte_level = any(step["type"] == "ByteLevel" for step in (*steps, *_steps(tokenizer.normalizer, "normalizers")))
@@ -45,8 +45,8 @@ def max_token_bytes(tokenizer: Any) -> int:
 class TokenBytes:
     """The bytes that each token of a `tokenizers.Tokenizer` adds to a text.
 
-    A byte-level vocabulary spells them in letters, and ByteFallback names single ones (`<0xE2>`). Other tokens add the
-    characters that they add after another token: decoders strip a space at the start of a text alone.
+    A byte-level vocabulary encodes bytes as letters, and ByteFallback names single bytes (`<0xE2>`). For other tokens,
+    the text after another token is decoded, because decoders strip a space only at the start of a text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -57,7 +57,7 @@ class TokenBytes:
         self._context = [found for name in _CONTEXTS if (found := tokenizer.token_to_id(name)) is not None][:1]
 
     def of(self, token_id: int) -> bytes:
-        """Return the bytes of one token; none for an id that no token has."""
+        """Return the bytes of one token; empty for an unknown id."""
         name = self._tokenizer.id_to_token(token_id)
         if name is None:
             return b""
@@ -74,14 +74,14 @@ class TokenBytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters of byte-level vocabularies: printable bytes are themselves, others follow from U+0100 on."""
+    """Return the letters of byte-level vocabularies: printable bytes map to themselves, others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:
-    """A normaliser or pre-tokenizer as it is written in tokenizer.json, sequences laid out flat."""
+    """Return a normalizer or pre-tokenizer as in tokenizer.json, with sequences flattened."""
     if part is None:
         return []
     return _flat(json.loads(part.__getstate__()), key)
@@ -94,7 +94,7 @@ def _flat(step: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _shrinking(steps: list[dict[str, Any]]) -> int | None:
-    """By how much normalising may shorten a text at most, as a factor; None where it may remove any of it."""
+    """Return the factor by which normalization may shorten a text; None if it may remove arbitrary parts."""
     product = 1
     for step in steps:
         if step["type"] == "Replace":
@@ -115,7 +115,7 @@ def _is_keeping(step: dict[str, Any]) -> bool:
 
 
 def _has_every_byte(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
-    """Whether unknown characters count one by one: no run of them becomes a single token, or none."""
+    """Return True if each unknown character counts separately: no run of them becomes a single token, or none."""
     if is_byte_level:
         from tokenizers.pre_tokenizers import ByteLevel
 

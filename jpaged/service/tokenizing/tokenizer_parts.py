@@ -1,7 +1,7 @@
-"""The parts of a tokenizer, read from a model's folder: by `tokenizers` alone, or by transformers.
+"""The parts of a tokenizer, read from a model's folder by `tokenizers` alone, or by transformers.
 
     tokenizer.json, a config that adds nothing to it    tokenizers       10 ms
-    anything else                                       transformers     1 s, and 3 s where torch is installed
+    anything else                                       transformers     1 s, and 3 s if torch is installed
 
 Code from a model's folder is never run: trust_remote_code stays off.
 """
@@ -20,12 +20,12 @@ from typing import Any
 
 _TOKENIZER_FILE, _CONFIG_FILE, _TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""The two names of transformers' class that takes tokenizer.json as it is."""
+"""The two names of transformers' class that uses tokenizer.json unchanged."""
 _GENERIC_MODEL_TYPE = "llama"
-"""Where a generic class is named, transformers takes it for these models; some others have a class of their own."""
+"""The model type for which transformers honors a generic class; some other types have a dedicated class."""
 _OTHER_FILES = (
     *("tokenizer.model", "chat_template.json", "additional_chat_templates"),
-    *("added_tokens.json", "special_tokens_map.json"),  # read where the config has no added_tokens_decoder
+    *("added_tokens.json", "special_tokens_map.json"),  # read if the config has no added_tokens_decoder
 )
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")
@@ -33,24 +33,24 @@ _WITHOUT_EFFECT = (
     *("tokenizer_class", "backend", "chat_template", "model_max_length", "clean_up_tokenization_spaces"),
     *("model_input_names", "padding_side", "truncation_side", "is_local", "local_files_only"),
 )
-"""Keys of a config that change neither the tokens of a text nor, as we decode, the text of tokens."""
+"""Config keys that change neither the tokens of a text nor the text of tokens (with this package's decode options)."""
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _NO_TORCH = "PyTorch was not found."
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a tokenizer's files say.
+    """Contents of a tokenizer's files.
 
     Attributes:
-        fast: the tokenizer of the Rust library; None where there is `slow` alone.
-        slow: transformers' tokenizer, where it is one in Python.
-        vocab_size: ids, added tokens included.
-        eos_token_id: None where it names none.
-        chat_template: its source; None without one.
-        tool_chat_template: that of conversations with tools, where it is another.
-        chat_template_problem: why none of the templates can be used; None if one can, or there is none.
-        special_tokens: as a chat template sees them, by their names: `bos_token` and the like.
+        fast: the tokenizer of the Rust library; None if there is only `slow`.
+        slow: transformers' tokenizer, if it is implemented in Python.
+        vocab_size: number of ids, added tokens included.
+        eos_token_id: None if the files name none.
+        chat_template: its source; None if there is none.
+        tool_chat_template: the template for conversations with tools, if it is another one.
+        chat_template_problem: why no template can be used; None if one can, or there is none.
+        special_tokens: by name (`bos_token` etc.), as a chat template sees them.
     """
 
     fast: Any
@@ -64,10 +64,10 @@ class TokenizerParts:
 
 
 def read_parts(folder: Path) -> TokenizerParts:
-    """Read the tokenizer of a folder, by the quicker of the two ways that give the same tokens.
+    """Read the tokenizer of a folder by the faster method that gives the same tokens.
 
     Raises:
-        Exception: the libraries have no error of their own, and panics in Rust are no `Exception` at all.
+        Exception: the libraries have no error type, and panics in Rust are not even an `Exception`.
     """
     with _without_marks(folder) as plain:
         return _read_plain(plain) or _read_by_transformers(plain)
@@ -75,7 +75,7 @@ def read_parts(folder: Path) -> TokenizerParts:
 
 @contextmanager
 def _without_marks(folder: Path) -> Iterator[Path]:
-    """Yield the folder, or a copy of the tokenizer's files without their byte order marks, which no library accepts."""
+    """Yield the folder, or a copy of the tokenizer files without byte order marks, which no library accepts."""
     marked = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja") and _is_marked(path)]
     if not marked:
         yield folder
@@ -98,7 +98,7 @@ def _is_marked(path: Path) -> bool:
 
 
 def _read_plain(folder: Path) -> TokenizerParts | None:
-    """The parts, where transformers' class would add nothing to tokenizer.json; None where it might."""
+    """Return the parts if transformers' class would add nothing to tokenizer.json; None if it might."""
     config, model = _json_object(folder / _CONFIG_FILE), _json_object(folder / "config.json")
     if config.get("tokenizer_class") not in _GENERIC_CLASSES or model.get("model_type") != _GENERIC_MODEL_TYPE:
         return None
@@ -131,7 +131,7 @@ def _other_files(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _adds_nothing(config: Mapping[str, Any], fast: Any, named: Mapping[str, Any]) -> bool:
-    """Whether every token that the config names is one that tokenizer.json adds, alike, and the rest has no effect."""
+    """Return True if tokenizer.json already adds every token of the config, and the rest has no effect."""
     added = {token_id: _flags_of(token) for token_id, token in fast.get_added_tokens_decoder().items()}
     plain = {flags["content"] for flags in added.values() if flags["special"] and not flags["normalized"]}
     lists = [config[key] for key in _LISTS_OF_TOKENS if key in config]
@@ -157,7 +157,7 @@ def _flags_of(token: Any) -> dict[str, Any]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """A file's object; an empty one where there is no such file, or no object in it."""
+    """Return a file's JSON object; an empty one if there is no such file or object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -174,7 +174,7 @@ def _read_by_transformers(folder: Path) -> TokenizerParts:
     if inner.chat_template:
         try:
             template, tool_template = inner.get_chat_template(), inner.get_chat_template(tools=[])
-        except ValueError as error:  # several, and none of them the default
+        except ValueError as error:  # several templates, and no default
             problem = f"its chat template cannot be chosen: {error}"
     return TokenizerParts(
         fast=inner.backend_tokenizer if inner.is_fast else None,
@@ -191,7 +191,7 @@ def _read_by_transformers(folder: Path) -> TokenizerParts:
 
 
 def keep_quiet_about_torch() -> None:
-    """Drop the line in which transformers complains, while it is imported, that there is no torch: none is needed."""
+    """Suppress the line that transformers logs on import if torch is missing: torch is not needed."""
     logging.getLogger("transformers").addFilter(_is_of_use)
 
 

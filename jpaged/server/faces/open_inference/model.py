@@ -1,4 +1,4 @@
-"""What is told of the model: the tensors that it takes and gives, and how its responses come."""
+"""Model metadata: input and output tensors, and the form of responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jpaged._proto.open_inference import inference_pb2
 from jpaged.errors import NotFound
 
 VERSION = "1"
-"""The one version of a model that there is."""
+"""The only version of a model."""
 BACKEND = "jpaged"
 
 
@@ -17,8 +17,8 @@ class Tensor:
     """A tensor of requests or of responses.
 
     Attributes:
-        datatype: the protocol's name of its elements' type.
-        length: how many elements it has; -1 is any number.
+        datatype: the protocol's name of the element type.
+        length: number of elements; -1 for any number.
     """
 
     name: str
@@ -42,7 +42,7 @@ INPUTS = {
         Tensor("return_token_ids", "BOOL"),
     )
 }
-"""A request has one of the first two; `input_ids` may be INT32, too."""
+"""A request has exactly one of the first two; `input_ids` may also be INT32."""
 TEXT_OUTPUT = "text_output"
 OUTPUTS = {
     one.name: one
@@ -56,7 +56,7 @@ OUTPUTS = {
         Tensor("token_ids", "INT32", -1),
     )
 }
-"""An element for each sequence, but for token_ids, which are those of all sequences in turn."""
+"""One element per sequence, except token_ids, which concatenates those of all sequences."""
 _CONFIG_TYPES = {
     "BOOL": inference_pb2.TYPE_BOOL,
     "UINT32": inference_pb2.TYPE_UINT32,
@@ -68,17 +68,17 @@ _CONFIG_TYPES = {
 
 
 def require_version(version: str) -> None:
-    """Refuse a version that is not there; an empty one is any.
+    """Reject an unknown version; an empty one is any.
 
     Raises:
-        NotFound: there is only one.
+        NotFound: the version is not served.
     """
     if version not in ("", VERSION):
         raise NotFound(f"model_version: {version!r} is not served here; {VERSION!r} is")
 
 
 def metadata_of(name: str) -> inference_pb2.ModelMetadataResponse:
-    """The tensors of the model of a name."""
+    """Return the tensors of the model, under a name."""
 
     def shown(tensor: Tensor) -> inference_pb2.ModelMetadataResponse.TensorMetadata:
         return inference_pb2.ModelMetadataResponse.TensorMetadata(
@@ -95,7 +95,7 @@ def metadata_of(name: str) -> inference_pb2.ModelMetadataResponse:
 
 
 def config_of(name: str) -> inference_pb2.ModelConfigResponse:
-    """The same, as Triton configures a model. No batches: requests run side by side whoever sends them."""
+    """Return the same as Triton's model configuration. Without batching: the engine batches requests of all callers."""
     return inference_pb2.ModelConfigResponse(
         config=inference_pb2.ModelConfig(
             name=name,

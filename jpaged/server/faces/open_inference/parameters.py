@@ -1,9 +1,9 @@
-"""Parameters of a request -> SamplingParams. They come in two places, under the names of its fields.
+"""Parameters of a request -> SamplingParams. They come in two places, under the field names of SamplingParams.
 
-    parameters            of the request: texts, numbers and flags; a list or an object is its JSON
+    parameters            of the request: strings, numbers and flags; a list or an object is given as JSON
     sampling_parameters   the tensor: one JSON object
 
-A number or a flag may be written as a text, as Triton's examples do (`{"temperature": "0.1"}`).
+A number or a flag may be written as a string, as in Triton's examples (`{"temperature": "0.1"}`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_ID_DIGITS = 10
 
 
 def values_of(parameters: Mapping[str, inference_pb2.InferParameter]) -> dict[str, Any]:
-    """The value of each parameter.
+    """Return the value of each parameter.
 
     Raises:
         InvalidArgument: there are too many, or one has no value.
@@ -46,10 +46,10 @@ def values_of(parameters: Mapping[str, inference_pb2.InferParameter]) -> dict[st
 
 
 def object_in(text: bytes) -> dict[str, Any]:
-    """The JSON object that the tensor holds.
+    """Parse the JSON object of the tensor.
 
     Raises:
-        InvalidArgument: it holds none.
+        InvalidArgument: it is not a JSON object.
     """
     try:
         value = json.loads(text)
@@ -63,7 +63,7 @@ def object_in(text: bytes) -> dict[str, Any]:
 
 
 class Parameters:
-    """What both places say together, taken by name.
+    """The merged parameters of both places, taken by name.
 
     Raises:
         InvalidArgument: one name has two values.
@@ -80,11 +80,11 @@ class Parameters:
         self._left = {name: value for name, value in given.items() if value is not None}
 
     def take(self, name: str) -> Any:
-        """Take what is no field of SamplingParams; None where it was not given."""
+        """Remove and return a value that is not a field of SamplingParams; None if not given."""
         return self._left.pop(name, None)
 
     def name_of(self, field: str) -> str:
-        """How the caller knows a field of SamplingParams, or what is below it; others keep their name."""
+        """Return the caller's name of a field of SamplingParams, or of a part of it; other names are unchanged."""
         if not field.startswith(SAMPLING):
             return field
         path = field.removeprefix(SAMPLING)
@@ -92,10 +92,10 @@ class Parameters:
         return f"{OF_TENSOR if name in self._in_tensor else 'parameters'}.{path}"
 
     def sampling(self) -> SamplingParams:
-        """What is left, all of which has to be of SamplingParams.
+        """Return SamplingParams of all values that were not taken.
 
         Raises:
-            InvalidArgument: one is not known, or out of its range.
+            InvalidArgument: one is unknown, or out of range.
         """
         with naming(self.name_of):
             for name, value in self._left.items():
@@ -105,7 +105,7 @@ class Parameters:
 
 
 def _read(value: Any, name: str) -> Any:
-    """A value that was written as a text, where it is none; what cannot be read stays what it is, and is refused."""
+    """Parse a value written as a string if its field is not a string; return it unchanged if it cannot be parsed."""
     if not isinstance(value, str) or name in _TEXTS or name not in _DEFAULTS:
         return value
     if name in _TEXT_LISTS and not value.startswith("["):
@@ -117,7 +117,7 @@ def _read(value: Any, name: str) -> Any:
 
 
 def _check(name: str, value: Any) -> None:
-    """Refuse what SamplingParams does not look at."""
+    """Reject values that SamplingParams does not check."""
     field = f"{SAMPLING}{name}"
     if name not in _DEFAULTS:
         raise InvalidArgument(field, f"is not known; there are {', '.join(_DEFAULTS)}")

@@ -1,4 +1,4 @@
-"""A ModelInferRequest -> what is asked. A field that cannot be honoured is refused by its name."""
+"""A ModelInferRequest -> a parsed request. Fields that cannot be honored are rejected by name."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a request asks for.
+    """A parsed request.
 
     Attributes:
-        id: comes back with what is answered.
-        adapter: the name of an adapter; "" is the model as it is.
-        timeout_s: time that its caller gives it; None is no limit.
-        is_streamed: it is answered as its tokens come.
-        prefix: goes in front of each text.
-        outputs: the tensors of its responses.
-        has_logprobs: log-probabilities were asked for.
-        is_typed: elements are in the fields of their types, as those of the request are.
-        parameters: know how the caller has named what is out of range.
+        id: request id to repeat in responses.
+        adapter: name of an adapter; "" for the base model.
+        timeout_s: timeout set by the caller; None for no limit.
+        is_streamed: respond as tokens come.
+        prefix: text to prepend to each output text.
+        outputs: names of the response tensors.
+        has_logprobs: log-probabilities are requested.
+        is_typed: elements go into the typed fields, as in the request.
+        parameters: maps field names in errors to the caller's.
     """
 
     id: str
@@ -55,18 +55,18 @@ class Ask:
     parameters: Parameters
 
     def name_of(self, field: str) -> str:
-        """How the caller knows a field of what is asked."""
+        """Return the caller's name of a field."""
         if field == "prompt" or field.startswith("prompt."):
             return f"inputs.{'text_input' if self.prompt.token_ids is None else 'input_ids'}"
         return self.parameters.name_of(field)
 
 
 def ask_of(request: inference_pb2.ModelInferRequest) -> Ask:
-    """Read a request.
+    """Parse a request.
 
     Raises:
-        InvalidArgument: an input, an output or a parameter is unknown, wrong or missing.
-        Unsupported: it is in memory that is shared.
+        InvalidArgument: an input, an output or a parameter is unknown, invalid or missing.
+        Unsupported: it uses shared memory.
     """
     given = _inputs(request)
     of_request = values_of(request.parameters)
@@ -100,7 +100,7 @@ def ask_of(request: inference_pb2.ModelInferRequest) -> Ask:
 
 
 def _inputs(request: inference_pb2.ModelInferRequest) -> dict[str, Sequence[Any]]:
-    """The elements of each input."""
+    """Return the elements of each input."""
     raws = request.raw_input_contents
     if len(request.inputs) > len(INPUTS):
         raise InvalidArgument("inputs", f"{len(request.inputs)} are given; there are {len(INPUTS)}")
@@ -135,7 +135,7 @@ def _prompt(given: Mapping[str, Sequence[Any]]) -> Prompt:
 
 
 def _prefix(given: Mapping[str, Sequence[Any]], prompt: Prompt, *, is_streamed: bool) -> str:
-    """The prompt, where texts are to begin with it: unless it is told, in answers that come whole to a text."""
+    """Return the prompt text if outputs must include it (the default for non-streaming text), otherwise ""."""
     is_left_out = _one(given, "exclude_input_in_output", default=is_streamed or prompt.text is None)
     if is_left_out:
         return ""
@@ -147,7 +147,7 @@ def _prefix(given: Mapping[str, Sequence[Any]], prompt: Prompt, *, is_streamed: 
 
 
 def _outputs(request: inference_pb2.ModelInferRequest, given: Mapping[str, Sequence[Any]]) -> tuple[str, ...]:
-    """Those that are listed; without a list the text, and what a `return_` asks for."""
+    """Return the listed outputs; without a list, the text and each output with a true `return_` input."""
     if len(request.outputs) > len(OUTPUTS):
         raise InvalidArgument("outputs", f"{len(request.outputs)} are given; there are {len(OUTPUTS)}")
     for output in request.outputs:
@@ -172,7 +172,7 @@ def _one(given: Mapping[str, Sequence[Any]], name: str, *, default: bool) -> boo
 
 
 def _timeout_s(given: Any) -> float | None:
-    """Seconds of a number of microseconds, of which 0 is no limit."""
+    """Convert microseconds to seconds; None if there is no limit (0)."""
     if given is None or given == 0:
         return None
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:

@@ -1,7 +1,7 @@
-"""What came of a request -> ModelInferResponse: the tensors that were asked for, an element for each sequence.
+"""Results of a request -> ModelInferResponse: the requested tensors, with one element per sequence.
 
-In a stream each response has the elements of all sequences: those that nothing came of are empty. Its parameter
-`triton_final_response` says whether it is the request's last.
+In a stream each response has elements for all sequences; those without news are empty. Its parameter
+`triton_final_response` marks the request's last response.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TokenText = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one response says of one sequence.
+    """Content of one response for one sequence.
 
     Attributes:
-        finish_reason: "None" while it goes on, as vLLM's backend has it.
-        cumulative_logprob: of all of its tokens so far.
+        finish_reason: "None" while it is running, as in vLLM's backend.
+        cumulative_logprob: sum over all tokens of the sequence so far.
     """
 
     text: str = ""
@@ -39,11 +39,11 @@ class Piece:
 
 
 class Responses:
-    """Makes the responses of one request.
+    """Builds the responses of one request.
 
     Args:
-        model: the name that it was served under.
-        token_text: the text of a token by itself.
+        model: name of the model, as requested.
+        token_text: returns the text of a single token.
     """
 
     def __init__(self, ask: Ask, model: str, token_text: TokenText) -> None:
@@ -53,7 +53,7 @@ class Responses:
         self._so_far = [Piece()] * ask.sampling.n
 
     def whole(self, output: RequestOutput) -> inference_pb2.ModelInferResponse:
-        """The one response of a request that has ended."""
+        """Return the response of a finished request that is not streamed."""
         pieces = [
             Piece(
                 text=self._ask.prefix + one.text,
@@ -67,7 +67,7 @@ class Responses:
         return self._response(pieces, output.usage.prompt_tokens)
 
     def next(self, event: OutputEvent) -> inference_pb2.ModelInferResponse:
-        """The response that an event is of a request that goes on."""
+        """Return the response of an event of a streamed request."""
         before = self._so_far[event.index]
         self._so_far[event.index] = Piece(
             finish_reason=_UNFINISHED if event.finish is None else event.finish.reason.value,
@@ -107,7 +107,7 @@ class Responses:
                 return [token_id for one in pieces for token_id in one.token_ids]
 
     def _logprobs(self, piece: Piece) -> str:
-        """An object for each position: token ids with their log-probabilities, ranks and texts."""
+        """Return JSON with an object per position: token ids with their log-probabilities, ranks and texts."""
         if not self._ask.has_logprobs:
             return "null"
         return json_text.dumps(
@@ -126,7 +126,7 @@ class Responses:
 
 
 def failure_of(ask_id: str, model: str, message: str) -> inference_pb2.ModelStreamInferResponse:
-    """The response of a stream to a request that failed, or could not be read."""
+    """Return the stream response of a request that failed, or could not be parsed."""
     answer = inference_pb2.ModelInferResponse(model_name=model, model_version=VERSION, id=ask_id)
     answer.parameters[FINAL].bool_param = True
     return inference_pb2.ModelStreamInferResponse(error_message=message, infer_response=answer)

@@ -1,7 +1,7 @@
-"""inference.GRPCInferenceService: a method for each RPC. Errors are statuses, but in streams, where they are messages.
+"""inference.GRPCInferenceService: a method for each RPC. Errors are statuses, but messages in streams.
 
-A stream goes on behind a request that failed, as Triton's does, and says what was wrong in `error_message`. A call
-whose metadata has `triton_grpc_error: true` ends with the status instead.
+As in Triton, a stream continues after a failed request and reports the error in `error_message`. A call with
+`triton_grpc_error: true` in its metadata ends with the status instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jpaged.version import __version__
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 EXTENSIONS = ("model_configuration", "schedule_policy", "parameters")
-"""Those that Triton documents and this has; of schedule_policy `priority` and `timeout`."""
+"""Triton's documented extensions that are supported; of schedule_policy only `priority` and `timeout`."""
 GRPC_ERRORS = "triton_grpc_error"
 _NO_SHARED_MEMORY = "tensors come in messages here, not in shared memory"
 _ONE_MODEL = "a server has one model from its start to its end"
@@ -51,14 +51,14 @@ REFUSED_METHODS = {
     "TraceSetting": f"tracing {_LOGGED_ELSEWHERE}",
     "LogSettings": f"logging {_LOGGED_ELSEWHERE}",
 }
-"""Triton's other methods, and why they are not here."""
+"""Triton's other methods, and why they are not supported."""
 
 
 class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers for the model that a service serves.
+    """Servicer over one service.
 
     Args:
-        in_hand: bounds the messages of streams that are being answered.
+        in_hand: limits the total size of stream messages in process.
     """
 
     def __init__(self, service: Service, in_hand: MessagesInHand) -> None:
@@ -72,45 +72,45 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerLive(
         self, request: inference_pb2.ServerLiveRequest, context: CallContext
     ) -> inference_pb2.ServerLiveResponse:
-        """A server whose engine has died is not alive any more."""
+        """Return False only if the engine has failed."""
         return inference_pb2.ServerLiveResponse(live=self._service.state.stage is not Stage.FAILED)
 
     async def ServerReady(
         self, request: inference_pb2.ServerReadyRequest, context: CallContext
     ) -> inference_pb2.ServerReadyResponse:
-        """The same as health says."""
+        """Return the same readiness as grpc.health.v1."""
         return inference_pb2.ServerReadyResponse(ready=self._is_ready())
 
     async def ModelReady(
         self, request: inference_pb2.ModelReadyRequest, context: CallContext
     ) -> inference_pb2.ModelReadyResponse:
-        """A model that is not here is not ready, as Triton says of it."""
+        """Return False for an unknown model, as Triton does."""
         return inference_pb2.ModelReadyResponse(ready=self._is_ready() and self._is_here(request.name, request.version))
 
     async def ServerMetadata(
         self, request: inference_pb2.ServerMetadataRequest, context: CallContext
     ) -> inference_pb2.ServerMetadataResponse:
-        """Answers in every state."""
+        """Return name and version, in every state."""
         return inference_pb2.ServerMetadataResponse(name="jpaged", version=__version__, extensions=EXTENSIONS)
 
     async def ModelMetadata(
         self, request: inference_pb2.ModelMetadataRequest, context: CallContext
     ) -> inference_pb2.ModelMetadataResponse:
-        """The tensors of `model.py`."""
+        """Return the tensors of `model.py`."""
         async with answering(context):
             return metadata_of(self._named(request.name, request.version))
 
     async def ModelConfig(
         self, request: inference_pb2.ModelConfigRequest, context: CallContext
     ) -> inference_pb2.ModelConfigResponse:
-        """The same, as Triton says it."""
+        """Return the tensors as Triton's model configuration."""
         async with answering(context):
             return config_of(self._named(request.name, request.version))
 
     async def RepositoryIndex(
         self, request: inference_pb2.RepositoryIndexRequest, context: CallContext
     ) -> inference_pb2.RepositoryIndexResponse:
-        """The one model, or none while it loads."""
+        """Return the one model, or none while it loads."""
         async with answering(context):
             if request.repository_name:
                 raise InvalidArgument("repository_name", f"{request.repository_name!r}: there are no repositories")
@@ -128,7 +128,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelInfer(
         self, request: inference_pb2.ModelInferRequest, context: CallContext
     ) -> inference_pb2.ModelInferResponse:
-        """Answers when the request has ended; a caller that goes away takes it along."""
+        """Run a request and respond when it has ended; a client disconnect aborts it."""
         async with answering(context):
             model = self._serving(request)
             ask = await self._service.work(lambda: ask_of(request), request.ByteSize())
@@ -143,7 +143,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[inference_pb2.ModelInferRequest], context: CallContext
     ) -> AsyncIterator[inference_pb2.ModelStreamInferResponse]:
-        """Answers requests side by side; a caller that goes away takes all of them along."""
+        """Run requests concurrently; a client disconnect aborts all of them."""
         async with answering(context):
             if self._has_ended:
                 raise _ended()
@@ -179,7 +179,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
                     self._are_closed.set()
 
     async def end(self, timeout_s: float) -> None:
-        """End the streams that are open with UNAVAILABLE, and wait until their clients have been told, for so long."""
+        """End the open streams with UNAVAILABLE, and wait up to `timeout_s` until the clients have the status."""
         self._has_ended = True
         for stream in self._streams:
             stream.end(_ended())
@@ -214,7 +214,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return model
 
     def _named(self, name: str, version: str) -> str:
-        """The model's name, where it is the one that is asked for; raises NotFound for others."""
+        """Return the model's name; raise NotFound if `name` is another model."""
         served = self._service.state.loaded().model.name
         if name != served:
             raise NotFound(f"model_name: {name!r} is not served here; {served!r} is")
@@ -234,7 +234,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _asker(context: CallContext) -> tuple[str, Caller]:
-    """Whose a call's requests are, and who asks."""
+    """Return the tenant and the caller of a call."""
     return tenant_of(context), dataclasses.replace(caller_of(context), face="oip")
 
 
@@ -262,7 +262,7 @@ def _ended() -> Unavailable:
 
 
 def refused_methods() -> dict[str, grpc.RpcMethodHandler]:
-    """What answers those of Triton's methods that are not here: UNIMPLEMENTED, and why."""
+    """Return handlers of Triton's unsupported methods: UNIMPLEMENTED, with the reason."""
 
     def refusing(name: str, reason: str) -> grpc.RpcMethodHandler:
         async def answer(request: bytes, context: CallContext) -> NoReturn:

@@ -1,9 +1,9 @@
-"""Many requests on one call: each is answered by itself, as soon as it can be, by responses that carry its id.
+"""Concurrent requests on one call: each is answered as soon as possible, by responses that carry its id.
 
     requests ──read──> a task each ──responses──> one queue ──> the call
 
-As many are read as may be open at one time. A reader that is slow holds up the tasks, and what comes meanwhile of their
-requests is merged.
+The number of open requests is limited; more are not read. A slow reader blocks the tasks, and the events of their
+requests are merged in the meantime.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from jpaged._proto.open_inference import inference_pb2
 
 MAX_OPEN = 1024
-"""Requests of one call that are being answered; more wait in the client."""
+"""Maximum open requests of one call; more wait in the client."""
 _MAX_QUEUED = 16
 
 Answer = Callable[[inference_pb2.ModelInferRequest], AsyncGenerator[inference_pb2.ModelStreamInferResponse, None]]
 
 
 class InferStream:
-    """One call of ModelStreamInfer. Lives on one event loop.
+    """One call of ModelStreamInfer. Bound to one event loop.
 
     Args:
-        requests: as they come; its end lets those that are open go on.
-        answer: the responses to one request; an error of it ends the call.
+        requests: incoming requests; open ones continue after the last.
+        answer: yields the responses to one request; an error of it ends the call.
     """
 
     def __init__(self, requests: AsyncIterator[inference_pb2.ModelInferRequest], answer: Answer) -> None:
@@ -43,10 +43,10 @@ class InferStream:
         self._ending: Exception | None = None
 
     async def responses(self) -> AsyncGenerator[inference_pb2.ModelStreamInferResponse, None]:
-        """Yield responses until all requests are answered; closing it ends those that are not.
+        """Yield responses until all requests are answered; closing it aborts open requests.
 
         Raises:
-            Exception: what a request, or reading them, has failed with, or what `end` was given.
+            Exception: the error of a request, of reading them, or the one passed to `end`.
         """
         try:
             while (one := await self._queue.get()) is not None:
@@ -60,7 +60,7 @@ class InferStream:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def end(self, error: Exception) -> None:
-        """Read no further requests; where there may be more, the call ends with an error behind the responses."""
+        """Stop reading requests; the call ends with the error after the responses of open requests."""
         self._ending = error
         self._reading.cancel()
 
@@ -70,7 +70,7 @@ class InferStream:
             self._start(request)
 
     async def _finish(self) -> None:
-        """Says how the call ends, once no request is read any more and those that were are answered."""
+        """Queue the end of the call, once no request is read any more and the open ones are answered."""
         await asyncio.wait((self._reading,))
         is_cut = self._reading.cancelled()
         failure = None if is_cut else self._reading.exception()

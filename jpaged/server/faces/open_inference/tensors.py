@@ -1,6 +1,6 @@
-"""The elements of a tensor: as bytes beside all tensors of a message, or in the field of their type.
+"""The elements of a tensor: as raw bytes of the message, or in the typed field.
 
-BYTES          each element behind its length, of 4 bytes, little-endian
+BYTES          each element after its length, 4 bytes little-endian
 BOOL           a byte each
 numbers        little-endian
 """
@@ -34,13 +34,13 @@ _TYPED_FIELDS = {
 
 
 def elements_of(field: str, tensor: InputTensor, raw: bytes | None) -> Sequence[Any]:
-    """The elements of a tensor, flat.
+    """Return the elements of a tensor, flat.
 
     Args:
-        raw: its bytes; None where they are in the tensor itself.
+        raw: its bytes; None if the elements are in the tensor.
 
     Raises:
-        InvalidArgument: they are not as many as the shape says, or not of its type.
+        InvalidArgument: the number of elements contradicts the shape, or their type is wrong.
     """
     if len(tensor.shape) > MAX_RANK or any(length < 0 for length in tensor.shape):
         shown = list(tensor.shape[: MAX_RANK + 1])
@@ -62,7 +62,7 @@ def _typed(field: str, tensor: InputTensor) -> Sequence[Any]:
 
 
 def _from_bytes(field: str, datatype: str, raw: bytes, num: int) -> Sequence[Any]:
-    """The elements of a tensor of `num`; reads no further than one behind those."""
+    """Decode `num` elements; read at most one more than those."""
     if datatype == "BYTES":
         return _byte_strings(field, raw, num)
     size = np.dtype(_NUMBERS[datatype]).itemsize
@@ -91,7 +91,7 @@ def _byte_strings(field: str, raw: bytes, num: int) -> list[bytes]:
 def add_output(
     response: inference_pb2.ModelInferResponse, name: str, datatype: str, elements: Sequence[Any], *, is_typed: bool
 ) -> None:
-    """Put a tensor of one axis behind those of a response; `is_typed` says where its elements go."""
+    """Append a one-dimensional tensor to a response; `is_typed` selects the typed field instead of raw bytes."""
     tensor = OutputTensor(name=name, datatype=datatype, shape=[len(elements)])
     if is_typed:
         getattr(tensor.contents, _TYPED_FIELDS[datatype]).extend(elements)

@@ -1,4 +1,4 @@
-"""The model, the server and its load, as gateways ask of them. What there is no word for here is left at its zero."""
+"""Model, server and load information for gateways. Fields without a counterpart are left at zero."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jpaged.version import __version__
 
 SERVER_TYPE = "jpaged-grpc"
 SECTIONS = ("core", "all", "memory", "spec", "lora", "disagg", "queues")
-"""Sections of a load that gateways ask for, of which these messages have the first alone."""
+"""Sections of a load that gateways request; these messages have only the first."""
 _MIN_WINDOW_S = 1.0
 
 
 def model_info_of(model: LoadedModel) -> vllm_engine_pb2.GetModelInfoResponse:
-    """The facts that were fixed at start-up."""
+    """Return the model's properties, fixed at startup."""
     info, source = model.model, model.config.model.model
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=source,
@@ -39,7 +39,7 @@ def model_info_of(model: LoadedModel) -> vllm_engine_pb2.GetModelInfoResponse:
 def server_info_of(
     state: ServiceState, last_receive_s: float, uptime_s: float
 ) -> vllm_engine_pb2.GetServerInfoResponse:
-    """What a server is; most of it once its model is loaded.
+    """Return the server's properties; most of them only after its model is loaded.
 
     Args:
         last_receive_s: when the last request came, in seconds since 1970; 0 before the first.
@@ -65,14 +65,14 @@ def server_info_of(
 
 
 class Loads:
-    """What GetLoads says; counts tokens a second from one call to the next, a second later at least."""
+    """State of GetLoads: measures tokens per second between calls, over windows of at least a second."""
 
     def __init__(self) -> None:
         self._since: tuple[float, list[int]] | None = None
         self._rates: list[float] = []
 
     def of(self, model: LoadedModel, request: vllm_engine_pb2.GetLoadsRequest) -> vllm_engine_pb2.GetLoadsResponse:
-        """The load of each replica, or of the one that is asked for.
+        """Return the load of each replica, or of the requested one.
 
         Raises:
             InvalidArgument: there is no such replica, or section.

@@ -1,11 +1,11 @@
-"""A GenerateRequest -> what is asked. Defaults are those of the published messages, and so are what zeros mean.
+"""A GenerateRequest -> prompt and parameters. Defaults, and the meaning of zeros, are those of the published messages.
 
-    temperature    unset is 1                max_tokens          unset is all that the model's length leaves
+    temperature    unset is 1                max_tokens          unset is the rest of the model's length
     top_p          0 is 1                    top_k               0 is all
-    repetition_penalty, n   0 is 1           stop                texts are made only where they are searched
+    repetition_penalty, n   0 is 1           stop                text is generated only to search for stop strings
 
-Tokens go out and no text, so that `spaces_between_special_tokens` changes nothing. A constraint always holds from the
-first token on, which is what `grammar_from_first_token` asks for.
+Responses have tokens and no text, so `spaces_between_special_tokens` has no effect. A constraint always holds from the
+first token on, as with `grammar_from_first_token`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _CONSTRAINTS = {
     "json_object": "json_object",
     "choice": "choice",
 }
-"""Constraints, and our names of them."""
+"""Names of constraints -> names in StructuredOutputs."""
 _SAME = (
     *("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("skip_special_tokens", "ignore_eos", "include_stop_str_in_output", "top_k"),
 )
-"""Fields whose values are ours as they are."""
+"""Fields copied unchanged."""
 _OPTIONAL = ("logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens", "temperature")
 _ONE_AT_ZERO = ("top_p", "repetition_penalty", "n")
 
 
 def name_of(field: str) -> str:
-    """How the caller knows a field of ours."""
+    """Return the caller's name of a field."""
     if field in ("prompt.token_ids", "inputs[0]"):
         return "tokenized.input_ids"
     if field == "prompt":
@@ -63,11 +63,11 @@ def name_of(field: str) -> str:
 
 
 def refuse_unsupported(request: vllm_engine_pb2.GenerateRequest, num_replicas: int) -> None:
-    """Refuse what is not done here, by its name.
+    """Reject unsupported fields by name.
 
     Raises:
-        Unsupported: a field asks for it.
-        InvalidArgument: a rank that is not there.
+        Unsupported: an unsupported field is set.
+        InvalidArgument: the rank does not exist.
     """
     for name, reason in _REFUSED.items():
         if request.HasField(name):
@@ -83,12 +83,12 @@ def refuse_unsupported(request: vllm_engine_pb2.GenerateRequest, num_replicas: i
 
 
 def size_of(request: vllm_engine_pb2.GenerateRequest) -> int:
-    """Characters or token ids of the prompt."""
+    """Return the number of characters or token ids of the prompt."""
     return len(request.text) + len(request.tokenized.input_ids)
 
 
 def read(request: vllm_engine_pb2.GenerateRequest) -> tuple[Prompt, SamplingParams]:
-    """Prompt and parameters; raises InvalidArgument for what cannot be."""
+    """Return prompt and parameters; raise InvalidArgument for invalid fields."""
     given, prompt = request.sampling_params, _prompt_of(request)
     if given.HasField("max_tokens"):
         return prompt, sampling_of(given, given.max_tokens)
@@ -96,7 +96,7 @@ def read(request: vllm_engine_pb2.GenerateRequest) -> tuple[Prompt, SamplingPara
 
 
 def sampling_of(given: vllm_engine_pb2.SamplingParams, max_tokens: int) -> SamplingParams:
-    """The parameters with what zeros and unset fields mean; raises InvalidArgument for values out of bounds."""
+    """Return the parameters, with the defaults of zero and unset fields; raise InvalidArgument if out of range."""
     values: dict[str, Any] = {name: getattr(given, name) for name in _SAME}
     values |= {name: getattr(given, name) for name in _OPTIONAL if given.HasField(name)}
     values |= {name: getattr(given, name) or 1 for name in _ONE_AT_ZERO}

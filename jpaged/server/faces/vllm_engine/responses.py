@@ -1,10 +1,10 @@
 """Events of a request -> chunks as they come, and the end of each sequence.
 
-    stream          chunk, chunk, ..., complete (of one sequence), ...    a chunk has what is new
-    no stream       complete, complete, ...                               one for each sequence, when all have ended
+    stream          chunk, chunk, ..., complete (of one sequence), ...    a chunk has only new tokens
+    no stream       complete, complete, ...                               one per sequence, when all have ended
 
-The end of a sequence has all of its tokens either way. Log-probabilities are in chunks, and in the ends of what is no
-stream. Those of the prompt are in the first chunk of each sequence.
+A `complete` message has all tokens of the sequence in both cases. Log-probabilities are in chunks, or in `complete` if
+not streaming. Those of the prompt are in the first chunk of each sequence.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from jpaged.types import OutputEvent, PositionLogprobs, RequestOutput, TokenLogp
 
 @dataclass(slots=True)
 class _Sequence:
-    """What has come of a sequence that goes on."""
+    """Tokens so far of a running sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     has_begun: bool = False
 
 
 class Chunks:
-    """The messages of one request that is streamed.
+    """Builds the messages of one streamed request.
 
     Args:
-        prompt_token_ids: known when the first event is.
-        num_prompt_logprobs: likeliest tokens that are told at each of the prompt's positions; None tells nothing.
+        prompt_token_ids: known when the first event comes.
+        num_prompt_logprobs: top log-probabilities per prompt position; None for no prompt log-probabilities.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], num_prompt_logprobs: int | None) -> None:
@@ -41,7 +41,7 @@ class Chunks:
         self._sequences: dict[int, _Sequence] = {}
 
     def size_of(self, event: OutputEvent) -> int:
-        """How much work its messages are."""
+        """Return the amount of work to build an event's messages."""
         sequence = self._sequences.get(event.index, _Sequence())
         size = size_of(event.token_ids, event.logprobs)
         if event.finish is not None:
@@ -51,11 +51,11 @@ class Chunks:
         return size
 
     def all_of(self, event: OutputEvent) -> list[vllm_engine_pb2.GenerateResponse]:
-        """The messages of an event."""
+        """Return the messages of an event."""
         return [*self.of(event)]
 
     def of(self, event: OutputEvent) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """The messages of an event: nothing is said before a sequence has a token, or has ended."""
+        """Yield the messages of an event: none before a sequence has a token or has ended."""
         self._prompt_logprobs += event.prompt_logprobs
         if not event.token_ids and event.finish is None:
             return
@@ -85,7 +85,7 @@ class Chunks:
 
 
 def ends_of(output: RequestOutput, num_prompt_logprobs: int | None) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-    """The messages of a request that is not streamed; the second argument is that of `Chunks`."""
+    """Yield the messages of a request that is not streamed; the second argument is as in `Chunks`."""
     of_prompt = None
     if num_prompt_logprobs is not None and output.prompt_logprobs is not None:
         positions = [one for one in output.prompt_logprobs if one is not None]
@@ -127,7 +127,7 @@ def _output_logprobs(positions: Sequence[PositionLogprobs]) -> vllm_engine_pb2.O
 
 
 def _input_logprobs(token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> vllm_engine_pb2.InputLogProbs:
-    """An entry for each token of the prompt, of which the first has no log-probability."""
+    """Return an entry for each token of the prompt; the first has no log-probability."""
     has_top = any(position.top for position in positions)
     none = vllm_engine_pb2.InputTokenLogProb()
     values = [vllm_engine_pb2.InputTokenLogProb(value=position.chosen.logprob) for position in positions]

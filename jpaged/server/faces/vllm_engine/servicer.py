@@ -1,4 +1,4 @@
-"""vllm.grpc.engine.VllmEngine: a method for each RPC. Errors are statuses, with the details that ours have."""
+"""vllm.grpc.engine.VllmEngine: a method for each RPC. Errors are statuses with jpaged's usual details."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NOT_HERE = {
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Answers for the model that a service serves."""
+    """Servicer over one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -50,7 +50,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_receive_s = 0.0
 
     async def Generate(self, request: vllm_engine_pb2.GenerateRequest, context: CallContext) -> None:
-        """Streams chunks, or says all at the end; a caller that goes away takes its request along."""
+        """Stream chunks, or respond once at the end; a client disconnect aborts the request."""
         async with answering(context):
             with naming(name_of):
                 async with contextlib.aclosing(self._generated(request, context)) as messages:
@@ -58,7 +58,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                         await context.write(message)
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: CallContext) -> vllm_engine_pb2.EmbedResponse:
-        """The hidden state of the last token, scaled to a length of 1, as vLLM pools by default."""
+        """Return the last token's hidden state scaled to length 1, vLLM's default pooling."""
         async with answering(context):
             self._receive()
             tenant, caller = tenant_of(context), _caller_of(context)
@@ -83,13 +83,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: CallContext
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """Says the same as grpc.health.v1."""
+        """Return the same health as grpc.health.v1."""
         state = self._service.state
         is_healthy = state.stage is Stage.SERVING and state.failure is None
         return vllm_engine_pb2.HealthCheckResponse(healthy=is_healthy, message=state.stage.value)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: CallContext) -> vllm_engine_pb2.AbortResponse:
-        """Ends those that are in flight; ids that are not are passed over, as vLLM does."""
+        """Abort requests in flight; unknown ids are ignored, as in vLLM."""
         async with answering(context):
             if len(request.request_ids) > MAX_ABORTS:
                 raise InvalidArgument("request_ids", f"{len(request.request_ids)} are given; at most {MAX_ABORTS}")
@@ -103,26 +103,26 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: CallContext
     ) -> vllm_engine_pb2.GetModelInfoResponse:
-        """The facts that were fixed at start-up."""
+        """Return the model's properties, fixed at startup."""
         async with answering(context):
             return model_info_of(self._service.state.loaded())
 
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: CallContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """Answers in every state."""
+        """Return the server's properties, in every state."""
         async with answering(context):
             return server_info_of(self._service.state, self._last_receive_s, time.monotonic() - self._began_s)
 
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: CallContext
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        """A snapshot of each replica."""
+        """Return a snapshot of each replica's load."""
         async with answering(context):
             return self._loads.of(self._service.state.loaded(), request)
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: CallContext) -> None:
-        """Streams the files from which the tokenizer was read, in a zip that is made once."""
+        """Stream the files of the tokenizer, in a zip that is built once."""
         async with answering(context):
             model = self._service.state.loaded()
             if self._bundle is None:
@@ -133,7 +133,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: CallContext
     ) -> common_pb2.FlushCacheResponse:
-        """Forgets cached prefixes that nobody holds: requests in flight go on, so that none is waited for."""
+        """Reset the prefix cache without waiting for requests in flight, which keep their blocks."""
         async with answering(context):
             access.require_control("FlushCache")
             model = self._service.state.serving()
@@ -143,15 +143,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             return common_pb2.FlushCacheResponse(success=True, message=f"{num_blocks} blocks were forgotten")
 
     async def StartProfile(self, request: common_pb2.StartProfileRequest, context: CallContext) -> None:
-        """Is not here."""
+        """Refuse: not supported."""
         await _refuse("StartProfile", context)
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: CallContext) -> None:
-        """Is not here."""
+        """Refuse: not supported."""
         await _refuse("StopProfile", context)
 
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: CallContext) -> None:
-        """Is not here."""
+        """Refuse: not supported."""
         await _refuse("SubscribeKvEvents", context)
 
     async def _generated(
@@ -181,7 +181,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     yield message
 
     def _receive(self) -> LoadedModel:
-        """Take note that a request has come; returns the model for it."""
+        """Record the arrival of a request; return the model for it."""
         self._last_receive_s = time.time()
         return self._service.state.serving()
 

@@ -1,4 +1,4 @@
-"""The files of a model's tokenizer, in a zip, with which a gateway makes the same tokenizer of its own."""
+"""The files of a model's tokenizer in a zip, from which a gateway builds the same tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = (
 )
 _PATTERNS = ("*.model", "*.tiktoken", "*.jinja")
 _SAME_TIME = (1980, 1, 1, 0, 0, 0)
-"""When files changed is left out, so that the same files make the same zip."""
+"""Fixed time stamp, so that the same files make the same zip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Bundle:
     """A zip.
 
     Attributes:
-        sha256: of its bytes, in hexadecimal.
+        sha256: digest of the content, in hexadecimal.
     """
 
     content: bytes
     sha256: str
 
     def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
-        """The messages that carry it; the last says its sum."""
+        """Yield the messages that carry it; the last has the digest."""
         last = max(0, len(self.content) - 1) // CHUNK_BYTES
         for number in range(last + 1):
             begin = number * CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""One answer, parsed while it comes: reasoning first, then content and calls."""
+"""Incremental parser of one answer: reasoning first, then content and calls."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from jpaged.service.chat.parsers.writer import PieceWriter
 
 
 class Parser(Protocol):
-    """Takes an answer's text as it comes. The sums of the pieces are the same however it is cut."""
+    """Incremental parser of an answer. The concatenated pieces do not depend on how the text is split."""
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain when this has come."""
+        """Add text and return the pieces that are certain now."""
         ...
 
     def finish(self) -> list[Piece]:
-        """The rest, when nothing more comes; called once."""
+        """Return the remaining pieces at the end of the text. Call once."""
         ...
 
 
 class PlainParser:
-    """Takes everything for content, as it comes."""
+    """Parser that emits everything as content at once."""
 
     def __init__(self, writer: PieceWriter) -> None:
         self._writer = writer
@@ -37,13 +37,13 @@ class PlainParser:
 
 
 class ReasoningParser:
-    """Tells reasoning apart, and gives what follows to another parser: what is thought calls nothing.
+    """Splits off reasoning and passes the rest to another parser. Reasoning contains no calls.
 
     Args:
-        tags: the opening tag and the closing one.
+        tags: the opening tag and the closing tag.
         make_inner: makes the parser of the content.
         is_open: see `ReasoningSplitter`.
-        inner_writer: of the content.
+        inner_writer: the writer of the content parser.
     """
 
     def __init__(
@@ -71,6 +71,6 @@ class ReasoningParser:
         self._pieces += self._inner.push(text)
 
     def _take(self) -> list[Piece]:
-        """Reasoning comes before content, so that it is right to take it first."""
+        """Return the collected pieces. Reasoning goes first because it precedes all content."""
         pieces, self._pieces = [*self._writer.take(), *self._pieces], []
         return pieces

@@ -1,4 +1,4 @@
-"""A call as a JSON object, `{"name": ..., "arguments": {...}}`, read as it comes."""
+"""A call as a JSON object, `{"name": ..., "arguments": {...}}`, read incrementally."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _AFTER_PLAIN = re.compile(r"[,\]}\s]")
 
 
 class Reading(enum.Enum):
-    """How far a call has been read."""
+    """Progress of reading a call."""
 
     MORE = "more"
-    """All that was given is read; the call goes on."""
+    """All given text is read; the call is incomplete."""
     DONE = "done"
-    """The call has ended, well or by breaking off in what follows its arguments."""
+    """The call has ended, either properly or by a syntax error after its arguments."""
     MALFORMED = "malformed"
-    """It is no call, and nothing was written of it."""
+    """The text is not a call, and nothing of it was written."""
 
 
 class _Place(enum.Enum):
-    """What comes next in the object; the last five are values in which one is."""
+    """Position in the object: what comes next, or (the last five) which value is being read."""
 
     OPENING = enum.auto()
     FIRST_KEY = enum.auto()
@@ -53,7 +53,7 @@ _NO_ARGUMENTS = "{}"
 
 
 class _MalformedError(Exception):
-    """The next character, or the string before it, is none that a call has."""
+    """The next character, or the string before it, cannot occur in a call."""
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
@@ -61,7 +61,7 @@ class _MalformedError(Exception):
 
 
 class JsonValue:
-    """Finds the end of a JSON value as it comes. It looks at strings and brackets alone: the rest is the model's."""
+    """Finds the end of a JSON value incrementally. Looks only at strings and brackets, and validates nothing else."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -70,9 +70,9 @@ class JsonValue:
         self._is_escaped = False
 
     def read(self, text: str, at: int) -> tuple[int, bool]:
-        """Returns where reading stopped, and whether that is the value's end. `text` has a character there."""
+        """Return the position where reading stopped, and True if the value ends there. `text[at]` must exist."""
         if not (self._depth or self._is_string or self._is_plain) and text[at] not in '"{[':
-            self._is_plain = True  # a number or a word ends before what no number or word has
+            self._is_plain = True  # a number or a word ends before a character that it cannot contain
         if self._is_plain:
             found = _AFTER_PLAIN.search(text, at)
             return (len(text), False) if found is None else (found.start(), True)
@@ -94,16 +94,17 @@ class JsonValue:
 
 
 class CallObject:
-    """One call. It is written from when its name is known and its arguments begin, which must be an object or null.
+    """One call. Writing starts once its name is known and its arguments, an object or null, begin.
 
-    Before that only `name`, the arguments under either of their keys, and keys that say nothing (`type`, `id`,
-    `index`) may be there: any other makes it malformed, so that a JSON answer that is no call is soon seen to be none.
-    What stands behind the arguments is passed over. An object that has a name and ends without arguments is a call of
-    none, and so is one whose arguments are null.
+    Before that, only `name`, the arguments under either key, and ignored keys (`type`, `id`, `index`) may occur. Any
+    other key makes it malformed, so that a JSON answer that is not a call is recognized early. Keys after the arguments
+    are skipped. An object with a name and no arguments is a call without arguments, and so is one whose arguments are
+    null.
 
     Args:
-        writer: gets the call.
-        is_tagged: a tag stands before it. Without one, an object of a name alone is a call only if a tool has the name.
+        writer: receives the call.
+        is_tagged: a tag precedes the object. Otherwise an object with only a name is a call only if a tool has that
+            name.
     """
 
     def __init__(self, writer: PieceWriter, *, is_tagged: bool = True) -> None:
@@ -117,7 +118,7 @@ class CallObject:
         self.has_begun = False
 
     def read(self, text: str, at: int) -> tuple[Reading, int]:
-        """Reads on from `at`, and returns where it stopped: before what belongs to no call."""
+        """Continue reading at `at`; return the state and the position after the last character read."""
         try:
             while at < len(text):
                 if self._place in _VALUES:
@@ -138,7 +139,7 @@ class CallObject:
         return Reading.MORE, at
 
     def _may_end(self) -> bool:
-        """Return True if a call has begun; one without arguments begins here."""
+        """Return True if a call has begun; begin one without arguments here."""
         is_call = self._name is not None and (self._is_tagged or self._name in self._writer.tool_names)
         if is_call and not self.has_begun:
             self._early = [_NO_ARGUMENTS]
@@ -146,7 +147,7 @@ class CallObject:
         return self.has_begun
 
     def _open_value(self, text: str, at: int) -> None:
-        """Decides what the value is that begins here, a key being one."""
+        """Choose the state for the value or key that begins here."""
         if self._place is not _Place.VALUE:
             place, opener = _Place.IN_KEY, '"'
         elif self.has_begun or self._string in _SAYS_NOTHING:
@@ -165,7 +166,7 @@ class CallObject:
             self._begin()
 
     def _begin(self) -> None:
-        """Writes the call, and what is there of its arguments, as soon as its name is known."""
+        """Write the call and the arguments read so far, once its name is known."""
         if self._name is not None:
             self.has_begun = True
             self._writer.call(self._name)

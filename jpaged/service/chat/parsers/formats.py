@@ -1,6 +1,6 @@
-"""The formats of families by their names, which are those of vLLM's `--tool-call-parser` and `--reasoning-parser`.
+"""Answer formats of model families, by the names of vLLM's `--tool-call-parser` and `--reasoning-parser`.
 
-Which one a model has is seen in its chat template: the template writes calls of earlier turns as the model does.
+A model's format is detected from its chat template, which writes calls of earlier turns as the model does.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from jpaged.service.chat.parsers.writer import NewId, PieceWriter, call_id, shor
 AUTO, NONE = "auto", "none"
 _HARMONY_START = "<|start|>assistant"
 _DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
-"""With full-width bars, as all of DeepSeek's special tokens."""
+"""With full-width bars, like all of DeepSeek's special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family writes calls.
+    """A family's format of tool calls.
 
     Attributes:
-        name: as vLLM's `--tool-call-parser` has it.
+        name: the name in vLLM's `--tool-call-parser`.
         make: makes the parser of one answer.
-        needs_special_tokens: its tags are special tokens, so that the text must keep them (`skip_special_tokens` of
-            False). Others' tags may be special tokens in some tokenizers: see `special_tags`.
-        tags: what is, or may be, a special token of its tokenizer.
-        begins: what stands before a call's arguments, NAME for the function's name; the first is usual.
-        end: what stands behind them.
-        triggers: how `begins` begin, each of them as one of these.
-        between: a regular expression of the text after each of several calls; it matches nothing, too. No line breaks:
-            a model that would write text after one could then write only another call.
+        needs_special_tokens: the tags are special tokens, so the text must keep them (`skip_special_tokens=False`).
+            Other formats' tags are special tokens in some tokenizers: see `special_tags`.
+        tags: texts that are, or may be, special tokens of the tokenizer.
+        begins: texts before a call's arguments, with NAME for the function's name; the first is the usual one.
+        end: the text after the arguments.
+        triggers: prefixes of `begins`; each of `begins` starts with one of these.
+        between: a regular expression of the text after each of several calls; it must match the empty text and no line
+            breaks. A model that writes a line break there often continues with text, and the grammar would force a
+            call.
         new_id: makes the id of a call.
-        is_in_channels: an answer is messages, each in a channel, of which a call is the last.
+        is_in_channels: an answer is a list of messages, each in a channel, and a call is the last message.
     """
 
     name: str
@@ -55,16 +56,15 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family writes reasoning.
+    """A family's format of reasoning.
 
     Attributes:
-        name: as vLLM's `--reasoning-parser` has it.
-        open_tag: what it begins with.
-        close_tag: what it ends with.
-        is_open_unless_closed: an answer begins with reasoning also where neither the prompt nor the model opens it,
-            unless the prompt has closed it.
-        needs_special_tokens: its tags are special tokens, as in `ToolFormat`.
-        is_whole_answer: the parser of the tool format of the same family tells it apart.
+        name: the name in vLLM's `--reasoning-parser`.
+        open_tag: the opening tag.
+        close_tag: the closing tag.
+        is_open_unless_closed: an answer begins with reasoning even without an opening tag, unless the prompt closed it.
+        needs_special_tokens: the tags are special tokens, as in `ToolFormat`.
+        is_whole_answer: the family's tool parser also parses its reasoning.
     """
 
     name: str
@@ -150,18 +150,18 @@ REASONING_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model's answers are read. Either part may be None: then all of it is content.
+    """A model's answer format. If a part is None, text of that kind is content.
 
     Attributes:
-        tools: how it writes calls.
-        reasoning: how it writes reasoning.
+        tools: the format of calls.
+        reasoning: the format of reasoning.
     """
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
     def needs_special_tokens(self, special_tokens: Collection[str], *, has_tools: bool = True) -> bool:
-        """Whether text must keep special tokens (`skip_special_tokens` of False) for tags to be seen in it.
+        """Return True if text must keep special tokens (`skip_special_tokens=False`) for the parser to see its tags.
 
         Args:
             special_tokens: those of the tokenizer: a tag that is one counts, whatever the family.
@@ -172,14 +172,14 @@ class AnswerFormat:
         return any(part.needs_special_tokens for part in parts) or any(tag in special_tokens for tag in tags)
 
     def has_tag(self, token: str) -> bool:
-        """Whether a token is, or is part of, what the family writes around calls or reasoning."""
+        """Return True if a token is part of the family's markup of calls or reasoning."""
         tools = () if self.tools is None else (*self.tools.begins, *self.tools.triggers, self.tools.end)
         reasoning = () if self.reasoning is None else (self.reasoning.open_tag, self.reasoning.close_tag)
         tags = [tag for part in (self.tools, self.reasoning) if part is not None for tag in _tags_of(part)]
         return any(token in text for text in (*tools, *reasoning, *tags))
 
     def is_open(self, prompt_tail: str) -> bool:
-        """Whether an answer to this prompt begins within its reasoning.
+        """Return True if an answer to this prompt begins inside its reasoning.
 
         Args:
             prompt_tail: the end of the prompt's text, special tokens kept: at least a dozen tokens.
@@ -199,14 +199,14 @@ class AnswerFormat:
         new_id: NewId | None = None,
         tool_names: Collection[str] = (),
     ) -> Parser:
-        """A parser of one answer.
+        """Return a parser of one answer.
 
         Args:
             is_open: see `is_open`.
-            has_tools: the request has tools; what looks like a call is content where it has none, but for gpt-oss,
-                whose one parser reads everything.
-            new_id: makes the ids of calls; None is as the family has them.
-            tool_names: of the tools that the request has.
+            has_tools: the request has tools. Without tools, text that looks like a call is content (except for gpt-oss,
+                whose single parser handles everything).
+            new_id: makes the ids of calls; None for the family's default.
+            tool_names: names of the request's tools.
         """
         tools = self.tools if has_tools else None
         new_id = new_id or (call_id if tools is None else tools.new_id)
@@ -227,13 +227,14 @@ def _tags_of(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
 def parser_for(
     template: str | None, architecture: str, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> AnswerFormat:
-    """Return how a model's answers are read.
+    """Return the answer format of a model.
 
     Args:
-        template: its chat template's source; None without one.
-        architecture: as its config names it, such as `DeepseekV3ForCausalLM`: it decides where templates are alike.
-        tool_call_parser: a name of `TOOL_FORMATS`, "none", or "auto", which looks.
-        reasoning_parser: the same of `REASONING_FORMATS`.
+        template: source of the model's chat template; None if it has none.
+        architecture: as its config names it, such as `DeepseekV3ForCausalLM`; distinguishes models with equal
+            templates.
+        tool_call_parser: a name of `TOOL_FORMATS`, "none", or "auto" to detect it.
+        reasoning_parser: the same for `REASONING_FORMATS`.
 
     Raises:
         InvalidArgument: there is no format of that name.
@@ -260,7 +261,10 @@ def _named(option: str, name: str, detected: str | None, known: Mapping[str, obj
 
 
 def _tool_format(template: str) -> str | None:
-    """The format whose marks a template has. Other formats share some of them, and have marks of their own."""
+    """Return the tool format detected in a template.
+
+    Formats share some marks, so the distinctive marks of others rule them out.
+    """
     if "<|channel|>" in template and "functions." in template:
         return "openai"
     if "[TOOL_CALLS]" in template:
@@ -275,7 +279,7 @@ def _tool_format(template: str) -> str | None:
 
 
 def has_built_in_tools(template: str) -> bool:
-    """Return True if a chat template has no tools, so that the prompt of `with_built_in_tools` describes them."""
+    """Return True if a chat template ignores tools, so that the prompt of `with_built_in_tools` must describe them."""
     return bool(template) and "tools" not in template
 
 

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss: messages, each with a channel, and a recipient where it is a call.
+"""Answers of gpt-oss: messages, each with a channel, and with a recipient if it is a call.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
@@ -24,10 +24,10 @@ _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
 class HarmonyParser:
-    """Parses reasoning, content and calls at once.
+    """Parses reasoning, content and calls together.
 
-    The analysis channel is reasoning; a message to a function is a call, whose arguments are as the model writes them;
-    everything else is content, text outside of any message too.
+    The analysis channel is reasoning. A message to a function is a call, with the arguments as the model writes them.
+    Everything else is content, including text outside of any message.
     """
 
     def __init__(self, writer: PieceWriter) -> None:
@@ -39,14 +39,14 @@ class HarmonyParser:
         self._state: Callable[[], bool] = self._head
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain when this has come."""
+        """Add text and return the pieces that are certain now."""
         self._waiting += text
         while self._waiting and self._state():
             pass
         return self._writer.take()
 
     def finish(self) -> list[Piece]:
-        """The rest, when nothing more comes. A head that is broken off says nothing."""
+        """Return the remaining pieces at the end of the text. An incomplete head is dropped."""
         if self._state == self._body:
             self._put(self._waiting)
             self._end_message()
@@ -56,7 +56,7 @@ class HarmonyParser:
         return self._writer.take()
 
     def _head(self) -> bool:
-        """From a message's start up to its text."""
+        """Read a message's head, up to its text."""
         if not self._waiting.startswith(_HEADS):
             if any(head.startswith(self._waiting) for head in _HEADS):
                 return False

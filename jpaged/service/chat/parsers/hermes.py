@@ -12,9 +12,9 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolParser):
-    """Parses calls in tags. A call whose closing tag is missing is one all the same.
+    """Parses calls in tags. The closing tag may be missing.
 
-    What is no call between the tags is content, as `ToolParser` says, and so are its tags.
+    Text between the tags that is not a call is content, including its tags (see `ToolParser`).
     """
 
     tags = (OPEN,)

@@ -1,6 +1,6 @@
-"""Calls of Llama 3: an answer that begins with `{"name": ..., "parameters": {...}}`, more of them behind a semicolon.
+"""Calls of Llama 3: an answer that begins with `{"name": ..., "parameters": {...}}`; a semicolon separates more calls.
 
-A tag may stand before a call, and there it may be anywhere in the answer: `<|python_tag|>`.
+A tag, `<|python_tag|>`, may precede a call; with the tag, a call may start anywhere in the answer.
 Source: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1.
 """
 
@@ -14,10 +14,10 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser(ToolParser):
-    """Parses calls without tags, and those behind the one tag.
+    """Parses calls without tags, and calls after the one tag.
 
-    An object that is no call is content, as `ToolParser` says: another JSON answer is, from the first key on that no
-    call has. So is code behind the tag, which Llama writes for its built-in tools, and the tag with it.
+    An object that is not a call is content (see `ToolParser`), decided at its first key that no call has. Code after
+    the tag, which Llama writes for its built-in tools, is content too, including the tag.
     """
 
     tags = (TAG,)
@@ -30,7 +30,7 @@ class Llama3JsonParser(ToolParser):
         self._state = self._behind_tag
 
     def _start(self) -> bool:
-        """At the start, and behind a call: another call, or content."""
+        """Read another call or content, at the start of the answer or after a call."""
         rest = self._waiting.lstrip(SPACE)
         if self._writer.num_calls:
             rest = rest.removeprefix(";").lstrip(SPACE)

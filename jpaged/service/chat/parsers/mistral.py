@@ -1,4 +1,4 @@
-"""Calls of Mistral, behind `[TOOL_CALLS]`: a list of objects, or since its eleventh tokenizer names and arguments.
+"""Calls of Mistral after `[TOOL_CALLS]`: a list of objects or, since tokenizer version 11, names and arguments.
 
     [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
     [TOOL_CALLS]name[ARGS]{...}[TOOL_CALLS]name[ARGS]{...}      with [CALL_ID]id before [ARGS] in some
@@ -18,12 +18,12 @@ TAG, ID_TAG, ARGUMENTS_TAG = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MAX_HEAD_CHARS = 512
 _NAME_START = re.compile(r"[A-Za-z0-9_]")
 _NO_ARGUMENTS = re.compile(r"([A-Za-z0-9_.:-]{1,256})(?:\[CALL_ID\]([A-Za-z0-9_-]{1,128}))?\[ARGS\]\s*(?:null\s*)?")
-"""A call that ends, or that another follows, before its arguments."""
+"""A call that ends, or is followed by another, before its arguments."""
 _HEAD = re.compile(r"([A-Za-z0-9_.:-]{1,256})(?:\[CALL_ID\]([A-Za-z0-9_-]{1,128}))?(?:\[ARGS\])?[ \t\r\n]*(?=\{)")
 
 
 class MistralParser(ToolParser):
-    """Parses both forms. What is neither is content, as `ToolParser` says, and the tag with it."""
+    """Parses both forms. Anything else is content, including the tag (see `ToolParser`)."""
 
     tags = (TAG,)
 
@@ -56,7 +56,7 @@ class MistralParser(ToolParser):
         return True
 
     def _in_list(self) -> bool:
-        """Behind an object of a list: another, or the end."""
+        """Read another object or the end, after an object of a list."""
         rest = self._waiting.lstrip(SPACE)
         if not rest:
             return False
@@ -73,7 +73,7 @@ class MistralParser(ToolParser):
         return self._end_call()
 
     def _in_head(self) -> bool:
-        """From a name up to its arguments."""
+        """Read from a name up to its arguments."""
         next_call = self._waiting.find(TAG, 0, _MAX_HEAD_CHARS)
         if next_call > 0 and self._call_nothing(self._waiting[:next_call]):
             self._waiting = self._waiting[next_call:]
@@ -90,7 +90,7 @@ class MistralParser(ToolParser):
         return True
 
     def _call_nothing(self, head: str) -> bool:
-        """Write a call without arguments; False if the text is none."""
+        """Write a call without arguments; return False if the text is not one."""
         found = _NO_ARGUMENTS.fullmatch(head)
         if found is not None:
             self._writer.call(found[1], found[2])
@@ -104,7 +104,8 @@ class MistralParser(ToolParser):
         return is_whole and self._end_call()
 
     def _left(self) -> str:
-        is_null = self._waiting.rstrip(SPACE).endswith("null")  # without it the call may be cut before its arguments
+        # without "null" the call may be cut before its arguments
+        is_null = self._waiting.rstrip(SPACE).endswith("null")
         if self._state == self._in_head and is_null and self._call_nothing(self._waiting):
             return ""
         return "" if self._state == self._in_list and self._waiting.strip(SPACE) in ("", ",") else super()._left()

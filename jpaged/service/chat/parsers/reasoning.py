@@ -1,4 +1,4 @@
-"""Reasoning apart from content: `<think>...</think>` at an answer's start, opened by the model or by its prompt."""
+"""Splits reasoning from content: `<think>...</think>` at an answer's start, opened by the model or by its prompt."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _NEWLINES = "\r\n"
 
 
 class ReasoningSplitter:
-    """Tells reasoning and content apart. The newlines that templates put beside the tags belong to neither.
+    """Splits reasoning from content. Newlines that templates put next to the tags belong to neither.
 
-    Tags count at the start alone: an answer may speak of them. Reasoning that is not closed is reasoning to the end.
+    Tags count only at the start, because an answer may mention them. Unclosed reasoning extends to the end.
 
     Args:
-        writer: gets the reasoning.
-        content: gets the content, as it comes.
-        is_open: the prompt ends with the opening tag, or the model leaves it out. One that comes at the start all the
-            same is passed over.
+        writer: receives the reasoning.
+        content: receives the content as it comes.
+        is_open: the prompt ends with the opening tag, or the model leaves it out. An opening tag at the start is then
+            skipped.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ReasoningSplitter:
             pass
 
     def finish(self) -> None:
-        """Nothing more comes: what waits is what it would be."""
+        """Flush the held-back text at the end, by the current state."""
         is_content = self._state == self._content or (self._state == self._start and not self._has_reasoning)
         if is_content:
             self._write_content(self._waiting)
@@ -58,7 +58,7 @@ class ReasoningSplitter:
         return True
 
     def _newlines(self) -> bool:
-        """Before the reasoning's first line."""
+        """Skip newlines before the reasoning's first line."""
         self._waiting = self._waiting.lstrip(_NEWLINES)
         self._state = self._newlines if not self._waiting else self._reasoning
         return bool(self._waiting)
@@ -76,7 +76,7 @@ class ReasoningSplitter:
         return is_closed
 
     def _behind(self) -> bool:
-        """Before the content's first line."""
+        """Skip newlines before the content's first line."""
         self._waiting = self._waiting.lstrip(_NEWLINES)
         if self._waiting:
             self._state = self._content

@@ -1,4 +1,4 @@
-"""What the families' parsers of tool calls share: text up to a tag, held back where it may still become one."""
+"""Shared base of the families' tool-call parsers: text up to a tag, held back while it may still become one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jpaged.service.chat.parsers.writer import PieceWriter
 
 
 def num_held(text: str, tags: tuple[str, ...]) -> int:
-    """How many characters at a text's end may become one of the tags; 0 where none may."""
+    """Return the number of characters at a text's end that may become one of the tags; 0 if none."""
     longest = min(len(text), max(map(len, tags), default=1) - 1)
     return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)
 
 
 class ToolParser(abc.ABC):
-    """A state machine: each state takes what it understands from the text that waits, and names the next one.
+    """State machine: each state consumes what it recognizes of the waiting text and sets the next state.
 
-    Text that begins like a call and turns out to be none is content, to the last character, its tags too. That is
-    decided when its arguments begin: from there on it is a call, whose arguments are as the model writes them, valid or
-    not, and what breaks off behind them is content again. White space alone beside calls is not content.
+    Text that begins like a call and is none is content in full, including its tags. The decision is made when the
+    arguments begin: from there on it is a call, whose arguments are passed through as the model writes them, valid or
+    not. Malformed text after the arguments is content again. Whitespace next to calls is not content.
     """
 
     tags: ClassVar[tuple[str, ...]]
-    """What a call begins with."""
+    """Tags that begin a call."""
 
     def __init__(self, writer: PieceWriter) -> None:
         self._writer = writer
@@ -37,20 +37,20 @@ class ToolParser(abc.ABC):
         self._state: Callable[[], bool] = self._content
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain when this has come."""
+        """Add text and return the pieces that are certain now."""
         self._waiting += text
         while self._waiting and self._state():
             pass
         return self._writer.take()
 
     def finish(self) -> list[Piece]:
-        """The rest, when nothing more comes."""
+        """Return the remaining pieces at the end of the text."""
         self._writer.content(self._left())
         self._raw = self._waiting = ""
         return self._writer.take()
 
     def _left(self) -> str:
-        """What of the text that waits is content when nothing more comes."""
+        """Return the part of the waiting text that is content at the end."""
         if self._state == self._content:
             is_space = self._is_beside_call and self._writer.num_calls and not self._waiting.strip(SPACE)
             return "" if is_space else self._waiting
@@ -58,7 +58,7 @@ class ToolParser(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, tag: str) -> None:
-        """The state behind a tag, which is in `_raw`."""
+        """Enter the state after a tag; `_raw` holds the tag."""
 
     def _content(self) -> bool:
         found = min(((at, tag) for tag in self.tags if (at := self._waiting.find(tag)) >= 0), default=None)
@@ -78,13 +78,13 @@ class ToolParser(abc.ABC):
         return True
 
     def _give_up(self) -> bool:
-        """What was thought to be a call is content."""
+        """Emit a supposed call as content."""
         self._writer.content(self._raw)
         self._raw, self._is_beside_call, self._state = "", False, self._content
         return True
 
     def _end_call(self) -> bool:
-        """Goes back to content, behind a call."""
+        """Return to content after a call."""
         self._raw, self._is_beside_call, self._state = "", True, self._content
         return True
 
@@ -103,11 +103,11 @@ class ToolParser(abc.ABC):
         return False
 
     def _behind_object(self) -> bool:
-        """The state behind a call's object."""
+        """Handle the text after a call's object."""
         return self._end_call()
 
     def _skip_space(self) -> None:
-        """Moves white space into `_raw`."""
+        """Move whitespace into `_raw`."""
         rest = self._waiting.lstrip(SPACE)
         self._raw += self._waiting[: len(self._waiting) - len(rest)]
         self._waiting = rest

@@ -1,4 +1,4 @@
-"""Pieces of an answer that wait to be taken."""
+"""Buffer of an answer's pieces."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _ALPHANUMERICS = string.ascii_letters + string.digits
 
 
 def call_id() -> str:
-    """A new id of a call, as OpenAI's look."""
+    """Return a new call id in OpenAI's format."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_call_id() -> str:
-    """A new id of a call of nine letters and digits: Mistral's chat templates take no other."""
+    """Return a new call id of nine letters and digits, the only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(_ALPHANUMERICS) for _ in range(9))
 
 
 class PieceWriter:
-    """Collects pieces; neighbours of one kind become one.
+    """Collects pieces and merges neighbors of one kind.
 
     Args:
-        new_id: makes the id of a call that brings none.
-        tool_names: of the tools that may be called.
+        new_id: makes the id of a call that has none.
+        tool_names: names of the tools that may be called.
     """
 
     def __init__(self, new_id: NewId = call_id, tool_names: Collection[str] = ()) -> None:
@@ -55,12 +55,12 @@ class PieceWriter:
             self._pieces.append(ReasoningPiece(text))
 
     def call(self, name: str, call_id: str | None = None) -> None:
-        """Begins the next call."""
+        """Begin the next call."""
         self._pieces.append(ToolCallPiece(self.num_calls, "", id=call_id or self._new_id(), name=name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Adds to the arguments of the call that has begun last."""
+        """Append to the arguments of the current call."""
         if not text:
             return
         last = self._pieces[-1] if self._pieces else None
@@ -71,6 +71,6 @@ class PieceWriter:
             self._pieces.append(ToolCallPiece(index, text))
 
     def take(self) -> list[Piece]:
-        """Those since the last time."""
+        """Return the pieces since the last call, and clear them."""
         pieces, self._pieces = self._pieces, []
         return pieces
