@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """Speaks of the server itself; generates nothing.
+    """Server information and control; generates nothing.
     """
 
     def __init__(self, channel):
@@ -83,50 +83,51 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """Speaks of the server itself; generates nothing.
+    """Server information and control; generates nothing.
     """
 
     def GetServerInfo(self, request, context):
-        """What this process is. Answers from the moment the port is open, also while the model loads.
+        """Returns information about this process. Available as soon as the port is open, also while the model loads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Which model is served. UNAVAILABLE until it is loaded.
+        """Returns information about the served model. UNAVAILABLE until it is loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the engine is now, all its replicas together. UNAVAILABLE until the model is loaded.
+        """Returns the engine's load, summed over all replicas. UNAVAILABLE until the model is loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request: its stream gets a last message with FINISH_REASON_ABORT. NOT_FOUND when the caller's tenant has no
-        request with this id in flight; PERMISSION_DENIED where the operator has turned it off (--disable-control).
+        """Aborts a request: its stream receives a last message with FINISH_REASON_ABORT. NOT_FOUND if the caller's tenant has
+        no request with this id in flight; PERMISSION_DENIED with --disable-control.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Computes a prefix and keeps its full blocks in the pool, whatever the load, until UnpinPrefix. Answers when they are
-        there. ALREADY_EXISTS when the name is taken, UNIMPLEMENTED without a prefix cache, INVALID_ARGUMENT when it fills
-        no block or more than --max-pinned-blocks leaves, PERMISSION_DENIED with --disable-control. It is kept although the
-        caller goes away meanwhile. Prefix and name are of the caller's tenant.
+        """Computes a prefix and keeps its full blocks in the KV pool until UnpinPrefix, regardless of load. Returns when the
+        blocks are cached. ALREADY_EXISTS if the name is taken. UNIMPLEMENTED without a prefix cache. INVALID_ARGUMENT if
+        the prefix fills no block, or needs more than --max-pinned-blocks allows. PERMISSION_DENIED with --disable-control.
+        The prefix is pinned even if the client disconnects before the response. Prefix and name belong to the caller's
+        tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinPrefix(self, request, context):
-        """Lets a pinned prefix be evicted like any other again. NOT_FOUND when the caller's tenant has pinned none of that name,
+        """Makes a pinned prefix evictable again. NOT_FOUND if the caller's tenant has no pinned prefix of that name,
         PERMISSION_DENIED with --disable-control.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -134,25 +135,26 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Reads an adapter (LoRA) from the server's disk and gives it a name, for all tenants; requests are served meanwhile.
-        Answers when requests can have it. ALREADY_EXISTS when the name is taken, INVALID_ARGUMENT with the path when its
-        files are missing or not understood, or when --max-cpu-loras are loaded; UNIMPLEMENTED for what is not computed, and
-        without --enable-lora; PERMISSION_DENIED with --disable-control. It is loaded although the caller goes away meanwhile.
+        """Loads a LoRA adapter from the server's disk under a name that all tenants can use. The server continues to serve
+        requests. Returns when requests can use the adapter. ALREADY_EXISTS if the name is taken. INVALID_ARGUMENT with the
+        path if its files are missing or invalid, or if --max-cpu-loras adapters are loaded. UNIMPLEMENTED for unsupported
+        adapter features, and without --enable-lora. PERMISSION_DENIED with --disable-control. The adapter is loaded even
+        if the client disconnects before the response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Takes an adapter from requests to come; those that were accepted before end with it. NOT_FOUND when there is none of
-        that name, UNIMPLEMENTED without --enable-lora, PERMISSION_DENIED with --disable-control.
+        """Unloads an adapter for new requests; requests that were accepted earlier keep it until they end. NOT_FOUND if no
+        adapter has that name, UNIMPLEMENTED without --enable-lora, PERMISSION_DENIED with --disable-control.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """The adapters that requests can have. UNAVAILABLE until the model is loaded.
+        """Lists the adapters that requests can use. UNAVAILABLE until the model is loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,7 +217,7 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """Speaks of the server itself; generates nothing.
+    """Server information and control; generates nothing.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Runs the model. Stateless: nothing is kept between calls.
+    """Runs the model. Stateless: the server keeps nothing between calls.
     """
 
     def __init__(self, channel):
@@ -63,51 +63,53 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Runs the model. Stateless: nothing is kept between calls.
+    """Runs the model. Stateless: the server keeps nothing between calls.
     """
 
     def Generate(self, request, context):
-        """Generates from one prompt, streaming.
+        """Generates from one prompt and streams the output.
 
-        A call that ends with OK has sent exactly one message with `is_last`, as its last, and one with `finish` for each
-        sequence that it tells of. A call that ends with any other status has sent none with `is_last`. Cancelling the call,
-        or letting its deadline pass, ends the request.
+        A call that ends with OK has sent exactly one message with `is_last`, as its last message, and one message with
+        `finish` for each returned sequence. A call that ends with any other status has sent no message with `is_last`.
+        Cancelling the call, or letting its deadline pass, ends the request.
 
-        Metadata goes ahead of the first message, when the request was accepted: `x-jpaged-request-id` has its id. A call that
-        loses its server before that has generated nothing.
+        The server sends initial metadata when it accepts the request: `x-jpaged-request-id` has the request's id. A call
+        that loses its server before that has generated nothing.
 
-        The metadata key `x-jpaged-tenant` names whose request it is; default: "". Tenants share no cached prefix and no
-        request id (unless the server runs with --no-isolate-tenants), and the policy `fair` shares the server among them.
+        The metadata key `x-jpaged-tenant` names the request's tenant; default: "". Tenants share no cached prefix and no
+        request id, unless the server runs with --no-isolate-tenants. The scheduling policy `fair` divides the server among
+        tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Tells how likely continuations of a prompt are: of each of its tokens, behind the prompt and the tokens before it. The
-        prompt is computed once, through the prefix cache, and many continuations in a step.
+        """Returns the log-probability of each token of each continuation, given the prompt and the tokens before it. The
+        server computes the prompt once, through the prefix cache, and scores many continuations in one step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns prompts into vectors: the model's hidden states behind its last norm, of the last token or the mean of all.
+        """Embeds prompts: returns the model's hidden states after its final norm, of the last token or the mean over all
+        tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns a text or a conversation into the token ids that Generate would run on. It refuses what Generate refuses, but
-        may be longer than a prompt: up to 256 KiB of text, or what max_model_len tokens can stand for, whichever is more.
+        """Returns the token ids that Generate would run for a text or a conversation. It rejects what Generate rejects, but
+        accepts longer input: up to 256 KiB of text, or the text that max_model_len tokens can represent, if that is more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text: up to 262144 of them, or max_model_len, whichever is more.
+        """Converts token ids to text. Accepts up to 262144 ids, or max_model_len if that is more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,7 +152,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Runs the model. Stateless: nothing is kept between calls.
+    """Runs the model. Stateless: the server keeps nothing between calls.
     """
 
     @staticmethod

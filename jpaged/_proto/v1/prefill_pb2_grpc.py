@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillServiceStub:
-    """Computes prompts for other servers. Only servers of `--role prefill` have it.
+    """Computes prompts for other servers. Only servers of `--role prefill` provide it.
     """
 
     def __init__(self, channel):
@@ -43,14 +43,15 @@ class PrefillServiceStub:
 
 
 class PrefillServiceServicer:
-    """Computes prompts for other servers. Only servers of `--role prefill` have it.
+    """Computes prompts for other servers. Only servers of `--role prefill` provide it.
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt, tells the first token of each sequence, and sends the blocks of the prompt behind them.
+        """Computes a prompt. Streams the first token of each sequence, then the KV blocks of the prompt.
 
-        The blocks are held from the first token on, until they are sent, the call ends, or --prefill-hold has passed. A call
-        that ends with OK has told each sequence, and sent as many blocks as it could: what is missing has to be computed.
+        The server keeps the blocks from the first token until they are sent, the call ends, or --prefill-hold has passed.
+        A call that ends with OK has sent the first token of each sequence and every block that it could; the caller must
+        compute missing blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,7 +74,7 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService:
-    """Computes prompts for other servers. Only servers of `--role prefill` have it.
+    """Computes prompts for other servers. Only servers of `--role prefill` provide it.
     """
 
     @staticmethod

@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class PrefixServiceStub:
-    """Hands cached prefixes out and takes them in. Every call is an act of control: it needs a key of the role control where
-    there are keys, and is answered with PERMISSION_DENIED with --disable-control. A prefix is of the caller's tenant, here
-    and there. UNIMPLEMENTED where prefixes cannot travel: without a prefix cache, without --swap-space, and where a model is
-    divided among several processes. RESOURCE_EXHAUSTED when too many travel at one time.
+    """Exports and imports cached prefixes. Every call is a control operation: it requires a key with the role control if
+    the server has keys, and fails with PERMISSION_DENIED with --disable-control. A prefix belongs to the caller's tenant
+    on both servers. UNIMPLEMENTED if the server cannot transfer prefixes: without a prefix cache, without --swap-space,
+    or with a model that runs in several processes. RESOURCE_EXHAUSTED if too many transfers run at one time.
     """
 
     def __init__(self, channel):
@@ -56,35 +56,35 @@ class PrefixServiceStub:
 
 
 class PrefixServiceServicer:
-    """Hands cached prefixes out and takes them in. Every call is an act of control: it needs a key of the role control where
-    there are keys, and is answered with PERMISSION_DENIED with --disable-control. A prefix is of the caller's tenant, here
-    and there. UNIMPLEMENTED where prefixes cannot travel: without a prefix cache, without --swap-space, and where a model is
-    divided among several processes. RESOURCE_EXHAUSTED when too many travel at one time.
+    """Exports and imports cached prefixes. Every call is a control operation: it requires a key with the role control if
+    the server has keys, and fails with PERMISSION_DENIED with --disable-control. A prefix belongs to the caller's tenant
+    on both servers. UNIMPLEMENTED if the server cannot transfer prefixes: without a prefix cache, without --swap-space,
+    or with a model that runs in several processes. RESOURCE_EXHAUSTED if too many transfers run at one time.
     """
 
     def SavePrefix(self, request, context):
-        """Streams what is cached of a prompt: a header, then the contents of its blocks, those of its beginning first. What is
-        not cached is not computed; the header says how much there is. Blocks are held while they are on their way. A caller
-        that takes nothing for 30 s loses its stream to DEADLINE_EXCEEDED.
+        """Streams the cached blocks of a prompt: a header, then the contents of the blocks from the first one on. The server
+        does not compute missing blocks; the header has the number of available tokens. Blocks stay allocated during the
+        transfer. If the client reads nothing for 30 s, the stream ends with DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadPrefix(self, request_iterator, context):
-        """Takes what SavePrefix streams, the same messages in the same order, and keeps it in host memory, where the next request
-        finds it. FAILED_PRECONDITION when a block means something else here (another model, other weights, another layout),
-        with what differs; INVALID_ARGUMENT for a key that is not that of the tokens and for contents that are not what their
-        hash says, of which nothing is kept. What came before an error is kept. Messages have 257 KiB at most;
-        UNIMPLEMENTED where --max-request-size is less.
+        """Accepts the messages of SavePrefix, in the same order, and stores the blocks in host memory, where the next request
+        finds them. FAILED_PRECONDITION if blocks are not interchangeable (another model, other weights, another layout);
+        the message names the difference. INVALID_ARGUMENT if a block hash does not match the tokens, or contents do not
+        match their hash; such blocks are not stored. Blocks received before an error are kept. A message has at most 257
+        KiB; UNIMPLEMENTED if --max-request-size is smaller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchPrefix(self, request, context):
-        """Has the server call SavePrefix of another one, with the caller's own key and tenant, and load what comes.
-        PERMISSION_DENIED for a server that is not one of --prefix-peers; else as LoadPrefix, and what the other one answered.
+        """Makes this server call SavePrefix of another server, with the caller's key and tenant, and loads the result.
+        PERMISSION_DENIED if the source is not in --prefix-peers. Other errors are those of LoadPrefix and of the source.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,10 +117,10 @@ def add_PrefixServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefixService:
-    """Hands cached prefixes out and takes them in. Every call is an act of control: it needs a key of the role control where
-    there are keys, and is answered with PERMISSION_DENIED with --disable-control. A prefix is of the caller's tenant, here
-    and there. UNIMPLEMENTED where prefixes cannot travel: without a prefix cache, without --swap-space, and where a model is
-    divided among several processes. RESOURCE_EXHAUSTED when too many travel at one time.
+    """Exports and imports cached prefixes. Every call is a control operation: it requires a key with the role control if
+    the server has keys, and fails with PERMISSION_DENIED with --disable-control. A prefix belongs to the caller's tenant
+    on both servers. UNIMPLEMENTED if the server cannot transfer prefixes: without a prefix cache, without --swap-space,
+    or with a model that runs in several processes. RESOURCE_EXHAUSTED if too many transfers run at one time.
     """
 
     @staticmethod
