@@ -32,7 +32,7 @@ from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.errors import InternalError
 from jpaged.load import EngineLoad
 
-SMALL = Point("max", "alpaca", num_batches=2.0)
+SMALL = Point("max", "alpaca", num_batches=1.0)
 
 
 def test_a_point_runs_once_and_in_processes_as_in_this_one():

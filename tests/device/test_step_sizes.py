@@ -76,6 +76,7 @@ def test_every_model_has_its_devices_own_kernel_on_a_slice_that_holds_it(name: s
 
 
 @pytest.mark.parametrize("name", [name for name, model in KNOWN_MODELS.items() if model.num_params < 4e11])
+@pytest.mark.thinned(5)
 def test_every_model_that_h200s_hold_has_the_hopper_kernel(name: str) -> None:
     config = KNOWN_MODELS[name].config
     usable = usable_bytes("h200")

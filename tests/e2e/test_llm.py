@@ -196,7 +196,8 @@ def test_a_list_that_is_empty_is_not_taken_for_the_default(llm: LLM, given: dict
 
 
 def test_text_is_not_made_where_nobody_wants_it() -> None:
-    with LLM("demo", max_num_seqs=4, max_model_len=64, num_blocks=32, wait_for_all_programs=False) as demo:
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64, "num_blocks": 32}
+    with LLM("demo", **sizes, wait_for_all_programs=False) as demo:
         base: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
         texts = demo.generate(["Once upon a time"] * 2, [SamplingParams(detokenize=d, **base) for d in (True, False)])
         beams = demo.generate("Once", SamplingParams(detokenize=False, beam_width=2, max_tokens=4))

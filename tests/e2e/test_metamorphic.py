@@ -78,13 +78,14 @@ def test_the_order_of_arrival_changes_nothing(llm: LLM, alone: list[CompletionOu
     assert_same(generate(llm, PROMPTS[::-1], PARAMS[::-1]), alone[::-1])
 
 
+@pytest.mark.long
 def test_larger_chunks_change_nothing(folder: Path, alone: list[CompletionOutput]) -> None:
     """The others prefill at most 16 tokens a step, decoding rows included; here it is 32."""
     with open_llm(folder, num_blocks=ENOUGH_BLOCKS, **{**OPTIONS, "max_num_batched_tokens": 32}) as llm:
         assert_same(generate(llm, PROMPTS, PARAMS), alone)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_preemption_changes_nothing(folder: Path, alone: list[CompletionOutput], overlap: bool) -> None:
     with open_llm(folder, num_blocks=LONGEST_ALONE + 2, overlap=overlap, **OPTIONS) as llm:
         completions = generate(llm, PROMPTS, PARAMS)

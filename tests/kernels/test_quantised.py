@@ -71,6 +71,7 @@ def test_weights_of_zero_stay_zero() -> None:
 @pytest.mark.parametrize("has_ids", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.thinned(5)
 def test_products_are_those_with_the_weights(name: str, has_ids: bool, dtype) -> None:
     matrix = quantise(normal((DEPTH, *OUT)), FORMATS[name], dtype=np.dtype(dtype))
     matrix = with_group_ids(matrix) if has_ids and matrix.num_groups > 1 else matrix

@@ -22,7 +22,7 @@ from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.errors import InternalError
 from tests.capacity.fleet.small import DAY, SERVING, deployment, pool, run, steady
 
-HEAVY = dataclasses.replace(DAY, rate_per_s=60.0)
+HEAVY = dataclasses.replace(DAY, rate_per_s=60.0, seconds=5.0)
 GOALS = Goals(1.0, 0.05)
 
 

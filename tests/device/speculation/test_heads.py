@@ -62,7 +62,7 @@ def scanned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served.executor.shutdown()
 
 
-@pytest.fixture(params=["random", "likely", "scanned"])
+@pytest.fixture(params=["random", "likely", pytest.param("scanned", marks=pytest.mark.long)])
 def served(request: pytest.FixtureRequest) -> Served:
     found: Served = request.getfixturevalue(request.param)
     return found

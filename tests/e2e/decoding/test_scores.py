@@ -45,7 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("qwen3_tied", tmp_path_factory.mktemp("model"), with_tokenizer=True)
 
 
-@pytest.fixture(scope="module", params=WAYS)
+LONG_WAYS = ("without overlap", "in a short memory")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(way, marks=pytest.mark.long) if way in LONG_WAYS else way for way in WAYS]
+)
 def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with open_llm(folder, **{**OPTIONS, **WAYS[request.param]}) as llm:
         yield llm
@@ -88,7 +93,7 @@ PROMPTS = random_prompts([1, 2, 9, 31, 48, 77], seed=11)
 
 
 @pytest.mark.parametrize("num_top", [0, 5, -1])
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(5)
 def test_prompts_are_told_as_dense_attention_has_them(llm: LLM, truth: Truth, num_top: int) -> None:
     how = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=num_top, ignore_eos=True)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS], how)
@@ -124,7 +129,6 @@ def test_samples_tell_of_named_tokens_and_of_all(llm: LLM, truth: Truth) -> None
             assert all(row[t.token_id] == pytest.approx(t.logprob, abs=1e-4) for t in told)
 
 
-@pytest.mark.thinned(3)
 def test_continuations_are_scored_and_their_prompt_is_computed_once(llm: LLM, truth: Truth) -> None:
     prompt = random_prompts([40], seed=5)[0]
     continuations = [*random_prompts([1, 3, 7, 12, 20, 2, 2, 5], seed=6)]
@@ -161,7 +165,7 @@ def test_a_text_goes_on_with_its_prompt_as_one_text(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(3)
 def test_embeddings_are_hidden_states(llm: LLM, truth: Truth, pooling: Any) -> None:
     embeddings = llm.embed([TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS], pooling=pooling)
     for prompt, embedding in zip(PROMPTS, embeddings, strict=True):

@@ -139,7 +139,7 @@ def test_every_cell_and_table_is_what_the_engine_has(misses: bool) -> None:
 
 def test_lives_in_a_pool_whose_limit_changes_sample_every_token_and_lose_no_block() -> None:
     limits: list[Future[int]] = []
-    for seed in range(70, 80):
+    for seed in range(70, 76):
         life = LimitedLife(seed)
         Watcher(life.h, seed)
         life.run()

@@ -68,7 +68,7 @@ def multiply(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 def test_products_are_those_of_float64(limited: ProductKernel, shape: tuple[int, int], dtype: str) -> None:
     matrix = numbers(shape, dtype)
     for num_rows in (1, 3, 14):
@@ -80,6 +80,7 @@ def test_products_are_those_of_float64(limited: ProductKernel, shape: tuple[int,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["rms", "layer", "plain layer"])
+@pytest.mark.thinned(5)
 def test_what_is_around_a_product_is_computed_with_it(limited: ProductKernel, kind: str, dtype: str) -> None:
     depth, width = 70, 45
     matrix, x = numbers((depth, width), dtype), numbers((13, depth), dtype, 1) * 3
@@ -109,6 +110,7 @@ def test_a_norm_alone(limited: ProductKernel, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("inner", [32, 48, 5])
+@pytest.mark.thinned(5)
 def test_a_matrix_of_two_parts_is_gated(limited: ProductKernel, inner: int, dtype: str) -> None:
     matrix, x = numbers((24, 2, inner), dtype), numbers((9, 24), dtype, 1)
     bias = numbers((2, inner), dtype, 2)
@@ -210,6 +212,7 @@ def test_a_system_without_huge_pages_packs_all_the_same(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.thinned(5)
 def test_heads_are_normalised_and_turned(limited: ProductKernel, has_norms: bool, dtype: str) -> None:
     num_tokens, num_groups, group, dim = 20, 3, 2, 24
     qkv = numbers((num_tokens, num_groups, group + 2, dim), dtype)

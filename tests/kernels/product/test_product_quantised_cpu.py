@@ -78,7 +78,7 @@ def assert_near(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 def test_products_are_those_of_the_weights_in_float64(limited: ProductKernel, name: str, dtype: str) -> None:
     form = FORMATS[name]
     for depth, width, num_rows in ((192, 33, 14), (384, 64, 1)) if form.group_size else ((3, 1, 3), (301, 40, 14)):
@@ -107,6 +107,7 @@ def test_every_code_is_its_number(limited: ProductKernel, kind: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int8", "int4 zeros", "fp8 groups"])
+@pytest.mark.thinned(5)
 def test_norm_gate_bias_and_sum_are_computed_around_it(limited: ProductKernel, name: str, dtype: str) -> None:
     depth, inner = 128, 45
     matrix = quantise(numbers((depth, 2, inner), "float32"), FORMATS[name])
@@ -177,6 +178,7 @@ def test_neither_the_batch_nor_the_threads_show_in_a_single_bit(limited: Product
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int8 rows", "int4 zeros", "mxfp4", "fp8"])
+@pytest.mark.thinned(5)
 def test_numbers_that_are_not_finite_stay_in_their_row(limited: ProductKernel, name: str, dtype: str) -> None:
     x = numbers((4, 192), dtype)
     x[1, 150], x[2, 5] = np.nan, np.inf
