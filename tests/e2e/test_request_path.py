@@ -16,6 +16,7 @@ def test_one_request_enters_the_files_that_the_architecture_says() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     paths: dict[str, set[str]] = {}
+    name = ""
     for line in done.stdout.splitlines():
         if line.startswith(" "):
             paths[name].add(line.strip())
