@@ -86,10 +86,10 @@ def translated(error: grpc.RpcError, proxy: str = "") -> JpagedError:
     """
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return JpagedError(str(error))
-    return error_of(error.code(), details_of(error, proxy), error.trailing_metadata())
+    return error_of(error.code(), error_details(error, proxy), error.trailing_metadata())
 
 
-def details_of(error: Any, proxy: str = "") -> str | None:
+def error_details(error: Any, proxy: str = "") -> str | None:
     """Return the text of a call's status, with the proxy as in `translated`."""
     code: grpc.StatusCode | None = error.code()
     text: str | None = error.details()

@@ -29,7 +29,7 @@ from grpc_health.v1 import health_pb2
 from jpaged._proto.v1 import control_pb2
 from jpaged.access.watching import FileWatch
 from jpaged.client.channel import Backoff, proxy_name
-from jpaged.client.failures import details_of, translated
+from jpaged.client.failures import error_details, translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question
 from jpaged.client.tls import Tls, open_channel
 from jpaged.client.wire import metadata_of
@@ -288,7 +288,7 @@ class Fleet:
                         self._dismiss(member, "it loads, drains or stalls: its health is not SERVING")
                 self._dismiss(member, "it has ended its watch")
             except aio.AioRpcError as error:
-                self._dismiss(member, f"{error.code().name}: {details_of(error, member.endpoint.proxy)}")
+                self._dismiss(member, f"{error.code().name}: {error_details(error, member.endpoint.proxy)}")
             except JpagedError as error:
                 self._dismiss(member, sentence_of(error))
             except Exception as error:  # one server's error (it may not be jpaged) must not affect the others

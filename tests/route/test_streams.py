@@ -27,7 +27,7 @@ from tests.client.routing.test_resuming import SHAPES, all_of, folded, server
 from tests.route.rig import routed
 from tests.server.connections.raw_http2 import Connection, message
 from tests.server.faces.test_constraints import constrained
-from tests.server.harness import collect, details_of, eventually, failure_of, request
+from tests.server.harness import collect, error_details, eventually, failure_of, request
 
 WHOLE = {
     "beams": SamplingParams(max_tokens=20, temperature=0.0, beam_width=3, n=2),
@@ -69,8 +69,8 @@ async def test_what_goes_ahead_of_a_stream_and_behind_an_error_goes_through():
         error = await failure_of(router.inference.Generate(request(max_tokens=5000)))
         direct = await failure_of(harness.inference.Generate(request(max_tokens=5000)))
         assert (error.code(), error.details()) == (direct.code(), direct.details())
-        assert details_of(error) == details_of(direct)
-        assert details_of(error)["BadRequest"].field_violations[0].field == "sampling.max_tokens"
+        assert error_details(error) == error_details(direct)
+        assert error_details(error)["BadRequest"].field_violations[0].field == "sampling.max_tokens"
 
 
 async def test_a_request_without_an_id_gets_one_that_is_the_same_everywhere():
@@ -353,7 +353,7 @@ async def test_calls_beyond_the_bound_are_told_so():
         error = await failure_of(router.inference.Generate(request()))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "max_calls" in error.details()
-        assert details_of(error)["RetryInfo"].retry_delay.ToNanoseconds() > 0
+        assert error_details(error)["RetryInfo"].retry_delay.ToNanoseconds() > 0
         harness.faults.release()
         for call in calls:
             await collect(call)

@@ -188,7 +188,7 @@ async def failure_of(call: Any) -> Any:
     raise AssertionError("the call succeeded")
 
 
-def details_of(error: Any) -> dict[str, Any]:
+def error_details(error: Any) -> dict[str, Any]:
     """google.rpc details by the name of their type."""
     kinds = {
         kind.DESCRIPTOR.full_name: kind

@@ -8,7 +8,7 @@ from jpaged._proto.v1 import inference_pb2
 from jpaged.client.routing.progress import Progress
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import expected_tokens, scripted
-from tests.server.harness import Harness, collect, details_of, failure_of, request, running
+from tests.server.harness import Harness, collect, error_details, failure_of, request, running
 
 FORMAT = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
 TEXT = '<think>\nLook.\n</think>\n\nSo: <tool_call>\n{"name": "now", "arguments": {"at": [1]}}\n</tool_call>'
@@ -73,7 +73,7 @@ async def test_sequences_that_have_ended_are_counted_and_not_run_again():
         again = continued(message, sent)
         error = await failure_of(harness.inference.Generate(again))
         assert error.code().name == "INVALID_ARGUMENT"
-        assert details_of(error)["BadRequest"].field_violations[0].field == "generated_token_ids"
+        assert error_details(error)["BadRequest"].field_violations[0].field == "generated_token_ids"
 
 
 @pytest.mark.long
@@ -106,5 +106,5 @@ async def test_what_cannot_be_gone_on_with_is_refused_by_its_field(harness, fiel
     message.generated_token_ids.add(ids=b"ab")
     error = await failure_of(harness.inference.Generate(message))
     assert error.code().name == "INVALID_ARGUMENT"
-    assert details_of(error)["BadRequest"].field_violations[0].field == field
+    assert error_details(error)["BadRequest"].field_violations[0].field == field
     assert harness.num_open_calls == 0

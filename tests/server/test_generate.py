@@ -7,7 +7,7 @@ import pytest
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.testing import ByteTokenizer, expected_tokens
-from tests.server.harness import collect, details_of, eventually, failure_of, request, running
+from tests.server.harness import collect, error_details, eventually, failure_of, request, running
 
 TOKENIZER = ByteTokenizer()
 
@@ -194,7 +194,7 @@ async def test_zero_logprobs_report_the_chosen_token_alone(harness):
 async def test_a_parameter_out_of_bounds_is_named(harness, sampling, field):
     error = await failure_of(harness.inference.Generate(request("hello", **sampling)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    details = details_of(error)
+    details = error_details(error)
     assert details["BadRequest"].field_violations[0].field == field
     assert error.details().startswith(f"{field}: ")
     assert details["ErrorInfo"].domain == "jpaged"
@@ -216,8 +216,8 @@ async def test_a_parameter_out_of_bounds_is_named(harness, sampling, field):
 async def test_a_prompt_or_an_id_that_cannot_be_is_named(harness, message, field):
     error = await failure_of(harness.inference.Generate(message))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert details_of(error)["BadRequest"].field_violations[0].field == field
-    assert details_of(error)["ErrorInfo"].reason == "INVALID_ARGUMENT"
+    assert error_details(error)["BadRequest"].field_violations[0].field == field
+    assert error_details(error)["ErrorInfo"].reason == "INVALID_ARGUMENT"
 
 
 async def test_special_tokens_are_asked_for_of_a_text_alone(harness):
@@ -228,13 +228,13 @@ async def test_special_tokens_are_asked_for_of_a_text_alone(harness):
         message.add_special_tokens = value
         error = await failure_of(harness.inference.Tokenize(message))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert details_of(error)["BadRequest"].field_violations[0].field == "add_special_tokens"
+        assert error_details(error)["BadRequest"].field_violations[0].field == "add_special_tokens"
 
 
 async def test_a_request_that_can_never_fit_says_so(harness):
     error = await failure_of(harness.inference.Generate(request("x" * 200)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert details_of(error)["ErrorInfo"].reason == "REQUEST_TOO_LONG"
+    assert error_details(error)["ErrorInfo"].reason == "REQUEST_TOO_LONG"
     assert "max_model_len (128)" in error.details()
 
 
@@ -278,9 +278,9 @@ async def test_a_full_queue_says_when_to_come_back():
         error = refused.exception()
         assert isinstance(error, grpc.aio.AioRpcError)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert details_of(error)["RetryInfo"].retry_delay.ToNanoseconds() > 0
+        assert error_details(error)["RetryInfo"].retry_delay.ToNanoseconds() > 0
         assert int(dict(error.trailing_metadata() or ())["grpc-retry-pushback-ms"]) > 0
-        assert details_of(error)["ErrorInfo"].reason == "QUEUE_FULL"
+        assert error_details(error)["ErrorInfo"].reason == "QUEUE_FULL"
         harness.faults.release()
         for messages in await asyncio.gather(*accepted):
             assert messages[-1].HasField("finish")

@@ -17,7 +17,16 @@ from jpaged.server.health import HealthServicer
 from jpaged.server.lifecycle import SERVICE_NAMES, Server
 from jpaged.service.state import Stage
 from jpaged.testing import FakeExecutor, Faults
-from tests.server.harness import CHECKPOINT, collect, details_of, eventually, failure_of, make_serving, request, running
+from tests.server.harness import (
+    CHECKPOINT,
+    collect,
+    error_details,
+    eventually,
+    failure_of,
+    make_serving,
+    request,
+    running,
+)
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -216,7 +225,7 @@ async def test_an_engine_that_dies_fails_its_requests_and_the_process():
         internal = [error for error in errors if error.code() is grpc.StatusCode.INTERNAL]
         assert internal
         assert "injected fault at step 5" in internal[0].details()
-        assert details_of(internal[0])["ErrorInfo"].reason == "INTERNAL_ERROR"
+        assert error_details(internal[0])["ErrorInfo"].reason == "INTERNAL_ERROR"
         assert await asyncio.wait_for(harness.run, 60) == 1
 
 

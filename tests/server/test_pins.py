@@ -13,7 +13,7 @@ from jpaged.server.lifecycle import PIN_NAME, Server
 from jpaged.service.state import Stage
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
-from tests.server.harness import details_of, eventually, failure_of, make_serving, running
+from tests.server.harness import error_details, eventually, failure_of, make_serving, running
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PREFIX = "you are a story teller"  # 22 tokens: 5 blocks of 4, and 2 more
@@ -70,7 +70,7 @@ async def test_what_cannot_be_pinned_says_why():
         with pytest.raises(InvalidArgument, match="exactly one"):
             await client.pin_prefix("both", PREFIX, prompt_token_ids=[1])
         error = await failure_of(harness.control.PinPrefix(control_pb2.PinPrefixRequest(name="x")))
-        assert details_of(error)["BadRequest"].field_violations[0].field == "prefix"
+        assert error_details(error)["BadRequest"].field_violations[0].field == "prefix"
         with pytest.raises(NotFound, match="'nobody'"):
             await client.unpin_prefix("nobody")
     async with running(enable_prefix_caching=False) as harness, AsyncClient(harness.target) as client:

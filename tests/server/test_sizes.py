@@ -11,7 +11,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.server import port
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import MAX_DETOKENIZE_IDS, MIN_MAX_TOKENIZE_BYTES
-from tests.server.harness import collect, details_of, eventually, failure_of, request, running
+from tests.server.harness import collect, error_details, eventually, failure_of, request, running
 
 EMPTY_TURN = b"\x0a\x00"
 NUM_TURNS = 500_000
@@ -133,7 +133,7 @@ SENT = [
 async def test_what_is_too_large_is_refused_by_its_size(harness, method, message, field, problem):
     stub = harness.control if method == "PinPrefix" else harness.inference
     error = await failure_of(getattr(stub, method)(message()))
-    (violation,) = details_of(error)["BadRequest"].field_violations
+    (violation,) = error_details(error)["BadRequest"].field_violations
     assert (error.code().name, violation.field) == ("INVALID_ARGUMENT", field)
     assert problem in violation.description
     assert len(violation.description) < 500
@@ -266,7 +266,7 @@ async def test_large_messages_that_wait_are_bounded_together(monkeypatch):
         await eventually(lambda: sum(call.done() for call in held) == 17)
         for call in [call for call in held if call.done()]:
             error = await failure_of(call)
-            assert (error.code().name, details_of(error)["ErrorInfo"].reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+            assert (error.code().name, error_details(error)["ErrorInfo"].reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
             assert "60004 bytes, with 180012 of requests that are worked on, are over 196608" in error.details()
         assert len((await collect(harness.inference.Generate(request("hello"))))[-1].finish.ListFields()) > 0
         tokenizer.is_free.set()

@@ -10,7 +10,7 @@ from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDe
 from jpaged.server.replica import Replica
 from jpaged.testing import FakeExecutor, Faults
 from jpaged.types import SamplingParams
-from tests.server.harness import collect, details_of, eventually, failure_of, make_serving, request, running
+from tests.server.harness import collect, error_details, eventually, failure_of, make_serving, request, running
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PREFIX = "you are a story teller"  # 22 tokens: 5 blocks of 4, and 2 more
@@ -90,7 +90,7 @@ async def test_control_by_name_can_be_turned_off(tmp_path):
             error = await failure_of(refused)
             assert error.code() is grpc.StatusCode.PERMISSION_DENIED
             assert error.details() == f"{method} is turned off on this server (disable_control)"
-            assert details_of(error)["ErrorInfo"].reason == "PERMISSION_DENIED"
+            assert error_details(error)["ErrorInfo"].reason == "PERMISSION_DENIED"
         harness.faults.release()
         assert len(await collect(call)) > 0
         await harness.control.GetLoad(control_pb2.GetLoadRequest())

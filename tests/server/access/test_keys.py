@@ -13,7 +13,7 @@ from jpaged.client import AsyncClient
 from jpaged.errors import PermissionDenied, Unauthenticated
 from jpaged.types import SamplingParams
 from tests.access.test_keys import FILE, HASHED, OTHER, TOKEN
-from tests.server.harness import collect, details_of, eventually, failure_of, request, running
+from tests.server.harness import collect, error_details, eventually, failure_of, request, running
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
@@ -43,7 +43,7 @@ async def test_without_a_key_nothing_is_answered_but_health(keys):
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await (call.read() if isinstance(call, grpc.aio.StreamStreamCall) else _end_of(call))
             assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert details_of(failure.value)["ErrorInfo"].reason == "UNAUTHENTICATED"
+            assert error_details(failure.value)["ErrorInfo"].reason == "UNAUTHENTICATED"
         assert harness.num_open_calls == 0
 
 

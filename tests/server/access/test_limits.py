@@ -10,7 +10,7 @@ from jpaged.client import AsyncClient
 from jpaged.errors import InvalidArgument, QuotaExceeded, RequestTooLong
 from jpaged.types import SamplingParams
 from tests.access.test_keys import KEY
-from tests.server.harness import Harness, collect, details_of, eventually, failure_of, request, running
+from tests.server.harness import Harness, collect, error_details, eventually, failure_of, request, running
 
 
 def stop_clock(harness: Harness) -> None:
@@ -28,7 +28,7 @@ async def test_a_call_over_a_quota_is_told_when_to_come_back():
         error = await failure_of(harness.inference.Generate(request(), metadata=A))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.details() == "requests_per_minute of tenant 'a' (1) are used"
-        details = details_of(error)
+        details = error_details(error)
         assert details["ErrorInfo"].reason == "QUOTA_EXCEEDED"
         assert 0 < details["RetryInfo"].retry_delay.ToSeconds() <= 60
         await collect(harness.inference.Generate(request(), metadata=B))

@@ -11,7 +11,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import AsyncClient, Client
 from jpaged.errors import InvalidArgument
 from jpaged.testing import FakeExecutor
-from tests.server.harness import details_of, eventually, failure_of, running
+from tests.server.harness import error_details, eventually, failure_of, running
 
 
 def score_request(prompt: str = "hello", continuations: Any = ("x", "yz"), **fields: Any) -> inference_pb2.ScoreRequest:
@@ -76,7 +76,7 @@ TOO_MANY = [""] * 1025
 async def test_a_refusal_names_a_field_of_the_request_its_value_and_the_limit(harness, message, field, problem):
     method = harness.inference.Score if isinstance(message, inference_pb2.ScoreRequest) else harness.inference.Embed
     error = await failure_of(method(message))
-    (violation,) = details_of(error)["BadRequest"].field_violations
+    (violation,) = error_details(error)["BadRequest"].field_violations
     assert (error.code().name, violation.field) == ("INVALID_ARGUMENT", field)
     assert problem in violation.description
     assert harness.serving.engine.load().num_prompt_tokens == 0

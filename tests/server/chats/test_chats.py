@@ -18,7 +18,7 @@ from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS,
 from jpaged.testing import scripted
 from jpaged.types import RequestOutput, SamplingParams
 from tests.server import harness as harness_module
-from tests.server.harness import MODEL, details_of, failure_of, make_serving, running
+from tests.server.harness import MODEL, error_details, failure_of, make_serving, running
 
 QWEN = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
 ARGUMENTS = '{"city": "Zürich 🏔"}'
@@ -193,7 +193,7 @@ async def test_what_is_wrong_with_a_chat_is_named():
             chat = ParseDict({"messages": [USER], **fields}, inference_pb2.ChatPrompt())
             error = await failure_of(harness.inference.Generate(inference_pb2.GenerateRequest(chat=chat)))
             assert error.code().name == "INVALID_ARGUMENT", (field, error.details())
-            assert details_of(error)["BadRequest"].field_violations[0].field == field
+            assert error_details(error)["BadRequest"].field_violations[0].field == field
         assert harness.num_blocks_used == 0
 
 

@@ -19,7 +19,7 @@ from jpaged._proto.open_inference import inference_pb2 as open_inference_pb2
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.server import servicer, status
 from tests.server.connections.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, RST_STREAM, Connection, frame, message
-from tests.server.harness import collect, details_of, eventually, failure_of, request
+from tests.server.harness import collect, error_details, eventually, failure_of, request
 
 INFO = b"/jpaged.v1.ControlService/GetServerInfo"
 METHODS: dict[str, Any] = {
@@ -90,7 +90,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_method
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, content
         assert f"{len(content)} bytes are not a valid message" in error.details()
         assert METHODS[path].DESCRIPTOR.full_name in error.details()
-        assert details_of(error)["BadRequest"].field_violations[0].field == "request"
+        assert error_details(error)["BadRequest"].field_violations[0].field == "request"
 
 
 async def test_a_string_that_is_not_utf8_is_one_of_them(harness, quiet):

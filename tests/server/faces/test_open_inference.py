@@ -15,7 +15,7 @@ from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
 from jpaged.server.faces.open_inference.model import INPUTS, OUTPUTS
 from jpaged.testing import ByteTokenizer, expected_tokens, with_adapters
 from tests.server.faces.triton import GREEDY, client_of, inputs, strings, tensor
-from tests.server.harness import details_of, eventually, failure_of, running
+from tests.server.harness import error_details, eventually, failure_of, running
 
 HELLO = expected_tokens(list(b"hello"), 8)
 TEXT = ByteTokenizer().decode(HELLO)
@@ -282,7 +282,7 @@ ONE_ID = typed("input_ids", "INT64", int64_contents=[1])
 async def test_what_cannot_be_is_refused_by_its_name(harness, message, field, problem):
     error = await failure_of(stub_of(harness).ModelInfer(message))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    (violation,) = details_of(error)["BadRequest"].field_violations
+    (violation,) = error_details(error)["BadRequest"].field_violations
     assert violation.field == field
     assert problem in violation.description
 
@@ -385,4 +385,4 @@ async def test_a_prompt_that_is_too_long_names_the_input(harness):
     long = typed("text_input", "BYTES", bytes_contents=[b"x" * 5000])
     error = await failure_of(stub_of(harness).ModelInfer(request(long)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert details_of(error)["BadRequest"].field_violations[0].field == "parameters.max_tokens"
+    assert error_details(error)["BadRequest"].field_violations[0].field == "parameters.max_tokens"

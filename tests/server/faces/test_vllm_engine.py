@@ -19,7 +19,7 @@ from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
 from jpaged.structured import Kind
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server import harness as harnesses
-from tests.server.harness import details_of, eventually, failure_of, running
+from tests.server.harness import error_details, eventually, failure_of, running
 
 HELLO = list(b"hello")
 
@@ -161,7 +161,7 @@ async def test_a_prompt_beside_which_nothing_fits_is_refused(harness):
     message = request("x" * 128)
     message.sampling_params.ClearField("max_tokens")
     error = await failure_of(stub_of(harness).Generate(message))
-    assert details_of(error)["BadRequest"].field_violations[0].field == "sampling_params.max_tokens"
+    assert error_details(error)["BadRequest"].field_violations[0].field == "sampling_params.max_tokens"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -260,7 +260,7 @@ def test_each_constraint_is_one_of_ours(field, value, kind):
 async def test_what_cannot_be_is_refused_by_its_published_name(harness, message, field, problem):
     error = await failure_of(stub_of(harness).Generate(message))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    (violation,) = details_of(error)["BadRequest"].field_violations
+    (violation,) = error_details(error)["BadRequest"].field_violations
     assert violation.field == field
     assert problem in violation.description
 
@@ -269,7 +269,7 @@ async def test_a_number_of_sequences_that_is_huge_is_refused_before_anything_is_
     message = request(n=4_000_000_000)
     message.sampling_params.ClearField("max_tokens")
     error = await failure_of(stub_of(harness).Generate(message))
-    assert details_of(error)["BadRequest"].field_violations[0].field == "sampling_params.n"
+    assert error_details(error)["BadRequest"].field_violations[0].field == "sampling_params.n"
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ async def test_an_embedding_that_cannot_be_names_its_field(harness, tokenized, f
     given = None if tokenized is None else vllm_engine_pb2.TokenizedInput(input_ids=tokenized)
     error = await failure_of(stub_of(harness).Embed(vllm_engine_pb2.EmbedRequest(tokenized=given)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert details_of(error)["BadRequest"].field_violations[0].field == field
+    assert error_details(error)["BadRequest"].field_violations[0].field == field
 
 
 async def test_the_model_the_server_and_its_load_are_told(harness):
@@ -417,7 +417,7 @@ async def test_tokens_a_second_are_those_between_two_calls(harness):
 async def test_a_load_that_is_not_there_is_refused(harness, fields, field):
     error = await failure_of(stub_of(harness).GetLoads(vllm_engine_pb2.GetLoadsRequest(**fields)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert details_of(error)["BadRequest"].field_violations[0].field == field
+    assert error_details(error)["BadRequest"].field_violations[0].field == field
 
 
 async def test_health_is_said_as_grpcs_own_says_it(harness):

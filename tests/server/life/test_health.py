@@ -21,7 +21,7 @@ from jpaged.errors import EngineHung, InvalidArgument
 from jpaged.server.probes import Health, ProbeServer
 from jpaged.server.progress import EngineState, ProgressWatch, show_stacks
 from jpaged.testing import VirtualClock
-from tests.server.harness import collect, details_of, eventually, failure_of, request, running
+from tests.server.harness import collect, error_details, eventually, failure_of, request, running
 from tests.server.test_lifecycle import NOT_SERVING, SERVING, Starting, health_of
 
 
@@ -103,7 +103,7 @@ async def test_a_step_that_hangs_tells_the_clients_to_go_elsewhere_and_shows_the
         harness.faults.gate.clear()
         error = await failure_of(harness.inference.Generate(request()))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert details_of(error)["ErrorInfo"].reason == "ENGINE_HUNG"
+        assert error_details(error)["ErrorInfo"].reason == "ENGINE_HUNG"
         assert "no step has ended for 0.2 s (step_timeout)" in error.details()
         assert await harness.run == 3
         assert shown in (["SERVING"], ["STALLED"])
@@ -129,7 +129,7 @@ async def test_a_hang_ends_a_server_that_has_cut_its_drain_short() -> None:
         await eventually(lambda: harness.executor.num_steps > 0)
         harness.server.request_stop()
         error = await failure_of(call)
-        assert details_of(error)["ErrorInfo"].reason in ("UNAVAILABLE", "ENGINE_HUNG")
+        assert error_details(error)["ErrorInfo"].reason in ("UNAVAILABLE", "ENGINE_HUNG")
         assert await harness.run == 3
 
 

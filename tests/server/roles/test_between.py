@@ -14,7 +14,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.peers.prefill import Prefills
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor, SpeculatingExecutor, seeing, with_adapters
 from tests.server.access.certificates import Files, client_files
-from tests.server.harness import collect, details_of, failure_of, request, running
+from tests.server.harness import collect, error_details, failure_of, request, running
 from tests.server.roles.test_roles import LONG, apart, fake, folded, pair
 
 TOKEN = "a-token-of-the-prefill-servers"
@@ -160,7 +160,7 @@ async def test_what_is_no_prompt_of_another_server_is_refused() -> None:
             if not asked.kv_identity:
                 asked.kv_identity = identity.kv_identity()
             error = await failure_of(stub.Prefill(asked))
-            assert details_of(error)["BadRequest"].field_violations[0].field == field
+            assert error_details(error)["BadRequest"].field_violations[0].field == field
         assert harness.num_open_calls == 0
 
 

@@ -20,7 +20,7 @@ from jpaged.server.lifecycle import Server
 from jpaged.service.prefixes import parts
 from jpaged.service.roles import prefilling
 from jpaged.testing import FakeExecutor, expected_tokens
-from tests.server.harness import Harness, collect, details_of, eventually, failure_of, make_serving, request, running
+from tests.server.harness import Harness, collect, error_details, eventually, failure_of, make_serving, request, running
 
 BLOCK_BYTES = 4 * 16
 LONG = "Once upon a time there was a server that computed prompts for others."
@@ -329,7 +329,7 @@ async def test_a_request_has_its_place_while_others_compute() -> None:
         await eventually(lambda: both.decode.num_open_calls == 2)
         await eventually(lambda: both.prefill.num_open_calls == 2)
         error = await failure_of(both.decode.inference.Generate(request(LONG)))
-        assert details_of(error)["ErrorInfo"].reason == "QUEUE_FULL"
+        assert error_details(error)["ErrorInfo"].reason == "QUEUE_FULL"
         both.prefill.faults.release()
         for number, call in enumerate(calls):
             assert folded(await collect(call)) == folded(await alone(request(f"{number}: {LONG}")))
@@ -372,7 +372,7 @@ async def test_of_several_replicas_a_place_is_kept_at_one() -> None:
         calls = [both.decode.inference.Generate(request(f"{number}: {LONG}")) for number in range(4)]
         await eventually(lambda: both.prefill.num_open_calls == 4)
         error = await failure_of(both.decode.inference.Generate(request(LONG)))
-        assert details_of(error)["ErrorInfo"].reason == "QUEUE_FULL"
+        assert error_details(error)["ErrorInfo"].reason == "QUEUE_FULL"
         calls[0].cancel()
         await eventually(lambda: both.decode.num_open_calls == both.prefill.num_open_calls == 3)
         calls[0] = both.decode.inference.Generate(request(f"0: {LONG}"))
@@ -388,7 +388,7 @@ async def test_of_several_replicas_a_place_is_kept_at_one() -> None:
 async def test_a_prefill_server_refuses_to_generate() -> None:
     async with running(executor=fake(), role="prefill") as harness:
         error = await failure_of(harness.inference.Generate(request("hello")))
-        violation = details_of(error)["BadRequest"].field_violations[0]
+        violation = error_details(error)["BadRequest"].field_violations[0]
         assert violation.field == "sampling.max_tokens"
         assert violation.description.startswith("8 is over the limit of 1: this server computes prompts alone")
         (told,) = await collect(harness.inference.Generate(request("hello", max_tokens=1)))

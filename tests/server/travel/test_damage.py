@@ -18,7 +18,7 @@ from jpaged.errors import (
 )
 from jpaged.server.travel import servicer as servicer_module
 from jpaged.server.travel.wire import response_of
-from tests.server.harness import details_of
+from tests.server.harness import error_details
 from tests.server.travel.pairs import GREEDY, NUM_FULL, TEXT, executor, framed, messages_of, saved_by, two
 
 
@@ -231,7 +231,7 @@ async def test_a_stream_is_a_header_and_then_pieces():
         call = prefixes_pb2_grpc.PrefixServiceStub(second.channel).SavePrefix(prefixes_pb2.SavePrefixRequest())
         with pytest.raises(aio.AioRpcError) as error:
             await call.read()
-        assert details_of(error.value)["BadRequest"].field_violations[0].field == "prefix"
+        assert error_details(error.value)["BadRequest"].field_violations[0].field == "prefix"
 
 
 @pytest.mark.parametrize(
