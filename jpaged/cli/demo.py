@@ -22,7 +22,7 @@ from jpaged.types import MAX_SEED, SamplingParams
 
 HELP = "serve the embedded model and stream from it"
 DESCRIPTION = (
-    "Start a server with the embedded model, stream several prompts from it side by side, and say how that went."
+    "Start a server with the embedded model, stream several prompts from it concurrently, and print statistics."
 )
 _END_PATIENCE_S = 5.0
 """A server under which a call has failed may be ending, and says why at its end."""
@@ -57,11 +57,18 @@ class _Story:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and how many stories."""
-    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="default: demo, the embedded one")
     parser.add_argument(
-        "--num-prompts", type=int, default=6, choices=range(1, len(_PROMPTS) + 1), metavar="N", help="default: 6"
+        "model", nargs="?", default="demo", metavar="MODEL", help="model to serve (default: demo, the embedded one)"
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the first story; default: 1")
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        default=6,
+        choices=range(1, len(_PROMPTS) + 1),
+        metavar="N",
+        help="number of prompts (default: 6)",
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the first story (default: 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -79,7 +79,7 @@ def test_latency_times_batches_and_leaves_warm_ups_out(tmp_path: Path, capsys):
     assert result["percentiles"]["50"] == sorted(result["latencies"])[2]
     assert result["output_tokens_per_second"] == pytest.approx(18 / result["avg_latency"])
     assert result["options"]["enable-prefix-caching"] == "False"
-    assert result["limits"] == {"source": "left out by --hardware none"}
+    assert result["limits"] == {"source": "disabled by --hardware none"}
     assert "mbu" not in result
     assert "milliseconds of a batch" in capsys.readouterr().out
 
