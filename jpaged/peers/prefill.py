@@ -76,13 +76,13 @@ class _Server:
     def note_absence(self) -> None:
         """It could not be reached, or says nothing."""
         if self.absent_until_s == 0.0:
-            _LOG.warning("prefill server %s is not there", self.target)
+            _LOG.warning("prefill server %s is unreachable", self.target)
         self.absent_until_s = time.monotonic() + _ABSENT_S
 
     def note_answer(self) -> None:
         """It has answered."""
         if self.absent_until_s:
-            _LOG.warning("prefill server %s is there again", self.target)
+            _LOG.warning("prefill server %s is reachable again", self.target)
         self.absent_until_s = 0.0
 
 

@@ -117,7 +117,7 @@ class Acts:
         """Ask one server for what was asked for before; False where who asked may not, any more."""
         _, error = (await _each([member], act))[0]
         if isinstance(error, _MAY_NOT):
-            _LOG.error("%s is not repeated any more, for who asked may not: %s", act.method, error)
+            _LOG.error("%s is no longer repeated, because its caller lacks permission: %s", act.method, error)
             return False
         if error is not None and not isinstance(error, is_done):
             raise Unavailable(f"{act.method} fails there, which the others did: {error}") from error

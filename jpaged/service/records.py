@@ -187,4 +187,4 @@ def _notify(act: Callable[[RequestRecord], None], record: RequestRecord) -> None
     try:
         act(record)
     except Exception:  # a request does not depend on its observers
-        _LOG.exception("an observer of requests failed")
+        _LOG.exception("a request observer failed")

@@ -77,7 +77,7 @@ def test_a_server_says_what_it_does_and_ends_on_a_signal(serve, number):
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(model, message):
     process = Process((*FAKE, model, "--port", "0"))
     assert process.wait() == 1
-    assert any(f"the server ends: {message}" in line for line in process.lines)
+    assert any(f"the server is shutting down: {message}" in line for line in process.lines)
     assert not any("Traceback" in line for line in process.lines)
 
 

@@ -188,7 +188,7 @@ class ChatTemplate:
                 )
             if role not in self._warned:
                 self._warned.add(role)
-                _LOG.warning("the chat template of %s leaves out messages of the role %r", self._name, role)
+                _LOG.warning("the chat template of %s omits messages of the role %r", self._name, role)
 
     def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The messages, a developer's as the system's where the template does not tell them apart."""
