@@ -205,6 +205,6 @@ def _table(stories: Sequence[_Story], elapsed_s: float, load: Load) -> Table:
     if first_s:
         mean_ms, worst_ms = 1000 * sum(first_s) / len(first_s), 1000 * first_s[-1]
         table.add_row("time to first token", f"{mean_ms:.0f} ms mean, {worst_ms:.0f} ms worst")
-    table.add_row("blocks used at the peak", f"{load.peak_blocks_used} of {load.num_blocks}")
-    table.add_row("reserved slots that held tokens", f"{100 * load.slot_use:.1f} %")
+    table.add_row("peak KV blocks in use", f"{load.peak_blocks_used} of {load.num_blocks}")
+    table.add_row("reserved KV slots that held tokens", f"{100 * load.slot_use:.1f} %")
     return table

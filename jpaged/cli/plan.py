@@ -187,7 +187,7 @@ def _goals(arguments: argparse.Namespace) -> Goals | None:
     for flag, default, _ in _GOALS:
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None and not arguments.roles:
-            raise InvalidArgument(flag, "goes with --roles, which is not there")
+            raise InvalidArgument(flag, "requires --roles")
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise InvalidArgument(flag, f"{value:g} is not above the limit of 0")
         values.append(default if value is None else value)

@@ -112,7 +112,7 @@ class EngineConfig:
         if self.kv_events.kv_events_endpoint is not None and caches_nothing:
             raise InvalidArgument(
                 "kv_events_endpoint",
-                "there is nothing to tell: prefixes are not cached (enable_prefix_caching, kv_policy)",
+                "there are no events to publish: prefixes are not cached (enable_prefix_caching, kv_policy)",
             )
         pool_bytes, num_blocks = self.cache.kv_cache_memory_bytes, self.cache.num_blocks
         if pool_bytes is not None and num_blocks is not None:
@@ -155,21 +155,23 @@ class EngineConfig:
         Raises:
             InvalidArgument: it was given otherwise.
         """
-        problem = "eagle3 has to see each token as it is run"
+        problem = "eagle3 needs the hidden states of every token"
         if self.scheduler.num_scheduler_steps > 1:
             raise InvalidArgument(
                 f"{NAME}.method",
                 f"{problem}; num_scheduler_steps is {self.scheduler.num_scheduler_steps}, the limit with it is 1",
             )
         if self.roles.role != "both":
-            raise InvalidArgument(f"{NAME}.method", f"{problem}, and not behind a prefix; role is {self.roles.role}")
+            raise InvalidArgument(
+                f"{NAME}.method", f"{problem}, so no prefix may come from another server; role is {self.roles.role}"
+            )
         if self.cache.kv_disk_space:
             raise InvalidArgument(
-                f"{NAME}.method", f"{problem}, and not when it comes back from disk; kv_disk_space is to be 0"
+                f"{NAME}.method", f"{problem}, so no blocks may come back from disk; kv_disk_space must be 0"
             )
         if given.get("swap_space") not in (None, 0, CacheOptions().swap_space):
             raise InvalidArgument(
-                f"{NAME}.method", f"{problem}, and not when it comes back from the host; swap_space is to be 0"
+                f"{NAME}.method", f"{problem}, so no blocks may come back from host memory; swap_space must be 0"
             )
         return self.replace(**_WITH_HEAD)
 

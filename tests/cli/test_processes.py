@@ -146,7 +146,7 @@ def test_the_demo_streams_and_prints_one_table(fake_server, capsys):
     assert main(["demo"]) == 0
     said = capsys.readouterr()
     assert {f"[{i}]" for i in range(1, 7)} <= {line.partition(" ")[0] for line in said.out.splitlines()}
-    for row in ("tokens per second", "time to first token", "blocks used at the peak", "reserved slots that held"):
+    for row in ("tokens per second", "time to first token", "peak KV blocks in use", "reserved KV slots that held"):
         assert said.out.count(row) == 1
     assert said.err == ""
 

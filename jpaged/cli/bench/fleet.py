@@ -435,8 +435,8 @@ def _words(setting: Mapping[str, Any]) -> str:
     lapse = setting["time_lapse"]
     return (
         f"{setting['what']}: {setting['num_conversations']} conversations of {setting['num_tenants']} tenants. "
-        + (f"The curve and its bursts go by {lapse:.0f} times as fast as in a day of 24 hours; " if lapse > 1 else "")
-        + f"steps, answers and starts take their time. Routers know what is up to {setting['window_s']:g} s old."
+        + (f"The daily curve and its bursts run {lapse:.0f} times faster than in a 24-hour day; " if lapse > 1 else "")
+        + f"steps, answers and starts run in real time. Routers see data that is up to {setting['window_s']:g} s old."
     )
 
 

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     console.print(_table(found.rows, arguments.shape))
     for cell, reason in found.left_out:
-        console.print(f"left out {_name(cell)}: {reason}", highlight=False)
+        console.print(f"skipped {_name(cell)}: {reason}", highlight=False)
     if arguments.json is not None:
         arguments.json.write_text(json_text.dumps(_record(found, arguments), indent=2) + "\n")
     if arguments.plot is not None:

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     title = f"latency of {offline.model}: {len(samples)} prompts, {arguments.output_len} tokens each"
     print_result(console, result, title)
     told = ", ".join(f"p{name} {1e3 * seconds:.1f}" for name, seconds in result["percentiles"].items())
-    console.print(f"milliseconds of a batch: {told}", highlight=False)
+    console.print(f"batch latency in ms: {told}", highlight=False)
     if arguments.output_json is not None:
         results.write(arguments.output_json, result)
     return 0

@@ -492,7 +492,7 @@ def _port_of(welcome: Mapping[str, Any]) -> int:
     """
     port = welcome.get("port")
     if not isinstance(port, int) or not 0 < port < 1 << 16:
-        raise EOFError("what answers there is no process 0")
+        raise EOFError("the process at this address is not process 0")
     return port
 
 
