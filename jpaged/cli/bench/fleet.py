@@ -436,7 +436,7 @@ def _words(setting: Mapping[str, Any]) -> str:
     return (
         f"{setting['what']}: {setting['num_conversations']} conversations of {setting['num_tenants']} tenants. "
         + (f"The daily curve and its bursts run {lapse:.0f} times faster than in a 24-hour day; " if lapse > 1 else "")
-        + f"steps, answers and starts run in real time. Routers see data that is up to {setting['window_s']:g} s old."
+        + f"steps, answers and starts are not scaled. Routers see data that is up to {setting['window_s']:g} s old."
     )
 
 
