@@ -54,29 +54,31 @@ class ReplicaLoad:
     """
 
     num_running: int = gauge(
-        Metric("vllm:num_requests_running", "Requests with rows in the current step."),
-        Metric("jpaged:replica_requests_running", "Requests with rows in the current step of a replica."),
+        Metric("vllm:num_requests_running", "Requests in the current step."),
+        Metric("jpaged:replica_requests_running", "Requests in the current step, per replica."),
     )
     num_waiting: int = gauge(
-        Metric("vllm:num_requests_waiting", "Requests that wait for rows or blocks, preempted ones included."),
-        Metric("jpaged:replica_requests_waiting", "Requests that wait at a replica, preempted ones included."),
+        Metric("vllm:num_requests_waiting", "Requests waiting for rows or blocks, including preempted ones."),
+        Metric("jpaged:replica_requests_waiting", "Requests waiting, including preempted ones, per replica."),
     )
     num_blocks: int = gauge()
     num_blocks_free: int = gauge()
     num_blocks_used: int = gauge(
-        Metric("jpaged:blocks_referenced", "Blocks that sequences or pinned prefixes hold."),
-        Metric("jpaged:replica_blocks_referenced", "Blocks of a replica that sequences or pins hold."),
+        Metric("jpaged:blocks_referenced", "KV blocks referenced by sequences or pinned prefixes."),
+        Metric(
+            "jpaged:replica_blocks_referenced", "KV blocks referenced by sequences or pinned prefixes, per replica."
+        ),
     )
     num_blocks_cached: int = gauge(
-        Metric("jpaged:blocks_cached", "Free blocks that still hold a cached prefix."),
-        Metric("jpaged:replica_blocks_cached", "Free blocks of a replica that still hold a prefix."),
+        Metric("jpaged:blocks_cached", "Free KV blocks that still hold a cached prefix."),
+        Metric("jpaged:replica_blocks_cached", "Free KV blocks that still hold a cached prefix, per replica."),
     )
     num_prefix_query_tokens: int = counter(
         Metric("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
     )
     num_prefix_hit_tokens: int = counter(Metric("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."))
-    num_prompt_tokens: int = counter(Metric("vllm:prompt_tokens", "Tokens of admitted prompts."))
-    num_generation_tokens: int = counter(Metric("vllm:generation_tokens", "Tokens sampled."))
+    num_prompt_tokens: int = counter(Metric("vllm:prompt_tokens", "Prompt tokens of admitted requests."))
+    num_generation_tokens: int = counter(Metric("vllm:generation_tokens", "Generated tokens."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,47 +86,52 @@ class LoadTotals(ReplicaLoad):
     """Load of all replicas together. The peak is the sum of the replicas' peaks, an upper bound."""
 
     max_num_seqs: int = gauge()
-    num_swapped: int = gauge(Metric("jpaged:num_requests_swapped", "Requests whose blocks are in host memory."))
+    num_swapped: int = gauge(Metric("jpaged:num_requests_swapped", "Requests swapped out to host memory."))
     peak_blocks_used: int = gauge()
     slot_use: float = mean(
         "sum_reserved_slots",
-        Metric("jpaged:slot_use_ratio", "Share of reserved slots that held a token, over all steps so far."),
+        Metric("jpaged:slot_use_ratio", "Fraction of reserved KV slots that held a token, over all steps."),
     )
     num_steps: int = counter(Metric("jpaged:steps", "Steps dispatched."))
-    num_preemptions: int = counter(Metric("vllm:num_preemptions", "Groups that had to leave for others."))
-    num_recomputed_tokens: int = counter(
-        Metric("jpaged:recomputed_tokens", "Tokens of preempted groups that ran again.")
-    )
+    num_preemptions: int = counter(Metric("vllm:num_preemptions", "Preemptions of requests."))
+    num_recomputed_tokens: int = counter(Metric("jpaged:recomputed_tokens", "Tokens recomputed after preemptions."))
     num_copies_on_write: int = counter(
-        Metric("jpaged:copies_on_write", "Shared blocks copied because a sequence wrote to them.")
+        Metric("jpaged:copies_on_write", "Shared KV blocks copied because a sequence wrote to them (copy on write).")
     )
     num_blocks_swapped_out: int = counter(
-        Metric("jpaged:blocks_swapped_out", "Blocks moved to host memory, those on their way to disk left out.")
+        Metric(
+            "jpaged:blocks_swapped_out", "KV blocks swapped out to host memory, excluding those on their way to disk."
+        )
     )
-    num_blocks_swapped_in: int = counter(Metric("jpaged:blocks_swapped_in", "Blocks moved back from host memory."))
+    num_blocks_swapped_in: int = counter(Metric("jpaged:blocks_swapped_in", "KV blocks swapped in from host memory."))
     num_host_hit_tokens: int = counter(
-        Metric("jpaged:host_prefix_hits", "Prompt tokens of num_prefix_hit_tokens that came back from host memory.")
+        Metric("jpaged:host_prefix_hits", "Prefix cache hit tokens loaded from host memory.")
     )
     num_disk_hit_tokens: int = counter(
-        Metric("jpaged:disk_prefix_hits", "Prompt tokens that came back from disk, to be found by their request.")
+        Metric("jpaged:disk_prefix_hits", "Prompt tokens loaded from disk for a request's prefix cache lookup.")
     )
-    num_disk_blocks: int = shared(Metric("jpaged:disk_blocks", "Blocks that disk keeps."), "gauge")
-    disk_bytes_read: int = shared(Metric("jpaged:disk_read_bytes", "Bytes of blocks read from disk."))
-    disk_bytes_written: int = shared(Metric("jpaged:disk_written_bytes", "Bytes of blocks written to disk."))
+    num_disk_blocks: int = shared(Metric("jpaged:disk_blocks", "KV blocks stored on disk."), "gauge")
+    disk_bytes_read: int = shared(Metric("jpaged:disk_read_bytes", "KV block bytes read from disk."))
+    disk_bytes_written: int = shared(Metric("jpaged:disk_written_bytes", "KV block bytes written to disk."))
     num_disk_blocks_dropped: int = shared(
-        Metric("jpaged:disk_blocks_dropped", "Blocks on disk that were not what their hash says, and are gone.")
+        Metric(
+            "jpaged:disk_blocks_dropped",
+            "KV blocks dropped from disk because their content did not match their hash.",
+        )
     )
     num_cascade_steps: int = counter(
-        Metric("jpaged:cascade_steps", "Steps in which rows read the blocks of a shared prefix together.")
+        Metric(
+            "jpaged:cascade_steps", "Steps that used cascade attention (a shared prefix read once for several rows)."
+        )
     )
     num_cascade_tokens: int = counter(
-        Metric("jpaged:cascade_tokens", "Tokens of context that rows did not read again by it.")
+        Metric("jpaged:cascade_tokens", "Context tokens that rows did not read again thanks to cascade attention.")
     )
     num_nonfinite_requests: int = counter(
-        Metric("jpaged:nonfinite_requests", "Requests that ended: the model's logits were not finite.")
+        Metric("jpaged:nonfinite_requests", "Requests aborted because the model's logits were not finite.")
     )
     num_compiles_after_warm_up: int = counter(
-        Metric("jpaged:compiles_after_warm_up", "Programs compiled while serving; 0, or a bug.")
+        Metric("jpaged:compiles_after_warm_up", "Programs compiled while serving; anything but 0 is a bug.")
     )
 
 
@@ -135,9 +142,7 @@ class Load(LoadTotals):
     replicas: tuple[ReplicaLoad, ...]
 
 
-PER_POSITION = Metric(
-    "vllm:spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were accepted, by their position."
-)
+PER_POSITION = Metric("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.")
 """A counter for each position, from 0, in the label `position`."""
 
 
@@ -156,11 +161,9 @@ class SpeculationLoad:
         num_accepted_tokens_per_pos: accepted draft tokens by their position in a draft.
     """
 
-    num_drafts: int = counter(Metric("vllm:spec_decode_num_drafts", "Rows that were run with proposed tokens."))
-    num_draft_tokens: int = counter(Metric("vllm:spec_decode_num_draft_tokens", "Tokens proposed."))
-    num_accepted_tokens: int = counter(
-        Metric("vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.")
-    )
+    num_drafts: int = counter(Metric("vllm:spec_decode_num_drafts", "Drafts verified."))
+    num_draft_tokens: int = counter(Metric("vllm:spec_decode_num_draft_tokens", "Draft tokens proposed."))
+    num_accepted_tokens: int = counter(Metric("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted."))
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
 
     @classmethod
@@ -210,10 +213,10 @@ class EngineLoad(LoadTotals):
     """
 
     block_size: int = field(metadata={"is_alike": True})
-    num_blocks_empty: int = gauge(Metric("jpaged:blocks_free", "Free blocks that hold no cached prefix."))
+    num_blocks_empty: int = gauge(Metric("jpaged:blocks_free", "Free KV blocks without a cached prefix."))
     num_requests_ended: int = counter()
     num_forced_tokens: int = counter(
-        Metric("jpaged:forced_tokens", "Tokens that followed from a grammar without a step of their own.")
+        Metric("jpaged:forced_tokens", "Tokens forced by a grammar, without a model step (jump-forward decoding).")
     )
     sum_reserved_slots: int = counter()
     num_first_tokens: int = counter()
@@ -222,42 +225,45 @@ class EngineLoad(LoadTotals):
     waiting_adapters: tuple[str, ...] = field(default=(), metadata={"total": _union})
     speculation: SpeculationLoad = field(default_factory=SpeculationLoad, metadata={"total": SpeculationLoad.total})
     host_s: float = counter(
-        Metric("jpaged:host_seconds", "Seconds that the host spent deciding, packing and publishing steps.")
+        Metric("jpaged:host_seconds", "Host seconds spent scheduling, packing inputs and publishing outputs of steps.")
     )
     seconds_since_progress: float = field(
         default=0.0,
         metadata={
             "total": max,
             "gauge": Metric(
-                "jpaged:seconds_since_progress", "Seconds in which no step has ended although there are requests."
+                "jpaged:seconds_since_progress", "Seconds since the last completed step while requests are pending."
             ),
         },
     )
     num_stalls: int = counter(
-        Metric("jpaged:stalls", "Times that no step ended for --stall-timeout although there were requests.")
+        Metric("jpaged:stalls", "Stalls: times that no step completed for --stall-timeout with requests pending.")
     )
     num_kv_events: int = counter(
-        Metric("jpaged:kv_events", "Blocks of prefixes that came or went, and were told of (--kv-events-endpoint).")
+        Metric("jpaged:kv_events", "KV cache events published, in blocks stored or removed (--kv-events-endpoint).")
     )
     num_kv_events_dropped: int = counter(
-        Metric("jpaged:kv_events_dropped", "Blocks of prefixes that came or went, and nobody was told.")
+        Metric("jpaged:kv_events_dropped", "KV cache events dropped, in blocks stored or removed.")
     )
-    disk_is_on: int = shared(Metric("jpaged:disk_on", "1 while disk keeps blocks, 0 where none does."), "gauge")
+    disk_is_on: int = shared(Metric("jpaged:disk_on", "1 if disk offload is on, 0 if it is off."), "gauge")
     num_disk_fallbacks: int = counter(
-        Metric("jpaged:disk_fallbacks", "Requests that computed what did not come from disk, or not in time.")
+        Metric(
+            "jpaged:disk_fallbacks",
+            "Requests that recomputed blocks because disk did not deliver them, or not in time.",
+        )
     )
-    num_disk_blocks_read: int = shared(Metric("jpaged:disk_blocks_read", "Blocks read from disk."))
-    num_disk_blocks_written: int = shared(Metric("jpaged:disk_blocks_written", "Blocks written to disk."))
-    num_disk_blocks_evicted: int = shared(
-        Metric("jpaged:disk_blocks_evicted", "Blocks on disk that others took the place of.")
-    )
+    num_disk_blocks_read: int = shared(Metric("jpaged:disk_blocks_read", "KV blocks read from disk."))
+    num_disk_blocks_written: int = shared(Metric("jpaged:disk_blocks_written", "KV blocks written to disk."))
+    num_disk_blocks_evicted: int = shared(Metric("jpaged:disk_blocks_evicted", "KV blocks evicted from disk."))
     num_disk_failures: int = shared(
-        Metric("jpaged:disk_failures", "Errors of the disk; from the first one on it keeps nothing.")
+        Metric("jpaged:disk_failures", "Disk errors; the first one turns disk offload off.")
     )
-    disk_read_s: float = shared(Metric("jpaged:disk_read_seconds", "Seconds of reading from disk, threads added up."))
-    disk_write_s: float = shared(Metric("jpaged:disk_write_seconds", "Seconds of writing to disk."))
+    disk_read_s: float = shared(
+        Metric("jpaged:disk_read_seconds", "Seconds spent reading from disk, summed over threads.")
+    )
+    disk_write_s: float = shared(Metric("jpaged:disk_write_seconds", "Seconds spent writing to disk."))
     device_idle_s: float = counter(
-        Metric("jpaged:device_idle_seconds", "Seconds that the device waited for its next step, while requests ran.")
+        Metric("jpaged:device_idle_seconds", "Seconds the device was idle between steps while requests were running.")
     )
 
 
@@ -273,38 +279,34 @@ class RoleLoad:
         num_blocks_without_room: blocks without room in host memory.
     """
 
-    num_asked: int = counter(Metric("jpaged:prefills_asked", "Prompts that prefill servers were asked for."))
+    num_asked: int = counter(Metric("jpaged:prefills_asked", "Prompts sent to prefill servers."))
     prefill_wait_s: float = counter(
-        Metric("jpaged:prefill_wait_seconds", "Seconds for which first tokens of prefill servers were waited for.")
+        Metric("jpaged:prefill_wait_seconds", "Seconds spent waiting for first tokens from prefill servers.")
     )
     transfer_wait_s: float = counter(
-        Metric(
-            "jpaged:transfer_wait_seconds", "Seconds for which blocks of prompts were waited for, behind first tokens."
-        )
+        Metric("jpaged:transfer_wait_seconds", "Seconds spent waiting for prompt blocks after first tokens.")
     )
-    num_blocks_received: int = counter(Metric("jpaged:blocks_received", "Blocks that came from prefill servers."))
-    num_bytes_received: int = counter(
-        Metric("jpaged:bytes_received", "Bytes of blocks that came from prefill servers.")
-    )
+    num_blocks_received: int = counter(Metric("jpaged:blocks_received", "KV blocks received from prefill servers."))
+    num_bytes_received: int = counter(Metric("jpaged:bytes_received", "KV block bytes received from prefill servers."))
     num_blocks_missing: int = counter(
-        Metric("jpaged:blocks_missing", "Blocks that did not come from prefill servers, and are computed again.")
+        Metric("jpaged:blocks_missing", "KV blocks not received from prefill servers and recomputed.")
     )
     num_blocks_without_room: int = counter(
-        Metric("jpaged:blocks_without_room", "Blocks of prompts for which the host's memory had no room.")
+        Metric("jpaged:blocks_without_room", "KV blocks of prompts not received because host memory was full.")
     )
-    num_prefills_for_others: int = counter(
-        Metric("jpaged:prefills_for_others", "Prompts that decode servers have asked this one for.")
-    )
-    num_blocks_sent: int = counter(Metric("jpaged:blocks_sent", "Blocks that were sent to decode servers."))
-    num_bytes_sent: int = counter(Metric("jpaged:bytes_sent", "Bytes of blocks that were sent to decode servers."))
+    num_prefills_for_others: int = counter(Metric("jpaged:prefills_for_others", "Prompts computed for decode servers."))
+    num_blocks_sent: int = counter(Metric("jpaged:blocks_sent", "KV blocks sent to decode servers."))
+    num_bytes_sent: int = counter(Metric("jpaged:bytes_sent", "KV block bytes sent to decode servers."))
     num_holds_expired: int = counter(
-        Metric("jpaged:prefill_holds_expired", "Prompts whose blocks were let go before decode servers had them.")
+        Metric("jpaged:prefill_holds_expired", "Prompts whose blocks were released before decode servers fetched them.")
     )
 
 
-PREFILLS_HERE = Metric("jpaged:prefills_here", "Prompts that a decode server has computed itself, by the rule.")
+PREFILLS_HERE = Metric(
+    "jpaged:prefills_here", "Prompts that a decode server computed itself without a remote prefill, by reason."
+)
 PREFILL_FAILURES = Metric(
-    "jpaged:prefill_failures", "Prompts of which it has computed something because others failed."
+    "jpaged:prefill_failures", "Prompts recomputed locally after a remote prefill failed, by reason."
 )
 """Counters by reason, in the label `reason`."""
 
@@ -351,50 +353,54 @@ _TOKEN_BOUNDS = tuple(float(first * 10**power) for power in range(7) for first i
 DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
     {
         "time_to_first_token": Distribution(
-            Metric("vllm:time_to_first_token_seconds", "From arrival to the first token."),
+            Metric("vllm:time_to_first_token_seconds", "Seconds from arrival to the first token."),
             (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
              2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
         ),
         "inter_token": Distribution(
-            Metric("vllm:inter_token_latency_seconds", "Between two tokens of a request's sequence."),
+            Metric("vllm:inter_token_latency_seconds", "Seconds between consecutive tokens of a sequence."),
             (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
              2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
         ),
         "end_to_end": Distribution(
-            Metric("vllm:e2e_request_latency_seconds", "From arrival to the end, of requests that finished."),
+            Metric("vllm:e2e_request_latency_seconds", "Seconds from arrival to the end of finished requests."),
             _REQUEST_BOUNDS_S,
         ),
         "queue_time": Distribution(
-            Metric("vllm:request_queue_time_seconds", "From arrival to the first step."), _REQUEST_BOUNDS_S
+            Metric("vllm:request_queue_time_seconds", "Seconds from arrival to the first step."), _REQUEST_BOUNDS_S
         ),
         "prefill_time": Distribution(
-            Metric("vllm:request_prefill_time_seconds", "From the first step to the first token."), _REQUEST_BOUNDS_S
+            Metric("vllm:request_prefill_time_seconds", "Seconds from the first step to the first token."),
+            _REQUEST_BOUNDS_S,
         ),
         "decode_time": Distribution(
-            Metric("vllm:request_decode_time_seconds", "From the first token to the last."), _REQUEST_BOUNDS_S
+            Metric("vllm:request_decode_time_seconds", "Seconds from the first token to the last token."),
+            _REQUEST_BOUNDS_S,
         ),
         "inference_time": Distribution(
-            Metric("vllm:request_inference_time_seconds", "From the first step to the last token."), _REQUEST_BOUNDS_S
+            Metric("vllm:request_inference_time_seconds", "Seconds from the first step to the last token."),
+            _REQUEST_BOUNDS_S,
         ),
         "time_per_token": Distribution(
-            Metric("vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens behind the first."),
+            Metric("vllm:request_time_per_output_token_seconds", "Mean seconds per output token after the first, "
+                                                                 "per request."),
             (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
              2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
         ),
         "request_prompt_tokens": Distribution(
-            Metric("vllm:request_prompt_tokens", "Prompt tokens of requests that finished."), _TOKEN_BOUNDS
+            Metric("vllm:request_prompt_tokens", "Prompt tokens of finished requests."), _TOKEN_BOUNDS
         ),
         "request_generation_tokens": Distribution(
-            Metric("vllm:request_generation_tokens", "Tokens generated for requests that finished."), _TOKEN_BOUNDS
+            Metric("vllm:request_generation_tokens", "Generated tokens of finished requests."), _TOKEN_BOUNDS
         ),
         "request_max_tokens": Distribution(
-            Metric("vllm:request_params_max_tokens", "max_tokens of requests that finished."), _TOKEN_BOUNDS
+            Metric("vllm:request_params_max_tokens", "max_tokens of finished requests."), _TOKEN_BOUNDS
         ),
         "request_n": Distribution(
-            Metric("vllm:request_params_n", "n of requests that finished."), (1.0, 2.0, 5.0, 10.0, 20.0)
+            Metric("vllm:request_params_n", "n of finished requests."), (1.0, 2.0, 5.0, 10.0, 20.0)
         ),
         "host_step": Distribution(
-            Metric("jpaged:host_step_seconds", "Host work of one step."),
+            Metric("jpaged:host_step_seconds", "Host seconds per step."),
             (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
         ),
     }

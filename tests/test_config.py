@@ -244,8 +244,8 @@ def test_a_head_sees_each_token_once():
     ("options", "problem"),
     [
         ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4, the limit with it is 1"),
-        ({"swap_space": 2.0}, "swap_space is to be 0"),
-        ({"kv_disk_space": 2.0, "kv_disk_dir": "/kv"}, "kv_disk_space is to be 0"),
+        ({"swap_space": 2.0}, "swap_space must be 0"),
+        ({"kv_disk_space": 2.0, "kv_disk_dir": "/kv"}, "kv_disk_space must be 0"),
         ({"tensor_parallel_size": 2}, "eagle3 runs on one device; tensor_parallel_size is 2"),
         ({"enable_lora": True}, "eagle3 does not go with adapters"),
     ],

@@ -92,7 +92,7 @@ class AuditLog:
         self.num_written += len(lines)
         if self._is_failing:
             self._is_failing = False
-            _LOG.warning("audit_log: %s is written again; %d lines are lost", self._path, self.num_lost)
+            _LOG.warning("audit_log: %s is writable again; %d lines are lost", self._path, self.num_lost)
 
     def _append(self, content: bytes) -> None:
         left = memoryview(content)
@@ -120,4 +120,4 @@ class AuditLog:
         self.num_lost += num_lines
         if not self._is_failing:
             self._is_failing = True
-            _LOG.error("audit_log: %s cannot be written, and lines are lost: %s", self._path, why)
+            _LOG.error("audit_log: cannot write %s, lines are lost: %s", self._path, why)

@@ -68,9 +68,9 @@ class CertificateFiles:
         try:
             self.now = read_certificates(self._options)
         except InvalidArgument as error:
-            _LOG.error("the certificates stay as they were: %s", error)
+            _LOG.error("the certificates are unchanged: %s", error)
         else:
-            _LOG.warning("tls_cert: %s was read again", self._options.tls_cert)
+            _LOG.warning("tls_cert: reloaded %s", self._options.tls_cert)
 
     def expire(self) -> None:
         """Make the next look reload the files even if unchanged."""

@@ -123,9 +123,9 @@ class Gate:
                 raise InvalidArgument("api_keys", f"{path} is a pipe, which is read at the start alone")
             self._keys = read_keys(path)
         except InvalidArgument as error:
-            _LOG.error("the keys stay as they were: %s", error)
+            _LOG.error("the API keys are unchanged: %s", error)
         else:
-            _LOG.warning("api_keys: %s was read again: %d keys", path, len(self._keys.digests))
+            _LOG.warning("api_keys: reloaded %s: %d keys", path, len(self._keys.digests))
 
     def reload(self) -> None:
         """Make the next look, which starts at once, reload all files."""

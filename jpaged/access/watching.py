@@ -84,13 +84,13 @@ class BackgroundLook:
                 await done.wait()
         if not done.is_set() and not self._is_slow and loop.time() - self._began_s > _SLOW_S:
             self._is_slow = True
-            _LOG.error("%s: reading has taken over %g s: what was read before stays in use", self._what, _SLOW_S)
+            _LOG.error("%s: reading takes more than %g s: the previous contents stay in use", self._what, _SLOW_S)
 
     def _run(self, loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
         try:
             self._look()
         except Exception as error:
-            _LOG.error("%s: a look has failed", self._what, exc_info=error)
+            _LOG.error("%s: checking for changes failed", self._what, exc_info=error)
         finally:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(done.set)

@@ -67,7 +67,7 @@ class StoreFolder:
         path = self.path / identity.hex()
         try:
             if path.is_symlink() or (path.exists() and not path.is_dir()):
-                logger.warning("%s is no folder: it is removed", path)
+                logger.warning("%s is not a folder: it is removed", path)
                 path.unlink()
             path.mkdir(mode=0o700, exist_ok=True)
             os.utime(path)
@@ -147,9 +147,9 @@ def discard(path: Path, reason: str) -> bool:
     try:
         path.unlink()
     except OSError as error:
-        logger.warning("blocks on disk: %s is of no use (%s) and cannot be removed: %s", path, reason, error.strerror)
+        logger.warning("disk offload: %s is unusable (%s) and cannot be removed: %s", path, reason, error.strerror)
         return False
-    logger.warning("blocks on disk: %s is removed: %s", path, reason)
+    logger.warning("disk offload: removed %s: %s", path, reason)
     return True
 
 

@@ -68,7 +68,7 @@ class _Segments:
                 discard(path, str(damage))
                 continue
             except OSError as error:
-                logger.warning("blocks on disk: %s cannot be opened, and is left alone: %s", path, error)
+                logger.warning("disk offload: cannot open %s, which is left alone: %s", path, error)
                 continue
             if total + segment.form.num_bytes > self.folder.max_bytes:
                 segment.close()
@@ -93,7 +93,7 @@ class _Segments:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.opened:
                 raise
             self.is_full = True
-            logger.warning("blocks on disk: %s is full: no more than %d files are kept", self.path, len(self.opened))
+            logger.warning("disk offload: %s is full: at most %d files are kept", self.path, len(self.opened))
             return None
         self.opened.append(segment)
         return segment
@@ -132,7 +132,7 @@ class BlockStore:
         self._clock = _find_all(self._segments.opened, self._slots)
         if self._slots.known:
             seconds, num_found = time.monotonic() - begin_s, len(self._slots.known)
-            logger.info("blocks on disk: %d found in %s in %.3f s", num_found, self._segments.path, seconds)
+            logger.info("disk offload: found %d blocks in %s in %.3f s", num_found, self._segments.path, seconds)
 
     def __contains__(self, key: bytes) -> bool:
         """Return True if the key is known at this moment; takes no lock."""
@@ -325,7 +325,7 @@ class BlockStore:
             if is_still and is_sound:
                 self.touch([key])
             elif is_still:
-                logger.warning("blocks on disk: a block of %s is damaged, and dropped", slot.segment.path)
+                logger.warning("disk offload: dropped a damaged block of %s", slot.segment.path)
                 self._counts = replace(self._counts, num_dropped=self._counts.num_dropped + 1)
                 self._remove(key)
             counts = self._counts
@@ -351,7 +351,7 @@ class BlockStore:
     def _turn_off(self, error: OSError) -> None:
         with self._lock:
             if self._is_on:
-                logger.error("blocks on disk are off from now on: %s: %s", self._segments.path, error)
+                logger.error("disk offload is off from now on: %s: %s", self._segments.path, error)
             self._is_on = False
             self._counts = replace(self._counts, num_failures=self._counts.num_failures + 1)
 

@@ -286,7 +286,7 @@ def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: Model
     text = f"{len(refused or left_over)} tensors are not part of {config.architecture} with this config: {shown}"
     if refused:
         raise InvalidArgument("checkpoint", text)
-    _LOG.warning("checkpoint: %s; they are not read", text)
+    _LOG.warning("checkpoint: %s; they are ignored", text)
 
 
 def _refuse_output(files: TensorSource, left_over: Sequence[str], head: str, scheme: Scheme) -> None:

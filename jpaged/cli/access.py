@@ -32,19 +32,21 @@ def add_credential_flags(parser: argparse.ArgumentParser, *, prefix: str = "", t
         f"--{prefix}api-key-file",
         type=Path,
         metavar="FILE",
-        help="a file with the key that the server lets in (default: JPAGED_API_KEY of the environment, if it is set)",
+        help="file with the API key for the server (default: JPAGED_API_KEY from the environment, if set)",
     )
     tls = f"--{prefix}tls"
-    group.add_argument(tls, action="store_true", help="speak TLS, and believe whom the system believes")
-    group.add_argument(f"{tls}-ca", metavar="FILE", help="speak TLS, and believe certificates signed by one of these")
-    group.add_argument(f"{tls}-cert", metavar="FILE", help="speak TLS, and show this certificate")
-    group.add_argument(f"{tls}-key", metavar="FILE", help=f"the private key of {tls}-cert")
+    group.add_argument(tls, action="store_true", help="use TLS and trust the system's certificate authorities")
+    group.add_argument(
+        f"{tls}-ca", metavar="FILE", help="use TLS and trust only the certificate authorities in this PEM file"
+    )
+    group.add_argument(f"{tls}-cert", metavar="FILE", help="use TLS and present this client certificate (PEM)")
+    group.add_argument(f"{tls}-key", metavar="FILE", help=f"private key of {tls}-cert (PEM)")
     if not prefix:
         group.add_argument(
             "--proxy",
             metavar="URL",
-            help="HTTP proxy, http://HOST:PORT, or none; loopback addresses are reached directly (default: for gRPC "
-            "that of grpc_proxy, https_proxy, http_proxy and no_proxy, for HTTP none)",
+            help="HTTP proxy, http://HOST:PORT, or none; loopback addresses are reached directly (default: for "
+            "gRPC the one in grpc_proxy, https_proxy, http_proxy and no_proxy, for HTTP none)",
         )
 
 

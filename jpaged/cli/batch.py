@@ -16,53 +16,62 @@ from jpaged.errors import InvalidArgument, Unavailable
 
 HELP = "run an OpenAI batch file against servers"
 DESCRIPTION = """\
-Run an OpenAI batch file against servers; run it again after a crash and it goes on where it stopped.
+Run an OpenAI batch file against servers. After a crash, run the same command again to resume.
 
     jpaged batch -i requests.jsonl -o results.jsonl --target localhost:50051
     jpaged batch requests.jsonl.gz results.jsonl.gz --target localhost:50051
     jpaged batch requests.parquet results.parquet --target gpu-0:50051,gpu-1:50051
 
-A line is a request of /v1/chat/completions, /v1/completions, /v1/embeddings or /v1/score. The last has a prompt and
-continuations, whose log-probabilities it is told, or text_1 and text_2, whose vectors are compared.
+Each line is a request for /v1/chat/completions, /v1/completions, /v1/embeddings or /v1/score. A score request has
+either a prompt and continuations, which get log-probabilities, or text_1 and text_2, whose embeddings are compared.
 
-Several servers of one model share the lines: each takes what it has places for. What a server leaves undone that goes
-away is run by the others, and it is asked again. A line without a seed gets one from its custom_id, so that its result
-does not depend on who runs it. Parquet has the columns custom_id, method, url and body.
+Several servers of one model share the lines, each up to its free capacity. If a server goes away, the other servers
+run its unfinished lines, and the command keeps trying to reconnect to it. A line without a seed gets one derived from
+its custom_id, so that its result does not depend on the server. Parquet files have the columns custom_id, method, url
+and body.
 
-Failed requests are lines of the output too, and exit code 1 says that there are any, also of an earlier run. Those
-that failed for a reason that may pass (the server was away, too slow, or died) run again; the others stay.
+Failed requests are written to the output as well. Exit code 1 means that the output contains failed requests, also
+from an earlier run. A later run retries those that failed for a temporary reason (the server was unreachable, too slow
+or died) and keeps the others.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for input, output, servers and concurrency."""
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="input and output, for -i and -o")
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="input and output file, instead of -i and -o"
+    )
     parser.add_argument(
         "-i",
         "--input",
         type=Path,
         metavar="FILE",
-        help="requests, one JSON object a line, compressed by gzip or not; or a .parquet file, or a folder of them",
+        help="requests: a file with one JSON object per line, optionally gzip-compressed, a .parquet file, or a "
+        "folder of .parquet files",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="results, .gz or .parquet by its name; resumed if it exists"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="output file, in .gz or .parquet format by its name; resumed if it exists",
     )
     parser.add_argument(
         "--target",
         required=True,
         action="append",
         metavar="HOST:PORT",
-        help="where a server is; several times, or with commas, for several",
+        help="address of a server; repeatable or comma-separated for several",
     )
     parser.add_argument(
         "--max-concurrency",
         type=int,
         default=DEFAULT_MAX_CONCURRENCY,
         metavar="N",
-        help=f"requests in flight to a server, if it has places for so many (default: {DEFAULT_MAX_CONCURRENCY})",
+        help=f"maximum requests in flight per server, up to its capacity (default: {DEFAULT_MAX_CONCURRENCY})",
     )
     parser.add_argument(
-        "--timeout", type=float, default=None, metavar="S", help="seconds for each request (default: none)"
+        "--timeout", type=float, default=None, metavar="S", help="timeout per request in seconds (default: none)"
     )
     add_credential_flags(parser)
 
@@ -103,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
             bar.stop()
             _print_summary(latest)
             gone = "the server is gone" if len(options.targets) == 1 else "all servers are gone"
-            print(f"{gone}: {error}\nrun the same command again to go on", file=sys.stderr)
+            print(f"{gone}: {error}\nrun the same command again to resume", file=sys.stderr)
             return 1
     _print_summary(latest)
     return 1 if latest.has_failures else 0

@@ -20,8 +20,8 @@ Write a model, or a GGUF file, as safetensors in Hugging Face layout or as Orbax
     jpaged convert ./llama-orbax ./llama-hf --to safetensors --max-shard-size 2GiB
     jpaged convert ./llama-hf ./llama-int4 --to safetensors --quantize int4
 
-Any of these folders can be served. What is written is whole and bit by bit what was read, unless --dtype or --quantize
-says otherwise; what GGUF has in blocks becomes float32.
+All of these folders can be served. The output is complete and bit-identical to the input unless --dtype or --quantize
+is given; block-quantized GGUF tensors become float32.
 """
 
 _MAX_DIGITS = 18
@@ -34,27 +34,32 @@ _UNITS = {"": 1, "B": 1} | {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the source, the destination, and the format."""
-    parser.add_argument("source", metavar="SOURCE", help="demo, a folder in either format, a GGUF file, or a hub id")
-    parser.add_argument("destination", metavar="DESTINATION", type=Path, help="a new folder; parents are made")
-    parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="the format that is written")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="model to convert: demo, a folder in either format, a GGUF file, or a Hugging Face Hub id",
+    )
+    parser.add_argument("destination", metavar="DESTINATION", type=Path, help="new output folder; parents are created")
+    parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="output format")
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="type of the tensors; auto keeps each in its own (default: auto)",
+        help="data type of the tensors; auto: keep each tensor's own type (default: auto)",
     )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         default=None,
-        help="of one file of tensors, such as 5GiB or 500MB (default: 5GiB for safetensors; Orbax takes its own)",
+        help="maximum size of one tensor file, such as 5GiB or 500MB (default: 5GiB for safetensors; Orbax's own "
+        "default)",
     )
     parser.add_argument(
         "--quantize",
         choices=("int8", "int4", "fp8"),
-        help="round the matrices of layers, and write them in the layout of compressed-tensors",
+        help="quantize the layers' weight matrices, in the compressed-tensors format",
     )
-    parser.add_argument("--force", action="store_true", help="replace a checkpoint that is at DESTINATION")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing checkpoint at DESTINATION")
 
 
 def run(arguments: argparse.Namespace) -> int:

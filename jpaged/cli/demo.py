@@ -22,7 +22,7 @@ from jpaged.types import MAX_SEED, SamplingParams
 
 HELP = "serve the embedded model and stream from it"
 DESCRIPTION = (
-    "Start a server with the embedded model, stream several prompts from it side by side, and say how that went."
+    "Start a server with the embedded model, stream several prompts from it concurrently, and print statistics."
 )
 _END_PATIENCE_S = 5.0
 """Wait for a server whose call failed: it may be ending, and prints the reason at its end."""
@@ -57,11 +57,18 @@ class _Story:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the model and the number of stories."""
-    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="default: demo, the embedded one")
     parser.add_argument(
-        "--num-prompts", type=int, default=6, choices=range(1, len(_PROMPTS) + 1), metavar="N", help="default: 6"
+        "model", nargs="?", default="demo", metavar="MODEL", help="model to serve (default: demo, the embedded one)"
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the first story; default: 1")
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        default=6,
+        choices=range(1, len(_PROMPTS) + 1),
+        metavar="N",
+        help="number of prompts (default: 6)",
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the first story (default: 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -198,6 +205,6 @@ def _table(stories: Sequence[_Story], elapsed_s: float, load: Load) -> Table:
     if first_s:
         mean_ms, worst_ms = 1000 * sum(first_s) / len(first_s), 1000 * first_s[-1]
         table.add_row("time to first token", f"{mean_ms:.0f} ms mean, {worst_ms:.0f} ms worst")
-    table.add_row("blocks used at the peak", f"{load.peak_blocks_used} of {load.num_blocks}")
-    table.add_row("reserved slots that held tokens", f"{100 * load.slot_use:.1f} %")
+    table.add_row("peak KV blocks in use", f"{load.peak_blocks_used} of {load.num_blocks}")
+    table.add_row("reserved KV slots that held tokens", f"{100 * load.slot_use:.1f} %")
     return table

@@ -22,7 +22,7 @@ Generate from prompts in this process, without a server.
     jpaged generate demo --prompt "Once upon a time" --max-tokens 64 --temperature 0.8 --seed 1
     jpaged generate demo --chat --prompt "Tell me a story about a dragon." --json
 
-What was generated goes to stdout, all else to stderr.
+Generated text goes to stdout, everything else to stderr.
 """
 _SECTIONS = ("model", "cache", "scheduler", "parallel", "lora", "startup")
 
@@ -30,7 +30,7 @@ _SECTIONS = ("model", "cache", "scheduler", "parallel", "lora", "startup")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, the prompts, and every option except the server's."""
     parser.add_argument(
-        "--prompt", dest="prompts", action="append", type=_text, metavar="TEXT", help="may be given several times"
+        "--prompt", dest="prompts", action="append", type=_text, metavar="TEXT", help="prompt text; repeatable"
     )
     parser.add_argument(
         "--prompt-token-ids",
@@ -38,12 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_token_ids,
         metavar="IDS",
-        help="a prompt as token ids: 1,2,3; may be given several times",
+        help="prompt as token ids: 1,2,3; repeatable",
     )
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn, laid out by the template")
-    parser.add_argument("--adapter", default=None, metavar="NAME", help="one of --lora, for all prompts")
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object a prompt on stdout; null is what is not finite"
+        "--chat", action="store_true", help="treat each prompt as a user message and apply the chat template"
+    )
+    parser.add_argument(
+        "--adapter", default=None, metavar="NAME", help="name of a --lora adapter, used for all prompts"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per prompt to stdout; non-finite numbers become null"
     )
     add_config_flags(parser, _SECTIONS, without={"seed", *PROCESS_OPTIONS})  # --seed is that of the requests
     add_sampling_flags(parser)
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not prompts:
         raise InvalidArgument("--prompt", "is missing: give --prompt or --prompt-token-ids")
     if arguments.chat and any("prompt" not in prompt for prompt in prompts):
-        raise InvalidArgument("--chat", "goes with --prompt only: token ids are laid out already")
+        raise InvalidArgument("--chat", "requires --prompt: token ids are not formatted by the chat template")
     for prompt in prompts:
         _check(prompt)
     sampling = sampling_from(arguments)

@@ -12,13 +12,13 @@ from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.types import require_whole_characters
 
-HELP = "ask a server whether it serves"
+HELP = "check whether a server is serving"
 DESCRIPTION = """\
-Ask a server whether it serves, as a container's health check does.
+Check whether a server is serving, for example as a container's health check.
 
     jpaged health localhost:50051 && echo ready
 
-Exit code 0 means SERVING; 1 that it loads, drains, or is not there.
+Exit code 0: SERVING; 1: loading, draining, or unreachable.
 """
 
 
@@ -27,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = ServerOptions()
     address = f"{default.host}:{default.port}"
     parser.add_argument(
-        "address", nargs="?", default=address, metavar="HOST:PORT", help=f"where the server is (default: {address})"
+        "address", nargs="?", default=address, metavar="HOST:PORT", help=f"address of the server (default: {address})"
     )
-    parser.add_argument("--service", default="", metavar="NAME", help="one of its services (default: the whole server)")
-    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds to wait (default: 3)")
+    parser.add_argument("--service", default="", metavar="NAME", help="name of a service (default: the whole server)")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="timeout in seconds (default: 3)")
     add_credential_flags(parser)
 
 

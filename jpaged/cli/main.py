@@ -46,7 +46,8 @@ COMMANDS: dict[str, ModuleType] = {
 """Each module has HELP and DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""
 
 _EPILOG = """\
-jpaged COMMAND --help tells what a command takes, --help=WORD a group of it or the options with WORD in their names.
+jpaged COMMAND --help lists a command's options; --help=WORD limits them to the group WORD or to
+options with WORD in their names.
 """
 _MAX_SHOWN = 4000
 """Maximum characters of an error, because files and options may be part of it."""

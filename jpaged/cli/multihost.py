@@ -68,7 +68,7 @@ class Leading:
         if self._leader is not None and failure is not None:
             self._leader.tell(failure)  # also failures that it has not seen, such as a hanging step
         if self._leader is not None and code == 0 and not await asyncio.to_thread(self._leader.end):
-            report.line("some processes did not end in time")
+            report.line("some processes did not exit in time")
             code = 1
         report.line("stopped")
         leave(code)
@@ -88,7 +88,7 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
             # A separate thread: the interrupted one may be sending.
             threading.Thread(target=following[0].wish_to_stop, daemon=True).start()
         else:
-            ends.put((0, "stopped before process 0 was there"))
+            ends.put((0, "stopped before process 0 was available"))
 
     def work() -> None:
         from jpaged import assemble

@@ -89,7 +89,7 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag for every field of SamplingParams; list flags may be repeated."""
-    group = parser.add_argument_group("sampling", "How tokens are chosen, and when to stop.")
+    group = parser.add_argument_group("sampling", "Sampling and stop conditions.")
     for spec in fields(SamplingParams):
         text = f"{spec.metadata['help']} (default: {_default_text(spec.default)})"
         keywords: dict[str, Any] = {"dest": f"sampling_{spec.name}", "default": None, "help": _escaped(text)}

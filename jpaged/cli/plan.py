@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from jpaged.capacity.estimate import Lengths
     from jpaged.capacity.roles import Goals
 
-HELP = "plan a deployment on TPUs or GPUs that are not here"
+HELP = "estimate fit, speed and cost of a deployment on TPUs or GPUs"
 DESCRIPTION = """\
-Plan a deployment on devices that are not here: does it fit, how much does it hold, how quick, at what price.
+Estimate memory fit, capacity, speed and cost of a deployment on devices that this machine need not have.
 
     jpaged plan llama-3.1-8b --topology v5e:2x2 --max-model-len 8192
     jpaged plan llama-3.1-70b --topology v6e:2x4,v5p:2x2x2 --input-len 1000 --output-len 300 \\
         --price v6e=2.7,v5p=4.2 --request-rate 20
     jpaged plan llama-3.1-8b --topology h200 --input-len 8000 --output-len 200 --roles --max-itl-ms 30
 
-The real step programs are compiled for the devices, by libtpu (TPU) or jax's CUDA packages (GPUs); nothing runs.
-Without a --tensor-parallel-size one copy of the model takes as many of a topology's devices as its heads allow. Times
-are a roofline's, with the efficiencies that are printed. Exit code 1: it fits nowhere.
+The real step programs are compiled for the devices, by libtpu (TPU) or JAX's CUDA packages (GPU); nothing runs.
+Without --tensor-parallel-size, one copy of the model uses as many devices of a topology as its attention heads allow.
+Times come from a roofline model with the efficiencies that are printed. Exit code 1: the model fits on no topology.
 """
 
 _OPTIONS = {
@@ -43,9 +43,9 @@ _OPTIONS = {
 """Engine options that affect programs or memory."""
 _INPUT_LEN, _OUTPUT_LEN = 1024, 256
 _GOALS = (
-    ("--max-ttft-ms", 1000.0, "milliseconds to a first token at most, in the mean"),
-    ("--max-itl-ms", 50.0, "milliseconds between two tokens at most, of 99 in 100"),
-    ("--network-gbits-per-second", 100.0, "of the network between two servers"),
+    ("--max-ttft-ms", 1000.0, "maximum mean time to first token in milliseconds"),
+    ("--max-itl-ms", 50.0, "maximum 99th percentile of the inter-token latency in milliseconds"),
+    ("--network-gbits-per-second", 100.0, "network bandwidth between two servers"),
 )
 """Flags that require --roles: name, default and help."""
 
@@ -57,41 +57,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="T[,T...]",
-        help="v6e:2x4, h200:8, a100, ...; several are compared, and the cheapest is named",
+        help="devices: v6e:2x4, h200:8, a100, ...; if there are several, they are compared and the cheapest is named",
     )
-    lengths = "may be several, which are a mix"
+    lengths = "several values describe a mix"
     parser.add_argument(
         "--input-len",
         type=int,
         nargs="+",
         metavar="N",
-        help=f"tokens of a prompt (default: {_INPUT_LEN} at most); {lengths}",
+        help=f"tokens per prompt (default: up to {_INPUT_LEN}); {lengths}",
     )
     parser.add_argument(
         "--output-len",
         type=int,
         nargs="+",
         metavar="N",
-        help=f"tokens of output (default: {_OUTPUT_LEN} at most); {lengths}",
+        help=f"tokens per output (default: up to {_OUTPUT_LEN}); {lengths}",
     )
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--request-rate", type=float, metavar="N", help="requests a second to be served")
-    load.add_argument("--tokens-per-second", type=float, metavar="N", help="output tokens a second to be served")
+    load.add_argument("--request-rate", type=float, metavar="N", help="load to serve in requests per second")
+    load.add_argument("--tokens-per-second", type=float, metavar="N", help="load to serve in output tokens per second")
     parser.add_argument(
-        "--price", metavar="USD", help="for an hour of a chip: 2.7, or by generation or topology: v6e=2.7,v5p:2x2x2=4.2"
+        "--price", metavar="USD", help="price of a chip-hour: 2.7, or by generation or topology: v6e=2.7,v5p:2x2x2=4.2"
     )
     parser.add_argument(
         "--roles",
         action="store_true",
-        help="compare servers that prefill and servers that decode (`--role`) with servers that do both, and choose",
+        help="compare disaggregated prefill and decode servers (`--role`) with servers that do both, and recommend one",
     )
     for flag, default, what in _GOALS:
         parser.add_argument(flag, type=float, metavar="N", help=f"with --roles: {what} (default: {default:g})")
-    parser.add_argument("--all-programs", action="store_true", help="compile every program, not only those that decide")
     parser.add_argument(
-        "--save", metavar="DIR", help="write every program to a new folder, for `jpaged serve --compiled DIR` there"
+        "--all-programs", action="store_true", help="compile every program, not only those that determine the result"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--save",
+        metavar="DIR",
+        help="write every program to a new folder, for `jpaged serve --compiled DIR` on the target machine",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object to stdout")
     add_config_flags(parser, without={name for name, _, _ in iter_options()} - _OPTIONS)
 
 
@@ -183,7 +187,7 @@ def _goals(arguments: argparse.Namespace) -> Goals | None:
     for flag, default, _ in _GOALS:
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None and not arguments.roles:
-            raise InvalidArgument(flag, "goes with --roles, which is not there")
+            raise InvalidArgument(flag, "requires --roles")
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise InvalidArgument(flag, f"{value:g} is not above the limit of 0")
         values.append(default if value is None else value)

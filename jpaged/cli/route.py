@@ -18,15 +18,15 @@ from jpaged.errors import InvalidArgument
 if TYPE_CHECKING:
     from jpaged.route.router import RouteOptions
 
-HELP = "pass calls on to many servers"
+HELP = "route calls to many servers of one model"
 DESCRIPTION = """\
-The same gRPC API in front of many servers of one model: a prompt goes where its beginning is, or was sent before, else
-to the least busy, and a stream goes on elsewhere when its server is gone.
+Router: the same gRPC API in front of many servers of one model. A prompt goes to a server that has its prefix cached or
+was sent it before, otherwise to the least loaded server. If a server goes away, its streams resume on another one.
 
     jpaged route --target 10.0.0.7:50051 --target 10.0.0.8:50051
     jpaged route --target dns:///jpaged-headless:50051 --metrics-port 9400
 
-SIGTERM or Ctrl-C drains; a second one cuts that short. docs/route.md has more.
+SIGTERM or Ctrl-C drains; a second one cuts the drain short. See docs/route.md.
 """
 SECTIONS = ("server", "access", "telemetry")
 NOT_HERE = (
@@ -57,39 +57,40 @@ _CREDENTIALS = "target-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for the servers, resuming of streams, and the port."""
-    group = parser.add_argument_group("servers", "Whom calls go to.")
+    group = parser.add_argument_group("servers", "Servers and routing.")
     group.add_argument(
         "--target",
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="a server; dns:///NAME:PORT is each address of a name, looked up every 5 s; may come several times. Which "
-        "prefixes it holds is read where it says itself (its --kv-events-endpoint), or HOST:PORT,kv-events=tcp://*:PORT,"
-        "kv-events-replay=tcp://*:PORT says where; kv-events=none does not",
+        help="backend server; dns:///NAME:PORT stands for every address of a name, resolved every 5 s; repeatable. "
+        "Prefix cache contents come from the KV event endpoint that the server announces (its "
+        "--kv-events-endpoint), or from HOST:PORT,kv-events=tcp://*:PORT,kv-events-replay=tcp://*:PORT; "
+        "kv-events=none turns them off",
     )
     group.add_argument(
-        "--targets-file", metavar="FILE", help="a file of further ones, one a line, read again when it changes"
+        "--targets-file", metavar="FILE", help="file with further targets, one per line, reloaded when it changes"
     )
     group.add_argument(
         "--resume-within",
         type=float,
         default=60.0,
         metavar="S",
-        help="a stream whose server is gone looks so long for one to go on at; 0 ends it (default: 60)",
+        help="seconds to look for another server for a stream whose server is gone; 0 ends the stream (default: 60)",
     )
     group.add_argument(
         "--max-known-prefixes",
         type=int,
         default=1 << 17,
         metavar="N",
-        help=f"hashes of beginnings to keep, 200 bytes each; 0 places prompts by load alone (default: {1 << 17})",
+        help=f"prefix hashes to keep, 200 bytes each; 0 routes by load only (default: {1 << 17})",
     )
     group.add_argument(
         "--max-calls",
         type=int,
         default=8192,
         metavar="N",
-        help="calls that may be open at one time; an open stream takes 50 KiB (default: 8192)",
+        help="maximum number of open calls; an open stream takes 50 KiB (default: 8192)",
     )
     add_credential_flags(parser, prefix=_CREDENTIALS, title="access to servers")
     add_config_flags(parser, SECTIONS, without=NOT_HERE)

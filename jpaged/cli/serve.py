@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 HELP = "serve a model over gRPC"
 DESCRIPTION = """\
-Serve a model over gRPC until SIGTERM or Ctrl-C; a second one cuts the drain short.
+Serve a model over gRPC until SIGTERM or Ctrl-C; a second signal cuts the drain short.
 
-The port is open at once: until the model is loaded it answers UNAVAILABLE, and the health service NOT_SERVING.
+The port opens immediately: until the model is loaded, calls fail with UNAVAILABLE and the health service reports
+NOT_SERVING.
 
-Of several processes (--coordinator, --num-processes, --process-id, or what a launcher has put into the environment)
-process 0 opens the port, and the others follow it.
+With several processes (--coordinator, --num-processes, --process-id, or a launcher's environment variables), process 0
+opens the port and the others follow it.
 """
 GIVE_UP_S = 15.0
 """Maximum time of shutdown if a step hangs."""

@@ -38,13 +38,13 @@ from jpaged.launchers import MultiHost, find_multihost
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 ENVIRONMENT: Mapping[str, str] = {
-    "JPAGED_CACHE_DIR": "where compiled programs are kept; empty: nowhere",
-    "JPAGED_API_KEY": "the token that clients and commands bring along",
-    "JPAGED_CLUSTER_SECRET": "what processes that serve one model together show each other; or --cluster-secret-file",
-    "JPAGED_TRACEBACK": "1: errors say where in the program they came up",
-    "XDG_CACHE_HOME": "where caches of the user are, jpaged's too",
-    "TPU_LIBRARY_PATH": "the libtpu.so that compiles for TPUs",
-    "TOKENIZERS_PARALLELISM": "whether tokenizers take threads of their own; jpaged sets it to false",
+    "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
+    "JPAGED_API_KEY": "API key that clients and commands send",
+    "JPAGED_CLUSTER_SECRET": "secret shared by the processes that serve one model together; or --cluster-secret-file",
+    "JPAGED_TRACEBACK": "1: print a traceback with each error",
+    "XDG_CACHE_HOME": "base directory of the user's caches, including jpaged's",
+    "TPU_LIBRARY_PATH": "path of the libtpu.so that compiles for TPUs",
+    "TOKENIZERS_PARALLELISM": "whether tokenizers use threads of their own; jpaged sets it to false",
 }
 """Environment variables that are read here, and their meaning."""
 _OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM_", "LWS_", "OMPI_", "MEGASCALE_")
@@ -63,24 +63,22 @@ PROCESS_OPTIONS = (
 class EngineConfig:
     """Every option, by section. Frozen; `replace` returns a changed copy."""
 
-    model: ModelOptions = section_of(ModelOptions, "Which model, and how its numbers are held.")
-    cache: CacheOptions = section_of(CacheOptions, "The pool of blocks of keys and values.")
-    lossy: LossyOptions = section_of(LossyOptions, "Lossy: less memory for answers that differ from the model's.")
-    scheduler: SchedulerOptions = section_of(SchedulerOptions, "Who runs in a step, in which order, and how many.")
-    parallel: ParallelOptions = section_of(
-        ParallelOptions, "How the model is split and copied over devices and processes."
+    model: ModelOptions = section_of(ModelOptions, "Model, data types and parsers.")
+    cache: CacheOptions = section_of(CacheOptions, "KV cache: block pool, prefix cache, host and disk offload.")
+    lossy: LossyOptions = section_of(
+        LossyOptions, "Lossy KV cache: less memory, but outputs differ from the exact model's."
     )
-    lora: LoraOptions = section_of(LoraOptions, "Adapters beside the model.")
-    startup: StartupOptions = section_of(StartupOptions, "What is made ready before the first request.")
-    server: ServerOptions = section_of(ServerOptions, "What clients see, where they connect, and how the server ends.")
-    http: HttpOptions = section_of(HttpOptions, "The HTTP face: OpenAI's API, for clients that speak it.")
-    access: AccessOptions = section_of(AccessOptions, "Who may ask, and for how much.")
-    telemetry: TelemetryOptions = section_of(TelemetryOptions, "What is told of requests: traces and logs.")
-    kv_events: KVEventsOptions = section_of(KVEventsOptions, "Who is told which blocks hold which prefixes.")
-    timeouts: TimeoutOptions = section_of(
-        TimeoutOptions, "How long a request may take, and how long the engine may be silent."
-    )
-    roles: RoleOptions = section_of(RoleOptions, "Prefill and decode on servers of their own.")
+    scheduler: SchedulerOptions = section_of(SchedulerOptions, "Scheduling, batching and preemption.")
+    parallel: ParallelOptions = section_of(ParallelOptions, "Parallelism over devices and processes.")
+    lora: LoraOptions = section_of(LoraOptions, "LoRA adapters.")
+    startup: StartupOptions = section_of(StartupOptions, "Compilation before the first request.")
+    server: ServerOptions = section_of(ServerOptions, "gRPC server: addresses, limits, services and shutdown.")
+    http: HttpOptions = section_of(HttpOptions, "OpenAI-compatible HTTP API.")
+    access: AccessOptions = section_of(AccessOptions, "Authentication, tenant quotas, TLS and audit.")
+    telemetry: TelemetryOptions = section_of(TelemetryOptions, "Traces and logs.")
+    kv_events: KVEventsOptions = section_of(KVEventsOptions, "KV cache events for routers.")
+    timeouts: TimeoutOptions = section_of(TimeoutOptions, "Request deadlines and engine watchdogs.")
+    roles: RoleOptions = section_of(RoleOptions, "Disaggregated prefill and decode.")
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -113,7 +111,7 @@ class EngineConfig:
         if self.kv_events.kv_events_endpoint is not None and caches_nothing:
             raise InvalidArgument(
                 "kv_events_endpoint",
-                "there is nothing to tell: prefixes are not cached (enable_prefix_caching, kv_policy)",
+                "there are no events to publish: prefixes are not cached (enable_prefix_caching, kv_policy)",
             )
         pool_bytes, num_blocks = self.cache.kv_cache_memory_bytes, self.cache.num_blocks
         if pool_bytes is not None and num_blocks is not None:
@@ -156,21 +154,23 @@ class EngineConfig:
         Raises:
             InvalidArgument: an option was set to a conflicting value.
         """
-        problem = "eagle3 has to see each token as it is run"
+        problem = "eagle3 needs the hidden states of every token"
         if self.scheduler.num_scheduler_steps > 1:
             raise InvalidArgument(
                 f"{NAME}.method",
                 f"{problem}; num_scheduler_steps is {self.scheduler.num_scheduler_steps}, the limit with it is 1",
             )
         if self.roles.role != "both":
-            raise InvalidArgument(f"{NAME}.method", f"{problem}, and not behind a prefix; role is {self.roles.role}")
+            raise InvalidArgument(
+                f"{NAME}.method", f"{problem}, so no prefix may come from another server; role is {self.roles.role}"
+            )
         if self.cache.kv_disk_space:
             raise InvalidArgument(
-                f"{NAME}.method", f"{problem}, and not when it comes back from disk; kv_disk_space is to be 0"
+                f"{NAME}.method", f"{problem}, so no blocks may come back from disk; kv_disk_space must be 0"
             )
         if given.get("swap_space") not in (None, 0, CacheOptions().swap_space):
             raise InvalidArgument(
-                f"{NAME}.method", f"{problem}, and not when it comes back from the host; swap_space is to be 0"
+                f"{NAME}.method", f"{problem}, so no blocks may come back from host memory; swap_space must be 0"
             )
         return self.replace(**_WITH_HEAD)
 

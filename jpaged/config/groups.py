@@ -29,60 +29,67 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
 class ModelOptions:
     """The model, and its data types."""
 
-    model: str = option("demo", "`demo`, a folder (Hugging Face's layout or ours), a GGUF file, or a hub id")
+    model: str = option(
+        "demo", "model to load: `demo`, a folder (Hugging Face or jpaged layout), a GGUF file, or a Hugging Face Hub id"
+    )
     dtype: str = option(
-        "auto", "auto is the checkpoint's own on TPU and GPU, float32 on CPU", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "data type of weights and activations; auto: the checkpoint's type on TPU and GPU, float32 on CPU",
+        choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = option(
-        "auto", "rounds the matrices of layers while they load; auto does not", choices=("auto", "int8", "int4", "fp8")
+        "auto",
+        "quantization of the layers' weight matrices while they load; auto: none beyond the checkpoint's own",
+        choices=("auto", "int8", "int4", "fp8"),
     )
     load_format: str = option(
-        "auto", "auto reads the checkpoint; dummy fills the shapes with random numbers", choices=("auto", "dummy")
+        "auto", "auto: load the checkpoint; dummy: random weights of the right shapes", choices=("auto", "dummy")
     )
     max_model_len: int | None = option(
-        None, "prompt and output tokens of one sequence at most; the model's own limit when left out", low=2
+        None, "maximum length of a sequence, prompt plus output tokens; the model's limit if unset", low=2
     )
     attention_backend: str = option(
         "auto",
-        "whose attention kernels run; auto takes the device's own where they can, and says why where they cannot",
+        "attention kernels; auto: the device's own if they support this model and device; otherwise the reason is "
+        "logged",
         choices=("auto", *get_args(Backend)),
     )
     linear_backend: str = option(
-        "auto", "who multiplies: cpu packs the weights for a kernel of one CPU device", choices=("auto", "cpu", "xla")
+        "auto",
+        "kernels of the matrix products; cpu: weights packed for a kernel that runs on one CPU device",
+        choices=("auto", "cpu", "xla"),
     )
-    seed: int = option(0, "where requests that bring no seed get theirs from", low=0, high=2**64 - 1)
+    seed: int = option(0, "seed for requests that set none", low=0, high=2**64 - 1)
     max_logprobs: int = option(
-        20, "likeliest tokens that a request may have told at each position; -1 allows all of the vocabulary", low=-1
+        20, "maximum number of top log-probabilities per position; -1 for the full vocabulary", low=-1
     )
     whitespace_pattern: str = option(
         JSON_WHITESPACE,
-        "regular expression of the whitespace between parts of constrained JSON, for requests that name none; "
-        r"[ \t\r\n]+ has no bound",
+        "regular expression for the whitespace between parts of constrained JSON, for requests that set none; "
+        r"[ \t\r\n]+ is unbounded",
     )
     parse_special_tokens: bool = option(
         True,
-        "take special tokens that are spelled out in prompts and messages for what they say; if not, they are text "
-        "there, and only those that the chat template writes count",
+        "parse special tokens that are spelled out in prompts and messages; if off, they are plain text there, and "
+        "only those of the chat template count",
     )
     skip_tokenizer_init: bool = option(
-        False, "serve token ids alone: no tokenizer is read, and requests with text or messages are refused"
+        False, "serve token ids only: load no tokenizer, and refuse requests with text or messages"
     )
     chat_template: str | None = option(
-        None, "a file with the chat template, in place of the model's own; the model's when left out", path="file"
+        None, "file with the chat template to use instead of the model's own", path="file"
     )
     trust_request_chat_template: bool = option(
-        False, "let chats bring a template of their own (`chat_template`), which runs in a process with limits"
+        False, "accept chat templates in chat requests (`chat_template`), rendered in a process with resource limits"
     )
     tool_call_parser: ToolCallParser = option(
         "auto",
-        "how the model writes tool calls, which answers of chats have apart from their text; auto looks into its "
-        "chat template",
+        "parser that separates tool calls from the text of chat answers; auto: detected from the chat template",
         choices=get_args(ToolCallParser),
     )
     reasoning_parser: ReasoningParser = option(
         "auto",
-        "how the model writes what it thinks, which answers of chats have apart from their text; auto looks into its "
-        "chat template",
+        "parser that separates reasoning from the text of chat answers; auto: detected from the chat template",
         choices=get_args(ReasoningParser),
     )
 
@@ -100,7 +107,7 @@ class CacheOptions:
 
     block_size: int | None = option(
         None,
-        "token slots in a block; on TPUs 128 where sequences are long, or a device has few key/value heads",
+        "tokens per KV block; on TPUs 128 if sequences are long or a device has few KV heads",
         low=1,
         high=1024,
         unit="tokens",
@@ -108,60 +115,62 @@ class CacheOptions:
     )
     num_blocks: int | None = option(
         None,
-        "blocks in the pool; when left out as many as memory and the longest batch ask for, and on CPUs at most 4 GiB "
-        "or a quarter of the free memory, unless memory_utilization is given",
+        "KV blocks in the pool; if unset, as many as memory and the largest batch call for, and on CPUs at most 4 "
+        "GiB or a quarter of the free memory unless memory_utilization is set",
         low=1,
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "memory of the pool on each device, the null block included, instead of num_blocks; the command line takes "
-        "512M, 2G or 1.5G (of 1024), and 512m, 2g (of 1000)",
+        "size of the KV pool on each device, including the null block, instead of num_blocks; the command line "
+        "accepts 512M, 2G or 1.5G (powers of 1024), and 512m, 2g (powers of 1000)",
         low=1,
         unit="bytes",
     )
     memory_utilization: float | None = option(
         None,
-        "share of the device's memory that weights, programs and the pool may take; the compiler says what programs do",
+        "fraction of device memory for weights, programs and the KV pool; the compiler reports the programs' share",
         low=0.01,
         high=1.0,
         by_platform={"cpu": 0.9, "gpu": 0.95, "tpu": 0.97},
     )
     kv_cache_dtype: str = option(
         "auto",
-        "how keys and values are kept; auto is as they are computed, int8 and fp8 hold two to four times the tokens",
+        "data type of the KV cache; auto: as computed; int8 and fp8 hold two to four times as many tokens",
         choices=("auto", "float32", "bfloat16", "int8", "fp8"),
     )
     swap_space: float = option(
         1.0,
-        "host memory that groups are swapped out to, and cached prefixes kept in; of all replicas together",
+        "host memory for swapped-out sequences and offloaded prefix-cache blocks, total over all replicas",
         low=0.0,
         high=4096.0,
         unit="GiB",
     )
     kv_disk_space: float = option(
         0.0,
-        "local disk that cached prefixes are kept on, which a server that starts again finds; of all replicas "
-        "together, and of all models in kv_disk_dir; 0 keeps none",
+        "disk space for offloaded prefix-cache blocks, which survive a restart; total over all replicas and over "
+        "all models in kv_disk_dir; 0 disables disk offload",
         low=0.0,
         high=65536.0,
         unit="GiB",
     )
     kv_disk_dir: str | None = option(
-        None, "the folder for kv_disk_space, which one server has at a time; made if need be", path="new folder"
+        None, "folder for kv_disk_space, used by one server at a time; created if missing", path="new folder"
     )
-    enable_prefix_caching: bool = option(True, "share the blocks of prompts that begin alike")
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that share a prefix (prefix cache)")
     enable_cascade_attention: bool = option(
-        True, "read the blocks that several rows of a step begin with once for all of them, where that is quicker"
+        True,
+        "cascade attention: read a prefix shared by several rows of a step once for all of them, if that is faster",
     )
     kv_policy: KVPolicy = option(
         "paged",
-        "paged gives blocks as tokens come; reserve-* keep contiguous room for a sequence's whole life: baselines",
+        "KV allocation; paged: blocks on demand; reserve-*: contiguous space for a sequence's whole life "
+        "(baselines for benchmarks)",
         choices=get_args(KVPolicy),
     )
     eviction_policy: EvictionPolicyName = option(
         "auto",
-        "which cached block goes first when blocks run out, on the device and in host memory: the least recently (lru) "
-        "or least frequently (lfu) used, what was seen once (2q), or what saves the least time (worth); auto is lru",
+        "eviction order of cached blocks, on the device and in host memory: least recently (lru) or least "
+        "frequently (lfu) used, seen only once (2q), or least recompute time saved (worth); auto is lru",
         choices=get_args(EvictionPolicyName),
     )
 
@@ -208,48 +217,57 @@ class SchedulerOptions:
 
     max_num_seqs: int | None = option(
         None,
-        "rows of a step; when left out up to 512 where the device's memory holds so many sequences, no more than "
-        "max_num_batched_tokens, and no more than block tables of the longest sequences allow a TPU's kernel",
+        "maximum number of sequences per step; if unset, up to 512 if device memory holds as many sequences, "
+        "bounded by max_num_batched_tokens and by the block-table limit of TPU kernels",
         low=1,
         high=4096,
         by_platform={"cpu": 64, "gpu": 128, "tpu": 128},
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens of a step, all rows; when left out no fewer than max_num_seqs, and up to 4096 as the device asks for",
+        "maximum number of tokens per step over all sequences; if unset, at least max_num_seqs and up to 4096, by "
+        "device",
         low=8,
         high=1 << 20,
         by_platform={"cpu": 512, "gpu": 1024, "tpu": 1024},
     )
-    policy: Policy = option("fcfs", "order of admission", choices=get_args(Policy))
+    policy: Policy = option("fcfs", "admission order of waiting requests", choices=get_args(Policy))
     preemption_mode: PreemptionMode = option(
-        "auto", "when blocks run out: swap to host memory, recompute, or the quicker", choices=get_args(PreemptionMode)
+        "auto",
+        "preemption when KV blocks run out: swap to host memory, recompute, or (auto) the faster of the two",
+        choices=get_args(PreemptionMode),
     )
     batching: Batching = option(
-        "continuous", "static admits only when the whole batch has ended: a baseline", choices=get_args(Batching)
+        "continuous",
+        "continuous: admit requests at every step; static: only after the whole batch has finished "
+        "(a baseline for benchmarks)",
+        choices=get_args(Batching),
     )
-    overlap: bool = option(True, "prepare a step while the device still runs the one before")
+    overlap: bool = option(True, "prepare a step while the device still runs the previous one")
     num_scheduler_steps: int = option(
         0,
-        "decode steps in one dispatch, while nobody can join; 0 is up to 8 on CPUs, 2 elsewhere, of 0.02 s at most, "
-        "or 0.05 s with all rows taken and no row that may end early; -1 is 0 without a bound for those (LLM's own)",
+        "decode steps per dispatch while no request can join; 0: up to 8 on CPUs and 2 elsewhere, within 0.02 s, "
+        "or 0.05 s if all rows are taken and none may end early; -1: like 0, but without the time limit in that "
+        "case (default of LLM)",
         low=-1,
         high=16,
     )
     max_inter_token_latency: float = option(
         0.2,
-        "beside streams, prompts are computed in parts so small that none of these waits longer for its next token, as "
-        "far as the device can: prompts may always make a step half as long again. 0 is no bound",
+        "target for the longest wait between tokens of running streams: prefill is chunked to meet it as far as "
+        "the device can, but may always lengthen a step by half. 0 is unlimited",
         low=0.0,
         high=3600.0,
         unit="s",
     )
     speculative_config: JsonText | None = option(
         None,
-        "a JSON object as vLLM takes it, which says who proposes tokens ahead of the model (methods ngram, suffix, "
-        'draft_model and eagle3), such as {"method": "suffix"}; what is proposed never changes what is generated',
+        "speculative decoding, as a JSON object in vLLM's format (methods ngram, suffix, draft_model and eagle3), "
+        'such as {"method": "suffix"}; draft tokens never change the output',
     )
-    max_num_queued_reqs: int = option(4096, "waiting requests before new ones are refused", low=1, high=1 << 20)
+    max_num_queued_reqs: int = option(
+        4096, "maximum number of waiting requests; further ones are refused", low=1, high=1 << 20
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,54 +276,54 @@ class ParallelOptions:
 
     context_parallel_size: int = option(
         1,
-        "devices that share the keys and values of every sequence, each with a part of the slots of every block: a "
-        "context may be so many times as long as one device has memory for; weights are whole on each, or split over "
-        "tensor_parallel_size of them",
+        "devices that split the KV cache of every sequence: each holds a part of the slots of every block, so a "
+        "context may be that many times longer; weights are replicated, or split over tensor_parallel_size of the "
+        "devices",
         low=1,
         high=256,
     )
     tensor_parallel_size: int = option(
         1,
-        "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them; "
-        "1 is all of them where there are several processes",
+        "devices that split one copy of the model: attention heads, feed-forward layers and vocabulary; with "
+        "several processes, 1 means all devices",
         low=1,
     )
     data_parallel_size: int = option(
         1,
-        "copies of the model behind one service, each with devices and a pool of its own; max_num_seqs and num_blocks "
-        "are of each, swap_space and max_num_queued_reqs are shared out; a request goes where its prefix is cached, "
-        "then where the load is least",
+        "model replicas behind one server, each with its own devices and KV pool; max_num_seqs and num_blocks "
+        "apply per replica, swap_space and max_num_queued_reqs are totals; requests are routed by prefix cache "
+        "hits, then by load",
         low=1,
     )
-    enable_expert_parallel: bool = option(False, "devices of a copy have some experts whole, not a part of each")
+    enable_expert_parallel: bool = option(
+        False, "place whole experts on the devices of a replica instead of a part of every expert"
+    )
     coordinator: str | None = option(
         None,
-        "HOST:PORT of process 0, the same for all; found in the environment of LeaderWorkerSet, GKE TPU pods, Slurm "
-        "and Open MPI when left out; port 0 lets process 0 pick one and print it",
+        "HOST:PORT of process 0, the same for all processes; if unset, detected from LeaderWorkerSet, GKE TPU "
+        "pods, Slurm or Open MPI; with port 0, process 0 picks a port and prints it",
     )
     num_processes: int | None = option(
-        None, "processes that serve one model together; 1 keeps to this one, whatever the environment says", low=1
+        None, "number of processes that serve one model together; 1 ignores the launcher's environment", low=1
     )
-    process_id: int | None = option(None, "which of them this is; process 0 opens the port", low=0)
-    join_timeout: float = option(
-        300.0, "how long processes wait for each other when they start", low=1.0, high=86400.0, unit="s"
-    )
+    process_id: int | None = option(None, "index of this process; process 0 listens for clients", low=0)
+    join_timeout: float = option(300.0, "timeout for all processes to join at startup", low=1.0, high=86400.0, unit="s")
     cluster_secret_file: str | None = option(
         None,
-        "a file with the same secret for all of several processes, which they show each other that they know when they "
-        "start; that of the environment (JPAGED_CLUSTER_SECRET) when left out, and else nobody is asked",
+        "file with the secret by which the processes authenticate each other at startup; JPAGED_CLUSTER_SECRET if "
+        "unset; without either, no authentication",
         path="file",
     )
     heartbeat_interval: float = option(
         1.0,
-        "each of several processes tells process 0 so often that it is there, and process 0 them",
+        "interval of heartbeats between process 0 and the other processes",
         low=0.05,
         high=3600.0,
         unit="s",
     )
     heartbeat_timeout: float = option(
         10.0,
-        "a process from which nothing has come for so long is lost, and all of them end",
+        "heartbeat silence after which a process counts as lost and all processes exit",
         low=0.1,
         high=86400.0,
         unit="s",
@@ -350,12 +368,12 @@ class StartupOptions:
     """Requirements before the first step."""
 
     wait_for_all_programs: bool = option(
-        False, "start when every program is compiled, not when those are that any step can be padded to"
+        False, "start only after every program is compiled, instead of after the subset to which any step can be padded"
     )
     compiled: str | None = option(
         None,
-        "a folder of programs that `jpaged plan --save` wrote for this model, these options and these devices: what "
-        "is there is loaded, not compiled; num_blocks is theirs when left out",
+        "folder of programs saved by `jpaged plan --save` for this model, these options and these devices, loaded "
+        "instead of compiled; num_blocks defaults to the saved one",
         path="folder",
     )
 
@@ -364,18 +382,18 @@ class StartupOptions:
 class LoraOptions:
     """LoRA adapters: slots on the device, and adapters loaded at the start."""
 
-    enable_lora: bool = option(False, "take requests for adapters (LoRA); on where `lora` names any")
+    enable_lora: bool = option(False, "serve LoRA adapters; on if `lora` names any")
     max_loras: int = option(
         8,
-        "adapters that the rows of one step may have: each has room on the device for matrices of max_lora_rank",
+        "maximum number of adapters in one step; each takes a device slot for matrices of max_lora_rank",
         low=1,
         high=256,
     )
-    max_lora_rank: int = option(16, "rank of an adapter at most", low=1, high=512)
+    max_lora_rank: int = option(16, "maximum LoRA rank", low=1, high=512)
     max_cpu_loras: int = option(
-        256, "adapters that are loaded at one time, in host memory; further ones are refused", low=1, high=1 << 16
+        256, "maximum number of adapters loaded in host memory; further ones are refused", low=1, high=1 << 16
     )
-    lora: tuple[str, ...] = option((), "NAME=PATH: an adapter from the start, a folder as PEFT writes them")
+    lora: tuple[str, ...] = option((), "NAME=PATH of an adapter to load at startup, a folder in PEFT's format")
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:

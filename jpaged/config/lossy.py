@@ -18,14 +18,14 @@ class LossyOptions:
 
     lossy_kv_window: int | None = option(
         None,
-        "LOSSY: every token sees the last so many tokens alone, itself included, and the first lossy_kv_sinks; what "
-        "lies between is forgotten, and its blocks are free. Answers differ from the model's. Exact when left out",
+        "LOSSY: sliding attention window: each token attends to the last N tokens, itself included, and to the "
+        "first lossy_kv_sinks; blocks in between are freed. Outputs differ from the exact model's. Exact if unset",
         low=1,
         unit="tokens",
     )
     lossy_kv_sinks: int | None = option(
         None,
-        f"LOSSY: first tokens that every token sees beside lossy_kv_window; {NUM_SINKS} when left out",
+        f"LOSSY: first tokens (attention sinks) kept in addition to lossy_kv_window; {NUM_SINKS} if unset",
         low=0,
         unit="tokens",
     )

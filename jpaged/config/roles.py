@@ -21,47 +21,52 @@ class RoleOptions:
 
     role: Role = option(
         "both",
-        "prefill computes prompts for servers of the role decode, which go on behind the first token (docs/roles.md)",
+        "role in disaggregated serving; prefill: computes prompts for decode servers, which continue after the "
+        "first token (docs/roles.md)",
         choices=get_args(Role),
     )
-    prefill_target: tuple[str, ...] = option(
-        (), "HOST:PORT of a server of the role prefill, for the role decode; may be repeated"
-    )
+    prefill_target: tuple[str, ...] = option((), "HOST:PORT of a prefill server, for the role decode; repeatable")
     prefill_min_tokens: int = option(
-        256, "prompts with fewer tokens that are not cached are computed by the decode server itself", low=1
+        256,
+        "minimum number of uncached prompt tokens for remote prefill; the decode server computes shorter "
+        "prompts itself",
+        low=1,
     )
     prefill_timeout: float = option(
         30.0,
-        "a decode server waits so long for a first token, and then computes the prompt itself",
+        "timeout of a decode server for the first token; afterwards it computes the prompt itself",
         low=0.01,
         high=86400.0,
         unit="s",
     )
     transfer_timeout: float = option(
         10.0,
-        "a decode server waits so long for a prompt's blocks behind its first token, and then computes what is missing",
+        "timeout of a decode server for the prompt's KV blocks after the first token; afterwards it computes the "
+        "missing ones",
         low=0.01,
         high=86400.0,
         unit="s",
     )
     prefill_hold: float = option(
         10.0,
-        "a prefill server keeps a prompt's blocks for so long until they are sent",
+        "time for which a prefill server keeps a prompt's KV blocks until they are sent",
         low=0.01,
         high=3600.0,
         unit="s",
     )
     prefill_api_key_file: str | None = option(
-        None, "a file with the key that prefill servers let a decode server in with, of the role control", path="file"
+        None, "file with the API key for prefill servers, of the role control", path="file"
     )
-    prefill_tls: bool = option(False, "ask prefill servers over TLS, believing whom the system believes")
+    prefill_tls: bool = option(
+        False, "connect to prefill servers over TLS, trusting the system's certificate authorities"
+    )
     prefill_tls_ca: str | None = option(
-        None, "ask prefill servers over TLS, and believe the authorities of this PEM file alone", path="file"
+        None, "connect to prefill servers over TLS, trusting only the authorities in this PEM file", path="file"
     )
     prefill_tls_cert: str | None = option(
-        None, "what a decode server shows to prefill servers that want a certificate, as PEM", path="file"
+        None, "client certificate for prefill servers that require one (mutual TLS), in PEM", path="file"
     )
-    prefill_tls_key: str | None = option(None, "the private key of prefill_tls_cert, as PEM", path="file")
+    prefill_tls_key: str | None = option(None, "private key of prefill_tls_cert, in PEM", path="file")
 
     def check(self, cache: CacheOptions) -> None:
         """Reject conflicting options.

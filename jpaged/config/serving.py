@@ -15,73 +15,74 @@ LogFormat = Literal["text", "json"]
 class ServerOptions:
     """Served name, ports, and shutdown."""
 
-    served_model_name: str | None = option(None, "the name that clients see; the model's own when left out")
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
+    served_model_name: str | None = option(None, "model name in the API; the model's own name if unset")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
     max_request_size: float = option(
         1.0,
-        "the largest message from a client; prompts of 131072 tokens, as text or ids, have half of it. It is read on "
-        "the thread that serves every stream, which takes 40 ms a MiB at worst",
+        "maximum size of a client message; a prompt of 131072 tokens, as text or ids, takes half of the default. "
+        "Messages are parsed on the thread that serves every stream, at up to 40 ms per MiB",
         low=0.0625,
         high=64.0,
         unit="MiB",
     )
     max_connections: int = option(
         512,
-        "connections at one time, and half as many as the process may have open files at most; further ones are closed",
+        "maximum number of open connections, capped at half the process's file descriptor limit; further ones are "
+        "closed",
         low=1,
         high=1 << 20,
     )
     connection_idle_timeout: float = option(
-        300.0, "a connection without a call is closed after so long", low=0.1, high=86400.0, unit="s"
+        300.0, "time after which a connection without a call is closed", low=0.1, high=86400.0, unit="s"
     )
     max_messages_per_second: int | None = option(
         None,
-        "messages that all streams together are sent in a second: where there would be more, several tokens of a "
-        "stream go in one. No token waits longer than 0.1 s for that, and a stream's first and last not at all. A "
-        "message takes 0.1 ms of a processor, which on CPUs is the model's",
+        "maximum rate of stream messages, over all streams: above it, several tokens of a stream share a message. "
+        "No token is delayed more than 0.1 s, first and last tokens never. A message costs 0.1 ms of CPU, which "
+        "competes with the model on CPUs",
         low=1,
         high=1_000_000,
         by_platform={"cpu": 500, "gpu": 5000, "tpu": 5000},
     )
     shutdown_timeout: float = option(
-        30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
+        30.0, "time for running requests to finish after SIGTERM", low=0.0, high=86400.0, unit="s"
     )
-    enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and the like")
+    enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and similar tools")
     enable_open_inference: bool = option(
-        True, "serve inference.GRPCInferenceService, which clients of KServe and Triton speak"
+        True, "serve inference.GRPCInferenceService, the protocol of KServe and Triton clients"
     )
-    enable_vllm_engine: bool = option(True, "serve vllm.grpc.engine.VllmEngine, which gateways speak")
+    enable_vllm_engine: bool = option(True, "serve vllm.grpc.engine.VllmEngine, the protocol of gateways")
     disable_control: bool = option(
         False,
-        "answer Abort, PinPrefix, LoadAdapter and what undoes them with PERMISSION_DENIED",
+        "refuse Abort, PinPrefix, LoadAdapter and their inverses with PERMISSION_DENIED",
     )
     isolate_tenants: bool = option(
         True,
-        "tenants (request metadata x-jpaged-tenant) share no cached prefix, no name of a pinned one and no request id; "
-        "off, the tenant counts for the policy fair alone",
+        "isolate tenants (request metadata x-jpaged-tenant): no shared cached prefixes, names of pinned prefixes "
+        "or request ids; if off, the tenant only matters to the policy fair",
     )
     max_pinned_blocks: int | None = option(
         None,
-        "blocks that pinned prefixes may hold, in the pool of each replica; a quarter of it, as far as a request of "
-        "max_model_len can do with the rest, when left out",
+        "maximum number of KV blocks for pinned prefixes in each replica's pool; if unset, a quarter of the pool, "
+        "as far as that leaves room for a request of max_model_len",
         low=0,
     )
     pin_prefix: str | None = option(
         None,
-        "a text file: prompts that begin with its text, as it stands there, always find it computed",
+        "text file with a prefix to pin: it stays cached, exactly as written, for prompts that begin with it",
         path="file",
     )
     metrics_port: int | None = option(
         None,
-        "port that answers Prometheus, on the same host; 0 picks a free one, none when left out",
+        "port for Prometheus metrics, on the same host; 0 picks a free one; off if unset",
         low=0,
         high=65535,
     )
     probe_port: int | None = option(
         None,
-        "port that answers grpc.health.v1 and nothing else, on the same host, without encryption or tokens; of several "
-        "processes each has one. 0 picks a free one, none when left out",
+        "port that serves only grpc.health.v1, on the same host, without TLS or authentication; with several "
+        "processes, each has one. 0 picks a free one; off if unset",
         low=0,
         high=65535,
     )
@@ -93,46 +94,46 @@ class HttpOptions:
 
     http_port: int | None = option(
         None,
-        "port of OpenAI's HTTP API, on the same host; 0 picks a free one, none when left out",
+        "port of the OpenAI-compatible HTTP API, on the same host; 0 picks a free one; off if unset",
         low=0,
         high=65535,
     )
     http_keep_alive: float = option(
         15.0,
-        "a stream of which nothing came for so long is sent a comment, so that proxies do not take it for dead",
+        "interval of keep-alive comments on idle streams, so that proxies do not close them",
         low=0.05,
         high=3600.0,
         unit="s",
     )
     max_response_size: float = option(
         128.0,
-        "largest answer over HTTP and largest line of a batch's output, as estimated before it is computed: a request "
-        "whose log-probabilities or vectors would make a larger one is refused. A request in flight holds up to three "
-        "times as much",
+        "maximum size of an HTTP response or of a batch output line, estimated before the request runs: a request "
+        "whose log-probabilities or embeddings would exceed it is refused. A request in flight holds up to three "
+        "times as much memory",
         low=0.0625,
         high=65536.0,
         unit="MiB",
     )
     http_cors_origins: tuple[str, ...] = option(
-        (), "origins of pages whose scripts may ask, as https://example.com; * is every one, none when left out"
+        (), "allowed CORS origins, such as https://example.com; * for all, none if unset"
     )
     batch_dir: str | None = option(
         None,
-        "folder for the files and the state of /v1/batches, which go on where they were when a server starts again; "
-        "one server has it at a time; there are no batches when left out",
+        "folder for the files and state of /v1/batches, which resume after a restart; used by one server at a "
+        "time; batches are off if unset",
         path="new folder",
     )
     max_batch_file_size: float = option(
-        200.0, "the largest file of a batch's requests", low=0.0625, high=65536.0, unit="MiB"
+        200.0, "maximum size of a batch input file", low=0.0625, high=65536.0, unit="MiB"
     )
-    max_batch_lines: int = option(50_000, "requests of one batch", low=1, high=10_000_000)
+    max_batch_lines: int = option(50_000, "maximum number of requests in a batch", low=1, high=10_000_000)
     max_batch_storage: float = option(
-        10.0, "all files of batches together, of requests and of answers", low=0.001, high=1 << 20, unit="GiB"
+        10.0, "maximum total size of all batch files, input and output", low=0.001, high=1 << 20, unit="GiB"
     )
     tenant_batch_share: float = option(
         0.5,
-        "what one tenant may have of the uploads, files, bytes and batches in progress that other tenants leave "
-        "(default: half); all of them with isolate_tenants off",
+        "maximum fraction that one tenant may take of the uploads, files, bytes and running batches left by other "
+        "tenants (default: half); all with isolate_tenants off",
         low=0.01,
         high=1.0,
     )
@@ -144,67 +145,68 @@ class AccessOptions:
 
     api_keys: str | None = option(
         None,
-        "a TOML file of keys, read again when it changes: every call but those for health brings one of them, as "
-        "`authorization: Bearer KEY`, and belongs to its tenant; anybody may ask when left out (docs/access.md)",
+        "TOML file of API keys, reloaded when it changes: every call except health checks must send one, as "
+        "`authorization: Bearer KEY`, and runs as its tenant; no authentication if unset (docs/access.md)",
         path="file",
     )
-    public_metrics: bool = option(False, "with api_keys: /metrics and /version of the HTTP port need no key")
+    public_metrics: bool = option(False, "with api_keys: serve /metrics and /version of the HTTP port without a key")
     public_page: bool = option(
-        True, "with api_keys: the page of the HTTP port, which shows the pool and no text, needs no key to look at"
+        True, "with api_keys: show the live page of the HTTP port, which shows the KV pool and no text, without a key"
     )
     tenant_requests_per_minute: int | None = option(
         None,
-        "calls that a tenant may make in a minute; any number when left out, and api_keys may say otherwise",
+        "maximum calls per minute and tenant; unlimited if unset; api_keys may override it",
         low=1,
     )
     tenant_tokens_per_minute: int | None = option(
         None,
-        "tokens that a tenant may have in a minute, of prompts and of what is generated; api_keys may say otherwise",
+        "maximum tokens per minute and tenant, prompt plus output; api_keys may override it",
         low=1,
     )
     tenant_max_streams: int | None = option(
-        None, "calls of a tenant that may be open at one time; api_keys may say otherwise", low=1
+        None, "maximum concurrent calls per tenant; api_keys may override it", low=1
     )
     tenant_max_n: int | None = option(
-        None, "sequences that a tenant's request may have (n, best_of, beams); api_keys may say otherwise", low=1
+        None, "maximum sequences in a tenant's request (n, best_of, beams); api_keys may override it", low=1
     )
     tenant_max_prompt_tokens: int | None = option(
-        None, "tokens that a tenant's prompt may have; api_keys may say otherwise", low=1
+        None, "maximum prompt tokens in a tenant's request; api_keys may override it", low=1
     )
     audit_log: str | None = option(
         None,
-        "a file to which a line of JSON is appended for each call: who, when, what, how much and how it ended, and "
-        "never a prompt or an answer; opened again when it is moved away",
+        "audit log: one JSON line per call with client, time, method, usage and status, never a prompt or an "
+        "answer; reopened after log rotation",
         path="new file",
     )
     tls_cert: str | None = option(
         None,
-        "the server's certificate and those that lead from it to one that clients know, in PEM: all ports but that of "
-        "metrics speak TLS; read again when it changes",
+        "TLS certificate chain of the server, in PEM: all ports except metrics and probes use TLS; reloaded when "
+        "it changes",
         path="file",
     )
-    tls_key: str | None = option(None, "the private key of tls_cert, in PEM and not encrypted", path="file")
+    tls_key: str | None = option(None, "private key of tls_cert, in PEM, unencrypted", path="file")
     tls_client_ca: str | None = option(
-        None, "certificates in PEM: a client has to show one that is signed by one of them (mutual TLS)", path="file"
+        None,
+        "CA certificates in PEM; clients must present a certificate signed by one of them (mutual TLS)",
+        path="file",
     )
 
     control_port: int | None = option(
         None,
-        "port on which alone prefixes are pinned and adapters loaded; 0 picks a free one, and the other ports take "
-        "that too when left out",
+        "dedicated port for pinning prefixes and loading adapters; 0 picks a free one; if unset, the other ports "
+        "accept these calls",
         low=0,
         high=65535,
     )
     control_host: str = option("127.0.0.1", "address of control_port")
     prefix_peers: tuple[str, ...] = option(
         (),
-        "servers, as HOST:PORT, whose cached prefixes FetchPrefix may take over, with the key of its caller; none when "
-        "left out",
+        "servers, as HOST:PORT, whose cached prefixes FetchPrefix may import, with the key of its caller; none if "
+        "unset",
     )
     prefix_peer_ca: str | None = option(
         None,
-        "certificates in PEM that those of prefix_peers lead to, which are shown tls_cert; without it they are "
-        "connected to in clear",
+        "CA certificates in PEM for prefix_peers, to which this server presents tls_cert; plaintext if unset",
         path="file",
     )
 
@@ -225,12 +227,12 @@ class TelemetryOptions:
 
     otlp_traces_endpoint: str | None = option(
         None,
-        "where traces go: host:port or a URL of a collector that takes OTLP over gRPC; a span each for a request, its "
-        "queue, prefill, decode and preemptions. OTEL_* variables hold too (sampling, service name, headers)",
+        "OTLP/gRPC trace collector, as host:port or URL; each request gets spans for itself, queue, prefill, "
+        "decode and preemptions. OTEL_* variables also apply (sampling, service name, headers)",
     )
-    log_format: str = option("text", "lines of the log: text, or a JSON object each", choices=get_args(LogFormat))
+    log_format: str = option("text", "log format: text, or one JSON object per line", choices=get_args(LogFormat))
     enable_log_requests: bool = option(
-        False, "a line for each request that has ended: whose, how long, how many tokens, which status; never its text"
+        False, "log a line per finished request: client, duration, token counts and status, never its text"
     )
 
 
@@ -240,16 +242,16 @@ class KVEventsOptions:
 
     kv_events_endpoint: str | None = option(
         None,
-        "ZeroMQ address, as tcp://*:5557, where routers are told which blocks begin and cease to hold which tokens, in "
-        "vLLM's format; each replica has a port of its own, counted from this one. It tells prompts, to whoever can "
-        "connect; nobody when left out",
+        "ZeroMQ address, such as tcp://*:5557, for KV cache events in vLLM's format (blocks stored and removed); "
+        "each replica uses its own port, counted from this one. Events contain prompt tokens, readable by anyone "
+        "who can connect; off if unset",
     )
     kv_events_replay_endpoint: str | None = option(
-        None, "ZeroMQ address, as tcp://*:5558, that answers what somebody has missed; none when left out"
+        None, "ZeroMQ address, such as tcp://*:5558, that replays missed KV cache events; off if unset"
     )
-    kv_events_topic: str = option("", "what messages begin with, for those who subscribe to some of them")
+    kv_events_topic: str = option("", "topic prefix of KV cache event messages, for filtered subscriptions")
     kv_events_buffer: int = option(
-        10_000, "steps that are kept for who has missed them, and that may wait to be told", low=1, high=1_000_000
+        10_000, "steps of KV cache events to keep for replay, and maximum backlog of unsent ones", low=1, high=1_000_000
     )
 
     def check(self) -> None:

@@ -42,25 +42,29 @@ class SpeculativeOptions:
     Options of other methods keep their defaults and are ignored.
     """
 
-    method: str = option(None, "who proposes tokens", choices=METHODS)
-    model: str | None = option(None, "the draft model or the head: a folder or a hub id")
+    method: str = option(None, "speculation method", choices=METHODS)
+    model: str | None = option(None, "draft model or EAGLE head: a folder or a Hugging Face Hub id")
     num_speculative_tokens: int = option(
-        None, "proposals of a row in a step at most", low=1, high=MAX_NUM_SPECULATIVE_TOKENS, unit="tokens"
+        None,
+        "maximum number of draft tokens per sequence and step",
+        low=1,
+        high=MAX_NUM_SPECULATIVE_TOKENS,
+        unit="tokens",
     )
-    prompt_lookup_min: int = option(None, "shortest n-gram that is looked up", low=1, high=32, unit="tokens")
-    prompt_lookup_max: int = option(None, "longest n-gram that is looked up", low=1, high=32, unit="tokens")
+    prompt_lookup_min: int = option(None, "shortest n-gram to look up", low=1, high=32, unit="tokens")
+    prompt_lookup_max: int = option(None, "longest n-gram to look up", low=1, high=32, unit="tokens")
     suffix_decoding_max_tree_depth: int = option(
-        24, "of a match and its proposals together", low=4, high=256, unit="tokens"
+        24, "maximum length of a match plus its draft tokens", low=4, high=256, unit="tokens"
     )
     suffix_decoding_max_cached_requests: int = option(
-        10000, "earlier requests that proposals may come from; 0 keeps none", low=0, high=1_000_000
+        10000, "earlier requests kept as a source of draft tokens; 0 keeps none", low=0, high=1_000_000
     )
-    suffix_decoding_max_spec_factor: float = option(1.0, "proposals for each token of the match", low=0.01, high=100.0)
+    suffix_decoding_max_spec_factor: float = option(1.0, "draft tokens per matched token", low=0.01, high=100.0)
     suffix_decoding_min_token_prob: float = option(
-        0.1, "share of earlier occurrences that go on as proposed, at least", low=0.0, high=1.0
+        0.1, "minimum fraction of earlier occurrences that continue with the draft token", low=0.0, high=1.0
     )
     disable_by_batch_size: int | None = option(
-        None, "no proposals where more rows than these decode", low=2, high=1_000_000, unit="rows"
+        None, "largest number of decoding sequences with speculation; off above it", low=2, high=1_000_000, unit="rows"
     )
 
     @classmethod

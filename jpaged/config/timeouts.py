@@ -13,38 +13,39 @@ class TimeoutOptions:
     """Timeouts of requests, and of an engine without progress."""
 
     default_deadline: float | None = option(
-        None, "time that a request has whose caller names none; no limit when left out", low=0.001, high=1e7, unit="s"
+        None, "deadline of requests that set none; unlimited if unset", low=0.001, high=1e7, unit="s"
     )
     max_deadline: float | None = option(
         None,
-        "time that a request has at most, whatever its caller says; no limit when left out",
+        "maximum deadline of any request; unlimited if unset",
         low=0.001,
         high=1e7,
         unit="s",
     )
     queue_timeout: float | None = option(
         None,
-        "a request that waits so long for its first step is refused with RESOURCE_EXHAUSTED; no limit when left out",
+        "maximum wait for the first step; later the request is refused with RESOURCE_EXHAUSTED; unlimited if unset",
         low=0.001,
         high=1e7,
         unit="s",
     )
     refuse_late: bool = option(
         True,
-        "refuse a request at once, with DEADLINE_EXCEEDED, when steps at the quickest that they were measured at could "
-        "not end it before its deadline",
+        "refuse a request immediately with DEADLINE_EXCEEDED if it could not finish in time even at the fastest "
+        "measured step times",
     )
     stall_timeout: float = option(
         30.0,
-        "with work and without a step for so long the server says NOT_SERVING, until steps end again",
+        "time without a completed step, with work pending, after which health reports NOT_SERVING until steps "
+        "complete again",
         low=0.05,
         high=1e7,
         unit="s",
     )
     step_timeout: float = option(
         300.0,
-        "a step that takes so long hangs: open calls get UNAVAILABLE, the stacks of all threads go to stderr, and the "
-        "process ends with exit code 3; 0 waits for ever",
+        "step duration after which the engine counts as hung: open calls fail with UNAVAILABLE, all thread stacks "
+        "go to stderr, and the process exits with code 3; 0 waits forever",
         low=0.0,
         high=1e7,
         unit="s",

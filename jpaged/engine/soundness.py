@@ -98,7 +98,7 @@ class Soundness:
         )
         if not self._has_told:
             self._has_told = True
-            logger.error("request %r: %s; more of these are only counted", group.request.request_id, error)
+            logger.error("request %r: %s; further ones are only counted", group.request.request_id, error)
         for sequence in group.sequences:
             self._forget(sequence)
         self._stats.count_not_finite()

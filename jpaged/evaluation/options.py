@@ -58,7 +58,7 @@ class EvaluationOptions:
             raise InvalidArgument("model", "give either model=NAME_OR_FOLDER or target=HOST:PORT")
         if self.target and self.engine:
             name = min(self.engine)
-            raise InvalidArgument(name, "is no option of a client: the server at `target` has its own")
+            raise InvalidArgument(name, "is not a client option: the server at `target` has its own")
         for name in ("max_length", "max_gen_toks", "max_concurrency"):
             self._require_count(name, 1, is_left_out=name == "max_length" and self.max_length is None)
         self._require_count("seed", 0)
@@ -71,7 +71,9 @@ class EvaluationOptions:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise InvalidArgument("timeout_s", f"{self.timeout_s} is not above 0")
         if self.enable_thinking and self.think_end_token is None:
-            raise InvalidArgument("think_end_token", "is needed with enable_thinking: answers begin behind it")
+            raise InvalidArgument(
+                "think_end_token", "is required with enable_thinking, because the answer starts after it"
+            )
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> EvaluationOptions:

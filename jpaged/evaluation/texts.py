@@ -117,7 +117,7 @@ class Texts:
             others = [message for message in messages if message["role"] != "system"]
             if len(others) == len(messages):
                 raise InvalidArgument("messages", f"the chat template refuses them: {error}") from error
-            _log.warning("the chat template refuses a conversation (%s): its system message is left out", error)
+            _log.warning("the chat template refuses a conversation (%s): dropped its system message", error)
             return str(render(others))
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> tuple[int, ...]:

@@ -220,5 +220,5 @@ def num_connections(asked: int) -> int:
     if num_files == resource.RLIM_INFINITY or asked <= num_files // 4:
         return asked
     most = max(1, num_files // 4)
-    _LOG.warning("the HTTP port takes %d connections, not %d: the process may open %d files", most, asked, num_files)
+    _LOG.warning("the HTTP port accepts %d connections, not %d: the process may open %d files", most, asked, num_files)
     return most

@@ -165,7 +165,7 @@ class Publisher:
                     self._begin_answer(self._replay.recv_multipart())
                 wait_ms = self._go_on()
         except Exception:  # top level of the thread: the server continues without events
-            _LOG.exception("KV events are told no longer")
+            _LOG.exception("KV cache events stop: the publisher failed")
         finally:
             self._publish.close(linger=_LINGER_MS)
             self._replay.close(linger=_LINGER_MS)
@@ -188,7 +188,7 @@ class Publisher:
     def _begin_answer(self, frames: list[bytes]) -> None:
         """Start a replay of the kept messages from a number on."""
         if len(frames) != 3 or len(frames[2]) != 8:
-            _LOG.warning("a request for KV events that were missed has frames of %s bytes", [*map(len, frames)])
+            _LOG.warning("a replay request for KV cache events has frames of %s bytes", [*map(len, frames)])
             return
         first = int.from_bytes(frames[2], "big")
         numbers = deque(number for number in self._kept if number >= first)
@@ -207,7 +207,10 @@ class Publisher:
                     continue
                 has_sent |= len(answer.numbers) < num_left
                 if now_s - answer.sent_at_s > _STALLED_S:
-                    _LOG.warning("who asked for KV events takes none: %d messages are not sent", len(answer.numbers))
+                    _LOG.warning(
+                        "a subscriber does not read its replayed KV cache events: %d messages are not sent",
+                        len(answer.numbers),
+                    )
                     continue
             going_on.add(answer.who)
             left.append(answer)

@@ -119,7 +119,7 @@ class Subscriber:
                     self._settle_ms = None
                     self._read(self._events.recv_multipart())
         except Exception:  # top level of the thread: the index keeps what is known
-            _LOG.exception("KV events are read no longer")
+            _LOG.exception("KV cache events stop: the subscriber failed")
         finally:
             self.is_heard = False
             self._close_sockets()
@@ -156,7 +156,7 @@ class Subscriber:
 
     def _read(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
-            _LOG.warning("a message of KV events has frames of %s bytes", [*map(len, frames)])
+            _LOG.warning("a message of KV cache events has frames of %s bytes", [*map(len, frames)])
             return
         number = int.from_bytes(frames[1], "big")
         if self._order.is_repeated(number):
@@ -214,7 +214,7 @@ class Subscriber:
         try:
             events, _ = decode(message)
         except InvalidArgument as error:
-            _LOG.warning("KV events %d: %s", number, error)
+            _LOG.warning("KV cache events %d: %s", number, error)
             events = [Cleared()]
         self._take(events)
 

@@ -79,13 +79,13 @@ class _Server:
         """Record that it is unreachable, or does not answer."""
         if self.absent_until_s == 0.0:
             through = f" (through the proxy {self.proxy})" if self.proxy else ""
-            _LOG.warning("prefill server %s is not there%s", self.target, through)
+            _LOG.warning("prefill server %s is unreachable%s", self.target, through)
         self.absent_until_s = time.monotonic() + _ABSENT_S
 
     def note_answer(self) -> None:
         """Record an answer."""
         if self.absent_until_s:
-            _LOG.warning("prefill server %s is there again", self.target)
+            _LOG.warning("prefill server %s is reachable again", self.target)
         self.absent_until_s = 0.0
 
 

@@ -117,7 +117,7 @@ class Acts:
         """Repeat a call on one server; return False if the caller is no longer authorized."""
         _, error = (await _each([member], act))[0]
         if isinstance(error, _MAY_NOT):
-            _LOG.error("%s is not repeated any more, for who asked may not: %s", act.method, error)
+            _LOG.error("%s is no longer repeated, because its caller lacks permission: %s", act.method, error)
             return False
         if error is not None and not isinstance(error, is_done):
             raise Unavailable(f"{act.method} fails there, which the others did: {error}") from error

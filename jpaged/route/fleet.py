@@ -222,7 +222,7 @@ class Fleet:
         while True:
             if self._tls is not None and await asyncio.to_thread(self._files.has_changed):
                 self._files_number += 1
-                _LOG.info("certificates have changed: connections that are made from now on have the new ones")
+                _LOG.info("certificates have changed: new connections use the new ones")
             self._follow_list(await self._targets.now())
             await asyncio.sleep(_LOOKS_A_LIST * LOOK_S)
 
@@ -249,7 +249,7 @@ class Fleet:
                 try:
                     channel = open_channel(aio, target, self._tls, name=address.name, more=_SMALL_WINDOWS)
                 except InvalidArgument as error:  # the files may be in the middle of a change: retry later
-                    _LOG.error("%s: no connection can be made: %s", target, error)
+                    _LOG.error("%s: cannot connect: %s", target, error)
                     continue
                 endpoint = Endpoint(target, channel, channel_methods(channel), proxy_name(target, None))
                 member = Member(address, endpoint, self._files_number)
@@ -258,7 +258,7 @@ class Fleet:
 
     def _drop(self, member: Member, problem: str) -> None:
         """Give a server no new calls, and drop it when its last call has ended."""
-        _LOG.warning("%s: %s; %d calls go on there", member.name, problem, member.endpoint.num_open)
+        _LOG.warning("%s: %s; %d open calls continue there", member.name, problem, member.endpoint.num_open)
         self._dismiss(member, problem)
         self.directory.end(member.name)
         self._listen(member, None)
@@ -292,7 +292,7 @@ class Fleet:
             except JpagedError as error:
                 self._dismiss(member, sentence_of(error))
             except Exception as error:  # one server's error (it may not be jpaged) must not affect the others
-                _LOG.exception("%s: what it says is not understood", member.name)
+                _LOG.exception("%s: cannot parse its answer", member.name)
                 self._dismiss(member, f"what it says is not understood: {type(error).__name__}: {error}")
             finally:
                 watch.cancel()
@@ -330,7 +330,7 @@ class Fleet:
             return
         self.checkpoint = self.checkpoint or member.info.checkpoint
         if not member.is_admitted:
-            _LOG.info("%s takes calls", member.name)
+            _LOG.info("%s accepts calls", member.name)
         self._note_admitted(member)
 
     def _note_identity(self, member: Member, model: Any, info: Any) -> None:
@@ -341,7 +341,9 @@ class Fleet:
         try:
             telling = telling_of(member.address, info)
         except Unavailable as error:
-            _LOG.warning("%s: what it holds is not known, for its events are out of reach: %s", member.name, error)
+            _LOG.warning(
+                "%s: its cached prefixes are unknown, because its KV events cannot be reached: %s", member.name, error
+            )
             telling = None
         if member.life != before or telling != member.telling:
             self._listen(member, telling)
@@ -356,7 +358,7 @@ class Fleet:
             try:
                 self.held.listen(member.name, telling)
             except InvalidArgument as error:
-                _LOG.warning("%s: what it holds is not known: %s", member.name, error)
+                _LOG.warning("%s: its cached prefixes are unknown: %s", member.name, error)
         if former:
             self._start(asyncio.to_thread(self.held.close, former))
 
@@ -383,7 +385,7 @@ class Fleet:
     def _dismiss(self, member: Member, problem: str) -> None:
         """Give a server no new calls; its open calls continue."""
         if member.is_admitted or member.problem != problem:
-            _LOG.warning("%s takes no calls: %s", member.name, problem)
+            _LOG.warning("%s accepts no calls: %s", member.name, problem)
         member.is_other = member.is_other and member.problem == problem  # it is refused for the same reason again
         member.is_admitted, member.problem = False, problem
         self.endpoints.remove(member.endpoint)

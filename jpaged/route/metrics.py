@@ -14,11 +14,11 @@ from jpaged.route.fleet import Fleet
 from jpaged.telemetry.scrapes import ScrapeServer
 
 _BY_TARGET = {
-    "begun": ("jpaged:route_begun_calls", "Calls begun at a server, those that were tried again included."),
-    "retried": ("jpaged:route_retried_calls", "Calls tried again: a server was gone, turned them away or failed."),
-    "resumed": ("jpaged:route_resumed_streams", "Streams that went on at a server behind what had come of them."),
-    "messages": ("jpaged:route_messages", "Messages of streams that were passed on."),
-    "tokens": ("jpaged:route_tokens", "Tokens in them."),
+    "begun": ("jpaged:route_begun_calls", "Calls started at a backend, including retries."),
+    "retried": ("jpaged:route_retried_calls", "Calls retried because a backend was gone, refused them or failed."),
+    "resumed": ("jpaged:route_resumed_streams", "Streams resumed at a backend after another one failed."),
+    "messages": ("jpaged:route_messages", "Stream messages forwarded."),
+    "tokens": ("jpaged:route_tokens", "Tokens in forwarded messages."),
 }
 
 
@@ -31,7 +31,7 @@ class RouteCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         counts, directory = self._fleet.counts, self._fleet.directory
         ended = CounterMetricFamily(
-            "jpaged:route_calls", "Calls that have ended, by method and status.", labels=("method", "code")
+            "jpaged:route_calls", "Finished calls by method and status.", labels=("method", "code")
         )
         for (method, code), value in list(counts.ended.items()):
             ended.add_metric((method, code), value)
@@ -41,31 +41,39 @@ class RouteCollector(Collector):
             for target, value in list(vars(counts)[name].items()):
                 family.add_metric((target,), value)
             yield family
-        yield GaugeMetricFamily("jpaged:route_open_calls", "Calls that are open.", value=counts.open)
-        yield CounterMetricFamily("jpaged:route_placed_prompts", "Prompts that were placed.", directory.num_placed)
+        yield GaugeMetricFamily("jpaged:route_open_calls", "Open calls.", value=counts.open)
+        yield CounterMetricFamily("jpaged:route_placed_prompts", "Prompts routed.", directory.num_placed)
         yield CounterMetricFamily(
             "jpaged:route_prefix_hits",
-            "Prompts placed where their beginning is, or was sent before.",
+            "Prompts routed to a backend that has their prefix cached or was sent it before.",
             directory.num_hits,
         )
         yield CounterMetricFamily(
             "jpaged:route_passed_over",
-            "Prompts whose longest beginning was at a server that was away, or ahead of the others.",
+            "Prompts not routed to the backend with their longest prefix, because it was away or too loaded.",
             directory.num_passed_over,
         )
-        yield GaugeMetricFamily("jpaged:route_known_prefixes", "Hashes of beginnings that are kept.", len(directory))
+        yield GaugeMetricFamily("jpaged:route_known_prefixes", "Prefix hashes kept by the router.", len(directory))
         yield from self._targets()
 
     def _targets(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("jpaged:route_target_up", "1 where a server takes calls.", labels=("target",))
-        calls = GaugeMetricFamily("jpaged:route_target_open_calls", "Calls open there, from here.", labels=("target",))
+        up = GaugeMetricFamily("jpaged:route_target_up", "1 if the backend accepts calls.", labels=("target",))
+        calls = GaugeMetricFamily(
+            "jpaged:route_target_open_calls", "Open calls from this router to the backend.", labels=("target",)
+        )
         busy = GaugeMetricFamily(
-            "jpaged:route_target_busy", "Calls there, those of others included as it told last.", labels=("target",)
+            "jpaged:route_target_busy",
+            "Open requests reported by the backend, including those of other routers.",
+            labels=("target",),
         )
         heard = GaugeMetricFamily(
-            "jpaged:route_target_heard", "1 where a server is heard that tells what it holds.", labels=("target",)
+            "jpaged:route_target_heard", "1 if the router receives the backend's KV cache events.", labels=("target",)
         )
-        blocks = GaugeMetricFamily("jpaged:route_target_blocks", "Blocks that it tells it has.", labels=("target",))
+        blocks = GaugeMetricFamily(
+            "jpaged:route_target_blocks",
+            "KV blocks that the backend holds, according to its events.",
+            labels=("target",),
+        )
         held = self._fleet.held
         for member in list(self._fleet.members.values()):
             endpoint = member.endpoint

@@ -173,9 +173,9 @@ class Targets:
         try:
             self._of_file = _parsed(read_targets(self._path))
         except InvalidArgument as error:
-            _LOG.error("the targets stay as they were: %s", error)
+            _LOG.error("the targets are unchanged: %s", error)
         else:
-            _LOG.info("targets_file: %s was read again: %d targets", self._path, len(self._of_file))
+            _LOG.info("targets_file: reloaded %s: %d targets", self._path, len(self._of_file))
 
     async def _resolve(self, target: str) -> None:
         match = _DNS.fullmatch(target)
@@ -186,7 +186,7 @@ class Targets:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             if target not in self._resolved:
-                _LOG.warning("target: %s: nothing is found of it: %s", target, error)
+                _LOG.warning("target: %s: cannot be resolved: %s", target, error)
                 self._resolved[target] = ()
             return
         # A server with both an IPv4 and an IPv6 address would count twice.

@@ -259,10 +259,12 @@ class Server:
                 self._on_hang()
                 self.fail(watch.why())
             elif found is EngineState.STALLS and stage is Stage.SERVING:
-                _LOG.warning("no step has ended for %g s: the server is not ready", self._config.timeouts.stall_timeout)
+                _LOG.warning(
+                    "no step has completed for %g s: the server is not ready", self._config.timeouts.stall_timeout
+                )
                 await self._enter(Stage.STALLED)
             elif found is EngineState.GOES_ON and stage is Stage.STALLED:
-                _LOG.warning("steps end again: the server is ready")
+                _LOG.warning("steps complete again: the server is ready")
                 await self._enter(Stage.SERVING)
 
     async def _enter(self, stage: Stage) -> None:
@@ -304,7 +306,7 @@ class Server:
         """Prepare what the options require before the first request: the role, a pinned prefix, metrics."""
         options = self._config.server
         if self._role is not None:
-            self._note_progress(f"what blocks mean, for the role {self._config.roles.role}", 0, 1)
+            self._note_progress(f"preparing the role {self._config.roles.role}", 0, 1)
             await self._role.prepare(serving)
         if self._prefix is not None:
             try:
@@ -329,7 +331,7 @@ class Server:
             # Log the trace of unforeseen errors during loading; the engine has logged its own errors.
             is_told = self.state.model is not None or isinstance(failure, JpagedError)
             trace = None if is_told or not shows_traces() else failure
-            _LOG.error("the server ends: %s", sentence_of(failure), exc_info=trace)
+            _LOG.error("the server is shutting down: %s", sentence_of(failure), exc_info=trace)
             died = InternalError(f"the engine has died: {failure}")
             self._service.end_open_calls(failure if isinstance(failure, Unavailable) else died)
         await self._close()
@@ -360,7 +362,7 @@ class Server:
     async def _close(self) -> None:
         self._watching.cancel()
         if not await _wait(self._service.is_idle, _FLUSH_TIMEOUT_S):
-            _LOG.warning("clients that do not read their streams were cut off")
+            _LOG.warning("closed the streams of clients that do not read them")
         await self._health.end_watches(_FLUSH_TIMEOUT_S)
         await self._faces.end(_FLUSH_TIMEOUT_S)
         if self._http is not None:

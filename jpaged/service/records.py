@@ -188,4 +188,4 @@ def _notify(act: Callable[[RequestRecord], None], record: RequestRecord) -> None
     try:
         act(record)
     except Exception:  # an observer must not fail a request
-        _LOG.exception("an observer of requests failed")
+        _LOG.exception("a request observer failed")

@@ -51,12 +51,14 @@ class EngineCollector(Collector):
         if load.speculation.num_accepted_tokens_per_pos:
             yield from self._speculation(load.speculation)
         # "perc" is vLLM's name; the value is a fraction from 0 to 1.
-        use = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=("model_name",))
+        use = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", labels=("model_name",)
+        )
         use.add_metric((name,), load.num_blocks_used / load.num_blocks)
         yield use
         limit = GaugeMetricFamily(
             "jpaged:pool_limit_blocks",
-            "Blocks of each pool that requests may use; the live page can make them fewer.",
+            "KV blocks available to requests in each pool; the live page can lower it.",
             labels=("model_name",),
         )
         whole = load.num_blocks // max(1, len(replica_loads))
@@ -96,7 +98,7 @@ class EngineCollector(Collector):
 
     def _ended(self) -> Metric:
         counter = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason.", labels=("model_name", "finished_reason")
+            "vllm:request_success", "Finished requests by reason.", labels=("model_name", "finished_reason")
         )
         for reason, count in self._serving.engine.num_ended_by_reason().items():
             counter.add_metric((self._serving.model.name, reason), count)
@@ -115,7 +117,9 @@ class EngineCollector(Collector):
         The names: https://gateway-api-inference-extension.sigs.k8s.io, proposal 003, the model server's protocol.
         """
         labels = ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of requests that run and wait.", labels=labels)
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info", "LoRA adapters of running and waiting requests.", labels=labels
+        )
         names = ",".join(load.running_adapters), ",".join(load.waiting_adapters)
         info.add_metric((self._serving.model.name, str(max_loras), *names), time.time())
         return info
@@ -123,7 +127,7 @@ class EngineCollector(Collector):
     def _cache_config(self) -> Metric:
         """Return the cache configuration under vLLM's labels, which gateways expect."""
         cache, geometry = self._serving.config.cache, self._serving.engine.geometry
-        info = InfoMetricFamily("vllm:cache_config", "Sizes of the KV cache.", labels=("model_name",))
+        info = InfoMetricFamily("vllm:cache_config", "KV cache configuration.", labels=("model_name",))
         sizes = {
             "block_size": str(geometry.block_size),
             "num_gpu_blocks": str(geometry.num_blocks),

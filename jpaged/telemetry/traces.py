@@ -87,7 +87,7 @@ class Traces:
         flush.start()
         flush.join(_FLUSH_TIMEOUT_S)
         if flush.is_alive() and isinstance(self._processor, BatchSpanProcessor):
-            _LOG.warning("the collector of traces did not answer in %g s: the last spans are lost", _FLUSH_TIMEOUT_S)
+            _LOG.warning("the trace collector did not answer within %g s: the last spans are lost", _FLUSH_TIMEOUT_S)
             self._processor.span_exporter.shutdown()  # ends its retries, and the pending call
 
     def _tell_parts(self, span: Span, record: RequestRecord) -> None:

@@ -140,95 +140,98 @@ class SamplingParams:
         use_prefix_cache: if False, neither use the prefix cache nor add to it.
     """
 
-    max_tokens: int = param(16, "tokens to generate at most, >= 1")
+    max_tokens: int = param(16, "maximum number of tokens to generate, >= 1")
     min_tokens: int = param(
-        0, "end-of-sequence and stop tokens are impossible before so many tokens; 0 <= min_tokens <= max_tokens"
+        0,
+        "minimum number of tokens before an end-of-sequence or stop token may be sampled; 0 <= min_tokens <= "
+        "max_tokens",
     )
-    temperature: float = param(1.0, "0 is greedy; otherwise logits are divided by it, up to 100")
-    top_k: int = param(0, "keep the k likeliest tokens; 0 or -1 keeps all")
-    top_p: float = param(1.0, "keep the smallest set of likeliest tokens whose probability reaches top_p; in (0, 1]")
-    min_p: float = param(0.0, "drop tokens less likely than min_p times the likeliest; in [0, 1]")
+    temperature: float = param(1.0, "sampling temperature, up to 100; 0 is greedy")
+    top_k: int = param(0, "keep the k most likely tokens; 0 or -1 keeps all")
+    top_p: float = param(
+        1.0, "keep the smallest set of most likely tokens whose total probability reaches top_p; in (0, 1]"
+    )
+    min_p: float = param(0.0, "drop tokens less likely than min_p times the most likely one; in [0, 1]")
     typical_p: float = param(
         1.0,
-        "keep the tokens whose information is nearest to what is expected, until their probability reaches typical_p; "
-        "in (0, 1]",
+        "keep the tokens whose information content is closest to the distribution's entropy, until their total "
+        "probability reaches typical_p; in (0, 1]",
     )
     top_n_sigma: float = param(
-        0.0, "keep tokens whose logits are within so many standard deviations of the largest; 0 keeps all, up to 100"
+        0.0, "keep tokens whose logits are within this many standard deviations of the largest; 0 keeps all, up to 100"
     )
-    presence_penalty: float = param(0.0, "taken off the logits of tokens that were generated; -2 to 2")
+    presence_penalty: float = param(0.0, "subtracted from the logits of tokens that were already generated; -2 to 2")
     frequency_penalty: float = param(
-        0.0, "taken off the logits of tokens for each time that they were generated; -2 to 2"
+        0.0, "subtracted from the logits of tokens for each time they were generated; -2 to 2"
     )
     repetition_penalty: float = param(
         1.0,
-        "logits of tokens that the prompt has or that were generated are divided by it where they are above 0, and "
-        "multiplied below; above 0, up to 100",
+        "positive logits of tokens in the prompt or output are divided by it, negative ones multiplied; above 0, "
+        "up to 100",
     )
     logit_bias: Mapping[int, float] | None = param(
-        None, "added to the logits of tokens: token ids (at most 300) to numbers from -100 to 100"
+        None, "added to logits: a map from token ids (at most 300) to numbers from -100 to 100"
     )
     allowed_token_ids: Sequence[int] | None = param(None, "only these tokens can be sampled; None allows all")
     bad_words: Sequence[str] = param(
-        (), "texts whose tokens cannot follow each other, alone or behind a space: at most 128, of 256 characters each"
+        (),
+        "texts that must not be generated, with or without a leading space: at most 128, of up to 256 characters each",
     )
     structured_outputs: StructuredOutputs | None = param(
         None,
-        "the text follows a grammar: an object with one of json, regex, choice, grammar, json_object, structural_tag",
+        "constrain the output: an object with one of json, regex, choice, grammar, json_object, structural_tag",
     )
     seed: int | None = param(
         None,
-        "the noise of this request is a function of (seed, sequence index, position) alone; None or -1 samples a seed "
-        "from the engine's; other seeds below 0 count as 64-bit numbers without a sign",
+        "seed of this request: its random numbers depend only on (seed, sequence index, position); None or -1 "
+        "draws a seed from the engine's; other negative seeds are read as unsigned 64-bit numbers",
     )
     logprobs: int | None = param(
         None,
-        "also report this many likeliest tokens at each position: 0 reports the chosen one alone, -1 all; at most what "
-        "--max-logprobs allows (20). Log-probabilities are of the model's own distribution, before temperature and "
-        "truncation",
+        "number of most likely tokens to report per position, with log-probabilities: 0 reports only the chosen "
+        "one, -1 all; limited by --max-logprobs (20). Log-probabilities are of the model's distribution before "
+        "temperature and truncation",
     )
     logprob_token_ids: Sequence[int] = param(
-        (), "also report the log-probabilities of these tokens at each position: at most 32"
+        (), "token ids whose log-probabilities to report at each position: at most 32"
     )
     prompt_logprobs: int | None = param(
-        None, "report log-probabilities of the prompt's tokens, and this many likeliest at each position; see logprobs"
+        None, "log-probabilities of the prompt's tokens, with this many most likely tokens per position; see logprobs"
     )
     truncate_prompt_tokens: int | None = param(
-        None, "keep so many tokens of the prompt, the last ones; -1 keeps as many as max_model_len leaves"
+        None, "number of prompt tokens to keep, from the end; -1 keeps as many as max_model_len allows"
     )
-    stop: Sequence[str] = param((), "texts that end the sequence; none of their characters is ever sent")
+    stop: Sequence[str] = param((), "stop strings that end the sequence; they are never part of the output")
     stop_token_ids: Sequence[int] = param(
-        (), "tokens that end the sequence; the token itself is reported, its text is not"
+        (), "stop token ids that end the sequence; the token is reported, its text is not"
     )
-    include_stop_str_in_output: bool = param(
-        False, "leave a stop string that ends a sequence in its text, and the text of a stop token"
-    )
-    ignore_eos: bool = param(False, "go on past the model's own end-of-sequence tokens")
-    skip_special_tokens: bool = param(True, "leave special tokens out of the text")
-    detokenize: bool = param(True, "False makes no text, only token ids: every text is empty")
-    n: int = param(1, "sequences to return. The prompt is computed once and its blocks are shared")
+    include_stop_str_in_output: bool = param(False, "keep the stop string or the text of the stop token in the output")
+    ignore_eos: bool = param(False, "continue after end-of-sequence tokens")
+    skip_special_tokens: bool = param(True, "omit special tokens from the text")
+    detokenize: bool = param(True, "False returns only token ids: all texts are empty")
+    n: int = param(1, "number of sequences to return; the prompt is computed once and its blocks are shared")
     best_of: int | None = param(
         None,
-        "sequences to generate, of which the n with the highest cumulative log-probability are returned, the best "
-        "first; None is n. With best_of above n nothing is streamed before the end",
+        "number of sequences to generate, of which the n with the highest cumulative log-probability are returned, "
+        "best first; None is n. If best_of is above n, nothing is streamed before the end",
     )
     beam_width: int | None = param(
         None,
-        "search for the likeliest sequences with this many beams instead of sampling; None or 0 samples. The n best "
-        "are returned at the end. Temperature, top_k, top_p, min_p, seed and best_of have no part in it and must "
-        "be left at their defaults (a temperature of 0 is accepted); stop strings are not searched for",
+        "beam search with this many beams instead of sampling; None or 0 samples. The n best sequences are "
+        "returned at the end. Temperature, top_k, top_p, min_p, seed and best_of have no effect and must be left "
+        "at their defaults (temperature 0 is accepted); stop strings are ignored",
     )
     length_penalty: float = param(
-        1.0, "a finished beam's score is its cumulative log-probability / length ** length_penalty"
+        1.0, "score of a finished beam: cumulative log-probability / length ** length_penalty"
     )
     early_stopping: bool | Literal["never"] = param(
         False,
-        "True ends the search as soon as beam_width sequences are finished; False when the best running beam, at "
-        'its length, no longer beats the worst finished one; "never" when it cannot at any length',
+        "True: stop as soon as beam_width sequences are finished; False: when the best running beam, at its "
+        'current length, cannot beat the worst finished one; "never": when it cannot at any length',
     )
-    priority: int = param(0, "lower numbers are served first, under the policy `priority`")
-    cache_salt: str = param("", "sequences share cached prefixes only with those of the same salt")
-    use_prefix_cache: bool = param(True, "False neither reads cached prefixes nor leaves any")
+    priority: int = param(0, "priority under the policy `priority`; lower numbers run first")
+    cache_salt: str = param("", "share cached prefixes only with requests that have the same salt")
+    use_prefix_cache: bool = param(True, "False: neither read nor write the prefix cache")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

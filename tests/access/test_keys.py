@@ -175,7 +175,7 @@ def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
         entered(gate, TOKEN)
     path.write_text("[[keys]]\nid = 3")
     gate.look_again()
-    assert "the keys stay as they were: api_keys: " in caplog.text
+    assert "the API keys are unchanged: api_keys: " in caplog.text
     path.unlink()
     gate.look_again()
     assert entered(gate, "a-token-that-is-new").tenant == "acme"

@@ -326,7 +326,7 @@ def test_a_disk_that_is_full_keeps_what_there_is(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     keep(store, *range(2, 30))
     assert store.is_on and read(store, 29) and not read(store, 1)
-    assert "is full: no more than 1 files are kept" in caplog.text
+    assert "is full: at most 1 files are kept" in caplog.text
     store.close()
 
 

@@ -170,7 +170,7 @@ def test_a_tensor_without_a_place_is_named_with_its_file_and_not_read(
     (record,) = caplog.records
     assert record.getMessage() == (
         "checkpoint: 1 tensors are not part of LlamaForCausalLM with this config: "
-        f"{name} ({folder / 'model.safetensors'}); they are not read"
+        f"{name} ({folder / 'model.safetensors'}); they are ignored"
     )
 
 

@@ -169,7 +169,7 @@ def test_stops_may_come_several_times():
         (["serve", "--metrics-port", "70000"], "--metrics-port: 70000 is above the limit of 65535"),
         (["serve", "--pin-prefix", "/no/such/file"], "--pin-prefix: /no/such/file cannot be read"),
         (["generate", "--prompt-token-ids", "1,x"], "'1,x' is not a list of integers"),
-        (["generate", "--prompt-token-ids", "1", "--chat"], "--chat: goes with --prompt only"),
+        (["generate", "--prompt-token-ids", "1", "--chat"], "--chat: requires --prompt"),
         (["generate", "--prompt", "x", "--port", "1"], "unrecognized arguments: --port"),
         (["batch", "--target", "x:1"], "--input: is missing"),
         (["batch", "-i", __file__, "--target", "x:1"], "--output: is missing"),

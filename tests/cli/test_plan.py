@@ -207,7 +207,7 @@ def test_roles_are_compared_where_somebody_asks(capsys: pytest.CaptureFixture[st
 
 def test_goals_of_roles_without_them_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DEMO, "--topology", "v6e:1x1", "--max-itl-ms", "20"]) == 2
-    assert "--max-itl-ms: goes with --roles, which is not there" in capsys.readouterr().err
+    assert "--max-itl-ms: requires --roles" in capsys.readouterr().err
     assert main([*DEMO, "--topology", "v6e:1x1", "--roles", "--max-itl-ms", "nan"]) == 2
     assert "--max-itl-ms: nan is not above the limit of 0" in capsys.readouterr().err
 

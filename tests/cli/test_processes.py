@@ -77,7 +77,7 @@ def test_a_server_says_what_it_does_and_ends_on_a_signal(serve, number):
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(model, message):
     process = Process((*FAKE, model, "--port", "0"))
     assert process.wait() == 1
-    assert any(f"the server ends: {message}" in line for line in process.lines)
+    assert any(f"the server is shutting down: {message}" in line for line in process.lines)
     assert not any("Traceback" in line for line in process.lines)
 
 
@@ -146,7 +146,7 @@ def test_the_demo_streams_and_prints_one_table(fake_server, capsys):
     assert main(["demo"]) == 0
     said = capsys.readouterr()
     assert {f"[{i}]" for i in range(1, 7)} <= {line.partition(" ")[0] for line in said.out.splitlines()}
-    for row in ("tokens per second", "time to first token", "blocks used at the peak", "reserved slots that held"):
+    for row in ("tokens per second", "time to first token", "peak KV blocks in use", "reserved KV slots that held"):
         assert said.out.count(row) == 1
     assert said.err == ""
 

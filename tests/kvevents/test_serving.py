@@ -63,7 +63,7 @@ def test_a_router_knows_what_each_replica_holds(tmp_path: Path, num_replicas: in
 
 @pytest.mark.parametrize("given", [{"enable_prefix_caching": False}, {"kv_policy": "reserve-max"}], ids=str)
 def test_events_of_what_is_not_cached_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument, match="kv_events_endpoint: there is nothing to tell"):
+    with pytest.raises(InvalidArgument, match="kv_events_endpoint: there are no events to publish"):
         EngineConfig.load({"kv_events_endpoint": "tcp://*:5557", **given})
 
 

@@ -266,4 +266,4 @@ def test_processes_that_know_one_secret_serve_together_and_one_that_does_not_is_
         codes = group.codes()
         assert all(code > 0 for code in codes), (codes, group.log())
         assert group.members[1].find("it does not know the secret"), group.log()
-        assert group.members[0].find("is none of our processes and was turned away"), group.log()
+        assert group.members[0].find("refused a connection"), group.log()

@@ -207,7 +207,7 @@ async def test_a_file_of_targets_is_followed_and_a_broken_one_changes_nothing(tm
         assert (await running_)[-1].is_last  # it goes on where it was
         with caplog.at_level(logging.ERROR):
             path.write_text("nonsense")
-            await eventually(lambda: "stay as they were" in caplog.text)
+            await eventually(lambda: "are unchanged" in caplog.text)
         assert len(router.states()) == 2
         assert await collect(router.inference.Generate(request()))
 

@@ -140,7 +140,7 @@ async def test_a_request_does_not_depend_on_its_observers(caplog: pytest.LogCapt
     with Records([Broken()]).kept(record):
         pass
     assert record.status == "OK"
-    assert [one.message for one in caplog.records] == ["an observer of requests failed"] * 2
+    assert [one.message for one in caplog.records] == ["a request observer failed"] * 2
 
 
 class Hanging(SpanProcessor):

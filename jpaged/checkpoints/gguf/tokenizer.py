@@ -178,7 +178,8 @@ def _byte_level(vocabulary: Vocabulary, file: GgufFile) -> tuple[Any, bool]:
     if pre is None:
         pre = _DEFAULT
         _LOG.warning(
-            "%s: tokenizer.ggml.pre is missing, and words are cut as llama.cpp cuts them then; convert the model again",
+            "%s: tokenizer.ggml.pre is missing, so words are split by llama.cpp's default rule; convert the model "
+            "again",
             file.path,
         )
     cut = _CUTS.get(str(pre))

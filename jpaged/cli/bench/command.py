@@ -16,26 +16,26 @@ from jpaged.cli.help.parsers import LateParser
 
 HELP = "measure"
 DESCRIPTION = """\
-Measure. Without options each of these runs the embedded model, in about a minute.
+Run a benchmark. Without options, each benchmark runs the embedded model and takes about a minute.
 
-throughput  requests and tokens a second of LLM.generate
-latency     how long it takes for one batch
-serve       a server under load, of ours or with OpenAI's API
-startup     how long a server takes until it answers
+throughput  offline throughput of LLM.generate, in requests and tokens per second
+latency     offline latency of one batch
+serve       a server under load: jpaged or any OpenAI-compatible server
+startup     time from start until a server answers requests
 compare     two results side by side
-probe       bandwidth and FLOPs of this machine
-simulate    serves a trace in simulated time, on any accelerator, with the real scheduler
-fleet       serves a day on a thousand replicas in simulated time, with routers, failures and prices
-kernels     times the attention kernels of this device
+probe       memory bandwidth and FLOP/s of this machine
+simulate    a trace in simulated time, on any accelerator, with the real scheduler
+fleet       a day on a thousand replicas in simulated time, with routers, failures and prices
+kernels     the attention kernels of this device
 """
 
 BENCHMARKS: Mapping[str, str] = {
-    "throughput": "measure requests and tokens a second, offline",
-    "latency": "measure how long one batch takes, offline",
+    "throughput": "measure offline throughput in requests and tokens per second",
+    "latency": "measure the offline latency of one batch",
     "serve": "measure a server under load",
-    "startup": "measure how long a server takes until it answers",
+    "startup": "measure the time until a server answers requests",
     "compare": "compare two results",
-    "probe": "measure bandwidth and FLOPs of this machine",
+    "probe": "measure memory bandwidth and FLOP/s of this machine",
     "simulate": "serve a trace in simulated time",
     "fleet": "serve a day on many replicas in simulated time",
     "kernels": "time the attention kernels",

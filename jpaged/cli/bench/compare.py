@@ -15,20 +15,22 @@ from jpaged.bench.compare import Comparison, compare, read_result, runs_of
 from jpaged.errors import InvalidArgument
 
 DESCRIPTION = """\
-Compare two result files metric by metric, of `jpaged bench` or of vLLM's benchmarks, which have the same keys.
+Compare two result files metric by metric, from `jpaged bench` or vLLM's benchmarks, which use the same keys.
 
     jpaged bench compare before.json after.json
 
-The ratio is B over A. What keeps the two from being comparable is said on stderr, and is exit code 1.
+The ratio is B over A. Settings that make the two results incomparable are printed to stderr, with exit code 1.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the two files."""
-    parser.add_argument("a", type=Path, metavar="A", help="a result file")
+    parser.add_argument("a", type=Path, metavar="A", help="result file")
     parser.add_argument("b", type=Path, metavar="B", help="another")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweeps of both against the rate (.png)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot the sweeps of both against the request rate (.png)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object to stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

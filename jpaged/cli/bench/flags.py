@@ -14,23 +14,23 @@ from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE
 
 _HELP: Mapping[str, str] = {
-    "dataset_name": "what is sent",
+    "dataset_name": "dataset to send",
     "dataset_path": "file of sharegpt (JSON) or custom (JSON lines)",
     "num_prompts": "requests",
-    "seed": "of the data set and of the arrivals",
-    "random_input_len": "tokens of a random prompt",
-    "random_output_len": "tokens that follow it",
-    "random_range_ratio": "both lengths are drawn from this share below to this share above",
-    "random_prefix_len": "tokens that all random prompts begin with, besides",
-    "prefix_repetition_prefix_len": "tokens of a prefix",
-    "prefix_repetition_suffix_len": "tokens of a suffix",
+    "seed": "seed of the dataset and the arrivals",
+    "random_input_len": "tokens per random prompt",
+    "random_output_len": "output tokens per random prompt",
+    "random_range_ratio": "relative spread of both lengths: uniform from 1 - N to 1 + N times the mean",
+    "random_prefix_len": "length of an additional prefix shared by all random prompts, in tokens",
+    "prefix_repetition_prefix_len": "tokens per prefix",
+    "prefix_repetition_suffix_len": "tokens per suffix",
     "prefix_repetition_num_prefixes": "prefixes",
-    "prefix_repetition_output_len": "tokens that follow",
-    "sharegpt_output_len": "tokens that follow (default: as many as the conversation's second turn has)",
-    "custom_output_len": "tokens that follow a line without output_tokens",
-    "prompt_format": "whether random prompts are sent as token ids, or as texts for servers that take no ids",
-    "no_oversample": "send a file with too few requests once, instead of repeating some",
-    "disable_shuffle": "keep the order of the file, or of the prefixes",
+    "prefix_repetition_output_len": "output tokens",
+    "sharegpt_output_len": "output tokens (default: as many as the conversation's second turn has)",
+    "custom_output_len": "output tokens for a line without output_tokens",
+    "prompt_format": "format of random prompts: token ids, or text for servers that accept no ids",
+    "no_oversample": "send a file with too few requests once, instead of repeating some of them",
+    "disable_shuffle": "keep the order of the file or of the prefixes",
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {"dataset_name": get_args(DatasetName), "prompt_format": ("ids", "text")}
 
@@ -52,7 +52,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
             keywords["help"] += f" (default: {spec.default})"
         group.add_argument(flag_of(spec.name), **keywords)
     group.add_argument("--input-len", type=int, metavar="N", help="the same as --random-input-len")
-    group.add_argument("--output-len", type=int, metavar="N", help="output tokens, whatever the data set")
+    group.add_argument("--output-len", type=int, metavar="N", help="output tokens per request, for any dataset")
 
 
 def dataset_from(arguments: argparse.Namespace) -> DatasetOptions:
@@ -76,14 +76,14 @@ def add_hardware_flag(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         default="auto",
         choices=("auto", "none", "cpu", *HARDWARE),
-        help="whose bandwidth and FLOPs the limit is computed from: auto measures a CPU of this machine and looks "
-        "accelerators up, cpu measures, none leaves it out (default: auto)",
+        help="machine whose memory bandwidth and FLOP/s set the limit; auto: measured for a local CPU, looked up "
+        "for accelerators; cpu: measured; none: no limit (default: auto)",
     )
 
 
 def add_output_json(parser: argparse.ArgumentParser) -> None:
     """Add the flag for the result file."""
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the numbers")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the results to this file")
 
 
 def require_writable(flag: str, path: Path | None) -> None:

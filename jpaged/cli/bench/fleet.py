@@ -34,26 +34,26 @@ from jpaged.errors import InvalidArgument
 from jpaged.types import MAX_SEED
 
 DESCRIPTION = """\
-Serve a day of requests on many replicas in simulated time: the real scheduler and KV memory in each, routers, failures,
-drains, the autoscaler of deploy/, and what it costs.
+Simulate a day of requests on many replicas: the real scheduler and KV cache in each replica, routers, failures, drains,
+the autoscaler of deploy/, and the costs.
 
-    jpaged bench fleet                                              1000 replicas, a day drawn together to 20 s
+    jpaged bench fleet                                              1000 replicas, a day compressed to 20 s
     jpaged bench fleet --router random least-load prefix prefix+load --failures 20 --plot routers.png
     jpaged bench fleet --topology v6e:1x1=600 --topology h100=400 --price v6e=2.7,h100=3
     jpaged bench fleet --replicas 8 --day 3600 --rate 12 --autoscale deploy
 
-A day is a curve with bursts, tenants with system prompts, and conversations whose turns bring what was said before.
-Steps take what a plan says; all else is what the engine does. docs/fleet.md says what is simulated, and how near to it
-processes come.
+The load is a daily curve with bursts, tenants with system prompts, and conversations whose turns include their history.
+Step times come from the model of `jpaged plan`; everything else is the engine's own code. docs/fleet.md describes what
+is simulated and how closely it matches real processes.
 """
 
 _MAX_REPLICAS = 100_000
 _MANY_TURNS = 2000
 """Number of requests from which the estimated duration is printed first."""
 _LENGTHS = (
-    ("system", "tokens of a tenant's system prompt"),
-    ("said", "tokens of what a user says in a turn"),
-    ("answered", "tokens of an answer"),
+    ("system", "mean tokens of a tenant's system prompt"),
+    ("said", "mean tokens of a user turn"),
+    ("answered", "mean tokens of an answer"),
 )
 _DEFAULTS = {"system": Lengths(3000.0, 0.5), "said": Lengths(150.0, 1.0), "answered": Lengths(80.0, 0.8)}
 
@@ -62,88 +62,145 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for the fleet, its day, events and outputs."""
     _add_fleet_flags(parser)
     _add_day_flags(parser)
-    group = parser.add_argument_group("what happens")
-    group.add_argument("--failures", type=int, default=0, metavar="N", help="replicas that die (default: 0)")
-    group.add_argument("--drains", type=int, default=0, metavar="N", help="replicas that are restarted (default: 0)")
+    group = parser.add_argument_group("events")
+    group.add_argument("--failures", type=int, default=0, metavar="N", help="replicas that crash (default: 0)")
     group.add_argument(
-        "--drain-timeout", type=float, default=60.0, metavar="S", help="for what is in flight (default: 60)"
+        "--drains", type=int, default=0, metavar="N", help="replicas that are drained and restarted (default: 0)"
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds for requests in flight to finish on a drain (default: 60)",
     )
     group.add_argument(
         "--cold-start",
         type=float,
         metavar="S",
-        help="from a replica's start until it serves (default: 3 s, as measured of the small model, and its weights at "
-        "2 GB/s)",
+        help="seconds from a replica's start until it serves (default: 3 s, measured with the small model, plus "
+        "loading the weights at 2 GB/s)",
     )
     group.add_argument(
         "--autoscale",
         type=Path,
         metavar="DIR",
-        help="by the rules of a folder like deploy/; --replicas is the most",
+        help="autoscale by the rules of a folder like deploy/; --replicas is the maximum",
     )
     group = parser.add_argument_group("results")
-    group.add_argument("--goal-ttft", type=float, default=1000.0, metavar="MS", help="(default: 1000)")
-    group.add_argument("--goal-itl", type=float, default=50.0, metavar="MS", help="mean of an answer (default: 50)")
+    group.add_argument(
+        "--goal-ttft", type=float, default=1000.0, metavar="MS", help="goal for the time to first token (default: 1000)"
+    )
+    group.add_argument(
+        "--goal-itl",
+        type=float,
+        default=50.0,
+        metavar="MS",
+        help="goal for the mean inter-token latency of an answer (default: 50)",
+    )
     group.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the day (.png)")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="plot the day (.png)")
     add_output_json(group)  # type: ignore[arg-type]  # a group takes arguments as a parser does
 
 
 def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("fleet")
-    group.add_argument("--model", choices=MODELS, default="llama-3.1-8b", help="(default: llama-3.1-8b)")
+    group.add_argument(
+        "--model", choices=MODELS, default="llama-3.1-8b", help="model that each replica serves (default: llama-3.1-8b)"
+    )
     group.add_argument(
         "--topology",
         action="append",
         metavar="T[=N]",
-        help="of each replica, as `jpaged plan` has them: v6e:1x1, h100, h100:2; several with how many replicas each "
-        "has (default: v6e:1x1)",
+        help="devices of each replica, as in `jpaged plan`: v6e:1x1, h100, h100:2; repeatable, with the number of "
+        "replicas of each (default: v6e:1x1)",
     )
     group.add_argument(
         "--replicas",
         type=int,
         metavar="N",
-        help="of a single topology (default: 1000, or maxReplicas)",
+        help="number of replicas, for a single topology (default: 1000, or maxReplicas)",
     )
-    group.add_argument("--price", metavar="USD", help="for an hour of a chip: 2.7, or v6e=2.7,h100=3")
-    group.add_argument("--router", nargs="+", choices=RULES, default=["prefix+load"], help="(default: prefix+load)")
+    group.add_argument("--price", metavar="USD", help="price of a chip-hour: 2.7, or v6e=2.7,h100=3")
     group.add_argument(
-        "--window", type=float, default=0.25, metavar="S", help="how old a router's knowledge may be (default: 0.25)"
+        "--router",
+        nargs="+",
+        choices=RULES,
+        default=["prefix+load"],
+        help="routing policies to compare (default: prefix+load)",
     )
-    group.add_argument("--max-model-len", type=int, default=8192, metavar="TOKENS", help="(default: 8192)")
-    group.add_argument("--max-num-seqs", type=int, default=128, metavar="N", help="rows of a step (default: 128)")
     group.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)"
+        "--window",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="maximum age of a router's view of the replicas in seconds (default: 0.25)",
     )
-    group.add_argument("--block-size", type=int, default=64, metavar="N", help="slots in a block (default: 64)")
     group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
+        "--max-model-len", type=int, default=8192, metavar="TOKENS", help="maximum length of a sequence (default: 8192)"
+    )
+    group.add_argument(
+        "--max-num-seqs", type=int, default=128, metavar="N", help="maximum number of sequences per step (default: 128)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="maximum number of tokens per step (default: 2048)",
+    )
+    group.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens per KV block (default: 64)")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV blocks of shared prefixes (default: on)",
     )
     group.add_argument(
         "--eviction-policy",
         choices=get_args(EvictionPolicyName),
         default="auto",
-        help="which cached block goes first (default: auto)",
+        help="eviction order of cached blocks (default: auto)",
     )
     group.add_argument(
-        "--num-host-blocks", type=int, default=0, metavar="N", help="of each, for what the pool gives up (default: 0)"
+        "--num-host-blocks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="host KV blocks per replica, for blocks evicted from the device (default: 0)",
     )
-    group.add_argument("--processes", type=int, metavar="N", help="that simulate (default: a process for each CPU)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
+    group.add_argument("--processes", type=int, metavar="N", help="simulation processes (default: one per CPU)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: 0)")
 
 
 def _add_day_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("day")
     group.add_argument(
-        "--day", type=float, default=20.0, metavar="S", help="simulated seconds that it has (default: 20)"
+        "--day", type=float, default=20.0, metavar="S", help="simulated length of the day in seconds (default: 20)"
     )
-    group.add_argument("--rate", type=float, metavar="R", help="requests/s, the mean (default: 3 a replica)")
-    group.add_argument("--tenants", type=int, default=200, metavar="N", help="(default: 200)")
-    group.add_argument("--tenant-skew", type=float, default=1.0, metavar="X", help="of Zipf's law (default: 1)")
-    group.add_argument("--swing", type=float, default=0.6, metavar="X", help="of the curve (default: 0.6 of the mean)")
-    group.add_argument("--burst-shape", type=float, default=4.0, metavar="X", help="less is burstier (default: 4)")
-    group.add_argument("--turns", type=float, default=3.0, metavar="N", help="mean of a conversation (default: 3)")
-    group.add_argument("--thinking", type=float, default=4.0, metavar="S", help="mean between turns (default: 4)")
+    group.add_argument("--rate", type=float, metavar="R", help="mean requests per second (default: 3 per replica)")
+    group.add_argument("--tenants", type=int, default=200, metavar="N", help="number of tenants (default: 200)")
+    group.add_argument(
+        "--tenant-skew",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="exponent of the tenants' Zipf distribution (default: 1)",
+    )
+    group.add_argument(
+        "--swing", type=float, default=0.6, metavar="X", help="amplitude of the daily curve (default: 0.6 of the mean)"
+    )
+    group.add_argument(
+        "--burst-shape",
+        type=float,
+        default=4.0,
+        metavar="X",
+        help="shape of the bursts; smaller is burstier (default: 4)",
+    )
+    group.add_argument("--turns", type=float, default=3.0, metavar="N", help="mean turns per conversation (default: 3)")
+    group.add_argument(
+        "--thinking", type=float, default=4.0, metavar="S", help="mean pause between turns in seconds (default: 4)"
+    )
     for name, text in _LENGTHS:
         mean = _DEFAULTS[name].mean
         group.add_argument(f"--{name}-len", type=float, default=mean, metavar="N", help=f"{text} (default: {mean:g})")
@@ -378,8 +435,8 @@ def _words(setting: Mapping[str, Any]) -> str:
     lapse = setting["time_lapse"]
     return (
         f"{setting['what']}: {setting['num_conversations']} conversations of {setting['num_tenants']} tenants. "
-        + (f"The curve and its bursts go by {lapse:.0f} times as fast as in a day of 24 hours; " if lapse > 1 else "")
-        + f"steps, answers and starts take their time. Routers know what is up to {setting['window_s']:g} s old."
+        + (f"The daily curve and its bursts run {lapse:.0f} times faster than in a 24-hour day; " if lapse > 1 else "")
+        + f"steps, answers and starts are not scaled. Routers see data that is up to {setting['window_s']:g} s old."
     )
 
 

@@ -26,9 +26,10 @@ Time the attention kernels of this device: paged against contiguous, and against
     jpaged bench kernels
     jpaged bench kernels --shape llama-3-8b --context 2048 32768 --block-size 16 64 --backend pallas-gpu --plot a.png
 
-Decode is one query a sequence, prefill the last 2048 tokens of a prompt. "limit" is the share of what the measured
-bandwidth (decode) or rate of matrix products (prefill) allows; "in order" the same kernel with its blocks one behind
-the other; "contiguous" jax.nn.dot_product_attention over dense keys and values, "ratio" paged over contiguous.
+Decode runs one query per sequence, prefill the last 2048 tokens of a prompt. "limit" is the fraction of the maximum
+that the measured bandwidth (decode) or matrix-product rate (prefill) allows; "in order" is the same kernel with
+consecutive blocks; "contiguous" is jax.nn.dot_product_attention over dense keys and values, and "ratio" is
+paged over contiguous.
 """
 
 _MAX_COUNT = 2**31 - 1
@@ -38,19 +39,23 @@ _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments that choose the cells of the table."""
-    parser.add_argument("--shape", default="llama-3-8b", help="heads of a model (default: llama-3-8b)")
+    parser.add_argument(
+        "--shape", default="llama-3-8b", help="model whose attention heads are used (default: llama-3-8b)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)")
     backends = ("auto", *get_args(Backend))
-    parser.add_argument("--backend", choices=backends, default="auto", help="whose kernels run (default: auto)")
+    parser.add_argument("--backend", choices=backends, default="auto", help="attention kernels (default: auto)")
     parser.add_argument("--kind", choices=("decode", "prefill"), nargs="+", default=["decode", "prefill"])
-    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="rows of a decode")
+    parser.add_argument(
+        "--num-seqs", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="sequences per decode step"
+    )
     parser.add_argument("--context", type=int, nargs="+", default=list(_CONTEXTS), metavar="N", help="tokens")
     parser.add_argument("--block-size", type=int, nargs="+", default=list(_BLOCK_SIZES), metavar="N", help="tokens")
     parser.add_argument(
-        "--max-gib", type=float, default=8.0, metavar="GIB", help="cells with more keys and values are left out"
+        "--max-gib", type=float, default=8.0, metavar="GIB", help="skip cells with more keys and values than this"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as a picture (needs matplotlib)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the table (needs matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     console.print(_table(found.rows, arguments.shape))
     for cell, reason in found.left_out:
-        console.print(f"left out {_name(cell)}: {reason}", highlight=False)
+        console.print(f"skipped {_name(cell)}: {reason}", highlight=False)
     if arguments.json is not None:
         arguments.json.write_text(json_text.dumps(_record(found, arguments), indent=2) + "\n")
     if arguments.plot is not None:

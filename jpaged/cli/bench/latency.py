@@ -17,12 +17,13 @@ from jpaged.cli.bench.report import print_result
 from jpaged.types import MAX_SEED, SamplingParams
 
 DESCRIPTION = """\
-Measure how long `LLM.generate` takes for one batch of random prompts, again and again.
+Measure the latency of `LLM.generate` for one batch of random prompts, repeatedly.
 
     jpaged bench latency
     jpaged bench latency ./model --batch-size 1 --input-len 32 --output-len 128 --output-json stream.json
 
-Flags and keys are vLLM's. Prefixes are not cached unless --enable-prefix-caching: the iterations run the same prompts.
+Flags and result keys are vLLM's. The prefix cache is off unless --enable-prefix-caching is given, because every
+iteration runs the same prompts.
 """
 
 _PERCENTAGES = (10, 25, 50, 75, 90, 99)
@@ -31,13 +32,13 @@ _PERCENTAGES = (10, 25, 50, 75, 90, 99)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL with its options, the batch, and the number of iterations."""
     for name, default, text in (
-        ("--input-len", 32, "tokens of each prompt"),
-        ("--output-len", 128, "tokens that follow"),
+        ("--input-len", 32, "input tokens per prompt"),
+        ("--output-len", 128, "output tokens per sequence"),
         ("--batch-size", 8, "prompts"),
-        ("--n", 1, "sequences of each prompt"),
-        ("--num-iters-warmup", 5, "batches before those that are timed"),
-        ("--num-iters", 15, "batches that are timed"),
-        ("--seed", 0, "of the prompts"),
+        ("--n", 1, "sequences per prompt"),
+        ("--num-iters-warmup", 5, "warm-up batches, not timed"),
+        ("--num-iters", 15, "timed batches"),
+        ("--seed", 0, "seed of the random prompts"),
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="N", help="0 is greedy (default: 1)")
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     title = f"latency of {offline.model}: {len(samples)} prompts, {arguments.output_len} tokens each"
     print_result(console, result, title)
     told = ", ".join(f"p{name} {1e3 * seconds:.1f}" for name, seconds in result["percentiles"].items())
-    console.print(f"milliseconds of a batch: {told}", highlight=False)
+    console.print(f"batch latency in ms: {told}", highlight=False)
     if arguments.output_json is not None:
         results.write(arguments.output_json, result)
     return 0

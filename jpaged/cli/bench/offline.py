@@ -22,9 +22,7 @@ _SECTIONS = ("model", "cache", "scheduler", "parallel", "startup")
 def add_offline_flags(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and every option of an LLM; --seed is the data set's."""
     add_config_flags(parser, _SECTIONS, without={"seed", *PROCESS_OPTIONS})
-    parser.add_argument(
-        "--disable-detokenize", action="store_true", help="make no text of what is generated, only token ids"
-    )
+    parser.add_argument("--disable-detokenize", action="store_true", help="skip detokenization: return only token ids")
 
 
 def with_model(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -86,7 +84,7 @@ class Offline:
         parallel = config.parallel
         num_devices = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.data_parallel_size
         if arguments.hardware in ("auto", "cpu"):
-            report.line("measuring the machine")
+            report.line("measuring the machine's bandwidth and FLOP/s")
         limits, reason = limits_of(arguments.hardware, "bfloat16" if dtype == "bfloat16" else "float32", num_devices)
         report.line(f"loading {model}")
         return cls(model, LLM(model, progress=report.progress, **values), limits, reason, report)

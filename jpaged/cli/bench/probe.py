@@ -15,21 +15,25 @@ from jpaged.errors import InternalError
 from jpaged.hardware import find_hardware
 
 DESCRIPTION = """\
-Measure what this machine does at best: bytes read from memory a second, and operations of matrix products a second.
+Measure the best case of this machine: memory bandwidth, and FLOP/s of matrix products.
 
     jpaged bench probe --dtype bfloat16
 
-On a CPU it is the best of numpy (float32) and XLA (in --dtype), on all cores that this process may run on. Of an
-accelerator in the table of `jpaged plan` it is the data sheet's. Other benchmarks start this in a process of its own.
+On a CPU, the result is the best of numpy (float32) and XLA (in --dtype), on all cores available to this process. For
+an accelerator in the table of `jpaged plan`, it is the data sheet's value. Other benchmarks run this command in a
+child process.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for the type and the output format."""
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(default: float32)"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="data type of the matrix products (default: float32)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object to stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,7 +77,7 @@ def probed(dtype: str) -> Limits:
 def limits_of(hardware: str, dtype: str, num_devices: int = 1) -> tuple[Limits | None, str]:
     """Return the limits for `--hardware`, or the reason why there are none."""
     if hardware == "none":
-        return None, "left out by --hardware none"
+        return None, "disabled by --hardware none"
     if hardware in ("auto", "cpu"):
         return probed(dtype), ""
     return limits.of_accelerator(hardware, num_devices), ""

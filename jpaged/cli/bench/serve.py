@@ -47,15 +47,16 @@ if TYPE_CHECKING:
     from jpaged.cli.bench.servers import Served
 
 DESCRIPTION = """\
-Measure a server under load as its clients see it: time to first token, time per token, throughput, goodput.
+Measure a server under load from the client's side: time to first token, time per token, throughput, goodput.
 
-    jpaged bench serve                                              a server of the demo model, started for it
+    jpaged bench serve                                              starts a server of the demo model
     jpaged bench serve --target localhost:50051 --request-rate 4 8 16 inf --plot rates.png
     jpaged bench serve --backend openai --base-url http://127.0.0.1:8000 --tokenizer ./model --output-json peer.json
     jpaged bench serve --model ./model -- --max-num-seqs 64         flags of `jpaged serve` follow after --
 
-Flags, defaults aside, and keys are vLLM's, so that `jpaged bench compare` and other tools read both. Several rates are
-a sweep: one run each, with prompts of its own, one picture. Greedy, and all tokens asked for, unless --no-ignore-eos.
+Flags (except their defaults) and result keys are vLLM's, so that `jpaged bench compare` and other tools can read both.
+Several rates form a sweep: one run per rate, each with its own prompts, and one plot. Requests are greedy and generate
+all their tokens unless --no-ignore-eos is given.
 """
 
 _MAX_SHOWN_ERRORS = 3
@@ -68,26 +69,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_flags(parser)
     _add_result_flags(parser)
     add_credential_flags(parser)
-    parser.add_argument("server_flags", nargs="*", metavar="-- FLAG", help="flags of the server that is started")
+    parser.add_argument("server_flags", nargs="*", metavar="-- FLAG", help="flags of the server to start")
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--backend", choices=BACKENDS, default="jpaged", help="(default: jpaged, gRPC)")
     group.add_argument(
-        "--target", metavar="HOST:PORT", help="of a server of ours (default: one is started, and ended afterwards)"
+        "--backend", choices=BACKENDS, default="jpaged", help="API of the server (default: jpaged, gRPC)"
     )
-    group.add_argument("--model", metavar="MODEL", help="what is started (default: demo), or what is asked for by name")
     group.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="of an OpenAI server (default: port 8000)"
+        "--target",
+        metavar="HOST:PORT",
+        help="address of a running jpaged server (default: start one for the benchmark)",
     )
-    group.add_argument("--endpoint", metavar="PATH", help="(default: /v1/completions, or /v1/chat/completions)")
-    group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="of every HTTP request")
-    group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="fields of every request")
     group.add_argument(
-        "--tokenizer", metavar="MODEL", help="the model's folder or hub id: counts tokens of texts, and for the limit"
+        "--model", metavar="MODEL", help="model to start (default: demo), or name of the model to request"
     )
-    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the server, for the limit")
+    group.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="URL of an OpenAI-compatible server (default: port 8000)",
+    )
+    group.add_argument(
+        "--endpoint", metavar="PATH", help="path of the API (default: /v1/completions or /v1/chat/completions)"
+    )
+    group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="header of every HTTP request")
+    group.add_argument(
+        "--extra-body", type=_json_object, default={}, metavar="JSON", help="extra fields of every request body"
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="the model's folder or Hugging Face Hub id, to count tokens of texts and to compute the limit",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="data type of the server's model, to compute the limit",
+    )
     add_hardware_flag(parser)
 
 
@@ -99,20 +119,27 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[math.inf],
         metavar="R",
-        help="requests a second, one run for each; inf sends all at once (default: inf)",
+        help="requests per second, one run per value; inf sends all at once (default: inf)",
     )
     group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="N", help="1 is Poisson, below in bursts (default: 1)"
+        "--burstiness", type=float, default=1.0, metavar="N", help="1: Poisson arrivals; below 1: bursty (default: 1)"
     )
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight (default: no limit)")
-    group.add_argument("--ramp-up-strategy", choices=get_args(RampStrategy), help="the rate grows over the run")
-    group.add_argument("--ramp-up-start-rps", type=float, metavar="R", help="requests a second at its start")
-    group.add_argument("--ramp-up-end-rps", type=float, metavar="R", help="requests a second at its end")
-    group.add_argument("--num-warmups", type=int, default=4, metavar="N", help="requests before (default: 4)")
     group.add_argument(
-        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="generate all tokens (default: on)"
+        "--max-concurrency", type=int, metavar="N", help="maximum number of requests in flight (default: no limit)"
     )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="N", help="(default: 0, greedy)")
+    group.add_argument("--ramp-up-strategy", choices=get_args(RampStrategy), help="increase the rate over the run")
+    group.add_argument("--ramp-up-start-rps", type=float, metavar="R", help="initial requests per second of the ramp")
+    group.add_argument("--ramp-up-end-rps", type=float, metavar="R", help="final requests per second of the ramp")
+    group.add_argument("--num-warmups", type=int, default=4, metavar="N", help="warm-up requests (default: 4)")
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ignore end-of-sequence tokens and generate all tokens (default: on)",
+    )
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="N", help="sampling temperature (default: 0, greedy)"
+    )
 
 
 def _add_result_flags(parser: argparse.ArgumentParser) -> None:
@@ -121,20 +148,32 @@ def _add_result_flags(parser: argparse.ArgumentParser) -> None:
         "--percentile-metrics",
         default="ttft,tpot,itl,e2el",
         metavar="NAMES",
-        help="latencies that are told: ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue "
-        "(default: ttft,tpot,itl,e2el)",
+        help="latencies to report percentiles of: ttft, tpot, itl, e2el, client_queue_time, "
+        "e2el_including_client_queue (default: ttft,tpot,itl,e2el)",
     )
-    group.add_argument("--metric-percentiles", default="50,90,99", metavar="P", help="(default: 50,90,99)")
     group.add_argument(
-        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives: ttft, tpot and e2el in milliseconds"
+        "--metric-percentiles", default="50,90,99", metavar="P", help="percentiles to report (default: 50,90,99)"
     )
-    group.add_argument("--save-result", action="store_true", help="write a file for each run, named as vLLM does")
-    group.add_argument("--save-detailed", action="store_true", help="with every request's times and text")
-    group.add_argument("--result-dir", type=Path, metavar="DIR", help="where (default: here)")
-    group.add_argument("--result-filename", metavar="NAME", help="its name, of a single run")
-    group.add_argument("--label", metavar="NAME", help="in its name, and in the picture (default: the backend)")
-    group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="kept in the result")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw latencies against the rate (.png)")
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="service-level objectives for goodput: ttft, tpot and e2el, in milliseconds",
+    )
+    group.add_argument(
+        "--save-result", action="store_true", help="write a result file per run, named as vLLM names them"
+    )
+    group.add_argument(
+        "--save-detailed", action="store_true", help="include every request's times and text in the result file"
+    )
+    group.add_argument(
+        "--result-dir", type=Path, metavar="DIR", help="folder of the result files (default: current directory)"
+    )
+    group.add_argument("--result-filename", metavar="NAME", help="name of the result file, for a single run")
+    group.add_argument("--label", metavar="NAME", help="label in the file name and the plot (default: the backend)")
+    group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="metadata to store in the result")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="plot latencies against the request rate (.png)")
     add_output_json(parser)
 
 

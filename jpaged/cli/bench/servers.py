@@ -79,7 +79,7 @@ def connect(arguments: argparse.Namespace, console: Console) -> Iterator[Served]
         return
     _refuse(arguments, "an OpenAI backend", endpoint=None, header=[], extra_body={})
     if arguments.target is not None:
-        _refuse(arguments, "a server that is started here", server_flags=[])
+        _refuse(arguments, "a server started by this benchmark", server_flags=[])
         require_target("--target", arguments.target)
         shown = credentials_from(arguments)
         with Client(
@@ -187,8 +187,8 @@ def _limits_of_server(
         return limits_of(arguments.hardware, dtype, info.num_devices)
     if info.platform == "cpu":
         if not target.startswith(_LOCAL_HOSTS):
-            return None, "the server is on another machine: name its --hardware"
-        with console.status("measuring the machine"):
+            return None, "the server runs on another machine: give its --hardware"
+        with console.status("measuring the machine's bandwidth and FLOP/s"):
             return probed(dtype), ""
     device = find_hardware(info.device_kind or "")
     if device is None:
@@ -212,9 +212,9 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
     shape, reason = _shape(arguments.tokenizer, arguments.dtype)
     limits, no_limits = None, reason
     if shape is not None and arguments.hardware == "auto" and not parts.hostname.startswith(_LOCAL_HOSTS):
-        no_limits = "the server is on another machine: name its --hardware"
+        no_limits = "the server runs on another machine: give its --hardware"
     elif shape is not None:
-        with console.status("measuring the machine"):
+        with console.status("measuring the machine's bandwidth and FLOP/s"):
             limits, no_limits = limits_of(arguments.hardware, arguments.dtype or "float32")
     url = base_url + (arguments.endpoint or ENDPOINTS[arguments.backend])
     return Served(
@@ -246,7 +246,7 @@ def _shape(
     from jpaged.capacity.stored_model import stored_shape  # imports jax
 
     if model is None:
-        return None, "the model's files are not known: give --tokenizer"
+        return None, "the model's files are unknown: give --tokenizer"
     try:
         folder = find_local(model) or find_folder(model)
         return ServedModel(stored_shape(folder, dtype, kv_dtype, quantization)), ""

@@ -21,13 +21,14 @@ from jpaged.hardware import HARDWARE
 from jpaged.types import MAX_SEED
 
 DESCRIPTION = """\
-Serve a trace in simulated time: the real scheduler and KV memory, and steps that take what a data sheet says.
+Serve a trace in simulated time: the real scheduler and KV cache, with step times computed from a data sheet.
 
     jpaged bench simulate --model opt-13b --hardware a100-40gb --trace sharegpt --rate 2
     jpaged bench simulate --trace requests.jsonl --kv-policy reserve-max --json
 
-A trace is `sharegpt` or `alpaca` (the paper's lengths, Poisson arrivals) or a file: one JSON object a line with
-arrival_s, prompt_tokens and output_tokens, and if wanted n, beam_width, prefix_id with prefix_tokens, tenant, priority.
+A trace is `sharegpt` or `alpaca` (length distributions of the vLLM paper, Poisson arrivals) or a file with one JSON
+object per line: arrival_s, prompt_tokens and output_tokens, and optionally n, beam_width, prefix_id with prefix_tokens,
+tenant and priority.
 """
 
 _DEFAULT_NUM_REQUESTS = 200
@@ -39,27 +40,47 @@ _MIN_RATE = 1e-6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the model, the hardware, and the scheduler."""
     choices = {name: spec.metadata["choices"] for name, _, spec in iter_options()}
-    parser.add_argument("--model", choices=MODELS, default="opt-13b", help="(default: opt-13b)")
-    parser.add_argument("--hardware", choices=HARDWARE, default="a100-40gb", help="(default: a100-40gb)")
-    parser.add_argument("--num-devices", type=int, metavar="N", help="devices of the model (default: by the model)")
-    parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: what memory leaves)")
-    parser.add_argument("--num-host-blocks", type=int, default=0, metavar="N", help="to swap out to (default: 0)")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="slots in a block (default: 16)")
-    parser.add_argument("--trace", default="sharegpt", help="sharegpt, alpaca, or a file (default: sharegpt)")
-    parser.add_argument("--rate", type=float, metavar="R", help="requests a second of a synthetic trace (default: 1)")
-    parser.add_argument("--num-requests", type=int, metavar="N", help="(default: 200)")
+    parser.add_argument("--model", choices=MODELS, default="opt-13b", help="model to simulate (default: opt-13b)")
+    parser.add_argument(
+        "--hardware", choices=HARDWARE, default="a100-40gb", help="accelerator to simulate (default: a100-40gb)"
+    )
+    parser.add_argument(
+        "--num-devices", type=int, metavar="N", help="number of devices (default: depends on the model)"
+    )
+    parser.add_argument(
+        "--num-blocks", type=int, metavar="N", help="KV blocks in the pool (default: as many as fit in memory)"
+    )
+    parser.add_argument(
+        "--num-host-blocks", type=int, default=0, metavar="N", help="host KV blocks for swapping (default: 0)"
+    )
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
+    parser.add_argument("--trace", default="sharegpt", help="trace: sharegpt, alpaca, or a file (default: sharegpt)")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests per second of a synthetic trace (default: 1)")
+    parser.add_argument("--num-requests", type=int, metavar="N", help="requests of a synthetic trace (default: 200)")
     parser.add_argument("--duration", type=float, metavar="S", help="seconds of arrivals, instead of --num-requests")
-    parser.add_argument("--seed", type=int, metavar="N", help="of a synthetic trace (default: 0)")
-    parser.add_argument("--kv-policy", choices=choices["kv_policy"], default="paged", help="(default: paged)")
-    parser.add_argument("--batching", choices=choices["batching"], default="continuous", help="(default: continuous)")
-    parser.add_argument("--policy", choices=choices["policy"], default="fcfs", help="who comes first (default: fcfs)")
-    parser.add_argument("--preemption-mode", choices=choices["preemption_mode"], default="auto", help="(default: auto)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of a synthetic trace (default: 0)")
+    parser.add_argument(
+        "--kv-policy", choices=choices["kv_policy"], default="paged", help="KV allocation policy (default: paged)"
+    )
+    parser.add_argument(
+        "--batching", choices=choices["batching"], default="continuous", help="batching (default: continuous)"
+    )
+    parser.add_argument("--policy", choices=choices["policy"], default="fcfs", help="admission order (default: fcfs)")
+    parser.add_argument(
+        "--preemption-mode", choices=choices["preemption_mode"], default="auto", help="preemption mode (default: auto)"
+    )
     parser.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="rows of a step (default: 256)")
     parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=2560, metavar="N", help="tokens of a step (default: 2560)"
+        "--max-num-seqs", type=int, default=256, metavar="N", help="maximum number of sequences per step (default: 256)"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2560,
+        metavar="N",
+        help="maximum number of tokens per step (default: 2560)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 

@@ -24,13 +24,13 @@ from jpaged.client import Client
 from jpaged.errors import Unavailable
 
 DESCRIPTION = """\
-Measure how long `jpaged serve` takes from its start until it answers requests, cold and warm.
+Measure the time from the start of `jpaged serve` until it answers requests, cold and warm.
 
     jpaged bench startup
     jpaged bench startup --model ./model --num-iters-cold 1 -- --max-num-seqs 32
 
-Cold is without compiled programs from before, warm with those of the start before. Each start is a process of its own,
-timed from outside; flags of `jpaged serve` follow after --. The keys are vLLM's.
+A cold start has no compiled programs in the cache; a warm start reuses those of the previous start. Each start is a
+new process, timed from outside. Flags of `jpaged serve` follow after --. Result keys are vLLM's.
 """
 
 _PERCENTAGES = (10, 25, 50, 75, 90, 99)
@@ -56,15 +56,15 @@ class Start:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for MODEL, the numbers of starts, and the result file."""
-    parser.add_argument("--model", default="demo", metavar="MODEL", help="what is served (default: demo)")
+    parser.add_argument("--model", default="demo", metavar="MODEL", help="model to serve (default: demo)")
     for name, default, text in (
         ("--num-iters-cold", 3, "cold starts"),
-        ("--num-iters-warmup", 1, "starts that fill the cache, not counted"),
+        ("--num-iters-warmup", 1, "starts that fill the compiled-program cache, not counted"),
         ("--num-iters-warm", 3, "warm starts"),
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     add_output_json(parser)
-    parser.add_argument("server_flags", nargs="*", metavar="-- FLAG", help="flags of `jpaged serve`")
+    parser.add_argument("server_flags", nargs="*", metavar="-- FLAG", help="flags for `jpaged serve`")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -23,22 +23,22 @@ from jpaged.cli.bench.report import print_result
 from jpaged.types import SamplingParams
 
 DESCRIPTION = """\
-Measure how many requests and tokens a second `LLM.generate` reaches when it has all requests at once.
+Measure the throughput of `LLM.generate` in requests and tokens per second, with all requests submitted at once.
 
     jpaged bench throughput
     jpaged bench throughput ./model --num-prompts 500 --input-len 512 --output-len 128 --output-json before.json
 
-Flags, defaults aside, and keys are vLLM's. Every request generates all its tokens. The share of the limit is of what
-this machine's memory and arithmetic allow at best (`jpaged bench probe`).
+Flags (except their defaults) and result keys are vLLM's. Every request generates all its tokens. The limit is the best
+that this machine's memory bandwidth and FLOP/s allow (`jpaged bench probe`).
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL with its options, the data set, and the result file."""
     add_dataset_flags(parser)
-    parser.add_argument("--n", type=int, default=1, metavar="N", help="sequences of each prompt (default: 1)")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="sequences per prompt (default: 1)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="N", help="0 is greedy (default: 1)")
-    parser.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before (default: 1)")
+    parser.add_argument("--num-warmups", type=int, default=1, metavar="N", help="warm-up requests (default: 1)")
     add_hardware_flag(parser)
     add_output_json(parser)
     add_offline_flags(parser)

@@ -19,16 +19,16 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.version import __version__
 
-HELP = "tell what is here, what is missing, and what would be used"
+HELP = "check the installation and list missing components"
 DESCRIPTION = """\
-Tell what is here, what is missing and what that turns off, and what a model would be served with.
+Check the installation: list missing components with the features they disable, and show how a model would be served.
 
     jpaged doctor
     jpaged doctor MODEL --tensor-parallel-size 2 --port 8000
     jpaged doctor --json
 
-It takes the options of `jpaged serve` and starts nothing; of the model the config and the tokenizer are read, and
-nothing is downloaded. Exit code 0: nothing that was looked at stops such a server; 1: something does.
+The command accepts the options of `jpaged serve` and starts no server. It reads only the model's config and tokenizer,
+and downloads nothing. Exit code 0: no check found a problem that prevents such a server; 1: at least one did.
 """
 _STYLES = {"ok": "green", "off": "dim", "warn": "yellow", "stop": "bold red"}
 _NAME_COLUMNS, _INDENT = 24, 8
@@ -36,9 +36,9 @@ _NAME_COLUMNS, _INDENT = 24, 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, the output format, the timeout, and every option of a server."""
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object to stdout")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds for what may hang: the devices (default: 60)"
+        "--timeout", type=float, default=60.0, metavar="S", help="timeout for the device check in seconds (default: 60)"
     )
     add_config_flags(parser)
 

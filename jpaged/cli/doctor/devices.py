@@ -16,9 +16,9 @@ from jpaged.config import child_environment
 
 _COMMAND = (sys.executable, "-m", "jpaged.cli.doctor.child")
 _ASKED: Mapping[str, str] = {
-    "devices": "jax was asked for its devices",
-    "kernels": "the CPU kernels were loaded",
-    "model": "the model's config and tokenizer were read",
+    "devices": "listing JAX devices",
+    "kernels": "loading the CPU kernels",
+    "model": "reading the model's config and tokenizer",
 }
 _INSTRUCTIONS: Mapping[str, str] = {
     "avx512bf16": "AVX-512 with bfloat16",
@@ -66,7 +66,7 @@ def ask(options: Mapping[str, Any], timeout_s: float, command: Sequence[str] = _
             found.update(json.loads(line))
     is_whole = len(found) == len(STAGES) or any("error" in one for one in found.values())
     if end is None and not is_whole:
-        last = problems.strip().splitlines()[-1:] or ["it said nothing"]
+        last = problems.strip().splitlines()[-1:] or ["no output"]
         end = f"the process ended with {child.returncode}: {last[0]}"
     return Answer(found, None if is_whole else end)
 
@@ -79,16 +79,14 @@ def findings(answer: Answer) -> Iterator[Finding]:
             yield from tell[stage](answer.found[stage])
         elif answer.end is not None:
             note = f"when {_ASKED[stage]}: {answer.end}"
-            remedy = "JAX_PLATFORMS=cpu leaves accelerators alone; --timeout waits longer"
-            yield Finding(stage, stage, "stop", "not known", note, remedy)
+            remedy = "JAX_PLATFORMS=cpu ignores accelerators; --timeout waits longer"
+            yield Finding(stage, stage, "stop", "unknown", note, remedy)
             return
 
 
 def _devices(found: Mapping[str, Any]) -> Iterator[Finding]:
     if "error" in found:
-        yield Finding(
-            "devices", "devices", "stop", "none", found["error"], "JAX_PLATFORMS=cpu leaves accelerators alone"
-        )
+        yield Finding("devices", "devices", "stop", "none", found["error"], "JAX_PLATFORMS=cpu ignores accelerators")
         return
     known = f", {found['hardware']} of the table" if found["hardware"] else ""
     yield Finding("devices", found["platform"], "ok", f"{found['num_devices']} x {found['device_kind']}{known}")
@@ -101,7 +99,7 @@ def _kernels(found: Mapping[str, Any]) -> Iterator[Finding]:
     if "error" in found or "missing" in found:
         reason = found.get("missing", found.get("error"))
         note = f"{reason}; CPUs run XLA's operations instead, which is slower"
-        yield Finding("kernels", name, "off", "not here", note, build)
+        yield Finding("kernels", name, "off", "not found", note, build)
         return
     yield Finding("kernels", name, "ok", found["library"])
     for what in ("attention", "products"):
@@ -113,7 +111,7 @@ def _model(found: Mapping[str, Any]) -> Iterator[Finding]:
     if "error" in found:
         if found["kind"] == "NotFound" and "the hub" in found["error"]:
             note = "not on this machine: it would be downloaded, which was not tried"
-            yield Finding("model", "model", "warn", "not here", note)
+            yield Finding("model", "model", "warn", "not found", note)
         else:
             yield Finding("model", "model", "stop", "cannot be served", found["error"])
         return

@@ -22,14 +22,14 @@ _LEAST_FREE_BYTES = 1 << 30
 
 def cache(folder: Path | None) -> Iterator[Finding]:
     """Yield the state of the cache of compiled programs: its size, and if it is writable."""
-    name, remedy = "compiled programs", "set JPAGED_CACHE_DIR to a folder that can be written"
+    name, remedy = "compiled programs", "set JPAGED_CACHE_DIR to a writable folder"
     if folder is None:
         note = "JPAGED_CACHE_DIR is empty: every start compiles everything again"
-        yield Finding("machine", name, "off", "not kept", note, remedy)
+        yield Finding("machine", name, "off", "disabled", note, remedy)
         return
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        note = f"{there} cannot be written: every start compiles everything again"
+        note = f"{there} is not writable: every start compiles everything again"
         yield Finding("machine", name, "warn", str(folder), note, remedy)
         return
     sizes = [_size_of(path) for path in islice(folder.rglob("*"), _MAX_COUNTED)] if folder.is_dir() else []
@@ -37,7 +37,7 @@ def cache(folder: Path | None) -> Iterator[Finding]:
     more = " at least" if len(sizes) == _MAX_COUNTED else ""
     value = f"{folder}: {in_bytes(sum(sizes))}{more} in use, {in_bytes(free)} free"
     if free < _LEAST_FREE_BYTES:
-        yield Finding("machine", name, "warn", value, "the disk is nearly full: programs may not be kept", remedy)
+        yield Finding("machine", name, "warn", value, "the disk is nearly full: programs may not be cached", remedy)
     else:
         yield Finding("machine", name, "ok", value)
 
@@ -55,7 +55,7 @@ def limits(max_connections: int) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(soft)}, at most {_limit(hard)}"
     if soft != resource.RLIM_INFINITY and soft // 2 < max_connections:
-        note = f"half of them are connections at most: fewer than max_connections, {max_connections}"
+        note = f"connections are limited to half of them, below max_connections ({max_connections})"
         yield Finding("machine", "open files", "warn", value, note, f"ulimit -n {2 * max_connections}")
     else:
         yield Finding("machine", "open files", "ok", value)
@@ -90,7 +90,7 @@ def ports(config: EngineConfig) -> Iterator[Finding]:
         if not name.endswith("port") or spec.metadata["high"] != 65535 or number is None:
             continue
         if number == 0:
-            yield Finding("machine", name, "ok", "any that is free")
+            yield Finding("machine", name, "ok", "any free port")
         elif problem := _why_not_free(host, number):
             yield Finding("machine", name, "stop", f"{host}:{number}", problem, f"{flag_of(name)} 0 picks a free one")
         else:
@@ -125,13 +125,13 @@ def files(config: EngineConfig) -> Iterator[Finding]:
 def _why_not_usable(path: Path, kind: str) -> str:
     """Return why a path cannot be used for an option of this kind; empty if it can."""
     if kind == "new file" and path.exists():
-        return "" if path.is_file() and os.access(path, os.W_OK) else "cannot be written"
+        return "" if path.is_file() and os.access(path, os.W_OK) else "not writable"
     if kind.startswith("new"):
         there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-        return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+        return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
     if not (path.is_file() if kind == "file" else path.is_dir()):
         return f"there is no such {kind}"
-    return "" if os.access(path, os.R_OK) else "cannot be read"
+    return "" if os.access(path, os.R_OK) else "not readable"
 
 
 def processes(config: EngineConfig) -> Iterator[Finding]:

@@ -20,12 +20,12 @@ NAME = "jpaged"
 VERSION = __version__
 EXTRAS: Mapping[str, tuple[str, str]] = {
     "tpu": ("libtpu", "TPUs, and `jpaged plan` for them"),
-    "cuda": ("jax-cuda13-plugin", "NVIDIA GPUs, by CUDA 13"),
-    "cuda12": ("jax-cuda12-plugin", "NVIDIA GPUs, by CUDA 12"),
-    "aot-gpu": ("nvidia-cuda-nvdisasm", "reading what was compiled for GPUs (`make aot-gpu`)"),
+    "cuda": ("jax-cuda13-plugin", "NVIDIA GPUs, with CUDA 13"),
+    "cuda12": ("jax-cuda12-plugin", "NVIDIA GPUs, with CUDA 12"),
+    "aot-gpu": ("nvidia-cuda-nvdisasm", "inspecting programs compiled for GPUs (`make aot-gpu`)"),
     "ray": ("ray", "deploy/ray: a service and batches over a Ray cluster"),
-    "batch": ("pyarrow", "Parquet in and out of `jpaged batch`"),
-    "bench": ("matplotlib", "the pictures of `jpaged bench`"),
+    "batch": ("pyarrow", "Parquet input and output of `jpaged batch`"),
+    "bench": ("matplotlib", "plots of `jpaged bench`"),
     "eval": ("lm_eval", "`lm_eval --model jpaged`"),
 }
 """Extras for users: the package to look for, and its purpose."""
@@ -53,13 +53,13 @@ def requirements() -> Iterator[Finding]:
     try:
         from packaging.requirements import Requirement
     except ImportError as error:
-        yield Finding("packages", "packaging", "stop", "not here", f"required: {error}", "pip install packaging")
+        yield Finding("packages", "packaging", "stop", "not installed", f"required: {error}", "pip install packaging")
         return
     try:
         wanted: list[Any] = [Requirement(text) for text in metadata.requires(NAME) or ()]
     except metadata.PackageNotFoundError:
-        note = "jpaged runs from a folder of sources: what it requires is written nowhere here"
-        yield Finding("packages", "requirements", "warn", "not known", note, "pip install .")
+        note = "jpaged runs from a source folder that is not installed, so its requirements are unknown"
+        yield Finding("packages", "requirements", "warn", "unknown", note, "pip install .")
         return
     if (installed := metadata.version(NAME)) != __version__:
         note = f"the sources are {__version__}: what is checked here are the requirements of {installed}"
@@ -109,7 +109,9 @@ def extras() -> Iterator[Finding]:
     for extra, (package, purpose) in EXTRAS.items():
         version = version_of(package)
         if version is None:
-            yield Finding("optional", package, "off", "not here", f"for {purpose}", f"pip install 'jpaged[{extra}]'")
+            yield Finding(
+                "optional", package, "off", "not installed", f"for {purpose}", f"pip install 'jpaged[{extra}]'"
+            )
         else:
             yield Finding("optional", package, "ok", f"{version}: {purpose}")
 

@@ -16,7 +16,7 @@ class HelpAction(argparse.Action):
     """Prints the help of a command, whole or the part that a word selects, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        text = "show all of this, or the group of that name, or the options with WORD in theirs, and exit"
+        text = "print this help, or only the group named WORD or the options with WORD in their names, and exit"
         super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, metavar="WORD", help=text)
 
     def __call__(

@@ -11,21 +11,24 @@ from jpaged.cli.help.action import help_about
 from jpaged.cli.help.parsers import commands_of
 from jpaged.errors import InvalidArgument
 
-HELP = "tell about the commands and their options"
+HELP = "show help for commands and options"
 DESCRIPTION = """\
-Tell about the commands and their options, a screen at a time on a terminal.
+Show help for commands and options, through a pager on a terminal.
 
     jpaged help                       the commands
-    jpaged help serve                 one of them
-    jpaged help serve scheduler       a group of its options
-    jpaged help bench serve rate      the options with a word in their names
+    jpaged help serve                 one command
+    jpaged help serve scheduler       one group of its options
+    jpaged help bench serve rate      options with a word in their names
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the command and a word."""
     parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="a command, and the name of a group or a part of an option's name"
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="a command, optionally followed by the name of an option group or part of an option name",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jpaged.cli.help.parsers import commands_of
 
-HELP = "print what completes this command line in a shell"
+HELP = "print a shell completion script"
 DESCRIPTION = """\
 Print a script that completes commands, options, their choices and paths in a shell.
 
@@ -23,7 +23,7 @@ _FOLDERS = frozenset({"DIR", "FOLDER", "DESTINATION"})
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the shell."""
-    parser.add_argument("shell", choices=SHELLS, help="whose script is printed")
+    parser.add_argument("shell", choices=SHELLS, help="shell to print the script for")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,14 +15,14 @@ from jpaged.client.channel import proxy_for
 if TYPE_CHECKING:
     from jpaged.pool import FrameReader
 
-HELP = "watch the pool of a running server"
+HELP = "watch the KV pool of a running server"
 DESCRIPTION = """\
-Watch the pool of a server that runs with --http-port: blocks in the colours of requests, queues, what happens.
+Watch the KV pool of a server that runs with --http-port: blocks colored by request, queues and events.
 
     jpaged serve demo --http-port 8000
     jpaged top http://127.0.0.1:8000
 
-q ends it; tab shows the next replica. Where the output is no terminal it is a line a second.
+q quits; tab shows the next replica. If the output is not a terminal, one line is printed per second.
 """
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _REDRAW_S = 0.12
@@ -32,10 +32,10 @@ _LINE_S = 1.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the address and the output format."""
     parser.add_argument(
-        "url", nargs="?", default=_DEFAULT_URL, metavar="URL", help=f"where its HTTP port is (default: {_DEFAULT_URL})"
+        "url", nargs="?", default=_DEFAULT_URL, metavar="URL", help=f"HTTP URL of the server (default: {_DEFAULT_URL})"
     )
-    parser.add_argument("--once", action="store_true", help="say how it is now, and end")
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of each line")
+    parser.add_argument("--once", action="store_true", help="print the current state once and exit")
+    parser.add_argument("--json", action="store_true", help="print JSON objects instead of text lines")
     add_credential_flags(parser)
 
 

@@ -33,17 +33,17 @@ _QUIET = {
 }
 _NAMES = {
     "admission": ("admitted", "green"),
-    "resumption": ("runs again", "blue"),
+    "resumption": ("resumed", "blue"),
     "fork": ("forked", "magenta"),
     "copy_on_write": ("copied on write", "yellow"),
-    "prefix_copy": ("copied a prefix", "yellow"),
+    "prefix_copy": ("prefix copied", "yellow"),
     "swap_out": ("swapped out", "blue"),
     "swap_in": ("swapped in", "blue"),
-    "eviction": ("evicted, to host memory", "bright_black"),
-    "prefix_in": ("brought back", "bright_black"),
-    "prefix_out": ("copied, to disk or a server", "bright_black"),
-    "preemption_swap": ("preempted, to host memory", "red"),
-    "preemption_recompute": ("preempted, to run again", "red"),
+    "eviction": ("evicted to host memory", "bright_black"),
+    "prefix_in": ("loaded from host memory", "bright_black"),
+    "prefix_out": ("offloaded to disk or a server", "bright_black"),
+    "preemption_swap": ("preempted, swapped to host memory", "red"),
+    "preemption_recompute": ("preempted, will be recomputed", "red"),
     "end": ("ended", "bright_black"),
 }
 
@@ -87,7 +87,7 @@ class Screen:
 
     def __rich__(self) -> RenderableType:
         if self._reader is None:
-            return Text("waiting for the first frame")
+            return Text("waiting for the first snapshot")
         pool = self._reader.pools[min(self.place, len(self._reader.pools) - 1)]
         several = (
             f" · replica {self.place} of {len(self._reader.pools)} (tab: next)" if len(self._reader.pools) > 1 else ""
@@ -100,7 +100,7 @@ class Screen:
         )
         layout["below"].split_row(Layout(name="requests"), Layout(name="log"))
         layout["requests"].update(Panel(_requests(pool), title=_queues(pool), border_style="bright_black"))
-        layout["log"].update(Panel(Group(*self._log), title="as it happens", border_style="bright_black"))
+        layout["log"].update(Panel(Group(*self._log), title="events", border_style="bright_black"))
         return layout
 
     def _head(self, pool: PoolView) -> list[Text]:

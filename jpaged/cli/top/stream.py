@@ -69,7 +69,7 @@ def frames(
         through = f" (through the proxy {proxy.rpartition('@')[2]})" if proxy else ""
         problem = sentence_of(reason) if isinstance(reason, OSError) else reason
         raise Unavailable(f"{url}{through}: {problem}") from error
-    raise Unavailable(f"{url}: the server has ended the stream")
+    raise Unavailable(f"{url}: the server closed the stream")
 
 
 def _message_of(error: urllib.error.HTTPError) -> str:

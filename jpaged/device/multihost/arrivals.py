@@ -102,7 +102,7 @@ class Arrivals:
                     return
                 continue
             except OSError as error:  # it closed before it was accepted, or this process has no file descriptor left
-                _LOG.warning("nobody can be taken: %s", error)
+                _LOG.warning("cannot accept connections: %s", error)
                 self._has_ended.wait(_LOOK_S)
                 continue
             end.settimeout(None)
@@ -121,7 +121,9 @@ class Arrivals:
             arrival = _arrival_of(channel, values_of(require_proof(channel, self._secret, _MAX_HELLO_BYTES)))
         except (EOFError, OSError, LookupError, TypeError, ValueError, OverflowError, JpagedError) as error:
             if self._takes:  # the connection was not closed by this process
-                _LOG.warning("%s is none of our processes and was turned away: %s", channel.peer, error)
+                _LOG.warning(
+                    "refused a connection from %s, which is not one of this server's processes: %s", channel.peer, error
+                )
             channel.close()
         else:
             channel.trust()

@@ -251,7 +251,7 @@ class Leader:
                     self.fail(InternalError(f"process {process} sent {kind.name}"))
 
     def _end_anyway(self) -> None:
-        _LOG.error("all processes end: %s", self.failure)
+        _LOG.error("all processes exit: %s", self.failure)
         leave(JpagedError.exit_code if self.failure is None else self.failure.exit_code)
 
 
@@ -495,7 +495,7 @@ def _port_of(welcome: Mapping[str, Any]) -> int:
     """
     port = welcome.get("port")
     if not isinstance(port, int) or not 0 < port < 1 << 16:
-        raise EOFError("what answers there is no process 0")
+        raise EOFError("the process at this address is not process 0")
     return port
 
 
@@ -510,7 +510,7 @@ def _problem_of(arrival: Arrival, facts: Mapping[str, str], num_processes: int) 
 
 def _refuse(arrival: Arrival, problem: str) -> None:
     """Reject a process, and continue to wait for the others."""
-    _LOG.warning("%s was turned away: %s", arrival.channel.peer, problem)
+    _LOG.warning("refused %s: %s", arrival.channel.peer, problem)
     _tell_all([arrival.channel], Kind.FAILED, problem)
     arrival.channel.close()
 

@@ -115,7 +115,7 @@ class KeptPrograms:
         except FileNotFoundError:
             return None
         except _NOT_LOADED as error:
-            _LOG.info("program %s is made again: %s", digest, error)
+            _LOG.info("program %s is compiled again: %s", digest, error)
             return None
         told.num_from_cache += 1
         return program
@@ -130,7 +130,7 @@ class KeptPrograms:
         try:
             content = pickle.dumps(serialize_executable.serialize(program))
         except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError, pickle.PicklingError) as error:
-            _LOG.info("program %s cannot be kept: %s", digest, error)
+            _LOG.info("program %s cannot be cached: %s", digest, error)
             return False
         return _write(self.folder / "made" / digest, hashlib.sha256(content).digest() + content)
 
@@ -159,7 +159,7 @@ def _write(path: Path, content: bytes) -> bool:
     except OSError as error:
         if path.parent not in _UNWRITABLE:
             _UNWRITABLE.add(path.parent)
-            _LOG.warning("compiled programs cannot be kept in %s: %s", path.parent, error)
+            _LOG.warning("cannot cache compiled programs in %s: %s", path.parent, error)
         return False
     return True
 

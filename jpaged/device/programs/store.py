@@ -175,7 +175,7 @@ class ProgramStore:
             return
         with self._landing:
             self.num_failed += 1
-            _LOG.error("a program could not be compiled, steps are padded to larger ones: %s", error)
+            _LOG.error("a program failed to compile, so steps are padded to larger ones: %s", error)
             report(len(self.ready))
 
 

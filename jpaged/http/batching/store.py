@@ -308,7 +308,7 @@ class Store:
             with path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
         except OSError as error:
-            _LOG.warning("%s: %s: on a full disk, the state of batches may be lost", path, error.strerror or error)
+            _LOG.warning("%s: %s: if the disk is full, the state of batches may be lost", path, error.strerror or error)
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -351,7 +351,7 @@ def _loaded(path: Path, read: Callable[[Any], _T]) -> _T | None:
         return read(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         aside = path.with_name(f"{path.name}.damaged")
-        _LOG.error("%s is not what a server of this version has written (%s): it is kept as %s", path, error, aside)
+        _LOG.error("%s was not written by a server of this version (%s): it is kept as %s", path, error, aside)
         with contextlib.suppress(OSError):
             os.replace(path, aside)
         return None

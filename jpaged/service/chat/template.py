@@ -190,7 +190,7 @@ class ChatTemplate:
                 )
             if role not in self._warned:
                 self._warned.add(role)
-                _LOG.warning("the chat template of %s leaves out messages of the role %r", self._name, role)
+                _LOG.warning("the chat template of %s omits messages of the role %r", self._name, role)
 
     def _in_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return the messages with "developer" replaced by "system" if the template does not know the role."""

@@ -42,7 +42,9 @@ class RoleCounts:
         if now_s >= self._quiet_until_s.get(reason, 0.0):
             self._quiet_until_s[reason] = now_s + _QUIET_S
             what = str(error) or type(error).__name__
-            _LOG.warning("%s: a prompt is computed here (%d so far): %s", reason, self.num_failed[reason], what)
+            _LOG.warning(
+                "remote %s failed, prompt computed locally (%d so far): %s", reason, self.num_failed[reason], what
+            )
 
     def add(self, **counts: float) -> None:
         """Add to counters, by their names in `RoleLoad`."""

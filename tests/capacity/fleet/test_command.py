@@ -40,8 +40,8 @@ def test_a_table_says_what_was_simulated_and_how_long_a_day_would_take(tmp_path,
     assert main([*SHORT, *options, "--plot", str(picture), "--output-json", str(numbers)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "llama-3.1-8b on 3 x h100, 9 requests/s over a day of 4 s" in printed
-    assert "21600 times as fast as in a day of 24 hours" in printed
-    assert "Routers know what is up to 0.25 s old" in printed
+    assert "21600 times faster than in a 24-hour day" in printed
+    assert "Routers see data that is up to 0.25 s old" in printed
     assert "a day of 24 hours at 9 requests/s would take" in printed
     assert "num failures" in printed
     assert matplotlib.image.imread(picture).shape[0] > 500

@@ -52,7 +52,7 @@ def test_a_sweep_of_rates_over_a_server_that_is_started_for_it(fake_server, tmp_
         assert run["server_counts"]["num_prefix_query_tokens"] == 36
         assert run["server_counts"]["num_prefix_hit_tokens"] == 0
         assert run["server_counts"]["num_steps"] >= 15  # six streams of five tokens, two at a time
-        assert run["limits"] == {"source": "left out by --hardware none"}
+        assert run["limits"] == {"source": "disabled by --hardware none"}
         assert run["machine"]["python"] == sys.version.split()[0]
         assert 0 < run["p50_ttft_ms"] <= run["p99_e2el_ms"]
     assert whole["runs"][0]["workload"]["seed"] != whole["runs"][1]["workload"]["seed"]
@@ -145,7 +145,7 @@ async def test_a_chat_is_sent_texts(tmp_path: Path):
         (["--plot", "a.doc"], "--plot: a.doc does not end with one of .png"),
         (["--num-prompts", "0"], "--num-prompts: 0 is out of range"),
         (["--target", "nowhere"], "--target: 'nowhere' is not HOST:PORT"),
-        (["--target", "h:1", "--", "--max-num-seqs", "2"], "--: goes with a server that is started here alone"),
+        (["--target", "h:1", "--", "--max-num-seqs", "2"], "--: goes with a server started by this benchmark alone"),
         (["--header", "a=b"], "--header: goes with an OpenAI backend alone"),
         (["--backend", "openai", "--target", "h:1"], "--target: goes with --backend jpaged alone"),
         (["--backend", "openai", "--base-url", "here"], "--base-url: 'here' is not http://HOST:PORT"),

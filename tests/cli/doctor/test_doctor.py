@@ -59,7 +59,7 @@ def test_the_embedded_model_is_looked_at_by_a_real_child(capsys):
     assert found["attention_backend"]["value"] == "cpu"
     assert found["CPU kernels"]["value"].endswith("libjpaged_cpu.so")
     assert found["products"]["value"].split()[0] in ("avx512bf16", "avx512", "avx2", "baseline")
-    assert found["port"]["value"] == "any that is free"
+    assert found["port"]["value"] == "any free port"
     assert found["cpu"]["group"] == "devices"
 
 
@@ -129,7 +129,7 @@ def test_a_child_that_hangs_is_ended_and_what_it_said_before_counts():
     found = list(devices.findings(answer))
     assert found[0].value == "1 x cpu"
     assert (found[-1].name, found[-1].state) == ("kernels", "stop")
-    assert found[-1].note == "when the CPU kernels were loaded: no answer within 5 s"
+    assert found[-1].note == "when loading the CPU kernels: no answer within 5 s"
 
 
 def test_a_child_that_crashes_is_told_with_its_last_words():
@@ -210,7 +210,7 @@ def test_an_optional_package_that_is_missing_is_told_with_what_installs_it(insta
     installed["pyarrow"] = "20.0"
     found = by_name(packages.extras())
     assert (found["pyarrow"].state, found["matplotlib"].state) == ("ok", "off")
-    assert found["matplotlib"].note == "for the pictures of `jpaged bench`"
+    assert found["matplotlib"].note == "for plots of `jpaged bench`"
     assert found["matplotlib"].remedy == "pip install 'jpaged[bench]'"
 
 
@@ -243,11 +243,11 @@ def test_a_cache_is_told_with_its_size(tmp_path):
 
 def test_a_cache_that_cannot_be_is_told(tmp_path):
     (found,) = machine.cache(None)
-    assert (found.state, found.value) == ("off", "not kept")
+    assert (found.state, found.value) == ("off", "disabled")
     (tmp_path / "file").write_text("")
     (found,) = machine.cache(tmp_path / "file" / "programs")
     assert found.state == "warn"
-    assert "cannot be written" in found.note
+    assert "is not writable" in found.note
 
 
 def test_few_open_files_are_told_with_a_remedy(monkeypatch):

@@ -61,7 +61,7 @@ async def test_lines_follow_until_the_server_ends(capsys: pytest.CaptureFixture[
         await eventually(lambda: "blocks in use" in capsys.readouterr().out)
         harness.server.request_stop()
         assert await following == 1
-        assert "has ended the stream" in capsys.readouterr().err
+        assert "closed the stream" in capsys.readouterr().err
 
 
 async def test_a_key_comes_from_a_file_or_the_environment(

@@ -172,7 +172,7 @@ def test_strangers_are_turned_away_and_the_missing_are_named(caplog):
         kind, why = first.receive()
         assert kind is Kind.FAILED
         assert b"1 did not come" in why
-        assert f"127.0.0.1:{stranger.getsockname()[1]} is none of our processes" in caplog.text
+        assert f"refused a connection from 127.0.0.1:{stranger.getsockname()[1]}, which" in caplog.text
         stranger.close()
         first.close()
 

@@ -76,7 +76,7 @@ def test_another_secret_is_told_to_both(
     with gathering(wanted) as (address, found):
         with connected(address) as channel, pytest.raises(Unavailable, match=problem):
             prove(channel, brought)
-        while "is none of our processes and was turned away: " not in caplog.text:
+        while "which is not one of this server's processes: " not in caplog.text:
             time.sleep(0.01)
         come(address, wanted).close()
         assert sorted(found.result(60)) == [1]

@@ -106,7 +106,7 @@ async def test_samples_of_a_prompt_that_is_typed_are_seen_to_share_fork_and_copy
         await browser.until("Number(document.getElementById('rate').textContent) > 0")
         await browser.click("#stop")
         await until_cells(browser, "pool.requests.size === 0")
-        await browser.until(f"{log}.includes('ended')")
+        await browser.until(f"{log}.includes('finished')")
         require_no_problem(harness, browser)
 
 

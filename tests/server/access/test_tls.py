@@ -160,7 +160,7 @@ def test_files_that_do_not_go_together_change_nothing(files: Files, caplog: pyte
     (files.folder / "server.key").write_bytes(OTHER.issue_cert("localhost").private_key_pem.bytes())
     now.look_again()
     assert now.now is before
-    assert "the certificates stay as they were: tls_cert: " in caplog.text
+    assert "the certificates are unchanged: tls_cert: " in caplog.text
     files.issue(OTHER)
     now.look_again()
     assert now.now is not before

@@ -156,7 +156,7 @@ def test_a_role_that_the_template_leaves_out_is_named(caplog: pytest.LogCaptureF
     assert rendered(DROPS, [{"role": "critic", "content": ""}, USER]) == "Paris?;"
     with caplog.at_level(logging.WARNING):
         assert rendered(DROPS, [{"role": "system", "content": "Be brief."}, USER]) == "Paris?;"
-    assert "leaves out messages of the role 'system'" in caplog.text
+    assert "omits messages of the role 'system'" in caplog.text
 
 
 CHATML = """{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}

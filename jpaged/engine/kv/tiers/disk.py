@@ -291,7 +291,7 @@ class DiskTier:
             asked.append(self._noting)
         left = wait_for(asked, _END_S).not_done
         if left:
-            logger.error("blocks on disk: the disk does not answer %d calls, which are left to it", len(left))
+            logger.error("disk offload: %d calls to the disk do not return and are abandoned", len(left))
             return
         self._store.close()
 

@@ -89,7 +89,7 @@ function draw(now) {
   if (!shown) return;
   if (isAllStale || stale.length) {
     grid.paint(shown.cells, isAllStale ? null : stale);
-    text("hidden", grid.hidden ? `${grid.hidden} more blocks are set aside` : "");
+    text("hidden", grid.hidden ? `${grid.hidden} more blocks are disabled` : "");
   }
   if (isListStale) {
     const used = shown.hostCells.some((cell) => kindOf(cell) !== 0);
@@ -97,7 +97,7 @@ function draw(now) {
     if (used) {
       const held = shown.hostCells.reduce((sum, cell) => sum + (kindOf(cell) === HELD), 0);
       const cached = shown.hostCells.reduce((sum, cell) => sum + (kindOf(cell) === 1), 0);
-      text("host-use", `${held} blocks of swapped requests, ${cached} of prefixes, of ${shown.told.num_host_blocks}`);
+      text("host-use", `${held} blocks of swapped requests, ${cached} of cached prefixes, of ${shown.told.num_host_blocks}`);
       hostGrid.paint(clipped(shown.hostCells), null);
       hostGrid.draw(now);
     }

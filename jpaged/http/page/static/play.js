@@ -10,10 +10,10 @@ const STORY = "Once upon a time there was a small dragon who lived in a cave by 
 
 // What there is to see, each a click: values of the sliders, a pool, how the prompts of several differ.
 const SCENES = [
-  ["share", "eight samples of one prompt share its blocks, and copy what they write", { n: 8, tokens: 400, temperature: 1, blocks: 256, prompt: STORY }],
-  ["beams", "beams fork and end at every step", { beams: 6, tokens: 200, temperature: 0, blocks: 128, prompt: STORY }],
-  ["prefix", "prompts that begin alike find the blocks of the first", { requests: 8, tokens: 400, temperature: 0.8, blocks: 256, prompt: STORY, isAlike: true }],
-  ["preempt", "more than the pool holds: somebody has to leave, and comes back", { requests: 12, tokens: 600, temperature: 0.9, blocks: 128, prompt: STORY }],
+  ["share", "eight samples share the blocks of one prompt and copy a block when they write to it", { n: 8, tokens: 400, temperature: 1, blocks: 256, prompt: STORY }],
+  ["beams", "beams fork and finish at every step", { beams: 6, tokens: 200, temperature: 0, blocks: 128, prompt: STORY }],
+  ["prefix", "prompts with a common prefix reuse the first one's blocks", { requests: 8, tokens: 400, temperature: 0.8, blocks: 256, prompt: STORY, isAlike: true }],
+  ["preempt", "more requests than the pool holds: some are preempted and resume later", { requests: 12, tokens: 600, temperature: 0.9, blocks: 128, prompt: STORY }],
 ];
 
 export class Play {
@@ -192,7 +192,7 @@ export class Play {
       const answer = await this.ask(blocks);
       const told = await answer.json();
       if (!answer.ok) throw new Error(told.error?.message ?? answer.statusText);
-      if (told.blocks_in_use && !isAgain) text("problem", `${told.blocks_in_use} blocks are still in use: they stay for now`);
+      if (told.blocks_in_use && !isAgain) text("problem", `${told.blocks_in_use} blocks above the limit are still in use and are released when their requests finish`);
       this.changedAt = Date.now();
       return true;
     } catch (error) {

@@ -10,18 +10,18 @@ const MINUTE = 60;
 const blocks = (count) => `${count} block${count === 1 ? "" : "s"}`;
 const SAYS = {
   admission: ["admitted", (who) => who],
-  resumption: ["runs again", (who) => `${who}, from its first token`],
+  resumption: ["resumed", (who) => `${who}, recomputed from its first token`],
   fork: ["forked", (who, count) => `${who}: ${count} more share its blocks`],
   copy_on_write: ["copied on write", (who, count, [from, to]) => `${from} → ${to}`],
-  prefix_copy: ["copied a prefix", (who, count, [from, to]) => `${from} → ${to}`],
-  eviction: ["evicted", (who, count) => `${count} cached, to host memory`],
-  prefix_in: ["brought back", (who, count) => `${count} cached, from host memory`],
-  prefix_out: ["copied", (who, count) => `${count} cached, to disk or another server`],
+  prefix_copy: ["prefix copied", (who, count, [from, to]) => `${from} → ${to}`],
+  eviction: ["evicted", (who, count) => `${count} cached, offloaded to host memory`],
+  prefix_in: ["loaded", (who, count) => `${count} cached, from host memory`],
+  prefix_out: ["offloaded", (who, count) => `${count} cached, to disk or another server`],
   swap_out: ["swapped out", (who, count) => `${blocks(count)} to host memory`],
   swap_in: ["swapped in", (who, count) => `${blocks(count)} from host memory`],
-  preemption_swap: ["preempted", (who) => `${who}: its blocks go to host memory`],
-  preemption_recompute: ["preempted", (who) => `${who}: to be computed again`],
-  end: ["ended", (who, count, blocks, why) => `${who}: ${why}`],
+  preemption_swap: ["preempted", (who) => `${who}: blocks swapped to host memory`],
+  preemption_recompute: ["preempted", (who) => `${who}: will be recomputed`],
+  end: ["finished", (who, count, blocks, why) => `${who}: ${why}`],
 };
 
 export const shortName = (one) => one.id.replace(/^\d+\//, "");
@@ -123,7 +123,7 @@ export class Queue {
       button.className = `${one.status}${picked === one.number ? " on" : ""}`;
       const tokens = one.sequences.reduce((sum, [, count]) => sum + count - one.prompt, 0);
       const several = one.sequences.length > 1 ? `${one.sequences.length} x ` : "";
-      const facts = one.status === "waiting" ? "waits" : `${several}${one.prompt}+${Math.max(0, tokens)}`;
+      const facts = one.status === "waiting" ? "waiting" : `${several}${one.prompt}+${Math.max(0, tokens)}`;
       const again = one.preemptions ? ` · preempted ${one.preemptions}x` : "";
       const shown = `${one.status === "swapped" ? "swapped · " : ""}${facts}${again}`;
       if (button.lastChild.textContent !== shown) button.lastChild.textContent = shown;
@@ -170,7 +170,7 @@ export function showTables(pool, number) {
     name.textContent = `${isHost ? "host · " : ""}sequence ${sequence}${groups}`;
     row.append(name);
     const first = Math.max(0, ids.length - MOST_BLOCKS);
-    if (first) row.append(more(`${first} before …`));
+    if (first) row.append(more(`${first} earlier …`));
     ids.slice(first).forEach((id, i) => row.append(blockOf(pool, number, id, first + i, isHost, (lens.get(sequence) ?? 0) / size)));
     return row;
   });

@@ -1,7 +1,7 @@
 // Frames -> the pools as they are. jpaged/pool/frames.py says what is in a frame.
 
 export const FREE = 0, CACHED = 1, HELD = 2, PINNED = 3, ASIDE = 4, RESERVED = 5;
-export const KINDS = ["free", "cached", "held", "pinned", "set aside", "reserved"];
+export const KINDS = ["free", "cached", "held", "pinned", "disabled", "reserved"];
 
 export const kindOf = (cell) => cell & 7;
 export const countOf = (cell) => (cell >>> 3) & 255;
@@ -128,7 +128,7 @@ export async function follow(path, headers, take, tell) {
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       tell(true, "");
       for await (const data of events(reader)) take(data);
-      tell(false, "the server has ended the stream");
+      tell(false, "the server closed the stream");
     } catch (error) {
       tell(false, controller.signal.aborted ? "paused: the tab is hidden" : String(error.message ?? error));
     } finally {
