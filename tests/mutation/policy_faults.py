@@ -222,7 +222,7 @@ POLICY_FAULTS = (
     Fault(
         "beams that left do not share their prompt again",
         "sequence.py",
-        "        if self.status is Status.WAITING:  # it was preempted meanwhile, and runs its prompt first\n"
+        "        if self.status is Status.WAITING:  # it was preempted and runs its prompt first\n"
         "            self.starts_over()\n",
         "",
         ("output/test_beam.py",),
@@ -272,8 +272,8 @@ POLICY_FAULTS = (
     Fault(
         "what a window has left behind is swapped, too",
         "scheduling/scheduler.py",
-        "            settle(sequence, self._memory)  # what its",
-        "            pass  # what its",
+        "            settle(sequence, self._memory)  # blocks",
+        "            pass  # blocks",
         ("kv/test_swap.py",),
     ),
     Fault(

@@ -347,8 +347,8 @@ TIER_FAULTS = (
     Fault(
         "files are closed under a read that hangs",
         "kv/tiers/disk.py",
-        'which are left to it", len(left))\n            return\n',
-        'which are left to it", len(left))\n',
+        'and are abandoned", len(left))\n            return\n',
+        'and are abandoned", len(left))\n',
         SLOW,
     ),
     Fault(
@@ -382,7 +382,7 @@ TIER_FAULTS = (
     Fault(
         "what goes while it is told is told for good",
         "kv/tiers/told.py",
-        "        if key in self._store:  # what goes from here on is noted",
+        "        if key in self._store:  # removals from here on are recorded",
         "        if self._store.is_on:",
         TOLD,
     ),
