@@ -81,8 +81,12 @@ class Chunks:
             return b""
         if self._has_logprobs and index not in self._begun and not self._job.is_chat:
             self._offsets[index] = TextOffsets.of_answer(self._job, prompt_token_ids, self._token_text)
-        begin = b"" if index in self._begun else self._begin(number, index, prompt_token_ids, prompt_text)
-        self._begun.add(index)
+        begin = b""
+        if index not in self._begun:
+            begin = self._begin(number, index, prompt_token_ids, prompt_text)
+            self._begun.add(index)
+            if self._begun.issuperset(range(first := number * self._job.sampling.n, first + self._job.sampling.n)):
+                self._told[number] = []  # no other choice of this prompt repeats them
         return begin + self._added(number, index, event)
 
     def end(self) -> bytes:

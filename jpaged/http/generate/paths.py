@@ -52,7 +52,7 @@ async def _whole(service: Service, asked: Asked, texts: TokenTexts) -> Response:
     def body() -> dict[str, Any]:
         return answer_of(heading, asked.job, outputs, lambda token_id: texts.of(asked.model, token_id), prompt_texts)
 
-    return await json_answer_of(service, body, sum(map(_size_of_output, outputs)))
+    return await json_answer_of(service, body, sum(map(_size_of_output, outputs)), outputs)
 
 
 async def _chunks(service: Service, asked: Asked, texts: TokenTexts) -> AsyncGenerator[bytes, None]:
