@@ -29,6 +29,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -263,7 +264,7 @@ class Meter:
     """
 
     def __init__(self, channel: aio.Channel, http_port: int) -> None:
-        self._call = channel.unary_stream(_SERVICE + "Generate")
+        self._call: Any = channel.unary_stream(_SERVICE + "Generate")
         sampling = inference_pb2.SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
         self._request = inference_pb2.GenerateRequest(text="Once upon a time", sampling=sampling).SerializeToString()
         self._http_port = http_port
@@ -376,12 +377,14 @@ async def send(channel: aio.Channel, http: Http, attack: Attack) -> str:
     """Sends it; the name of its status."""
     if " " in attack.method:
         return await http.send(attack)
+    stream: Any = channel.unary_stream(_SERVICE + attack.method)
+    unary: Any = channel.unary_unary(_SERVICE + attack.method)
     try:
         if attack.method == "Generate":
-            async for _ in channel.unary_stream(_SERVICE + attack.method)(attack.payload):
+            async for _ in stream(attack.payload):
                 pass
         else:
-            await channel.unary_unary(_SERVICE + attack.method)(attack.payload)
+            await unary(attack.payload)
     except aio.AioRpcError as error:
         return error.code().name
     return grpc.StatusCode.OK.name
