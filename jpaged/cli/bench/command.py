@@ -30,7 +30,7 @@ kernels     the attention kernels of this device
 """
 
 BENCHMARKS: Mapping[str, str] = {
-    "throughput": "measure offline throughput in requests and tokens per second",
+    "throughput": "measure offline throughput",
     "latency": "measure the offline latency of one batch",
     "serve": "measure a server under load",
     "startup": "measure the time until a server answers requests",
