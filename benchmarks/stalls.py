@@ -285,12 +285,13 @@ class Meter:
 
     async def _ping(self) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._http_port)
-        while True:
-            self._note("ping", time.perf_counter())
-            writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\nserving\n")
-            self._note("ping", None)
-            await asyncio.sleep(_PING_INTERVAL_S)
+        with contextlib.closing(writer):
+            while True:
+                self._note("ping", time.perf_counter())
+                writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+                await reader.readuntil(b"\r\n\r\nserving\n")
+                self._note("ping", None)
+                await asyncio.sleep(_PING_INTERVAL_S)
 
     def _note(self, what: str, now: float | None) -> None:
         if (since := self._since[what]) is not None:
