@@ -22,7 +22,7 @@ from benchmarks.stalls import (
     measure,
 )
 
-MAX_GROWTH_MIB = 600
+MAX_GROWTH_MIB = 1024
 """Of the server's memory by all requests together; one answer may take `max_response_size` twice."""
 
 
