@@ -391,13 +391,13 @@ async def send(channel: aio.Channel, http: Http, attack: Attack) -> str:
     return grpc.StatusCode.OK.name
 
 
-async def measure(server: Server, kinds: list[Attack], rounds: int) -> list[Result]:
-    """Each kind so many times, one after another."""
+async def measure(server: Server, kinds: list[Attack], rounds: int, *, settle_s: float = _SETTLE_S) -> list[Result]:
+    """Send each kind `rounds` times, one after another, and wait `settle_s` seconds after each."""
     results, http = [], Http(server.http_port)
     async with metered(server) as (meter, channel):
         meter.reset()
         before = server.rss_mib()
-        await asyncio.sleep(5 * _SETTLE_S)
+        await asyncio.sleep(5 * settle_s)
         results.append(Result("alone", 0, "", 0.0, meter.longest_s() * 1e3, before, before, server.rss_mib()))
         print(line_of(results[-1]), flush=True)
         for attack in kinds:
@@ -414,9 +414,9 @@ async def measure(server: Server, kinds: list[Attack], rounds: int) -> list[Resu
                     print(f"{attack.name}: {status}, not {attack.expected}", flush=True)
                 took_s = max(took_s, time.perf_counter() - begin)
                 peak = max(peak, server.rss_mib())
-                await asyncio.sleep(1.5)
+                await asyncio.sleep(settle_s)
                 longest_s = max(longest_s, meter.longest_s())
-            await asyncio.sleep(_SETTLE_S)
+            await asyncio.sleep(settle_s)
             memory = (before, peak, server.rss_mib())
             results.append(Result(attack.name, len(attack.payload), status, took_s, longest_s * 1e3, *memory))
             print(line_of(results[-1]), flush=True)

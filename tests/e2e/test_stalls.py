@@ -41,7 +41,7 @@ def test_the_largest_requests_get_their_status_and_leave_no_memory(
     server = Server(str(hostile_copy(tmp_path / "demo")) if model == "hostile" else model, str(tmp_path / "batches"))
     chosen = list(kinds())
     try:
-        alone, *results = asyncio.run(measure(server, chosen, 1))
+        alone, *results = asyncio.run(measure(server, chosen, 1, settle_s=0.0))
     finally:
         server.stop()
     expected = {attack.name: attack.expected for attack in chosen}
