@@ -92,13 +92,14 @@ class _Pieces(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(Cancelled):  # the client disconnected during the response
             await while_connected(receive, self._send(send))
+        self._pieces = iter(())
+        await self._service.work(self._free, json_text.PIECE_BYTES)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         while piece := await self._service.work(lambda: next(self._pieces, b""), json_text.PIECE_BYTES):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        await self._service.work(self._free, json_text.PIECE_BYTES)
 
     def _free(self) -> None:
         while self._parts:

@@ -12,6 +12,7 @@ from jpaged import json_text
 from jpaged.completions import Evaluated
 from jpaged.errors import InvalidArgument
 from jpaged.http.connections import Connection
+from jpaged.http.exchange import answer_of
 from jpaged.openai.answers import Answers
 from jpaged.openai.choices import AnswerSize
 from jpaged.openai.scoring import embed_job
@@ -105,6 +106,51 @@ async def test_a_large_answer_is_written_off_the_event_loop_in_pieces(monkeypatc
         assert threading.main_thread().name not in written_on
         small = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
         assert int(small.headers["content-length"]) == len(small.content)
+
+
+class Part:
+    """A value of an answer, and how many have been freed."""
+
+    num_freed = 0
+
+    def __del__(self) -> None:
+        Part.num_freed += 1
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_values_of_a_large_answer_are_freed_one_at_a_time_after_it(stays: bool) -> None:
+    Part.num_freed = 0
+    parts, freed = [Part() for _ in range(5)], list[tuple[int, int]]()
+
+    class Parts(list[Part]):
+        def pop(self, *place: Any) -> Part:
+            freed.append((Part.num_freed, len(self)))
+            return super().pop(*place)
+
+    class Inline:
+        async def work(self, work: Any, size: int) -> Any:
+            return work()
+
+    def body() -> object:
+        return {"text": ["x" * json_text.PIECE_BYTES] * 3, "values": json_text.Items(lambda: map(str, held))}
+
+    held = Parts(parts)
+    parts.clear()
+    answer = await answer_of(Inline(), body, 1, held)  # type: ignore[arg-type]
+    sent: list[int] = []
+
+    async def send(message: Any) -> None:
+        sent.append(Part.num_freed)
+
+    async def receive() -> Any:
+        if stays:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    await answer({"type": "http"}, receive, send)
+    assert set(sent) <= {0}
+    assert (len(held), Part.num_freed) == (0, 5)
+    assert freed == [(number, 5 - number) for number in range(5)]
 
 
 async def test_a_stream_has_the_same_echo_as_a_whole_answer() -> None:
