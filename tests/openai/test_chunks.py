@@ -114,3 +114,22 @@ def test_an_echo_is_told_once_for_each_choice_with_what_came_of_the_prompt() -> 
         assert echo["choices"][0]["logprobs"]["token_logprobs"] == [None, -2.0]
         assert told["choices"][0]["logprobs"]["text_offset"] == [2]
         assert len(read(chunks.of(0, event, (97, 98), "ab"))) == 1
+
+
+def test_what_a_prompt_was_told_is_freed_once_every_choice_has_begun() -> None:
+    freed: list[int] = []
+
+    class Watched(PositionLogprobs):
+        def __del__(self) -> None:
+            freed.append(self.chosen.token_id)
+
+    body = {"prompt": ["ab", "cd"], "stream": True, "echo": True, "logprobs": 0, "n": 2}
+    chunks = chunks_of(completion_job(body))
+    for number in (0, 1):
+        told = (Watched(TokenLogprob(98 + number, -2.0)),)
+        chunks.of(number, OutputEvent("r", prompt_logprobs=told), (97, 98 + number), "ab")
+    del told
+    for number, index, expected in ((1, 0, []), (0, 1, []), (1, 1, [99]), (0, 0, [99, 98])):
+        event = OutputEvent("r", index, "c", (99,), (PositionLogprobs(TokenLogprob(99, -1.0)),))
+        chunks.of(number, event, (97, 98 + number), "ab")
+        assert freed == expected
