@@ -23,7 +23,7 @@ from benchmarks.stalls import (
 )
 
 MAX_GROWTH_MIB = 1024
-"""Of the server's memory by all requests together; one answer may take `max_response_size` twice."""
+"""Limit on the growth of the server's memory over all requests. One answer may take `max_response_size` twice."""
 
 
 @pytest.mark.long

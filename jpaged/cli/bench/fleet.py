@@ -61,6 +61,7 @@ _DEFAULTS = {"system": Lengths(3000.0, 0.5), "said": Lengths(150.0, 1.0), "answe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for the fleet, its day, events and outputs."""
     _add_fleet_flags(parser)
+    _add_replica_flags(parser)
     _add_day_flags(parser)
     group = parser.add_argument_group("events")
     group.add_argument("--failures", type=int, default=0, metavar="N", help="replicas that crash (default: 0)")
@@ -136,6 +137,12 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="maximum age of a router's view of the replicas in seconds (default: 0.25)",
     )
+    group.add_argument("--processes", type=int, metavar="N", help="simulation processes (default: one per CPU)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: 0)")
+
+
+def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replica")
     group.add_argument(
         "--max-model-len", type=int, default=8192, metavar="TOKENS", help="maximum length of a sequence (default: 8192)"
     )
@@ -169,8 +176,6 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="host KV blocks per replica, for blocks evicted from the device (default: 0)",
     )
-    group.add_argument("--processes", type=int, metavar="N", help="simulation processes (default: one per CPU)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: 0)")
 
 
 def _add_day_flags(parser: argparse.ArgumentParser) -> None:
