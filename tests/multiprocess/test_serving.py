@@ -233,7 +233,8 @@ def test_a_process_that_differs_or_fails_ends_all(fault: str, message: str, mode
 def test_processes_that_are_not_alike_do_not_start(
     planted: dict[int, str], extra: dict[int, tuple[str, ...]], message: str, model: str, programs: Path
 ) -> None:
-    with running(2, (model, *SIZES), programs, planted=planted, extra=extra) as group:
+    words = (model, *SIZES, "--join-timeout", "30")
+    with running(2, words, programs, planted=planted, extra=extra) as group:
         codes = group.codes()
         assert all(code > 0 for code in codes), (codes, group.log())
         assert all(member.find(message) for member in group.members), group.log()

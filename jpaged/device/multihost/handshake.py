@@ -52,6 +52,8 @@ JAX_HEARTBEAT_TIMEOUT_S = 100
 END_GRACE_S = 10.0
 """Maximum duration of an orderly shutdown, with a status for every client, after a loss."""
 _DEVICES_TIMEOUT_S = 300
+_MAX_REASON = 400
+"""Characters of a reason in the error of a start whose processes were refused."""
 _BLAME_S = 1.0
 """How long processes wait to learn which one is lost: its loss breaks collectives and connections in all of them."""
 _TOGETHER = ("model", "cache", "scheduler", "parallel")
@@ -457,11 +459,14 @@ def gather(
 ) -> dict[int, Channel]:
     """Wait until every other process has sent HELLO, with proof of the secret if there is one, and compare its facts.
 
+    Without a secret, anyone can send a HELLO: a process that cannot join is refused, and the others are awaited.
+
     Raises:
-        InvalidArgument: a fact differs, or a process came twice. All processes receive the error.
-        Unavailable: some did not join in time; names them.
+        InvalidArgument: with a secret, a fact differs or a process came twice. All processes receive the error.
+        Unavailable: some did not join in time; names them, and why those that came were refused.
     """
     channels: dict[int, Channel] = {}
+    refused: dict[int, str] = {}
     until_s = time.monotonic() + timeout_s
     with arriving(listener, secret) as arrivals:
         try:
@@ -470,15 +475,24 @@ def gather(
                     arrival = arrivals.next(until_s - time.monotonic())
                 except queue.Empty:
                     missing = sorted(set(range(1, multihost.num_processes)) - channels.keys())
+                    reasons = "".join(f"; {refused[process]}" for process in missing if process in refused)
                     raise Unavailable(
                         f"of {multihost.num_processes} processes, {', '.join(map(str, missing))} did not come in "
-                        f"{timeout_s:g} s (join_timeout)"
+                        f"{timeout_s:g} s (join_timeout){reasons}"
                     ) from None
                 if (problem := _problem_of(arrival, facts, multihost.num_processes)) is not None:
                     _refuse(arrival, problem)
                     continue
-                _admit(channels, arrival.channel, arrival.process)
-                require_same(facts, arrival.facts, arrival.process)
+                try:
+                    _require_new(channels, arrival.process)
+                    require_same(facts, arrival.facts, arrival.process)
+                except InvalidArgument as error:
+                    _refuse(arrival, str(error))
+                    if secret is not None:
+                        raise
+                    refused[arrival.process] = str(error)[:_MAX_REASON]
+                    continue
+                channels[arrival.process] = arrival.channel
         except JpagedError as error:
             _tell_all(channels.values(), Kind.FAILED, error)
             for channel in channels.values():
@@ -515,12 +529,9 @@ def _refuse(arrival: Arrival, problem: str) -> None:
     arrival.channel.close()
 
 
-def _admit(channels: dict[int, Channel], channel: Channel, process: int) -> None:
+def _require_new(channels: Mapping[int, Channel], process: int) -> None:
     if process in channels:
-        _tell_all([channel], Kind.FAILED, f"process_id: there are two processes {process}")
-        channel.close()
         raise InvalidArgument("process_id", f"{process} came twice; every process needs a number of its own")
-    channels[process] = channel
 
 
 def _join_devices(multihost: MultiHost, port: int) -> None:

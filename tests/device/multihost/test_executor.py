@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -19,12 +21,14 @@ from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, l
 from jpaged.device.multihost.executor import DigestCheck, digest_of
 from jpaged.device.multihost.handshake import Leader, facts_of, follow, gather, require_same
 from jpaged.device.multihost.messages import HEADS, decode, encode
+from jpaged.device.multihost.secret import prove
 from jpaged.device.multihost.shards import AddressableShards
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
 from jpaged.launchers import MultiHost
 
 TOKENS = np.asarray([3, 1, 4], np.int32)
 MULTIHOST = MultiHost("127.0.0.1:0", 3, 0, "a test")
+SECRET = b"the secret of a cluster"
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -154,8 +158,10 @@ def test_facts_are_those_that_have_to_be_alike():
     assert not {"coordinator", "process_id", "join_timeout", "host", "port"} & mine.keys()
 
 
-def hello(address: tuple[str, int], process: int, facts: dict[str, str]) -> Channel:
+def hello(address: tuple[str, int], process: int, facts: dict[str, str], secret: bytes | None = None) -> Channel:
     channel = connect(*address, 10.0)
+    if secret is not None:
+        prove(channel, secret)
     channel.send_json(Kind.HELLO, {"process_id": process, "facts": facts})
     return channel
 
@@ -191,15 +197,62 @@ def test_all_processes_come_in_any_order():
     ("second", "facts", "message"),
     [(1, {"x": "1"}, "process_id: 1 came twice"), (2, {"x": "2"}, "x: is 1 in process 0 and 2 in process 2")],
 )
-def test_processes_that_cannot_be_together_are_all_told(second, facts, message):
+def test_processes_with_a_secret_that_cannot_be_together_are_all_told(second, facts, message):
     """In whichever order they have said who they are."""
     with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
-        others = [hello(listener.getsockname(), 1, {"x": "1"}), hello(listener.getsockname(), second, facts)]
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        gathering = pool.submit(gather, listener, {"x": "1"}, MULTIHOST, 10.0, SECRET)
+        address = listener.getsockname()
+        others = [hello(address, 1, {"x": "1"}, SECRET), hello(address, second, facts, SECRET)]
         for other in others:
             stack.callback(other.close)
         with pytest.raises(InvalidArgument, match=message):
-            gather(listener, {"x": "1"}, MULTIHOST, 10.0)
+            gathering.result(10.0)
         assert [other.receive()[0] for other in others] == [Kind.FAILED] * 2
+
+
+def test_without_a_secret_a_process_that_differs_is_refused_and_the_right_one_awaited():
+    right = {"x": "1"}
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        address: tuple[str, int] = listener.getsockname()
+        gathering = pool.submit(gather, listener, right, MULTIHOST, 60.0)
+        wrong = hello(address, 2, {"x": "2"})
+        stack.callback(wrong.close)
+        kind, why = wrong.receive()
+        assert (kind, bytes(why)) == (Kind.FAILED, b"x: is 1 in process 0 and 2 in process 2; it has to be the same")
+        for process in (2, 1):
+            stack.callback(hello(address, process, right).close)
+        channels = gathering.result(60.0)
+        assert sorted(channels) == [1, 2]
+        for channel in channels.values():
+            channel.close()
+
+
+def test_without_a_secret_a_second_process_of_a_number_is_refused_and_the_others_awaited(caplog):
+    right = {"x": "1"}
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        address: tuple[str, int] = listener.getsockname()
+        gathering = pool.submit(gather, listener, right, MULTIHOST, 60.0)
+        twice = [hello(address, 1, right) for _ in range(2)]
+        for other in twice:
+            stack.callback(other.close)
+        while "process_id: 1 came twice" not in caplog.text:
+            time.sleep(0.01)
+        stack.callback(hello(address, 2, right).close)
+        channels = gathering.result(60.0)
+        channels[1].send_json(Kind.WELCOME, {"port": 1})
+        assert {other.receive()[0] for other in twice} == {Kind.FAILED, Kind.WELCOME}
+        for channel in channels.values():
+            channel.close()
+
+
+def test_the_reason_for_a_refusal_is_named_when_no_other_process_comes():
+    with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
+        for process, value in ((1, "1"), (2, "2")):
+            stack.callback(hello(listener.getsockname(), process, {"x": value}).close)
+        message = "of 3 processes, 2 did not come in 0.5 s (join_timeout); x: is 1 in process 0 and 2 in process 2"
+        with pytest.raises(Unavailable, match=re.escape(message)):
+            gather(listener, {"x": "1"}, MULTIHOST, 0.5)
 
 
 def test_a_process_that_comes_after_one_that_cannot_be_here_is_told_too(monkeypatch):
@@ -209,9 +262,10 @@ def test_a_process_that_comes_after_one_that_cannot_be_here_is_told_too(monkeypa
         address: tuple[str, int] = listener.getsockname()
         late = connect(*address, 10.0)
         stack.callback(late.close)
-        different = hello(address, 2, {"x": "2"})
+        gathering = pool.submit(gather, listener, facts, MULTIHOST, 10.0, SECRET)
+        prove(late, SECRET)
+        different = hello(address, 2, {"x": "2"}, SECRET)
         stack.callback(different.close)
-        gathering = pool.submit(gather, listener, facts, MULTIHOST, 10.0)
         assert different.receive()[0] is Kind.FAILED
         late.send_json(Kind.HELLO, {"process_id": 1, "facts": facts})
         kind, why = late.receive()
