@@ -47,6 +47,8 @@ MAX_CONFIG_BYTES = 1 << 24
 _CACHED, _SNAPSHOTS = "models--", "snapshots"
 """Names in the hub client's cache."""
 
+_MAX_REF_BYTES = 4096
+"""Limit of the file with the commit of a branch."""
 _MAX_DEPTH = 64
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 """Places, including the first and the last, and bytes per place that a fingerprint reads of each file."""
@@ -119,11 +121,11 @@ def _find_snapshot(folder: Path) -> Path:
     """Return the snapshot in a model's folder of a hub cache: the one that `refs/main` names, or the only one.
 
     Raises:
-        InvalidArgument: there is none, or there are several.
+        InvalidArgument: there is none, there are several, or `refs/main` is too large for a commit's name.
     """
     snapshots = sorted(path for path in (folder / _SNAPSHOTS).glob("*") if (path / CONFIG_FILE).exists())
     main = folder / "refs" / "main"
-    named = main.read_text(encoding="utf-8").strip() if main.is_file() else None
+    named = read_bounded(main, _MAX_REF_BYTES).decode(errors="replace").strip() if main.is_file() else None
     found = [path for path in snapshots if path.name == named] or snapshots
     if len(found) == 1:
         return found[0]

@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore as ts
 
 from jpaged import json_text
-from jpaged.checkpoints.tensor_files import MAX_INDEX_BYTES, read_bounded
+from jpaged.checkpoints.tensor_files import MAX_INDEX_BYTES, read_bounded, require_bounded
 from jpaged.checkpoints.tensor_source import ALL_DTYPES, check_shape, unsupported_dtype
 from jpaged.errors import InvalidArgument
 from jpaged.version import __version__
@@ -101,6 +101,8 @@ class OrbaxTensors:
     def __init__(self, folder: Path) -> None:
         _check_manifest(folder / MANIFEST_FILE)
         self._folder = folder / PARAMS_FOLDER
+        for path in self._folder.glob("**/manifest.ocdbt"):
+            require_bounded(path, MAX_INDEX_BYTES)
         self._context = ts.Context()
         self._arrays: dict[str, Any] = {}
         self.names = _names(self._folder)

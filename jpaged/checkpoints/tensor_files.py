@@ -120,15 +120,26 @@ def read_bounded(path: Path, limit: int) -> bytes:
         OSError: it cannot be read.
     """
     with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        contents = b"" if size > limit else file.read(limit + 1) or b""
-        if max(size, len(contents)) > limit:
-            raise InvalidArgument(
-                str(path), f"has {max(size, len(contents))} bytes; the limit for this file is {limit} bytes"
-            )
+        _require_at_most(path, os.fstat(file.fileno()).st_size, limit)
+        contents = b""
         while more := file.read(limit + 1 - len(contents)):
             contents += more
+    _require_at_most(path, len(contents), limit)
     return contents
+
+
+def require_bounded(path: Path, limit: int) -> None:
+    """Check the size of a metadata file that a library will read.
+
+    Raises:
+        InvalidArgument: it has more than `limit` bytes.
+    """
+    _require_at_most(path, path.stat().st_size, limit)
+
+
+def _require_at_most(path: Path, size: int, limit: int) -> None:
+    if size > limit:
+        raise InvalidArgument(str(path), f"has {size} bytes; the limit for this file is {limit} bytes")
 
 
 class _TensorFile:

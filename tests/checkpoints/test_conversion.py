@@ -160,7 +160,12 @@ def test_a_type_that_is_too_narrow_is_refused_and_nothing_is_left(to, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [(MANIFEST_FILE, MAX_MANIFEST_BYTES), (f"{PARAMS_FOLDER}/_METADATA", MAX_INDEX_BYTES)]
+    ("name", "limit"),
+    [
+        (MANIFEST_FILE, MAX_MANIFEST_BYTES),
+        (f"{PARAMS_FOLDER}/_METADATA", MAX_INDEX_BYTES),
+        (f"{PARAMS_FOLDER}/manifest.ocdbt", MAX_INDEX_BYTES),
+    ],
 )
 def test_a_file_of_names_that_is_too_large_is_refused_before_it_is_read(name: str, limit: int, tmp_path: Path) -> None:
     (tmp_path / PARAMS_FOLDER).mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,9 @@ def test_a_folder_of_the_hub_cache_is_its_snapshot(tmp_path: Path) -> None:
         hub.find_folder(str(cached))
     (cached / "refs" / "main").write_text("first")
     assert hub.find_folder(str(cached)) == cached / "snapshots" / "first"
+    os.truncate(cached / "refs" / "main", 4097)
+    with pytest.raises(InvalidArgument, match=r"main: has 4097 bytes; the limit for this file is 4096 bytes"):
+        hub.find_folder(str(cached))
 
 
 def test_weights_of_modelopt_are_named(tmp_path: Path) -> None:
