@@ -126,8 +126,8 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        ({"num_blocks": 9}, r"4096 and num_blocks \(9\) both size the pool: give one"),
-        ({"compiled": "folder"}, r"4096: saved programs \(compiled\) are for a number of blocks"),
+        ({"num_blocks": 9}, r"4096 and num_blocks \(9\) both set the size of the pool: give only one"),
+        ({"compiled": "folder"}, r"4096: saved programs \(compiled\) have a fixed number of blocks"),
     ],
 )
 def test_a_pool_has_one_size(other, problem):
@@ -138,7 +138,7 @@ def test_a_pool_has_one_size(other, problem):
 
 
 def test_saved_programs_go_with_one_copy_of_the_model():
-    with pytest.raises(InvalidArgument, match="data_parallel_size is 2, the limit with them is 1") as error:
+    with pytest.raises(InvalidArgument, match="data_parallel_size is 2, but must be 1") as error:
         EngineConfig.load({"compiled": "folder", "data_parallel_size": 2})
     assert error.value.field == "compiled"
     assert EngineConfig.load({"compiled": "folder"}).startup.compiled == "folder"
@@ -194,10 +194,10 @@ def test_speculation_is_a_json_object_or_what_it_says():
         ("ngram", "", "ngram is not JSON"),
         (3, "", "3 is not of type str"),
         ({"method": "ngram"}, ".num_speculative_tokens", "is missing"),
-        ({"method": {1}}, "", "is no JSON object: Object of type set"),
+        ({"method": {1}}, "", "is not a JSON object: Object of type set"),
         ({"method": "eagle", "num_speculative_tokens": 2}, ".method", "'eagle' is not one of ngram, suffix"),
         ({"method": "eagle2", "num_speculative_tokens": 2}, ".method", "'eagle2' is not one of ngram, suffix"),
-        ({"method": "eagle3", "num_speculative_tokens": 2}, ".model", "eagle3 reads a checkpoint"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, ".model", "eagle3 requires a checkpoint"),
         ({"method": "eagle3", "model": "a/b"}, ".num_speculative_tokens", "is missing"),
     ],
 )
@@ -214,9 +214,9 @@ EAGLE3 = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}
 @pytest.mark.parametrize(
     ("options", "field", "problem"),
     [
-        ({"kv_disk_space": 1.0}, "kv_disk_space", "1 GiB: kv_disk_dir has to name the folder"),
-        ({"kv_disk_dir": "/kv"}, "kv_disk_dir", "/kv: kv_disk_space is 0, so that none is used"),
-        ({**DISK, "swap_space": 0.0}, "kv_disk_space", "1 GiB: blocks pass through host memory, of which swap_space"),
+        ({"kv_disk_space": 1.0}, "kv_disk_space", "1 GiB requires kv_disk_dir, the folder"),
+        ({"kv_disk_dir": "/kv"}, "kv_disk_dir", "/kv is not used, because kv_disk_space is 0"),
+        ({**DISK, "swap_space": 0.0}, "kv_disk_space", "1 GiB: blocks pass through host memory, but swap_space"),
         ({**DISK, "enable_prefix_caching": False}, "kv_disk_space", "1 GiB: enable_prefix_caching is False"),
         ({**DISK, "kv_policy": "reserve-max"}, "kv_disk_space", "1 GiB: kv_policy reserve-max caches no prefixes"),
     ],
@@ -243,11 +243,11 @@ def test_a_head_sees_each_token_once():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4, the limit with it is 1"),
+        ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4, over the limit of 1"),
         ({"swap_space": 2.0}, "swap_space must be 0"),
         ({"kv_disk_space": 2.0, "kv_disk_dir": "/kv"}, "kv_disk_space must be 0"),
         ({"tensor_parallel_size": 2}, "eagle3 runs on one device; tensor_parallel_size is 2"),
-        ({"enable_lora": True}, "eagle3 does not go with adapters"),
+        ({"enable_lora": True}, "eagle3 does not support adapters"),
     ],
 )
 def test_what_does_not_go_with_a_head_is_refused(options, problem):

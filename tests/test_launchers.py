@@ -87,7 +87,10 @@ def test_a_launcher_that_contradicts_itself_is_named(variables, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"coordinator": "a:1"}, "num_processes: is missing: coordinator, num_processes, process_id go together"),
+        (
+            {"coordinator": "a:1"},
+            "num_processes: is missing: give all of coordinator, num_processes, process_id, or none",
+        ),
         ({"num_processes": 2, "process_id": 0}, "coordinator: is missing"),
         ({"num_processes": 2}, "coordinator: is missing"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "process_id: 2 is not below num_processes .2."),
@@ -124,7 +127,7 @@ def test_options_come_before_the_environment(monkeypatch):
 )
 def test_what_works_in_one_process_alone_is_refused_by_name(name, value):
     multihost = MultiHost("a:1", 2, 1, "Slurm")
-    with pytest.raises(InvalidArgument, match=f"{name}: {value}.* not with several processes .there are 2, from Slurm"):
+    with pytest.raises(InvalidArgument, match=f"{name}: {value}.* requires a single process .there are 2, from Slurm"):
         EngineConfig.load({name: value}).for_multihost(multihost)
     place = EngineConfig().for_multihost(multihost).parallel
     assert (place.coordinator, place.num_processes, place.process_id) == ("a:1", 2, 1)

@@ -76,10 +76,10 @@ def credentials_from(arguments: argparse.Namespace, *, prefix: str = "") -> Cred
     try:
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        problem = sentence_of(error) if isinstance(error, OSError) else f"{path}: is not ASCII"
+        problem = sentence_of(error) if isinstance(error, OSError) else f"{path} is not ASCII"
         raise InvalidArgument(flag, f"cannot be read: {problem}") from None
     if not key:
         raise InvalidArgument(flag, f"{path} is empty")
     if " " in key or not key.isprintable():
-        raise InvalidArgument(flag, f"{path} holds no key: a key is one word")
+        raise InvalidArgument(flag, f"{path} must contain one API key without spaces")
     return Credentials(key, tls, proxy)

@@ -122,7 +122,7 @@ def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Return input and output, each given by its option, or both as positional arguments."""
     files = list(arguments.files)
     if len(files) not in (0, 2) or (files and (arguments.input or arguments.output)):
-        raise InvalidArgument("FILE", f"{len(files)} given: give input and output, and neither -i nor -o with them")
+        raise InvalidArgument("FILE", f"{len(files)} given: give input and output, without -i and -o")
     source, output = files or (arguments.input, arguments.output)
     for name, path in (("--input", source), ("--output", output)):
         if path is None:

@@ -100,6 +100,6 @@ def size_in_bytes(text: str) -> int:
     if match is None or match[2] not in _UNITS or len(match[1]) > _MAX_DIGITS:
         raise InvalidArgument(
             "--max-shard-size",
-            f"{text!r} is not a size: a number and one of {', '.join(unit for unit in _UNITS if unit)}",
+            f"{text!r} is not a size: must be a number and one of {', '.join(unit for unit in _UNITS if unit)}",
         )
     return int(float(match[1]) * _UNITS[match[2]])

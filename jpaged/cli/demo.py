@@ -102,7 +102,10 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
     for problem in problems:
         print(f"jpaged demo: {problem}", file=sys.stderr)
     if problems or code != 0:
-        print("\n".join([f"jpaged demo: the server ended with {code}:", *server.last_lines]), file=sys.stderr)
+        print(
+            "\n".join([f"jpaged demo: the server exited with code {code}; its last output:", *server.last_lines]),
+            file=sys.stderr,
+        )
     return 1 if problems or code != 0 else 0
 
 

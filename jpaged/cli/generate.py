@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)  # reports invalid values as flags
     names = [name for name, _ in config.lora.adapters]
     if arguments.adapter is not None and arguments.adapter not in names:
-        raise InvalidArgument("--adapter", f"{arguments.adapter!r} is none of --lora ({', '.join(names) or 'none'})")
+        raise InvalidArgument("--adapter", f"{arguments.adapter!r} is not one of --lora ({', '.join(names) or 'none'})")
     outputs = _outputs(arguments, prompts, sampling)
     for number, output in enumerate(outputs):
         if arguments.json:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; return 0 only for SERVING."""
     if not (arguments.timeout > 0 and math.isfinite(arguments.timeout)):
-        raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0 and finite")
+        raise InvalidArgument("--timeout", f"{arguments.timeout} is not a finite number above 0")
     require_target("HOST:PORT", arguments.address)
     require_whole_characters("--service", arguments.service)
     shown = credentials_from(arguments)

@@ -69,7 +69,9 @@ def config_values(arguments: argparse.Namespace) -> dict[str, Any]:
     values = {name: given.get(f"config_{name}") for name, _, _ in iter_options()}
     if (positional := given.get("model")) is not None:
         if values["model"] not in (None, positional):
-            raise InvalidArgument("model", f"{positional} is given, and --model {values['model']} as well: give one")
+            raise InvalidArgument(
+                "model", f"{positional} conflicts with --model {values['model']}: give only one of them"
+            )
         values["model"] = positional
     return {name: value for name, value in values.items() if value is not None}
 
@@ -117,7 +119,7 @@ def _structured_outputs(word: str) -> StructuredOutputs | None:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise argparse.ArgumentTypeError(f"{word!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a JSON object")
     try:
         return structured_outputs_of(given)
     except InvalidArgument as error:
@@ -174,7 +176,7 @@ def _bias(word: str) -> tuple[int, float]:
             return int(token_id), float(bias)
     except ValueError:
         """Reported below."""
-    raise argparse.ArgumentTypeError(f"{word!r} is no token id and number, as in 42=-1.5")
+    raise argparse.ArgumentTypeError(f"{word!r} is not a token id and a number, such as 42=-1.5")
 
 
 def _early_stopping(word: str) -> bool | str:
@@ -194,7 +196,7 @@ def _bytes_of(word: str) -> int:
     except (ValueError, ArithmeticError):
         units = ", ".join(_UNITS)
         raise argparse.ArgumentTypeError(
-            f"{word!r} is not a number of bytes, as 4096 or 1.5G; units: {units}"
+            f"{word!r} is not a number of bytes, such as 4096 or 1.5G; units: {units}"
         ) from None
 
 

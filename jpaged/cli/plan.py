@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = options.pop("model", "demo")
     names = list(dict.fromkeys(name for words in arguments.topology for name in words.split(",")))
     if arguments.save is not None and len(names) > 1:
-        raise InvalidArgument("--save", f"programs are for one topology; {len(names)} are named")
+        raise InvalidArgument("--save", f"supports one topology; {len(names)} are given")
     report, found = StartupReport(sys.stderr), []
     try:
         _, model_config = find_config(model)
@@ -152,7 +152,7 @@ def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[Lengths
                 raise InvalidArgument(flag, f"{value} is below the limit of 1")
     if 1 not in (len(inputs), len(outputs)) and len(inputs) != len(outputs):
         raise InvalidArgument(
-            "--output-len", f"{len(outputs)} values for {len(inputs)} of --input-len: give as many, or one"
+            "--output-len", f"{len(outputs)} values for {len(inputs)} of --input-len: give the same number, or one"
         )
     count = max(len(inputs), len(outputs))
     inputs, outputs = (values * count if len(values) == 1 else values for values in (inputs, outputs))
@@ -161,7 +161,7 @@ def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[Lengths
         if pair.input_len + pair.output_len > max_model_len:
             raise InvalidArgument(
                 "--input-len" if arguments.input_len else "--output-len",
-                f"{pair.input_len} tokens of a prompt and {pair.output_len} of output are over max_model_len "
+                f"{pair.input_len} prompt tokens and {pair.output_len} output tokens exceed max_model_len "
                 f"({max_model_len})",
             )
     return lengths
@@ -173,7 +173,7 @@ def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float 
         ("--tokens-per-second", arguments.tokens_per_second),
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InvalidArgument(flag, f"{value:g} is not above the limit of 0")
+            raise InvalidArgument(flag, f"{value:g} is not a finite number above 0")
     if arguments.request_rate is not None:
         return arguments.request_rate * sum(pair.output_len for pair in lengths) / len(lengths)
     return arguments.tokens_per_second
@@ -189,7 +189,7 @@ def _goals(arguments: argparse.Namespace) -> Goals | None:
         if value is not None and not arguments.roles:
             raise InvalidArgument(flag, "requires --roles")
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InvalidArgument(flag, f"{value:g} is not above the limit of 0")
+            raise InvalidArgument(flag, f"{value:g} is not a finite number above 0")
         values.append(default if value is None else value)
     ttft_ms, itl_ms, gbits_per_s = values
     return Goals(ttft_ms / 1e3, itl_ms / 1e3, gbits_per_s * 1e9 / 8) if arguments.roles else None
@@ -207,7 +207,7 @@ def prices_from(text: str | None) -> dict[str, float]:
         try:
             price = float(value)
         except ValueError:
-            raise InvalidArgument("--price", f"{value!r} is not a number of USD, as in 2.7 or v6e=2.7") from None
+            raise InvalidArgument("--price", f"{value!r} is not a price in USD, such as 2.7 or v6e=2.7") from None
         if not (price >= 0 and math.isfinite(price)):
             raise InvalidArgument("--price", f"{value} is below the limit of 0")
         prices[name] = price

@@ -120,7 +120,7 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
     if not 1 <= arguments.max_calls <= MAX_CALLS:
         raise InvalidArgument("--max-calls", f"{arguments.max_calls} is not from 1 to {MAX_CALLS}")
     if not arguments.target and arguments.targets_file is None:
-        raise InvalidArgument("--target", "is missing, and so is --targets-file: name a server")
+        raise InvalidArgument("--target", "is missing: give --target or --targets-file")
     if arguments.target:
         require_targets("--target", arguments.target)
     shown = credentials_from(arguments, prefix=_CREDENTIALS)

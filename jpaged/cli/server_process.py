@@ -79,15 +79,15 @@ class ServerProcess:
         """Wait for the address at which the server listens.
 
         Raises:
-            Unavailable: the server ended before it listened.
+            Unavailable: the server exited before it was listening.
             DeadlineExceeded: it did not listen in time.
         """
         try:
             address = self.address.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
-            raise DeadlineExceeded(f"the server did not listen in {START_TIMEOUT_S:g} s") from None
+            raise DeadlineExceeded(f"the server was not listening after {START_TIMEOUT_S:g} s") from None
         if address is None:
-            raise Unavailable("the server ended before it listened")
+            raise Unavailable("the server exited before it was listening")
         return address
 
     def has_ended(self, timeout_s: float) -> bool:
@@ -125,12 +125,12 @@ def startup_texts(client: Client, server: ServerProcess) -> Iterator[str]:
     """Yield the startup progress, a few times a second, until the server is ready.
 
     Raises:
-        Unavailable: the server ended before it was ready.
+        Unavailable: the server exited before it was ready.
         DeadlineExceeded: it was not ready in time.
     """
     while not _is_ready(client):
         if server.has_ended(_LOOK_S):
-            raise Unavailable("the server ended before it was ready")
+            raise Unavailable("the server exited before it was ready")
         if server.elapsed_s > START_TIMEOUT_S:
             raise DeadlineExceeded(f"the server was not ready after {START_TIMEOUT_S:g} s")
         yield _startup_text(client)

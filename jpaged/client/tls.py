@@ -30,7 +30,9 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise InvalidArgument("tls.cert" if self.cert is None else "tls.key", "is missing: the two go together")
+            raise InvalidArgument(
+                "tls.cert" if self.cert is None else "tls.key", "is missing: give both the certificate and the key"
+            )
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Read the files.

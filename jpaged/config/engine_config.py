@@ -116,17 +116,18 @@ class EngineConfig:
         pool_bytes, num_blocks = self.cache.kv_cache_memory_bytes, self.cache.num_blocks
         if pool_bytes is not None and num_blocks is not None:
             raise InvalidArgument(
-                "kv_cache_memory_bytes", f"{pool_bytes} and num_blocks ({num_blocks}) both size the pool: give one"
+                "kv_cache_memory_bytes",
+                f"{pool_bytes} and num_blocks ({num_blocks}) both set the size of the pool: give only one",
             )
         if pool_bytes is not None and self.startup.compiled is not None:
             raise InvalidArgument(
-                "kv_cache_memory_bytes", f"{pool_bytes}: saved programs (compiled) are for a number of blocks"
+                "kv_cache_memory_bytes", f"{pool_bytes}: saved programs (compiled) have a fixed number of blocks"
             )
         if self.startup.compiled is not None and self.parallel.data_parallel_size > 1:
             raise InvalidArgument(
                 "compiled",
-                "saved programs run on the first tensor_parallel_size devices alone; data_parallel_size is "
-                f"{self.parallel.data_parallel_size}, the limit with them is 1",
+                "saved programs run only on the first tensor_parallel_size devices; data_parallel_size is "
+                f"{self.parallel.data_parallel_size}, but must be 1",
             )
         self.cache.check()
         self.lossy.check(self.cache, self.speculation.method if self.speculation and self.has_draft else None)
@@ -142,11 +143,9 @@ class EngineConfig:
         method = self.speculation.method
         for name in ("tensor_parallel_size", "context_parallel_size"):
             if method == "eagle3" and (size := getattr(self.parallel, name)) > 1:
-                raise InvalidArgument(
-                    f"{NAME}.method", f"eagle3 runs on one device; {name} is {size}, the limit with it is 1"
-                )
+                raise InvalidArgument(f"{NAME}.method", f"eagle3 runs on one device; {name} is {size}, but must be 1")
         if self.lora.enable_lora or self.lora.lora:
-            raise InvalidArgument(f"{NAME}.method", f"{method} does not go with adapters (enable_lora is True)")
+            raise InvalidArgument(f"{NAME}.method", f"{method} does not support adapters (enable_lora is True)")
 
     def _for_head(self, given: Mapping[str, Any]) -> EngineConfig:
         """Return these options for EAGLE-3, whose head must see each token once: single steps, and no swapping.
@@ -158,19 +157,19 @@ class EngineConfig:
         if self.scheduler.num_scheduler_steps > 1:
             raise InvalidArgument(
                 f"{NAME}.method",
-                f"{problem}; num_scheduler_steps is {self.scheduler.num_scheduler_steps}, the limit with it is 1",
+                f"{problem}; num_scheduler_steps is {self.scheduler.num_scheduler_steps}, over the limit of 1",
             )
         if self.roles.role != "both":
             raise InvalidArgument(
-                f"{NAME}.method", f"{problem}, so no prefix may come from another server; role is {self.roles.role}"
+                f"{NAME}.method", f"{problem}, so it cannot load prefixes from other servers; role is {self.roles.role}"
             )
         if self.cache.kv_disk_space:
             raise InvalidArgument(
-                f"{NAME}.method", f"{problem}, so no blocks may come back from disk; kv_disk_space must be 0"
+                f"{NAME}.method", f"{problem}, so it cannot load blocks from disk; kv_disk_space must be 0"
             )
         if given.get("swap_space") not in (None, 0, CacheOptions().swap_space):
             raise InvalidArgument(
-                f"{NAME}.method", f"{problem}, so no blocks may come back from host memory; swap_space must be 0"
+                f"{NAME}.method", f"{problem}, so it cannot load blocks from host memory; swap_space must be 0"
             )
         return self.replace(**_WITH_HEAD)
 
@@ -236,25 +235,22 @@ class EngineConfig:
         Raises:
             InvalidArgument: an option does not support several processes.
         """
-        several = f"not with several processes (there are {multihost.num_processes}, from {multihost.source})"
+        single = f"requires a single process (there are {multihost.num_processes}, from {multihost.source})"
         if self.parallel.data_parallel_size > 1:
-            raise InvalidArgument(
-                "data_parallel_size", f"{self.parallel.data_parallel_size} works in one process, {several}"
-            )
+            raise InvalidArgument("data_parallel_size", f"{self.parallel.data_parallel_size} {single}")
         if self.startup.compiled is not None:
-            raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
+            raise InvalidArgument("compiled", f"{self.startup.compiled} {single}")
         if self.cache.kv_disk_space:
             raise InvalidArgument(
                 "kv_disk_space",
-                f"{self.cache.kv_disk_space:g} GiB: each process has a part of every block; it works in one process, "
-                f"{several}",
+                f"{self.cache.kv_disk_space:g} GiB: each process has only a part of every block; disk offload {single}",
             )
         if self.lora.enable_lora:
-            raise InvalidArgument("enable_lora", f"True: adapters are served by one process, {several}")
+            raise InvalidArgument("enable_lora", f"True {single}")
         if self.speculation is not None and self.has_draft:
-            raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} runs in one process, {several}")
+            raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} {single}")
         if self.roles.role != "both":
-            raise InvalidArgument("role", f"{self.roles.role}: blocks go to other servers from one process, {several}")
+            raise InvalidArgument("role", f"{self.roles.role} {single}")
         place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
         return self.replace(**place)
 

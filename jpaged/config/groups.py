@@ -183,28 +183,22 @@ class CacheOptions:
         self._check_disk()
         if self.eviction_policy == "auto":
             return
-        problem = f"{self.eviction_policy} has nothing to choose from: no prefix is cached with"
+        problem = f"{self.eviction_policy} has no effect, because no prefixes are cached with"
         if self.kv_policy != "paged":
-            raise InvalidArgument(
-                "eviction_policy", f"{problem} kv_policy {self.kv_policy}; auto is the choice with it"
-            )
+            raise InvalidArgument("eviction_policy", f"{problem} kv_policy {self.kv_policy}: use auto")
         if not self.enable_prefix_caching:
-            raise InvalidArgument(
-                "eviction_policy", f"{problem} enable_prefix_caching False; auto is the choice with it"
-            )
+            raise InvalidArgument("eviction_policy", f"{problem} enable_prefix_caching False: use auto")
 
     def _check_disk(self) -> None:
         if not self.kv_disk_space:
             if self.kv_disk_dir is not None:
-                raise InvalidArgument("kv_disk_dir", f"{self.kv_disk_dir}: kv_disk_space is 0, so that none is used")
+                raise InvalidArgument("kv_disk_dir", f"{self.kv_disk_dir} is not used, because kv_disk_space is 0")
             return
         needed = f"{self.kv_disk_space:g} GiB"
         if self.kv_disk_dir is None:
-            raise InvalidArgument("kv_disk_space", f"{needed}: kv_disk_dir has to name the folder")
+            raise InvalidArgument("kv_disk_space", f"{needed} requires kv_disk_dir, the folder")
         if not self.swap_space:
-            raise InvalidArgument(
-                "kv_disk_space", f"{needed}: blocks pass through host memory, of which swap_space (0) gives none"
-            )
+            raise InvalidArgument("kv_disk_space", f"{needed}: blocks pass through host memory, but swap_space is 0")
         if self.kv_policy != "paged":
             raise InvalidArgument("kv_disk_space", f"{needed}: kv_policy {self.kv_policy} caches no prefixes")
         if not self.enable_prefix_caching:
@@ -338,28 +332,29 @@ class ParallelOptions:
         if self.context_parallel_size > 1 and (self.num_processes or 1) > 1:
             raise InvalidArgument(
                 "context_parallel_size",
-                f"{self.context_parallel_size}: contexts are split over the devices of one process, and num_processes "
+                f"{self.context_parallel_size}: contexts are split over the devices of one process, but num_processes "
                 f"is {self.num_processes}",
             )
         if self.heartbeat_timeout < 2 * self.heartbeat_interval:
             raise InvalidArgument(
                 "heartbeat_timeout",
-                f"{self.heartbeat_timeout:g} s is below two heartbeats, one each {self.heartbeat_interval:g} s",
+                f"{self.heartbeat_timeout:g} s is below twice heartbeat_interval ({self.heartbeat_interval:g} s)",
             )
         if self.coordinator is None or self.num_processes is None or self.process_id is None:
             given = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
             missing = [name for name, value in given.items() if value is None]
             if len(missing) == len(given) or (self.num_processes == 1 and len(missing) == 2):
                 return
-            raise InvalidArgument(missing[0], f"is missing: {', '.join(given)} go together")
+            raise InvalidArgument(missing[0], f"is missing: give all of {', '.join(given)}, or none")
         if self.process_id >= self.num_processes:
             raise InvalidArgument(
-                "process_id", f"{self.process_id} is not below num_processes ({self.num_processes}); they count from 0"
+                "process_id",
+                f"{self.process_id} is not below num_processes ({self.num_processes}); the first process is 0",
             )
         _, port = split_address("coordinator", self.coordinator)
         if port == 0 and self.process_id != 0:
             raise InvalidArgument(
-                "coordinator", f"{self.coordinator}: only process 0 can pick a port; name the port it took"
+                "coordinator", f"{self.coordinator}: only process 0 can pick a port; give the port that it picked"
             )
 
 
@@ -412,7 +407,7 @@ class LoraOptions:
         names = [name for name, _ in self.adapters]
         for name in names:
             if names.count(name) > 1:
-                raise InvalidArgument("lora", f"{name!r} is given {names.count(name)} times: a name is for one adapter")
+                raise InvalidArgument("lora", f"{name!r} is given {names.count(name)} times: names must be unique")
         if len(names) > self.max_cpu_loras:
             raise InvalidArgument("lora", f"{len(names)} adapters are over max_cpu_loras ({self.max_cpu_loras})")
         if self.max_cpu_loras < self.max_loras:

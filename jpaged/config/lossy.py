@@ -49,16 +49,16 @@ class LossyOptions:
             if self.lossy_kv_sinks is not None:
                 raise InvalidArgument(
                     "lossy_kv_sinks",
-                    f"{self.lossy_kv_sinks}: lossy_kv_window is left out, so that nothing is forgotten",
+                    f"{self.lossy_kv_sinks} requires lossy_kv_window",
                 )
             return
         if cache.kv_policy != "paged":
             raise InvalidArgument(
                 "lossy_kv_window",
-                f"{window}: kv_policy {cache.kv_policy} keeps room for whole sequences: forgetting frees nothing",
+                f"{window}: kv_policy {cache.kv_policy} reserves memory for whole sequences, so a window frees nothing",
             )
         if draft is not None:
             raise InvalidArgument(
                 "lossy_kv_window",
-                f"{window}: speculative_config has method {draft}, whose draft sees all tokens through the same blocks",
+                f"{window}: speculative_config has method {draft}, whose draft model reads all tokens of the blocks",
             )

@@ -90,7 +90,7 @@ def _as_json(name: str, value: Mapping[str, Any]) -> str:
     try:
         return json_text.dumps(dict(value))
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(name, f"{value!r} is no JSON object: {error}") from None
+        raise InvalidArgument(name, f"{value!r} is not a JSON object: {error}") from None
 
 
 def _checked_word(name: str, word: Any) -> str:

@@ -75,24 +75,24 @@ class RoleOptions:
             InvalidArgument: names the options, and why.
         """
         if self.role == "decode" and not self.prefill_target:
-            raise InvalidArgument("prefill_target", "none is given; the role decode needs one at least")
+            raise InvalidArgument("prefill_target", "is missing: the role decode requires at least one")
         if len(set(self.prefill_target)) < len(self.prefill_target):
-            raise InvalidArgument("prefill_target", f"{', '.join(self.prefill_target)}: one is there twice")
+            raise InvalidArgument("prefill_target", f"{', '.join(self.prefill_target)} has a duplicate")
         if self.role != "decode":
             for name in _OF_DECODE:
                 if getattr(self, name):
-                    raise InvalidArgument(name, f"goes with the role decode; this server's is {self.role}")
+                    raise InvalidArgument(name, f"requires the role decode; the role of this server is {self.role}")
         if (self.prefill_tls_cert is None) != (self.prefill_tls_key is None):
             name = "prefill_tls_cert" if self.prefill_tls_cert is None else "prefill_tls_key"
-            raise InvalidArgument(name, "is missing: the two go together")
+            raise InvalidArgument(name, "is missing: give both prefill_tls_cert and prefill_tls_key")
         if self.role == "both":
             return
-        problem = f"{self.role} hands on blocks of the prefix cache"
+        problem = f"{self.role} transfers blocks of the prefix cache"
         if not cache.enable_prefix_caching or cache.kv_policy != "paged":
             what = f"enable_prefix_caching is {cache.enable_prefix_caching}, kv_policy {cache.kv_policy}"
             raise InvalidArgument("role", f"{problem}; {what}")
         if cache.swap_space == 0:
-            raise InvalidArgument("role", f"{problem} by way of the host's memory; swap_space is 0")
+            raise InvalidArgument("role", f"{problem} through host memory; swap_space is 0")
 
 
 _OF_DECODE = ("prefill_target", "prefill_api_key_file", "prefill_tls", "prefill_tls_ca", "prefill_tls_cert")

@@ -214,7 +214,7 @@ class AccessOptions:
         """Reject conflicting options; raise InvalidArgument."""
         if (self.tls_cert is None) != (self.tls_key is None):
             missing, given = ("tls_cert", "tls_key") if self.tls_cert is None else ("tls_key", "tls_cert")
-            raise InvalidArgument(missing, f"is missing: {given} is {getattr(self, given)}, and needs it")
+            raise InvalidArgument(missing, f"is missing: {given} ({getattr(self, given)}) requires it")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("tls_client_ca", f"{self.tls_client_ca} needs tls_cert and tls_key")
         if self.prefix_peer_ca is not None and not self.prefix_peers:
@@ -261,9 +261,9 @@ class KVEventsOptions:
             if address is not None:
                 _check_address(name, address)
         if self.kv_events_endpoint is None and self.kv_events_replay_endpoint is not None:
-            raise InvalidArgument("kv_events_replay_endpoint", "answers for kv_events_endpoint, which is left out")
+            raise InvalidArgument("kv_events_replay_endpoint", "requires kv_events_endpoint")
         if self.kv_events_endpoint is not None and self.kv_events_endpoint == self.kv_events_replay_endpoint:
-            raise InvalidArgument("kv_events_replay_endpoint", f"{self.kv_events_endpoint} is kv_events_endpoint")
+            raise InvalidArgument("kv_events_replay_endpoint", f"{self.kv_events_endpoint} is also kv_events_endpoint")
 
 
 def _check_address(name: str, address: str) -> None:

@@ -94,14 +94,14 @@ class SpeculativeOptions:
         specs = {spec.name: spec for spec in fields(cls)}
         for key in values:
             if key not in specs:
-                raise InvalidArgument(f"{NAME}.{_short(str(key))}", f"is not known; known are {', '.join(specs)}")
+                raise InvalidArgument(f"{NAME}.{_short(str(key))}", f"is unknown: must be one of {', '.join(specs)}")
         given = {key: _checked(specs[key], value) for key, value in values.items() if value is not None}
         if "method" not in given:
-            raise InvalidArgument(f"{NAME}.method", f"is missing; one of {', '.join(METHODS)}")
+            raise InvalidArgument(f"{NAME}.method", f"is missing: must be one of {', '.join(METHODS)}")
         method: str = given["method"]
         for key, methods in _KEYS_OF.items():
             if key in given and method not in methods:
-                problem = f"{given[key]!r} is for {' and '.join(methods)}; the method is {method}"
+                problem = f"{given[key]!r} applies only to {' and '.join(methods)}; the method is {method}"
                 raise InvalidArgument(f"{NAME}.{key}", problem)
         return cls(**given | _resolved(method, given))
 
@@ -111,7 +111,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise InvalidArgument(f"{NAME}.{_short(twice)}", "is stated twice")
+        raise InvalidArgument(f"{NAME}.{_short(twice)}", "is given twice")
     return members
 
 
@@ -130,18 +130,18 @@ def _resolved(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of absent keys."""
     found: dict[str, Any] = {}
     if method in MODEL_METHODS and "model" not in given:
-        raise InvalidArgument(f"{NAME}.model", f"is missing; {method} reads a checkpoint")
+        raise InvalidArgument(f"{NAME}.model", f"is missing: {method} requires a checkpoint")
     if method == "suffix":
         # Only an upper limit: each match determines the number, see `max_tree_depth`.
         depth = given.get("suffix_decoding_max_tree_depth", 24)
         found["num_speculative_tokens"] = given.get("num_speculative_tokens", min(depth, MAX_NUM_SPECULATIVE_TOKENS))
     elif "num_speculative_tokens" not in given:
-        problem = f"is missing; 1 to {MAX_NUM_SPECULATIVE_TOKENS} tokens"
+        problem = f"is missing: must be from 1 to {MAX_NUM_SPECULATIVE_TOKENS}"
         raise InvalidArgument(f"{NAME}.num_speculative_tokens", problem)
     if method == "ngram":
         least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
         least, most = least or most or _DEFAULT_LOOKUP, most or least or _DEFAULT_LOOKUP
         if least > most:
-            raise InvalidArgument(f"{NAME}.prompt_lookup_min", f"{least} is above prompt_lookup_max, {most}")
+            raise InvalidArgument(f"{NAME}.prompt_lookup_min", f"{least} is above prompt_lookup_max ({most})")
         found |= {"prompt_lookup_min": least, "prompt_lookup_max": most}
     return found

@@ -79,4 +79,4 @@ def _require_host(field: str, host: str) -> None:
         _bind_once(host, 0)
     except (OSError, ValueError) as error:  # ValueError: an invalid name
         name = field.removesuffix("port") + "host"
-        raise InvalidArgument(name, f"{host!r} is no address of this machine: {error}") from error
+        raise InvalidArgument(name, f"{host!r} is not an address of this machine: {error}") from error

@@ -106,7 +106,7 @@ def _tool_from(path: str, tool: inference_pb2.Tool) -> Tool:
 def _choice_from(choice: inference_pb2.ToolChoice) -> ToolChoice | None:
     if choice.mode == inference_pb2.TOOL_CHOICE_MODE_UNSPECIFIED:
         if choice.name:
-            raise InvalidArgument("tool_choice.mode", "is missing: a name goes with TOOL_CHOICE_MODE_NAMED")
+            raise InvalidArgument("tool_choice.mode", "is missing: a name requires TOOL_CHOICE_MODE_NAMED")
         return None
     if choice.mode not in _MODES:
         raise InvalidArgument("tool_choice.mode", f"{choice.mode} is not a value of ToolChoiceMode")

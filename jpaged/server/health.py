@@ -64,7 +64,7 @@ class HealthServicer(health.aio.HealthServicer):
             await asyncio.gather(watch, end, return_exceptions=True)
         if not self._has_ended.is_set():
             await watch  # re-raise its error
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has ended")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has shut down")
 
     async def _tell(self, service: str, context: Any) -> None:
         """Write the status of a service at each change; intermediate states may be skipped."""

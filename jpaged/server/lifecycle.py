@@ -391,7 +391,7 @@ def _role_of(config: EngineConfig, prefills: PrefillServers | None) -> DecodeRol
     if config.roles.role == "both":
         return None
     if prefills is None:
-        raise InternalError("a server of the role decode is not told who computes prompts for it")
+        raise InternalError("a server of the role decode has no prefill servers")
     return DecodeRole(config.roles, prefills)
 
 

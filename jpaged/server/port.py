@@ -157,8 +157,8 @@ class MessagesInHand:
         """Count a message while its call is answered; yield the error to answer with if the limit is exceeded."""
         counted = num_bytes if num_bytes >= _SMALL_BYTES else 0
         if counted and self._num_bytes + counted > self._max_bytes:
-            used = f"{num_bytes} bytes, with {self._num_bytes} of requests that are worked on"
-            yield QueueFull(f"{used}, are over {self._max_bytes}", retry_after_s=_RETRY_S)
+            used = f"{num_bytes} bytes and {self._num_bytes} bytes of requests in progress"
+            yield QueueFull(f"{used} are over the limit of {self._max_bytes}", retry_after_s=_RETRY_S)
             return
         self._num_bytes += counted
         try:
@@ -231,7 +231,7 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.
 
 def _gone(error: Exception) -> asyncio.CancelledError:
     """Return the error to raise when the peer has disconnected: the same as for a cancelled call."""
-    _LOG.debug("a peer is gone: %s", error)
+    _LOG.debug("the peer has disconnected: %s", error)
     return asyncio.CancelledError()
 
 

@@ -40,7 +40,7 @@ class _Probes(health_pb2_grpc.HealthServicer):
     def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         """Return the status of the process; NOT_FOUND for unknown names."""
         if request.service not in ("", LIVENESS, READINESS):
-            context.abort(grpc.StatusCode.NOT_FOUND, f"the names here are {LIVENESS}, {READINESS} and none")
+            context.abort(grpc.StatusCode.NOT_FOUND, f"the service must be {LIVENESS}, {READINESS} or empty")
         return self._status(request.service)
 
     def List(self, request: object, context: Any) -> Any:
@@ -49,7 +49,7 @@ class _Probes(health_pb2_grpc.HealthServicer):
 
     def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Refuse: a watch would occupy one of the few threads."""
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this port answers Check and List")
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this port serves only Check and List")
 
     def _status(self, name: str) -> health_pb2.HealthCheckResponse:
         now, kinds = self._health(), health_pb2.HealthCheckResponse

@@ -50,7 +50,9 @@ class ProgressWatch:
 
     def why(self) -> EngineHung:
         """Return the error of a hang."""
-        return EngineHung(f"no step has ended for {self._hang_s:g} s (step_timeout): the engine hangs, the server ends")
+        return EngineHung(
+            f"no step has completed for {self._hang_s:g} s (step_timeout): the engine hangs, so the server exits"
+        )
 
 
 def show_stacks() -> None:

@@ -48,7 +48,7 @@ class Replica:
 
     def __init__(self, model: LoadedModel) -> None:
         if (role := model.config.roles.role) != "both":
-            raise Unsupported(f"role: {role} needs a port of its own, which a replica in another host has not")
+            raise Unsupported(f"role: {role} requires a port, which an embedded replica does not have")
         self._model = model
         self._state = ServiceState(model.config, model)
         self._service = Service(self._state)

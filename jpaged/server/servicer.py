@@ -79,7 +79,7 @@ def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     if not named:
         return owner("")
     if len(named) > 1:
-        raise InvalidArgument(TENANT_KEY, f"is there {len(named)} times: a request has one tenant")
+        raise InvalidArgument(TENANT_KEY, f"is given {len(named)} times: a request has one tenant")
     tenant = named[0]
     name = tenant.decode(errors="replace") if isinstance(tenant, bytes) else tenant
     require_name(TENANT_KEY, name)
@@ -299,7 +299,9 @@ async def tokenized(service: Service, message: inference_pb2.TokenizeRequest) ->
 
     def read() -> Prompt:
         if message.HasField("chat") and message.HasField("add_special_tokens"):
-            raise InvalidArgument("add_special_tokens", "goes with text only: a chat template brings its own")
+            raise InvalidArgument(
+                "add_special_tokens", "applies only to text: a chat template writes its own special tokens"
+            )
         return prompt_from(message)
 
     token_ids = await service.tokenize(

@@ -44,13 +44,13 @@ def test_a_duration_is_a_number_of_requests(capsys):
     [
         (["--rate", "0"], "--rate: 0.0 is out of range: must be above 0"),
         (["--num-requests", "0"], "--num-requests: 0 is out of range: must be at least 1"),
-        (["--num-requests", "3", "--duration", "2"], "--duration: and --num-requests were given"),
+        (["--num-requests", "3", "--duration", "2"], "--duration: conflicts with --num-requests"),
         (["--seed", "-1"], "--seed: -1 is below 0"),
         (["--block-size", "0"], "--block-size: 0 is out of range"),
         (["--hardware", "tpu-v5e"], "num_devices: 1 x tpu-v5e leave 14.4 GB"),
         (["--num-host-blocks", "-1"], "--num-host-blocks: -1 is below 0"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens: 0 is out of range"),
-        (["--trace", "nowhere.jsonl", "--rate", "1"], "--rate: is for synthetic traces"),
+        (["--trace", "nowhere.jsonl", "--rate", "1"], "--rate: applies only to synthetic traces"),
         (["--trace", "nowhere.jsonl"], "trace: nowhere.jsonl cannot be read"),
     ],
 )

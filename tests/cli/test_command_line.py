@@ -60,7 +60,7 @@ def test_the_model_is_given_by_position_or_by_name(words):
 
 def test_two_models_are_refused(capsys):
     assert main(["serve", "a", "--model", "b"]) == 2
-    assert capsys.readouterr().err == "jpaged serve: error: MODEL: a is given, and --model b as well: give one\n"
+    assert capsys.readouterr().err == "jpaged serve: error: MODEL: a conflicts with --model b: give only one of them\n"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_stops_may_come_several_times():
         (["serve", "--max-num-seq", "4"], "unrecognized arguments: --max-num-seq"),
         (["serve", "one", "two"], "unrecognized arguments: two"),
         (["generate"], "--prompt: is missing"),
-        (["generate", "--prompt", "x", "--lora", "a=b", "--adapter", "c"], "--adapter: 'c' is none of --lora (a)"),
+        (["generate", "--prompt", "x", "--lora", "a=b", "--adapter", "c"], "--adapter: 'c' is not one of --lora (a)"),
         (["generate", "--prompt", "x", "--lora", "a"], "--lora: 'a' is not NAME=PATH"),
         (["generate", "--prompt", "x", "--temperature", "-1"], "--temperature: -1.0 is out of range"),
         (["generate", "--prompt", "x", "--top-p", "0"], "--top-p: 0.0 is out of range: must be a number above 0"),
@@ -173,8 +173,8 @@ def test_stops_may_come_several_times():
         (["generate", "--prompt", "x", "--port", "1"], "unrecognized arguments: --port"),
         (["batch", "--target", "x:1"], "--input: is missing"),
         (["batch", "-i", __file__, "--target", "x:1"], "--output: is missing"),
-        (["batch", __file__, "--target", "x:1"], "FILE: 1 given: give input and output, and neither -i nor -o with"),
-        (["batch", __file__, "o", "-i", "x", "--target", "x:1"], "FILE: 2 given: give input and output, and neither"),
+        (["batch", __file__, "--target", "x:1"], "FILE: 1 given: give input and output, without -i and -o"),
+        (["batch", __file__, "o", "-i", "x", "--target", "x:1"], "FILE: 2 given: give input and output, without"),
         (["batch", __file__, "o", "--target", "x:1,y:2", "--target", "x:1"], "--target: x:1 is given twice"),
         (["batch", "-i", "nowhere", "-o", "out", "--target", "x:1"], "--input: nowhere is not a file"),
         (["batch", "-i", __file__, "-o", "/no/such/out", "--target", "x:1"], "--output: there is no folder /no/such"),

@@ -84,5 +84,5 @@ def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "5gib", "5 GB s", "1e9", "0x10"])
 def test_what_is_not_a_size_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="is not a size: a number and one of B, KB"):
+    with pytest.raises(InvalidArgument, match="is not a size: must be a number and one of B, KB"):
         size_in_bytes(text)

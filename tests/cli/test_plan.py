@@ -27,26 +27,30 @@ MIB = 1 << 20
         (["demo"], 2, "the following arguments are required: --topology"),
         (["demo", "--topology", "v6e:3x3"], 2, "--topology: 'v6e:3x3' is not known; known are a100, "),
         (["no-such-model", "--topology", "v6e:1x1"], 1, "'no-such-model' is no config.json, no folder and no built-in"),
-        (["demo", "--topology", "v6e:1x1", "--price", "cheap"], 2, "--price: 'cheap' is not a number of USD"),
+        (["demo", "--topology", "v6e:1x1", "--price", "cheap"], 2, "--price: 'cheap' is not a price in USD"),
         (["demo", "--topology", "v6e:1x1", "--price", "v6e=-1"], 2, "--price: -1 is below the limit of 0"),
         (["demo", "--topology", "v6e:1x1", "--input-len", "0"], 2, "--input-len: 0 is below the limit of 1"),
         (
             ["llama-3.1-8b", "--topology", "v6e:1x1", "--input-len", "8", "8192", "--max-model-len", "8192"],
             2,
-            "--input-len: 8192 tokens of a prompt and 1 of output are over max_model_len (8192)",
+            "--input-len: 8192 prompt tokens and 1 output tokens exceed max_model_len (8192)",
         ),
         (
             ["llama-2-7b", "--topology", "v6e:1x1", "--output-len", "4096"],
             2,
-            "--output-len: 1 tokens of a prompt and 4096 of output are over max_model_len (4096)",
+            "--output-len: 1 prompt tokens and 4096 output tokens exceed max_model_len (4096)",
         ),
-        (["demo", "--topology", "v6e:1x1", "--request-rate", "0"], 2, "--request-rate: 0 is not above the limit of 0"),
+        (
+            ["demo", "--topology", "v6e:1x1", "--request-rate", "0"],
+            2,
+            "--request-rate: 0 is not a finite number above 0",
+        ),
         (
             ["demo", "--topology", "v6e:1x1", "--input-len", "1", "2", "--output-len", "1", "2", "3"],
             2,
             "--output-len: 3 values for 2 of --input-len",
         ),
-        (["demo", "--topology", "v6e:1x1,v5e:1x1", "--save", "x"], 2, "--save: programs are for one topology; 2 are"),
+        (["demo", "--topology", "v6e:1x1,v5e:1x1", "--save", "x"], 2, "--save: supports one topology; 2 are"),
         (["demo", "--topology", "v6e:1x1", "--block-size", "0"], 2, "--block-size: 0 is below the limit of 1"),
     ],
 )
@@ -209,7 +213,7 @@ def test_goals_of_roles_without_them_are_refused(capsys: pytest.CaptureFixture[s
     assert main([*DEMO, "--topology", "v6e:1x1", "--max-itl-ms", "20"]) == 2
     assert "--max-itl-ms: requires --roles" in capsys.readouterr().err
     assert main([*DEMO, "--topology", "v6e:1x1", "--roles", "--max-itl-ms", "nan"]) == 2
-    assert "--max-itl-ms: nan is not above the limit of 0" in capsys.readouterr().err
+    assert "--max-itl-ms: nan is not a finite number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("on_cpus")

@@ -189,8 +189,8 @@ def test_the_demo_tells_its_servers_last_words_whatever_the_client_was_told(monk
     monkeypatch.setattr(server_process, "command", lambda model, flags: [sys.executable, "-c", LAST_WORDS])
     assert main(["demo"]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "jpaged demo: the server ended before it was ready"
-    assert said[1] == "jpaged demo: the server ended with 7:"
+    assert said[0] == "jpaged demo: the server exited before it was ready"
+    assert said[1] == "jpaged demo: the server exited with code 7; its last output:"
     assert said[-2:] == ["line 1999", "the reason"]
 
 

@@ -134,7 +134,7 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
         (f"{GROUP}.restartPolicy", "None", "restartPolicy must be RecreateGroupOnPodRestart"),
         (f"{LEADER}.nodeSelector.cloud|google|com/gke-tpu-topology", "2x4", "2x4 does not have 16 chips"),
         (f"{LEADER}.containers.0.args", ["demo", "--tensor-parallel-size=16"], "are started differently"),
-        (f"{LEADER}.containers.0.args", ["demo", "--data-parallel-size=2"], "2 works in one process"),
+        (f"{LEADER}.containers.0.args", ["demo", "--data-parallel-size=2"], "2 requires a single process"),
         (
             f"{WORKER}.containers.0.livenessProbe.grpc.port",
             50051,

@@ -71,7 +71,7 @@ def test_the_tutorial_ends_in_a_served_observed_and_drained_model(tmp_path: Path
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     said = [told[str(i)] for i in range(len(told))]
     expected = (
-        r"^jpaged \d.*Nothing found that would stop `jpaged serve demo`",
+        r"^jpaged \d.*No problem found that prevents `jpaged serve demo`",
         r"3 streams, \d+ tokens in",
         r"SERVING$",
         r"\w+ \w+ \w+",

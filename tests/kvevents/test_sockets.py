@@ -352,7 +352,7 @@ def test_an_address_that_is_taken_is_named(publisher: Publisher, tmp_path: Path)
         ({"kv_events_endpoint": "tcp://*:0"}, "neither"),
         ({"kv_events_endpoint": "ipc://"}, "neither"),
         ({"kv_events_endpoint": "tcp://*:1", "kv_events_replay_endpoint": "tcp://*:1"}, "kv_events_replay_endpoint: "),
-        ({"kv_events_replay_endpoint": "tcp://*:5558"}, "kv_events_endpoint, which is left out"),
+        ({"kv_events_replay_endpoint": "tcp://*:5558"}, "requires kv_events_endpoint"),
     ],
 )
 def test_addresses_that_cannot_be_are_refused(given: dict[str, Any], problem: str) -> None:

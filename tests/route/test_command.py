@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         (("--target", "a:1", "--target-tls-ca", "/nothing"), "--target-tls-ca: cannot be read"),
         (("--target", "a:1", "--target-api-key-file", "/nothing"), "--target-api-key-file: cannot be read"),
         (("--target", "a:1", "--tls-cert", "/nothing"), "--tls-key: is missing"),
-        (("--target", "a:1", "--host", "192.0.2.1"), "--host: '192.0.2.1' is no address of this machine"),
+        (("--target", "a:1", "--host", "192.0.2.1"), "--host: '192.0.2.1' is not an address of this machine"),
     ],
 )
 def test_a_command_line_that_is_wrong_is_refused_by_name(capsys, words, problem):

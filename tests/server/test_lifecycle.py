@@ -78,7 +78,7 @@ async def test_watches_of_health_end_with_the_server(monkeypatch):
         harness.server.request_stop()
         for watch in watches:
             end = await end_of(watch)
-            assert (end.code(), end.details()) == (grpc.StatusCode.UNAVAILABLE, "the server has ended")
+            assert (end.code(), end.details()) == (grpc.StatusCode.UNAVAILABLE, "the server has shut down")
 
 
 class Watching:

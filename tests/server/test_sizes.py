@@ -267,7 +267,9 @@ async def test_large_messages_that_wait_are_bounded_together(monkeypatch):
         for call in [call for call in held if call.done()]:
             error = await failure_of(call)
             assert (error.code().name, error_details(error)["ErrorInfo"].reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
-            assert "60004 bytes, with 180012 of requests that are worked on, are over 196608" in error.details()
+            assert (
+                "60004 bytes and 180012 bytes of requests in progress are over the limit of 196608" in error.details()
+            )
         assert len((await collect(harness.inference.Generate(request("hello"))))[-1].finish.ListFields()) > 0
         tokenizer.is_free.set()
         answers = await asyncio.gather(*held, return_exceptions=True)

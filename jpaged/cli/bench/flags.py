@@ -89,7 +89,7 @@ def add_output_json(parser: argparse.ArgumentParser) -> None:
 def require_writable(flag: str, path: Path | None) -> None:
     """Reject an output file that cannot be written, before anything is measured."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise InvalidArgument(flag, f"{path} is a folder, or in none")
+        raise InvalidArgument(flag, f"{path} is a folder, or its folder does not exist")
 
 
 def require_range(flag: str, value: float, low: float, high: float = 2**31 - 1) -> None:

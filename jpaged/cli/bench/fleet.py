@@ -220,7 +220,7 @@ def run(arguments: argparse.Namespace) -> int:
     goals = Goals(arguments.goal_ttft / 1e3, arguments.goal_itl / 1e3)
     sessions = draw_sessions(day, arguments.seed)
     if not sessions:
-        problem = f"of {day.rate_per_s:g} requests/s no conversation begins in a day of {day.seconds:g} s"
+        problem = f"{day.rate_per_s:g} requests/s is too low: no conversation starts in a day of {day.seconds:g} s"
         raise InvalidArgument("--rate", problem)
     setting = _setting(arguments, kinds, places, day, sessions, scaling)
     if not arguments.json:
@@ -306,7 +306,9 @@ def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[
                 f"{arguments.window:g} s is over the scrape_interval of --autoscale, {scaling.scrape_s:g} s",
             )
         if len(counts) > 1:
-            raise InvalidArgument("--autoscale", f"and {len(counts)} of --topology: a Deployment has one kind of pod")
+            raise InvalidArgument(
+                "--autoscale", f"allows one --topology, not {len(counts)}: a Deployment has one kind of pod"
+            )
         (count,) = counts.values()
         if not scaling.min_replicas <= count <= scaling.max_replicas:
             limits = f"from minReplicas to maxReplicas of --autoscale, {scaling.min_replicas} to {scaling.max_replicas}"
@@ -339,10 +341,10 @@ def _check_prices(prices: Mapping[str, float], kinds: Sequence[PoolKind]) -> Non
     names = {name for kind in kinds for name in (kind.name, kind.family, "")}
     if unused := sorted(prices.keys() - names):
         shown = ", ".join(kind.name for kind in kinds)
-        raise InvalidArgument("--price", f"{unused[0]} is of none of the topologies ({shown})")
+        raise InvalidArgument("--price", f"{unused[0]} matches none of the topologies ({shown})")
     without = [kind.name for kind in kinds if kind.usd_per_hour is None]
     if prices and without:
-        raise InvalidArgument("--price", f"{without[0]} has none, and others have one")
+        raise InvalidArgument("--price", f"{without[0]} has no price, but other topologies have one")
 
 
 def _topologies(arguments: argparse.Namespace, default: int) -> dict[str, int]:
@@ -355,13 +357,15 @@ def _topologies(arguments: argparse.Namespace, default: int) -> dict[str, int]:
             raise InvalidArgument("--topology", f"{name} is given more than once")
         if not equals:
             if len(words) > 1:
-                raise InvalidArgument("--topology", f"{name} is one of several: say how many it has, as in {name}=10")
+                raise InvalidArgument(
+                    "--topology", f"{name} is one of several: add its number of replicas, as in {name}=10"
+                )
             counts[name] = default if arguments.replicas is None else arguments.replicas
             continue
         if arguments.replicas is not None:
-            raise InvalidArgument("--replicas", f"and --topology {word} were given: one of them is enough")
+            raise InvalidArgument("--replicas", f"conflicts with --topology {word}: give only one of them")
         if not number.isdecimal() or not number.isascii() or len(number) > 9:
-            raise InvalidArgument("--topology", f"{number!r} of {name} is no number of replicas")
+            raise InvalidArgument("--topology", f"{number!r} is not a number of replicas for {name}")
         counts[name] = int(number)
     for name, count in counts.items():
         flag = "--replicas" if arguments.replicas is not None else "--topology"
@@ -450,7 +454,7 @@ def _forecast_words(expected: Forecast, options: FleetOptions) -> str:
     minutes, gigabytes = expected.wall_s / 60, expected.memory_bytes / 1e9
     return (
         f"About {expected.num_turns:,} requests for each router: about {minutes:.1f} minutes with "
-        f"{options.num_processes} processes that have a processor each, and at most about {gigabytes:.1f} GB of memory."
+        f"{options.num_processes} processes on separate cores, and at most about {gigabytes:.1f} GB of memory."
     )
 
 

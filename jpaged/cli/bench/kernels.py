@@ -97,10 +97,10 @@ def _check(arguments: argparse.Namespace, shapes: tuple[str, ...]) -> None:
             if not 1 <= value <= _MAX_COUNT:
                 raise InvalidArgument(flag_of(name), f"{value} is out of range: must be from 1 to {_MAX_COUNT}")
     if not (arguments.max_gib > 0 and math.isfinite(arguments.max_gib)):
-        raise InvalidArgument("--max-gib", f"{arguments.max_gib} is not above the limit of 0 and finite")
+        raise InvalidArgument("--max-gib", f"{arguments.max_gib} is not a finite number above 0")
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise InvalidArgument(flag, f"{path} is a folder, or in none")
+            raise InvalidArgument(flag, f"{path} is a folder, or its folder does not exist")
 
 
 def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
@@ -138,7 +138,7 @@ def _draw(found: Sequence[Measurement], title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InvalidArgument("plot", f"a picture needs matplotlib, which is not installed ({error})") from error
+        raise InvalidArgument("plot", f"a plot requires matplotlib, which is not installed ({error})") from error
     panels = sorted({(m.cell.kind, m.cell.num_seqs) for m in found})
     figure = Figure(figsize=(4.5 * max(1, len(panels)), 4), layout="constrained")
     figure.suptitle(title, fontsize=11)

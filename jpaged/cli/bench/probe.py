@@ -70,8 +70,8 @@ def probed(dtype: str) -> Limits:
     try:
         return Limits(**json.loads(done.stdout))
     except (ValueError, TypeError) as error:
-        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise InternalError(f"the probe of this machine ended with {done.returncode} and said: {last}") from error
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise InternalError(f"the probe of this machine exited with code {done.returncode}: {last}") from error
 
 
 def limits_of(hardware: str, dtype: str, num_devices: int = 1) -> tuple[Limits | None, str]:

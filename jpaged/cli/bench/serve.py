@@ -204,10 +204,10 @@ def _loads(arguments: argparse.Namespace) -> list[Arrivals]:
         if None in given:
             raise InvalidArgument("--ramp-up-strategy", "needs --ramp-up-start-rps and --ramp-up-end-rps")
         if arguments.request_rate != [math.inf]:
-            raise InvalidArgument("--ramp-up-strategy", "takes the place of --request-rate: leave that out")
+            raise InvalidArgument("--ramp-up-strategy", "replaces --request-rate: remove one of them")
         ramp = Ramp(arguments.ramp_up_strategy, *given)
     elif given != (None, None):
-        raise InvalidArgument("--ramp-up-start-rps", "goes with --ramp-up-strategy")
+        raise InvalidArgument("--ramp-up-start-rps", "requires --ramp-up-strategy")
     return [Arrivals(rate, arguments.burstiness, ramp) for rate in arguments.request_rate]
 
 
@@ -223,7 +223,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.temperature <= 100:
         raise InvalidArgument("--temperature", f"{arguments.temperature} is out of range: must be from 0 to 100")
     if arguments.result_filename is not None and len(arguments.request_rate) > 1:
-        raise InvalidArgument("--result-filename", "names one file, and there is one for each --request-rate")
+        raise InvalidArgument("--result-filename", "names one file, but each --request-rate needs its own")
     require_writable("--output-json", arguments.output_json)
     if arguments.plot is not None:
         plot.require_drawable(arguments.plot)

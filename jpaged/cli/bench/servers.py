@@ -96,7 +96,7 @@ def _refuse(arguments: argparse.Namespace, needed: str, **unused: Any) -> None:
     for name, default in unused.items():
         if getattr(arguments, name) != default:
             flag = "--" if name == "server_flags" else f"--{name.replace('_', '-')}"
-            raise InvalidArgument(flag, f"goes with {needed} alone")
+            raise InvalidArgument(flag, f"works only with {needed}")
 
 
 @contextlib.contextmanager
@@ -121,11 +121,14 @@ def _started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
         if is_ready:
             raise
         server.stop(_END_PATIENCE_S)
-        raise Unavailable("\n".join([f"{model}: {error}; it said:", *server.last_lines])) from error
+        raise Unavailable("\n".join([f"{model}: {error}; its last output:", *server.last_lines])) from error
     finally:
         code = server.stop(patience_s)
         if is_ready and code != 0:
-            console.print("\n".join([f"the server ended with {code}:", *server.last_lines]), highlight=False)
+            console.print(
+                "\n".join([f"the server exited with code {code}; its last output:", *server.last_lines]),
+                highlight=False,
+            )
 
 
 def _serves(client: Client) -> bool:
@@ -192,7 +195,7 @@ def _limits_of_server(
             return probed(dtype), ""
     device = find_hardware(info.device_kind or "")
     if device is None:
-        return None, f"the data sheet of {info.device_kind} is not in the table"
+        return None, f"{info.device_kind} is not in the hardware table"
     return of_accelerator(device.name, info.num_devices), ""
 
 
@@ -251,7 +254,7 @@ def _shape(
         folder = find_local(model) or find_folder(model)
         return ServedModel(stored_shape(folder, dtype, kv_dtype, quantization)), ""
     except JpagedError as error:
-        return None, f"the model's files are not here: {error}"
+        return None, f"the model's files are not available: {error}"
 
 
 def _headers(words: list[str]) -> dict[str, str]:

@@ -171,7 +171,9 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
     if arguments.trace not in ("sharegpt", "alpaca"):
         for name, value in given.items():
             if value is not None:
-                raise InvalidArgument(f"--{name.replace('_', '-')}", "is for synthetic traces; a file has its own")
+                raise InvalidArgument(
+                    f"--{name.replace('_', '-')}", "applies only to synthetic traces, not to a trace file"
+                )
         return read_trace(Path(arguments.trace), max_model_len=max_model_len)
     rate = 1.0 if arguments.rate is None else arguments.rate
     if not _MIN_RATE <= rate <= _MAX_COUNT:
@@ -179,7 +181,7 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
     num_requests = _DEFAULT_NUM_REQUESTS
     if arguments.num_requests is not None:
         if arguments.duration is not None:
-            raise InvalidArgument("--duration", "and --num-requests were given: one of them is enough")
+            raise InvalidArgument("--duration", "conflicts with --num-requests: give only one of them")
         num_requests = _at_least_one(arguments, "num_requests")
     elif arguments.duration is not None:
         if not (arguments.duration > 0 and math.isfinite(arguments.duration)):

@@ -110,7 +110,7 @@ def timed_start(model: str, flags: list[str], cache: str) -> Start:
                 continue
     except Unavailable as error:
         server.stop(_END_PATIENCE_S)
-        raise Unavailable("\n".join([f"{model}: {error}; it said:", *server.last_lines])) from error
+        raise Unavailable("\n".join([f"{model}: {error}; its last output:", *server.last_lines])) from error
     finally:
         server.stop()
     return read_start(server.lines)

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print all findings; return 1 if one of them prevents a server from starting."""
     if not (arguments.timeout > 0 and math.isfinite(arguments.timeout)):
-        raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0 and finite")
+        raise InvalidArgument("--timeout", f"{arguments.timeout} is not a finite number above 0")
     config = config_from(arguments)
     found = list(_look(config, config_values(arguments), arguments.timeout))
     stops = [one for one in found if one.state == "stop"]
@@ -78,10 +78,10 @@ def _show(found: Sequence[Finding], stops: Sequence[Finding], model: str) -> Non
     if stops:
         names = ", ".join(one.name for one in stops)
         console.print(
-            Text(f"{len(stops)} found that would stop `jpaged serve {model}`: {names}", style=_STYLES["stop"])
+            Text(f"Problems that prevent `jpaged serve {model}` ({len(stops)}): {names}", style=_STYLES["stop"])
         )
     else:
-        console.print(f"Nothing found that would stop `jpaged serve {model}`.", markup=False)
+        console.print(f"No problem found that prevents `jpaged serve {model}`.", markup=False)
 
 
 def _show_one(console: Console, one: Finding) -> None:

@@ -67,7 +67,7 @@ def ask(options: Mapping[str, Any], timeout_s: float, command: Sequence[str] = _
     is_whole = len(found) == len(STAGES) or any("error" in one for one in found.values())
     if end is None and not is_whole:
         last = problems.strip().splitlines()[-1:] or ["no output"]
-        end = f"the process ended with {child.returncode}: {last[0]}"
+        end = f"the process exited with code {child.returncode}: {last[0]}"
     return Answer(found, None if is_whole else end)
 
 
@@ -78,7 +78,7 @@ def findings(answer: Answer) -> Iterator[Finding]:
         if stage in answer.found:
             yield from tell[stage](answer.found[stage])
         elif answer.end is not None:
-            note = f"when {_ASKED[stage]}: {answer.end}"
+            note = f"while {_ASKED[stage]}: {answer.end}"
             remedy = "JAX_PLATFORMS=cpu ignores accelerators; --timeout waits longer"
             yield Finding(stage, stage, "stop", "unknown", note, remedy)
             return
@@ -88,7 +88,7 @@ def _devices(found: Mapping[str, Any]) -> Iterator[Finding]:
     if "error" in found:
         yield Finding("devices", "devices", "stop", "none", found["error"], "JAX_PLATFORMS=cpu ignores accelerators")
         return
-    known = f", {found['hardware']} of the table" if found["hardware"] else ""
+    known = f", {found['hardware']} in the hardware table" if found["hardware"] else ""
     yield Finding("devices", found["platform"], "ok", f"{found['num_devices']} x {found['device_kind']}{known}")
     memory = f"{in_bytes(found['available_bytes'])} free of {in_bytes(found['physical_bytes'])}"
     yield Finding("devices", "host memory", "ok", memory)
@@ -110,7 +110,7 @@ def _kernels(found: Mapping[str, Any]) -> Iterator[Finding]:
 def _model(found: Mapping[str, Any]) -> Iterator[Finding]:
     if "error" in found:
         if found["kind"] == "NotFound" and "the hub" in found["error"]:
-            note = "not on this machine: it would be downloaded, which was not tried"
+            note = "not on this machine: `jpaged serve` would download it (not tried here)"
             yield Finding("model", "model", "warn", "not found", note)
         else:
             yield Finding("model", "model", "stop", "cannot be served", found["error"])
@@ -128,9 +128,9 @@ def _model(found: Mapping[str, Any]) -> Iterator[Finding]:
 def _memory(weight_bytes: int, memory_bytes: int | None, share: float) -> Finding:
     if memory_bytes is None:
         return Finding(
-            "model", "memory", "ok", f"weights {in_bytes(weight_bytes)}; the device does not say what it has"
+            "model", "memory", "ok", f"weights {in_bytes(weight_bytes)}; the device does not report its memory"
         )
-    value = f"weights {in_bytes(weight_bytes)}, of {in_bytes(memory_bytes)} a share of {share:g} is used"
+    value = f"weights {in_bytes(weight_bytes)}; jpaged may use {share:g} of {in_bytes(memory_bytes)}"
     if weight_bytes < share * memory_bytes:
         return Finding("model", "memory", "ok", value)
     note = "the weights alone do not fit"

@@ -67,7 +67,7 @@ def limits(max_connections: int) -> Iterator[Finding]:
     ):
         soft, _ = resource.getrlimit(number)
         is_tight = number == resource.RLIMIT_AS and soft != resource.RLIM_INFINITY
-        note = "XLA reserves more addresses than it uses: loading may fail" if is_tight else ""
+        note = "XLA reserves more address space than it uses: loading may fail" if is_tight else ""
         remedy = "ulimit -v unlimited" if is_tight else ""
         shown = _limit(soft) if number == resource.RLIMIT_NPROC else _limit_bytes(soft)
         yield Finding("machine", name, "warn" if is_tight else "ok", shown, note, remedy)
@@ -139,11 +139,11 @@ def processes(config: EngineConfig) -> Iterator[Finding]:
     try:
         found = config.multihost()
     except InvalidArgument as error:
-        yield Finding("machine", "processes together", "stop", "not understood", str(error), "--num-processes 1")
+        yield Finding("machine", "multiple processes", "stop", "invalid", str(error), "--num-processes 1")
         return
     if found is not None:
         value = f"{found.process_id} of {found.num_processes}, process 0 at {found.coordinator} ({found.source})"
-        yield Finding("machine", "processes together", "ok", value)
+        yield Finding("machine", "multiple processes", "ok", value)
 
 
 def environment() -> Iterator[Finding]:

@@ -62,7 +62,7 @@ def requirements() -> Iterator[Finding]:
         yield Finding("packages", "requirements", "warn", "unknown", note, "pip install .")
         return
     if (installed := metadata.version(NAME)) != __version__:
-        note = f"the sources are {__version__}: what is checked here are the requirements of {installed}"
+        note = f"the sources are {__version__}, but the requirements checked here are those of {installed}"
         yield Finding("packages", "jpaged", "warn", f"installed as {installed}", note, "pip install .")
     needed = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     found = {one.name: version_of(one.name) for one in needed}
@@ -121,7 +121,7 @@ def undriven(dev: Path = _DEV) -> Iterator[Finding]:
     for name, (pattern, packages, extra) in _DEVICE_FILES.items():
         files = sorted(dev.glob(pattern))
         if files and not any(version_of(package) for package in packages):
-            note = f"{files[0]} is here, and no package drives it: it would not be used"
+            note = f"{files[0]} exists, but no installed package supports it: it would not be used"
             yield Finding("devices", name, "warn", f"{len(files)} found", note, f"pip install 'jpaged[{extra}]'")
 
 

@@ -55,7 +55,7 @@ def help_about(parser: argparse.ArgumentParser, word: str) -> str:
     text = formatter.format_help()
     if not text.strip():
         titles = ", ".join(str(group.title) for group in groups)
-        parser.error(f"argument --help: nothing here is like {word!r}; the groups are {titles}")
+        parser.error(f"argument --help: no group or option matches {word!r}; the groups are {titles}")
     return text
 
 

@@ -37,10 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     parser, words = arguments.command_line, list(arguments.words)
     while words and (commands := commands_of(parser)):
         if words[0] not in commands:
-            raise InvalidArgument("WORD", f"{words[0]!r} is none of {', '.join(commands)}")
+            raise InvalidArgument("WORD", f"{words[0]!r} is not one of {', '.join(commands)}")
         parser = commands[words.pop(0)]
     if len(words) > 1:
-        raise InvalidArgument("WORD", f"{' '.join(words)!r}: one word after a command")
+        raise InvalidArgument("WORD", f"{' '.join(words)!r}: only one word may follow a command")
     _show(help_about(parser, words[0]) if words else parser.format_help())
     return 0
 

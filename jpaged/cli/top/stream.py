@@ -32,7 +32,7 @@ def url_of(given: str, *, is_tls: bool = False) -> str:
     if not is_good or any(ord(letter) < 33 or ord(letter) > 126 for letter in url):
         raise InvalidArgument("URL", f"{given!r} is neither http://HOST:PORT nor HOST:PORT")
     if is_tls and parts.scheme != "https":
-        raise InvalidArgument("URL", f"{given!r} is not https://, and flags of TLS are given")
+        raise InvalidArgument("URL", f"{given!r} must begin with https:// if TLS options are given")
     return url.rstrip("/")
 
 
@@ -63,7 +63,7 @@ def frames(
                 elif line.startswith(b":") and reader.pools:
                     yield reader
     except urllib.error.HTTPError as error:
-        raise Unavailable(f"{url} answers {error.code}: {_message_of(error)}") from error
+        raise Unavailable(f"{url} returned {error.code}: {_message_of(error)}") from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         through = f" (through the proxy {proxy.rpartition('@')[2]})" if proxy else ""

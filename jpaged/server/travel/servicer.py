@@ -79,4 +79,4 @@ async def _write(context: CallContext, message: Message) -> None:
     try:
         await asyncio.wait_for(context.write(message), _STALL_S)
     except TimeoutError:
-        raise DeadlineExceeded(f"nothing of the prefix was taken for {_STALL_S:g} s") from None
+        raise DeadlineExceeded(f"the receiver has read nothing of the prefix for {_STALL_S:g} s") from None

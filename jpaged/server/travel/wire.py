@@ -63,7 +63,7 @@ def arrival_of(arrival: Arrival) -> prefixes_pb2.PrefixArrival:
 
 def _pieces_from(message: prefixes_pb2.PrefixPieces) -> list[Piece]:
     if not 1 <= len(message.pieces) <= MAX_PIECES:
-        raise InvalidArgument("pieces", f"{len(message.pieces)} are in a message, not 1 to {MAX_PIECES}")
+        raise InvalidArgument("pieces", f"a message has {len(message.pieces)}: must be from 1 to {MAX_PIECES}")
     return [
         Piece(piece.index, piece.kv_group, piece.offset, piece.contents, piece.key, piece.hash)
         for piece in message.pieces

@@ -20,4 +20,4 @@ async def identity_of(model: LoadedModel) -> bytes:
     try:
         return await asyncio.to_thread(model.engine.travels.kv_identity)
     except Unsupported as error:
-        raise Unsupported(f"role: {model.config.roles.role} hands on blocks of the prefix cache: {error}") from error
+        raise Unsupported(f"role: {model.config.roles.role} transfers blocks of the prefix cache: {error}") from error

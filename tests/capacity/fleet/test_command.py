@@ -99,7 +99,7 @@ def test_an_autoscaled_fleet_begins_with_the_fewest(capsys):
     ("words", "message"),
     [
         (["--replicas", "0"], "--replicas: 0 of h100 is out of range: must be from 1 to 100000"),
-        (["--topology", "v9"], "--topology: h100 is one of several: say how many it has, as in h100=10"),
+        (["--topology", "v9"], "--topology: h100 is one of several: add its number of replicas, as in h100=10"),
         (["--topology", "h100"], "--topology: h100 is one of several"),
         (["--day", "0"], "--day: 0.0 is out of range: must be from 1.0 to 86400.0"),
         (["--rate", "0"], "--rate: 0.0 is out of range"),
@@ -109,7 +109,7 @@ def test_an_autoscaled_fleet_begins_with_the_fewest(capsys):
         (["--processes", "0"], "--processes: 0 is out of range"),
         (["--cold-start", "-1"], "--cold-start: -1.0 is out of range"),
         (["--router", "random", "random"], "--router: random is given more than once"),
-        (["--price", "much"], "--price: 'much' is not a number of USD"),
+        (["--price", "much"], "--price: 'much' is not a price in USD"),
         (["--autoscale", "nowhere"], "--autoscale: nowhere/kubernetes/horizontalpodautoscaler.yaml cannot be read"),
         (
             ["--autoscale", "{deploy}"],
@@ -117,11 +117,11 @@ def test_an_autoscaled_fleet_begins_with_the_fewest(capsys):
         ),
         (["--plot", "day.txt"], "--plot: day.txt does not end with one of"),
         (["--max-model-len", "200000"], "max_model_len: 200000 is over 131072, which llama-3.1-8b has"),
-        (["--rate", "1e-6"], "--rate: of 1e-06 requests/s no conversation begins in a day of 4 s"),
+        (["--rate", "1e-6"], "--rate: 1e-06 requests/s is too low: no conversation starts in a day of 4 s"),
         (["--num-host-blocks", "-1"], "--num-host-blocks: -1 is out of range"),
         (
             ["--eviction-policy", "worth", "--no-enable-prefix-caching"],
-            "eviction_policy: worth has nothing to choose from: no prefix is cached with enable_prefix_caching False",
+            "eviction_policy: worth has no effect, because no prefixes are cached with enable_prefix_caching False",
         ),
         (["--rate", "1e9"], "rate: 1.33e+09 conversations in a day are above the limit of 5000000"),
     ],
@@ -139,18 +139,21 @@ def test_a_wrong_option_is_named(words, message, capsys, tmp_path):
     ("words", "message"),
     [
         (["--topology", "v9:1"], "topology: 'v9:1' is not known"),
-        (["--topology", "h100=x"], "--topology: 'x' of h100 is no number of replicas"),
+        (["--topology", "h100=x"], "--topology: 'x' is not a number of replicas for h100"),
         (["--topology", "h100=1", "--topology", "h100=2"], "--topology: h100 is given more than once"),
-        (["--topology", "h100=2", "--replicas", "3"], "--replicas: and --topology h100=2 were given"),
+        (
+            ["--topology", "h100=2", "--replicas", "3"],
+            "--replicas: conflicts with --topology h100=2: give only one of them",
+        ),
         (["--topology", "tpu-v5e=1"], "num_devices: 1 x tpu-v5e leave"),
-        (["--topology", "h100=1", "--price", "v6e=2"], "--price: v6e is of none of the topologies (h100)"),
+        (["--topology", "h100=1", "--price", "v6e=2"], "--price: v6e matches none of the topologies (h100)"),
         (
             ["--topology", "h100=1", "--topology", "b200=1", "--price", "h100=2"],
-            "--price: b200 has none, and others have one",
+            "--price: b200 has no price, but other topologies have one",
         ),
         (
             ["--topology", "h100=3", "--topology", "b200=3", "--autoscale", str(DEPLOY)],
-            "--autoscale: and 2 of --topology: a Deployment has one kind of pod",
+            "--autoscale: allows one --topology, not 2: a Deployment has one kind of pod",
         ),
         (
             ["--topology", "h100", "--autoscale", str(DEPLOY), "--window", "20"],

@@ -89,8 +89,11 @@ def test_latency_times_batches_and_leaves_warm_ups_out(tmp_path: Path, capsys):
     [
         (["throughput", "--n", "0"], "--n: 0 is out of range: must be from 1 to 256"),
         (["throughput", "--num-prompts", "0"], "--num-prompts: 0 is out of range"),
-        (["throughput", "one", "--model", "two"], "model: one is given, and --model two as well: give one"),
-        (["throughput", "--output-json", "/nowhere/a"], "--output-json: /nowhere/a is a folder, or in none"),
+        (["throughput", "one", "--model", "two"], "model: one conflicts with --model two: give only one of them"),
+        (
+            ["throughput", "--output-json", "/nowhere/a"],
+            "--output-json: /nowhere/a is a folder, or its folder does not exist",
+        ),
         (["latency", "--batch-size", "0"], "--batch-size: 0 is out of range"),
         (["latency", "--num-iters", "0"], "--num-iters: 0 is out of range"),
         (["latency", "--seed", "-1"], "--seed: -1 is out of range"),
@@ -123,7 +126,7 @@ def test_the_probe_measures_cpus_and_looks_accelerators_up(kind, told, monkeypat
 
 def test_a_probe_that_fails_says_its_last_words(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
-    with pytest.raises(Exception, match="the probe of this machine ended with 1 and said: nothing"):
+    with pytest.raises(Exception, match="the probe of this machine exited with code 1: no output"):
         probe.probed("float32")
 
 

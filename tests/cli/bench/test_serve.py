@@ -76,7 +76,7 @@ def test_a_server_that_dies_under_the_load_is_told(fake_server, capsys):
     assert main([*SERVE, "--model", "dies", "--num-warmups", "0"]) == 1
     told = capsys.readouterr().err
     assert re.search(r"^\d failed: ", told, re.MULTILINE)
-    assert "the server ended with 1:" in told
+    assert "the server exited with code 1; its last output:" in told
 
 
 def test_requests_that_fail_are_counted_told_and_an_exit_code(fake_server, tmp_path: Path, capsys):
@@ -127,10 +127,10 @@ async def test_a_chat_is_sent_texts(tmp_path: Path):
         (["--request-rate", "4", "1", "4"], "--request-rate: 4.0 is given more than once"),
         (["--burstiness", "nan"], "--burstiness: nan is not above"),
         (["--ramp-up-strategy", "linear"], "--ramp-up-strategy: needs --ramp-up-start-rps"),
-        (["--ramp-up-start-rps", "1"], "--ramp-up-start-rps: goes with --ramp-up-strategy"),
+        (["--ramp-up-start-rps", "1"], "--ramp-up-start-rps: requires --ramp-up-strategy"),
         (
             ["--ramp-up-strategy=linear", "--ramp-up-start-rps=1", "--ramp-up-end-rps=2", "--request-rate=1"],
-            "--ramp-up-strategy: takes the place of --request-rate",
+            "--ramp-up-strategy: replaces --request-rate",
         ),
         (["--max-concurrency", "0"], "--max-concurrency: 0 is out of range: must be from 1"),
         (["--num-warmups", "-1"], "--num-warmups: -1 is out of range"),
@@ -140,14 +140,17 @@ async def test_a_chat_is_sent_texts(tmp_path: Path):
         (["--metric-percentiles", "101"], "--metric-percentiles: '101' is not a number"),
         (["--metadata", "note"], "--metadata: 'note' is not KEY=VALUE"),
         (["--result-filename", "a", "--request-rate", "1", "2"], "--result-filename: names one file"),
-        (["--output-json", "/nowhere/a.json"], "--output-json: /nowhere/a.json is a folder, or in none"),
+        (
+            ["--output-json", "/nowhere/a.json"],
+            "--output-json: /nowhere/a.json is a folder, or its folder does not exist",
+        ),
         (["--plot", "/nowhere/a.png"], "--plot: /nowhere/a.png is a folder, or in none"),
         (["--plot", "a.doc"], "--plot: a.doc does not end with one of .png"),
         (["--num-prompts", "0"], "--num-prompts: 0 is out of range"),
         (["--target", "nowhere"], "--target: 'nowhere' is not HOST:PORT"),
-        (["--target", "h:1", "--", "--max-num-seqs", "2"], "--: goes with a server started by this benchmark alone"),
-        (["--header", "a=b"], "--header: goes with an OpenAI backend alone"),
-        (["--backend", "openai", "--target", "h:1"], "--target: goes with --backend jpaged alone"),
+        (["--target", "h:1", "--", "--max-num-seqs", "2"], "--: works only with a server started by this benchmark"),
+        (["--header", "a=b"], "--header: works only with an OpenAI backend"),
+        (["--backend", "openai", "--target", "h:1"], "--target: works only with --backend jpaged"),
         (["--backend", "openai", "--base-url", "here"], "--base-url: 'here' is not http://HOST:PORT"),
         (["--backend", "openai", "--header", "a"], "--header: 'a' is not KEY=VALUE"),
         (["--extra-body", "[]"], "'[]' is not a JSON object"),

@@ -68,7 +68,7 @@ def test_a_model_that_is_not_here_is_not_downloaded(capsys):
     assert main(["doctor", "nobody/such-model", "--json", "--port", "0", "--timeout", "600"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert found["model"]["state"] == "warn"
-    assert "would be downloaded" in found["model"]["note"]
+    assert "would download it" in found["model"]["note"]
 
 
 @pytest.mark.long
@@ -85,14 +85,14 @@ def test_options_are_checked_as_those_of_serve(answered, capsys):
     assert main(["doctor", "--max-num-seqs", "0"]) == 2
     assert "--max-num-seqs: 0 is below the limit of 1" in capsys.readouterr().err
     assert main(["doctor", "--timeout", "nan"]) == 2
-    assert "--timeout: nan is not above 0 and finite" in capsys.readouterr().err
+    assert "--timeout: nan is not a finite number above 0" in capsys.readouterr().err
 
 
 def test_what_is_found_is_a_table_with_a_verdict(answered, capsys):
     assert main(["doctor", "--port", "0"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^  ok    kv_cache_dtype +int8$", said, re.MULTILINE)
-    assert said.splitlines()[-1] == "Nothing found that would stop `jpaged serve demo`."
+    assert said.splitlines()[-1] == "No problem found that prevents `jpaged serve demo`."
     groups = re.findall(r"^(\w+)$", said, re.MULTILINE)
     assert groups == ["program", "packages", "optional", "devices", "kernels", "model", "machine", "environment"]
 
@@ -101,7 +101,7 @@ def test_what_stops_a_server_is_the_verdict(answered, capsys):
     answered.append(Answer({"devices": {"error": "no device", "kind": "RuntimeError"}}, None))
     assert main(["doctor", "--port", "0"]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == "1 found that would stop `jpaged serve demo`: devices"
+    assert said[-1] == "Problems that prevent `jpaged serve demo` (1): devices"
     assert "        no device" in said
 
 
@@ -134,7 +134,7 @@ def test_a_child_that_hangs_is_ended_and_what_it_said_before_counts():
 
 def test_a_child_that_crashes_is_told_with_its_last_words():
     answer = ask("import os, sys; print('noise'); print('the driver is gone', file=sys.stderr, flush=True); os.abort()")
-    assert answer == Answer({}, "the process ended with -6: the driver is gone")
+    assert answer == Answer({}, "the process exited with code -6: the driver is gone")
     (stop,) = devices.findings(answer)
     assert (stop.name, stop.state) == ("devices", "stop")
 
@@ -155,9 +155,9 @@ def test_kernels_that_were_not_built_turn_off_speed_alone():
 @pytest.mark.parametrize(
     ("changes", "state", "value"),
     [
-        ({"weight_bytes": 900}, "stop", "weights 900 bytes, of 1000 bytes a share of 0.9 is used"),
-        ({"weight_bytes": 899}, "ok", "weights 899 bytes, of 1000 bytes a share of 0.9 is used"),
-        ({"memory_bytes": None}, "ok", "weights 100 bytes; the device does not say what it has"),
+        ({"weight_bytes": 900}, "stop", "weights 900 bytes; jpaged may use 0.9 of 1000 bytes"),
+        ({"weight_bytes": 899}, "ok", "weights 899 bytes; jpaged may use 0.9 of 1000 bytes"),
+        ({"memory_bytes": None}, "ok", "weights 100 bytes; the device does not report its memory"),
     ],
 )
 def test_weights_that_do_not_fit_stop_a_server(changes, state, value):

@@ -49,8 +49,8 @@ def test_help_leads_to_commands_groups_and_options(capsys):
     assert told(capsys, "help") == told(capsys, "--help")
     assert told(capsys, "help", "bench", "serve") == told(capsys, "bench", "serve", "--help")
     assert told(capsys, "help", "serve", "cache") == told(capsys, "serve", "--help=cache")
-    assert "'fly' is none of serve, route, generate" in told(capsys, "help", "fly", code=2)
-    assert "'a b': one word after a command" in told(capsys, "help", "serve", "a", "b", code=2)
+    assert "'fly' is not one of serve, route, generate" in told(capsys, "help", "fly", code=2)
+    assert "'a b': only one word may follow a command" in told(capsys, "help", "serve", "a", "b", code=2)
 
 
 def test_every_command_is_in_the_list_with_a_sentence(capsys):

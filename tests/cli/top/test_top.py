@@ -87,9 +87,9 @@ async def test_what_is_no_server_is_told_in_a_sentence(tmp_path: Path, capsys: p
         (["http://x:99999"], 2, "neither"),
         (["http://x y"], 2, "neither"),
         (["127.0.0.1:1", "--once"], 1, "http://127.0.0.1:1: Connection refused"),
-        (["http://127.0.0.1:1", "--tls"], 2, "is not https://, and flags of TLS are given"),
+        (["http://127.0.0.1:1", "--tls"], 2, "must begin with https:// if TLS options are given"),
         (["127.0.0.1:1", "--tls-ca", str(words_file)], 2, "tls: the files cannot be used"),
-        (["127.0.0.1:1", "--api-key-file", str(words_file)], 2, "holds no key"),
+        (["127.0.0.1:1", "--api-key-file", str(words_file)], 2, "must contain one API key"),
         (["127.0.0.1:1", "--api-key-file", str(tmp_path / "none")], 2, "cannot be read"),
     ):
         assert await top(*words) == code
@@ -107,7 +107,7 @@ def test_an_answer_that_is_no_stream_is_told() -> None:
 
     with HTTPServer(("127.0.0.1", 0), Other) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        with pytest.raises(Unavailable, match="answers 404"):
+        with pytest.raises(Unavailable, match="returned 404"):
             next(iter(frames(f"http://127.0.0.1:{server.server_port}", "")))
     with pytest.raises(InvalidArgument):
         url_of("http://")

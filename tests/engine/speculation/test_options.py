@@ -47,10 +47,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 @pytest.mark.parametrize(
     ("values", "field", "problem"),
     [
-        ({}, ".method", "is missing; one of ngram, suffix"),
+        ({}, ".method", "is missing: must be one of ngram, suffix"),
         ({"method": "medusa"}, ".method", "'medusa' is not one of ngram"),
         ({"method": 3}, ".method", "3 is not of type str"),
-        ({"method": "ngram"}, ".num_speculative_tokens", "is missing; 1 to 32"),
+        ({"method": "ngram"}, ".num_speculative_tokens", "is missing: must be from 1 to 32"),
         ({"method": "ngram", "num_speculative_tokens": 0}, ".num_speculative_tokens", "0 is below the limit of 1"),
         ({"method": "suffix", "num_speculative_tokens": 33}, ".num_speculative_tokens", "33 is above the limit of 32"),
         ({"method": "suffix", "num_speculative_tokens": True}, ".num_speculative_tokens", "True is not of type int"),
@@ -62,15 +62,23 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
         ({"method": "eagle3", "model": "a/b"}, ".num_speculative_tokens", "is missing"),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, ".prompt_lookup_min", "4 is above"),
         ({**NGRAM, "prompt_lookup_max": 33}, ".prompt_lookup_max", "33 is above the limit of 32"),
-        ({"method": "suffix", "prompt_lookup_max": 3}, ".prompt_lookup_max", "3 is for ngram; the method is suffix"),
-        ({**NGRAM, "suffix_decoding_max_tree_depth": 24}, ".suffix_decoding_max_tree_depth", "24 is for suffix"),
+        (
+            {"method": "suffix", "prompt_lookup_max": 3},
+            ".prompt_lookup_max",
+            "3 applies only to ngram; the method is suffix",
+        ),
+        (
+            {**NGRAM, "suffix_decoding_max_tree_depth": 24},
+            ".suffix_decoding_max_tree_depth",
+            "24 applies only to suffix",
+        ),
         (
             {"method": "suffix", "suffix_decoding_min_token_prob": 1.5},
             ".suffix_decoding_min_token_prob",
             "1.5 is above",
         ),
         ({**NGRAM, "disable_by_batch_size": 1}, ".disable_by_batch_size", "1 is below the limit of 2"),
-        ({**NGRAM, "num_tokens": 3}, ".num_tokens", "is not known; known are method, model"),
+        ({**NGRAM, "num_tokens": 3}, ".num_tokens", "is unknown: must be one of method, model"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_key(values, field, problem):
@@ -89,7 +97,7 @@ def test_what_cannot_be_is_refused_by_its_key(values, field, problem):
         ('{"method": "suffix"', "", "is not JSON"),
         ("[" * 100_000, "", "is not JSON"),
         ("9" * 10_000, "", "is not JSON"),
-        ('{"method": "suffix", "method": "ngram"}', ".method", "is stated twice"),
+        ('{"method": "suffix", "method": "ngram"}', ".method", "is given twice"),
         ('{"method": "suffix", "suffix_decoding_max_spec_factor": NaN}', ".suffix_decoding_max_spec_factor", "nan"),
         ('{"method": "suffix", "suffix_decoding_max_spec_factor": 1e999}', ".suffix_decoding_max_spec_factor", "inf"),
     ],

@@ -278,7 +278,7 @@ def drafting(method: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_have_no_draft_model(method):
-    with pytest.raises(ValueError, match=rf"speculative_config\.method: {method} does not go with adapters"):
+    with pytest.raises(ValueError, match=rf"speculative_config\.method: {method} does not support adapters"):
         EngineConfig.load({**drafting(method), "enable_lora": True})
 
 
@@ -288,5 +288,5 @@ def test_several_processes_have_no_draft_model(method):
     given = {"coordinator": "host:1", "num_processes": 2, "process_id": 0}
     multihost = EngineConfig.load(given).multihost()
     assert multihost is not None
-    with pytest.raises(ValueError, match=rf"speculative_config\.method: {method} runs in one process"):
+    with pytest.raises(ValueError, match=rf"speculative_config\.method: {method} requires a single process"):
         options.for_multihost(multihost)

@@ -92,7 +92,7 @@ def test_flags_that_do_not_go_together_are_refused_by_name(tmp_path: Path, monke
     empty = tmp_path / "empty"
     empty.write_text("\n")
     for words, problem in (
-        (("--tls-cert", str(empty)), "--tls-key: is missing: the two go together"),
+        (("--tls-cert", str(empty)), "--tls-key: is missing: give both the certificate and the key"),
         (("--tls-key", str(empty)), "--tls-cert: is missing"),
         (("--tls-ca", str(tmp_path / "none")), "--tls-ca: cannot be read: .*none: No such file"),
         (("--api-key-file", str(tmp_path / "none")), "--api-key-file: cannot be read: .*none: No such file"),

@@ -66,6 +66,6 @@ async def test_a_control_port_that_is_taken_is_named():
         with pytest.raises(InvalidArgument, match=r"control_port: 127.0.0.1:.* cannot be bound"):
             async with running(control_port=harness.port):
                 pass
-        with pytest.raises(InvalidArgument, match=r"control_host: '192.0.2.7' is no address of this machine"):
+        with pytest.raises(InvalidArgument, match=r"control_host: '192.0.2.7' is not an address of this machine"):
             async with running(control_port=0, control_host="192.0.2.7"):
                 pass

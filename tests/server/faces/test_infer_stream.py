@@ -195,7 +195,7 @@ async def test_a_stream_that_waits_for_requests_ends_with_the_server(harness):
         while not is_final((await anext(responses))[0]):
             pass
         harness.server.request_stop()
-        with pytest.raises(aio.AioRpcError, match=r"UNAVAILABLE(.|\n)*the server has ended"):
+        with pytest.raises(aio.AioRpcError, match=r"UNAVAILABLE(.|\n)*the server has shut down"):
             await anext(responses)
     assert await harness.run == 0
 

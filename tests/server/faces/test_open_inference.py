@@ -237,7 +237,7 @@ ONE_ID = typed("input_ids", "INT64", int64_contents=[1])
     ("message", "field", "problem"),
     [
         (request(typed("image", "BYTES", bytes_contents=[b""])), "inputs.image", "is not known"),
-        (request(TEXT_INPUT, TEXT_INPUT), "inputs.text_input", "is there twice"),
+        (request(TEXT_INPUT, TEXT_INPUT), "inputs.text_input", "is given twice"),
         (request(typed("stream", "BOOL", bool_contents=[False])), "inputs.text_input", "is missing"),
         (request(TEXT_INPUT, ONE_ID), "inputs.text_input", "give one of them"),
         (request(typed("text_input", "INT64", int64_contents=[1])), "inputs.text_input", "has to be BYTES"),
@@ -246,19 +246,19 @@ ONE_ID = typed("input_ids", "INT64", int64_contents=[1])
         (request(text_of(b"")), "inputs.text_input", "is empty"),
         (request(typed("input_ids", "INT64", int64_contents=[])), "inputs.input_ids", "is empty"),
         (request(typed("input_ids", "INT64", int64_contents=[-1])), "inputs.input_ids", "-1 is not a token id"),
-        (request(WRONG_FIELD), "inputs.input_ids.contents.int64_contents", "a tensor of INT32 is in int_contents"),
-        (request(TEXT_INPUT, FLAG), "inputs.stream", "goes with ModelStreamInfer"),
+        (request(WRONG_FIELD), "inputs.input_ids.contents.int64_contents", "elements of INT32 belong in int_contents"),
+        (request(TEXT_INPUT, FLAG), "inputs.stream", "requires ModelStreamInfer"),
         (
             request(ONE_ID, TOLD),
             "inputs.exclude_input_in_output",
-            "ids have no text here",
+            "must be true with input_ids, which have no text",
         ),
         (request(outputs=[output("mood")]), "outputs.mood", "is not known"),
-        (request(outputs=[output("text_output")] * 8), "outputs", "8 are given; there are 7"),
+        (request(outputs=[output("text_output")] * 8), "outputs", "8 are given; at most 7"),
         (request(outputs=[SCALED]), "outputs.text_output.parameters.classification", "is not known"),
         (request(TEXT_INPUT, raw_input_contents=[b"", b""]), "raw_input_contents", "has 2 tensors; inputs has 1"),
         (request(TEXT_INPUT, raw_input_contents=[b""]), "inputs.text_input.contents", "must be left out"),
-        (request(parameters=parameters(tempo=1)), "parameters.tempo", "is not known; there are max_tokens"),
+        (request(parameters=parameters(tempo=1)), "parameters.tempo", "is unknown: must be one of max_tokens"),
         (request(parameters=parameters(sequence_id=1)), "parameters.sequence_id", "have no state"),
         (request(parameters=parameters(headers="x")), "parameters.headers", "metadata"),
         (request(parameters={"top_p": inference_pb2.InferParameter()}), "parameters.top_p", "has no value"),
@@ -267,7 +267,7 @@ ONE_ID = typed("input_ids", "INT64", int64_contents=[1])
         (request(parameters=parameters(max_tokens=1000)), "parameters.max_tokens", "over max_model_len (128)"),
         (request(parameters=parameters(timeout=-1)), "parameters.timeout", "-1 is not a number of microseconds"),
         (request(parameters=parameters(ignore_eos="maybe")), "parameters.ignore_eos", "'maybe' is not true or false"),
-        (request(parameters=parameters(lora_name=False)), "parameters.lora_name", "False is not a text"),
+        (request(parameters=parameters(lora_name=False)), "parameters.lora_name", "False is not a string"),
         (request(parameters=parameters(logit_bias="[3]")), "parameters.logit_bias", "[3] is not a JSON object"),
         (request(parameters=parameters(stop_token_ids="3")), "parameters.stop_token_ids", "3 is not a list"),
         (request(parameters=parameters(**{f"p{i}": 1 for i in range(65)})), "parameters", "65 are given; at most 64"),
@@ -290,12 +290,12 @@ async def test_what_cannot_be_is_refused_by_its_name(harness, message, field, pr
 @pytest.mark.parametrize(
     ("raw", "shape", "problem"),
     [
-        (b"\x05\0\0\0hell", [1], "ends within an element: 9 bytes are said, 8 are there"),
+        (b"\x05\0\0\0hell", [1], "ends within an element: 9 bytes are declared, 8 are present"),
         (b"\x05\0", [1], "ends within the length of an element"),
         (b"\x01\0\0\0a\x01\0\0\0b", [1], "has 2 elements; its shape [1] says 1"),
         (b"", [1], "has 0 elements; its shape [1] says 1"),
-        (b"\x01\0\0\0a", [-1], "the shape [-1] is not one of at most 8 lengths"),
-        (b"\x01\0\0\0a", [1] * 9, "is not one of at most 8 lengths"),
+        (b"\x01\0\0\0a", [-1], "the shape [-1] must have at most 8 dimensions, none negative"),
+        (b"\x01\0\0\0a", [1] * 9, "must have at most 8 dimensions"),
     ],
 )
 async def test_bytes_that_are_no_tensor_are_refused(harness, raw, shape, problem):
@@ -358,9 +358,9 @@ async def test_what_triton_has_besides_says_why_it_is_not_here(harness):
     async with client_of(harness) as client:
         for asking, reason in (
             (client.get_inference_statistics("fake"), "GetLoad"),
-            (client.load_model("fake"), "one model from its start"),
-            (client.register_system_shared_memory("x", "y", 1), "not in shared memory"),
-            (client.update_log_settings({}), "where the server is started"),
+            (client.load_model("fake"), "one model, which never changes"),
+            (client.register_system_shared_memory("x", "y", 1), "shared memory is not supported"),
+            (client.update_log_settings({}), "when the server is started"),
         ):
             with pytest.raises(InferenceServerException, match=f"UNIMPLEMENTED.*{reason}"):
                 await asking

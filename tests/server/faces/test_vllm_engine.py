@@ -443,7 +443,7 @@ async def test_what_is_not_here_says_why(harness, method, message):
 async def test_cached_prefixes_are_forgotten_where_that_is_asked_for(harness):
     await collect(stub_of(harness).Generate(request("x" * 20)))
     answer = await stub_of(harness).FlushCache(common_pb2.FlushCacheRequest())
-    assert answer.success and answer.message == "6 blocks were forgotten"
+    assert answer.success and answer.message == "removed 6 blocks from the prefix cache"
     (end,) = ends(await collect(stub_of(harness).Generate(request("x" * 20))))
     assert end.cached_tokens == 0
 

@@ -104,7 +104,7 @@ async def test_a_step_that_hangs_tells_the_clients_to_go_elsewhere_and_shows_the
         error = await failure_of(harness.inference.Generate(request()))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert error_details(error)["ErrorInfo"].reason == "ENGINE_HUNG"
-        assert "no step has ended for 0.2 s (step_timeout)" in error.details()
+        assert "no step has completed for 0.2 s (step_timeout)" in error.details()
         assert await harness.run == 3
         assert shown in (["SERVING"], ["STALLED"])
         assert harness.server.leaves_threads

@@ -435,24 +435,27 @@ async def _metrics(harness: Harness) -> str:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no target": ({"role": "decode"}, "prefill_target: none is given; the role decode needs one at least"),
-    "twice": ({"role": "decode", "prefill_target": ("a:1", "a:1")}, "prefill_target: a:1, a:1: one is there twice"),
-    "not decode": ({"prefill_target": ("a:1",)}, "prefill_target: goes with the role decode; this server's is both"),
+    "no target": ({"role": "decode"}, "prefill_target: is missing: the role decode requires at least one"),
+    "twice": ({"role": "decode", "prefill_target": ("a:1", "a:1")}, "prefill_target: a:1, a:1 has a duplicate"),
+    "not decode": (
+        {"prefill_target": ("a:1",)},
+        "prefill_target: requires the role decode; the role of this server is both",
+    ),
     "no cache": (
         {"role": "prefill", "enable_prefix_caching": False},
-        "role: prefill hands on blocks of the prefix cache; enable_prefix_caching is False, kv_policy paged",
+        "role: prefill transfers blocks of the prefix cache; enable_prefix_caching is False, kv_policy paged",
     ),
     "reserved": (
         {"role": "prefill", "kv_policy": "reserve-max"},
-        "role: prefill hands on blocks of the prefix cache; enable_prefix_caching is True, kv_policy reserve-max",
+        "role: prefill transfers blocks of the prefix cache; enable_prefix_caching is True, kv_policy reserve-max",
     ),
     "no host memory": (
         {"role": "prefill", "swap_space": 0.0},
-        "role: prefill hands on blocks of the prefix cache by way of the host's memory; swap_space is 0",
+        "role: prefill transfers blocks of the prefix cache through host memory; swap_space is 0",
     ),
     "half of a certificate": (
         {"role": "decode", "prefill_target": ("a:1",), "prefill_tls_cert": "x"},
-        "prefill_tls_key: is missing: the two go together",
+        "prefill_tls_key: is missing: give both prefill_tls_cert and prefill_tls_key",
     ),
 }
 
@@ -471,6 +474,6 @@ async def test_a_pool_without_blocks_of_the_host_is_refused_when_it_is_there() -
     await server.start()
     assert await server.run() == 1
     assert str(server.state.failure) == (
-        "role: prefill hands on blocks of the prefix cache: prefixes cannot travel: "
+        "role: prefill transfers blocks of the prefix cache: prefixes cannot travel: "
         "there is no host memory for them to pass through (swap_space has none)"
     )

@@ -130,7 +130,7 @@ async def test_a_message_has_as_many_pieces_as_it_needs(num_pieces):
         del pieces.pieces.pieces[:]
         pieces.pieces.SetInParent()
         pieces.pieces.pieces.extend([first] * num_pieces)
-        with pytest.raises(InvalidArgument, match=f"pieces: {num_pieces} are in a message, not 1 to 2731"):
+        with pytest.raises(InvalidArgument, match=f"pieces: a message has {num_pieces}: must be from 1 to 2731"):
             await b.prefixes.load(framed([header, pieces]))
 
 

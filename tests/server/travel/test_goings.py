@@ -80,7 +80,7 @@ async def test_a_reader_that_takes_nothing_loses_its_stream(monkeypatch):
         write_to = servicer_module._write
         stuck: Any = Stuck()
         monkeypatch.setattr(servicer_module, "_write", lambda context, message: write_to(stuck, message))
-        with pytest.raises(DeadlineExceeded, match=r"nothing of the prefix was taken for 0.2 s"):
+        with pytest.raises(DeadlineExceeded, match=r"the receiver has read nothing of the prefix for 0.2 s"):
             await saved_by(client)
         await is_at_rest(harness)
 

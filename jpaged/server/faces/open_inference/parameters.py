@@ -75,7 +75,7 @@ class Parameters:
         for name, value in of_tensor.items():
             read = value if name in _TEXT_LISTS else _read(value, name)
             if name in given and given[name] != read:
-                raise InvalidArgument(f"parameters.{name}", f"{given[name]!r} is {read!r} in {OF_TENSOR}")
+                raise InvalidArgument(f"parameters.{name}", f"{given[name]!r} conflicts with {read!r} in {OF_TENSOR}")
             given[name] = read
         self._left = {name: value for name, value in given.items() if value is not None}
 
@@ -120,7 +120,7 @@ def _check(name: str, value: Any) -> None:
     """Reject values that SamplingParams does not check."""
     field = f"{SAMPLING}{name}"
     if name not in _DEFAULTS:
-        raise InvalidArgument(field, f"is not known; there are {', '.join(_DEFAULTS)}")
+        raise InvalidArgument(field, f"is unknown: must be one of {', '.join(_DEFAULTS)}")
     if name in _FLAGS and not isinstance(value, bool):
         raise InvalidArgument(field, f"{value!r} is not true or false")
     if name in _LISTS and not isinstance(value, list | (str if name in _TEXT_LISTS else list)):
@@ -135,5 +135,5 @@ def _biases(given: Mapping[str, Any]) -> dict[int, Any]:
             raise InvalidArgument(f"{SAMPLING}logit_bias", f"{name!r} is not a token id")
     biases = {int(name): bias for name, bias in given.items()}
     if len(biases) < len(given):
-        raise InvalidArgument(f"{SAMPLING}logit_bias", "names a token twice")
+        raise InvalidArgument(f"{SAMPLING}logit_bias", "has a token id twice")
     return biases

@@ -17,11 +17,11 @@ from jpaged.types import Prompt, SamplingParams
 _SHARED_MEMORY = "shared_memory_"
 _RETURN = "return_"
 _REFUSED = {
-    "sequence_id": "requests have no state beside their prompt: send all of it",
-    "sequence_start": "requests have no state beside their prompt: send all of it",
-    "sequence_end": "requests have no state beside their prompt: send all of it",
-    "headers": "what is forwarded as a header comes as metadata of the call",
-    "binary_data_output": "is of HTTP alone: here outputs come as bytes where inputs do",
+    "sequence_id": "requests have no state: send the whole prompt",
+    "sequence_start": "requests have no state: send the whole prompt",
+    "sequence_end": "requests have no state: send the whole prompt",
+    "headers": "send headers as metadata of the call",
+    "binary_data_output": "applies only to HTTP: here outputs are raw bytes if the inputs are",
 }
 _MICROSECONDS = 1e6
 
@@ -103,31 +103,31 @@ def _inputs(request: inference_pb2.ModelInferRequest) -> dict[str, Sequence[Any]
     """Return the elements of each input."""
     raws = request.raw_input_contents
     if len(request.inputs) > len(INPUTS):
-        raise InvalidArgument("inputs", f"{len(request.inputs)} are given; there are {len(INPUTS)}")
+        raise InvalidArgument("inputs", f"{len(request.inputs)} are given; at most {len(INPUTS)}")
     if raws and len(raws) != len(request.inputs):
         raise InvalidArgument("raw_input_contents", f"has {len(raws)} tensors; inputs has {len(request.inputs)}")
     given: dict[str, Sequence[Any]] = {}
     for i, tensor in enumerate(request.inputs):
         field = f"inputs.{tensor.name}"
         if tensor.name not in INPUTS:
-            raise InvalidArgument(field, f"is not known; there are {', '.join(INPUTS)}")
+            raise InvalidArgument(field, f"is unknown: must be one of {', '.join(INPUTS)}")
         if tensor.name in given:
-            raise InvalidArgument(field, "is there twice")
+            raise InvalidArgument(field, "is given twice")
         _refuse_parameters(field, tensor.parameters)
         types = ("INT32", "INT64") if tensor.name == "input_ids" else (INPUTS[tensor.name].datatype,)
         if tensor.datatype not in types:
-            raise InvalidArgument(field, f"is {tensor.datatype!r}; it has to be {' or '.join(types)}")
+            raise InvalidArgument(field, f"is {tensor.datatype!r}; must be {' or '.join(types)}")
         if raws and tensor.HasField("contents"):
             raise InvalidArgument(f"{field}.contents", "must be left out with raw_input_contents")
         given[tensor.name] = elements_of(field, tensor, raws[i] if raws else None)
         if INPUTS[tensor.name].length == 1 and len(given[tensor.name]) != 1:
-            raise InvalidArgument(field, f"has {len(given[tensor.name])} elements; it has to have 1")
+            raise InvalidArgument(field, f"has {len(given[tensor.name])} elements; must have 1")
     return given
 
 
 def _prompt(given: Mapping[str, Sequence[Any]]) -> Prompt:
     if ("text_input" in given) == ("input_ids" in given):
-        problem = "and input_ids are one thing: give one of them" if "text_input" in given else "is missing"
+        problem = "conflicts with input_ids: give only one of them" if "text_input" in given else "is missing"
         raise InvalidArgument("inputs.text_input", problem)
     if "input_ids" in given:
         return Prompt(token_ids=list(given["input_ids"]))
@@ -140,20 +140,20 @@ def _prefix(given: Mapping[str, Sequence[Any]], prompt: Prompt, *, is_streamed: 
     if is_left_out:
         return ""
     if is_streamed:
-        raise InvalidArgument("inputs.exclude_input_in_output", "false does not go with a stream")
+        raise InvalidArgument("inputs.exclude_input_in_output", "must be true for a stream")
     if prompt.text is None:
-        raise InvalidArgument("inputs.exclude_input_in_output", "false goes with text_input: ids have no text here")
+        raise InvalidArgument("inputs.exclude_input_in_output", "must be true with input_ids, which have no text")
     return prompt.text
 
 
 def _outputs(request: inference_pb2.ModelInferRequest, given: Mapping[str, Sequence[Any]]) -> tuple[str, ...]:
     """Return the listed outputs; without a list, the text and each output with a true `return_` input."""
     if len(request.outputs) > len(OUTPUTS):
-        raise InvalidArgument("outputs", f"{len(request.outputs)} are given; there are {len(OUTPUTS)}")
+        raise InvalidArgument("outputs", f"{len(request.outputs)} are given; at most {len(OUTPUTS)}")
     for output in request.outputs:
         field = f"outputs.{output.name}"
         if output.name not in OUTPUTS:
-            raise InvalidArgument(field, f"is not known; there are {', '.join(OUTPUTS)}")
+            raise InvalidArgument(field, f"is unknown: must be one of {', '.join(OUTPUTS)}")
         _refuse_parameters(field, output.parameters)
     if request.outputs:
         return tuple(dict.fromkeys(output.name for output in request.outputs))
@@ -163,8 +163,8 @@ def _outputs(request: inference_pb2.ModelInferRequest, given: Mapping[str, Seque
 def _refuse_parameters(field: str, parameters: Mapping[str, inference_pb2.InferParameter]) -> None:
     for name in parameters:
         if name.startswith(_SHARED_MEMORY):
-            raise Unsupported(f"{field}.parameters.{name}: tensors come in messages here, not in shared memory")
-        raise InvalidArgument(f"{field}.parameters.{name}", "is not known: a tensor has no parameters here")
+            raise Unsupported(f"{field}.parameters.{name}: shared memory is not supported: send tensors in messages")
+        raise InvalidArgument(f"{field}.parameters.{name}", "is not supported: tensors have no parameters here")
 
 
 def _one(given: Mapping[str, Sequence[Any]], name: str, *, default: bool) -> bool:
@@ -187,7 +187,7 @@ def _flag(field: str, value: Any) -> None:
 
 def _text(field: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise InvalidArgument(field, f"{value!r} is not a text")
+        raise InvalidArgument(field, f"{value!r} is not a string")
     return value
 
 

@@ -36,13 +36,13 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 EXTENSIONS = ("model_configuration", "schedule_policy", "parameters")
 """Triton's documented extensions that are supported; of schedule_policy only `priority` and `timeout`."""
 GRPC_ERRORS = "triton_grpc_error"
-_NO_SHARED_MEMORY = "tensors come in messages here, not in shared memory"
-_ONE_MODEL = "a server has one model from its start to its end"
-_LOGGED_ELSEWHERE = "is configured where the server is started"
+_NO_SHARED_MEMORY = "shared memory is not supported: send tensors in messages"
+_ONE_MODEL = "a server has one model, which never changes"
+_LOGGED_ELSEWHERE = "is configured when the server is started"
 REFUSED_METHODS = {
-    "ModelStatistics": "counts are GetLoad of jpaged.v1.ControlService, and metrics",
-    "RepositoryModelLoad": f"{_ONE_MODEL}; adapters are loaded by jpaged.v1.ControlService",
-    "RepositoryModelUnload": f"{_ONE_MODEL}; adapters are unloaded by jpaged.v1.ControlService",
+    "ModelStatistics": "use GetLoad of jpaged.v1.ControlService, or the metrics",
+    "RepositoryModelLoad": f"{_ONE_MODEL}; load adapters with jpaged.v1.ControlService",
+    "RepositoryModelUnload": f"{_ONE_MODEL}; unload adapters with jpaged.v1.ControlService",
     **{
         f"{kind}SharedMemory{verb}": _NO_SHARED_MEMORY
         for kind in ("System", "Cuda")
@@ -113,7 +113,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         """Return the one model, or none while it loads."""
         async with answering(context):
             if request.repository_name:
-                raise InvalidArgument("repository_name", f"{request.repository_name!r}: there are no repositories")
+                raise InvalidArgument("repository_name", f"{request.repository_name!r}: repositories are not supported")
             model, is_ready = self._service.state.model, self._is_ready()
             if model is None or (request.ready and not is_ready):
                 return inference_pb2.RepositoryIndexResponse()
@@ -133,7 +133,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             model = self._serving(request)
             ask = await self._service.work(lambda: ask_of(request), request.ByteSize())
             if ask.is_streamed:
-                raise InvalidArgument("inputs.stream", "true goes with ModelStreamInfer")
+                raise InvalidArgument("inputs.stream", "true requires ModelStreamInfer")
             responses = Responses(ask, model.model.name, _token_text(model))
             with naming(ask.name_of):
                 call = _call(ask, _asker(context), context.time_remaining(), model=request.model_name)
@@ -258,7 +258,7 @@ def _token_text(model: LoadedModel) -> TokenText:
 
 
 def _ended() -> Unavailable:
-    return Unavailable("the server has ended")
+    return Unavailable("the server has shut down")
 
 
 def refused_methods() -> dict[str, grpc.RpcMethodHandler]:

@@ -44,11 +44,11 @@ def elements_of(field: str, tensor: InputTensor, raw: bytes | None) -> Sequence[
     """
     if len(tensor.shape) > MAX_RANK or any(length < 0 for length in tensor.shape):
         shown = list(tensor.shape[: MAX_RANK + 1])
-        raise InvalidArgument(field, f"the shape {shown} is not one of at most {MAX_RANK} lengths from 0 on")
+        raise InvalidArgument(field, f"the shape {shown} must have at most {MAX_RANK} dimensions, none negative")
     num = math.prod(tensor.shape)
     found = _typed(field, tensor) if raw is None else _from_bytes(field, tensor.datatype, raw, num)
     if len(found) != num:
-        raise InvalidArgument(field, f"has {len(found)} elements; its shape {list(tensor.shape)} says {num}")
+        raise InvalidArgument(field, f"has {len(found)} elements; its shape {list(tensor.shape)} requires {num}")
     return found
 
 
@@ -56,7 +56,7 @@ def _typed(field: str, tensor: InputTensor) -> Sequence[Any]:
     name = _TYPED_FIELDS[tensor.datatype]
     for given, _ in tensor.contents.ListFields():
         if given.name != name:
-            raise InvalidArgument(f"{field}.contents.{given.name}", f"a tensor of {tensor.datatype} is in {name}")
+            raise InvalidArgument(f"{field}.contents.{given.name}", f"elements of {tensor.datatype} belong in {name}")
     found: Sequence[Any] = getattr(tensor.contents, name)
     return found
 
@@ -67,7 +67,7 @@ def _from_bytes(field: str, datatype: str, raw: bytes, num: int) -> Sequence[Any
         return _byte_strings(field, raw, num)
     size = np.dtype(_NUMBERS[datatype]).itemsize
     if len(raw) % size:
-        raise InvalidArgument(field, f"{len(raw)} bytes are no multiple of {size}, the size of {datatype}")
+        raise InvalidArgument(field, f"{len(raw)} bytes are not a multiple of {size}, the size of {datatype}")
     if datatype == "BOOL" and raw.strip(b"\0\1"):
         raise InvalidArgument(field, "has a byte that is neither 0 nor 1")
     found: list[Any] = np.frombuffer(raw, _NUMBERS[datatype]).tolist()
@@ -83,7 +83,7 @@ def _byte_strings(field: str, raw: bytes, num: int) -> list[bytes]:
             raise InvalidArgument(field, f"ends within the length of an element, at byte {place}")
         place = begin + _LENGTH.unpack_from(raw, begin - _LENGTH.size)[0]
         if place > len(raw):
-            raise InvalidArgument(field, f"ends within an element: {place} bytes are said, {len(raw)} are there")
+            raise InvalidArgument(field, f"ends within an element: {place} bytes are declared, {len(raw)} are present")
         found.append(raw[begin:place])
     return found
 

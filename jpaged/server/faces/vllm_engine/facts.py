@@ -80,7 +80,7 @@ class Loads:
         loads = model.engine.replica_loads()
         for i, name in enumerate(request.include):
             if name not in SECTIONS:
-                raise InvalidArgument(f"include[{i}]", f"{name!r} is none of {', '.join(SECTIONS)}")
+                raise InvalidArgument(f"include[{i}]", f"{name!r} is not one of {', '.join(SECTIONS)}")
         ranks = range(len(loads))
         if request.HasField("dp_rank"):
             if request.dp_rank not in ranks:

@@ -21,8 +21,8 @@ from jpaged.server.faces.naming import SAMPLING
 from jpaged.structured import StructuredOutputs
 from jpaged.types import Prompt, SamplingParams
 
-_OF_PREFILL = "prompts are computed where their tokens are generated"
-_NO_MEDIA = "the models here read text alone"
+_OF_PREFILL = "disaggregated prefill is not supported in this API"
+_NO_MEDIA = "only text is supported"
 _REFUSED = {
     "kv_transfer_params": _OF_PREFILL,
     "kv_transfer_params_json": _OF_PREFILL,

@@ -33,9 +33,9 @@ from jpaged.types import Prompt
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 MAX_ABORTS = 4096
 _NOT_HERE = {
-    "StartProfile": "a profile is taken by the options of the server's start",
-    "StopProfile": "a profile is taken by the options of the server's start",
-    "SubscribeKvEvents": "blocks are told of as counts, by GetLoads",
+    "StartProfile": "profiling at run time is not supported",
+    "StopProfile": "profiling at run time is not supported",
+    "SubscribeKvEvents": "use GetLoads, which returns block counts",
 }
 
 
@@ -140,7 +140,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             if model.config.server.disable_control:
                 raise PermissionDenied("FlushCache is turned off on this server (disable_control)")
             num_blocks = await asyncio.wrap_future(model.engine.reset_prefix_cache())
-            return common_pb2.FlushCacheResponse(success=True, message=f"{num_blocks} blocks were forgotten")
+            return common_pb2.FlushCacheResponse(
+                success=True, message=f"removed {num_blocks} blocks from the prefix cache"
+            )
 
     async def StartProfile(self, request: common_pb2.StartProfileRequest, context: CallContext) -> None:
         """Refuse: not supported."""
@@ -192,7 +194,7 @@ def _caller_of(context: CallContext) -> Caller:
 
 def _embeddable(request: vllm_engine_pb2.EmbedRequest, model: LoadedModel) -> Prompt:
     if not request.HasField("tokenized"):
-        raise InvalidArgument("tokenized", "is missing: an embedding is of token ids")
+        raise InvalidArgument("tokenized", "is missing: Embed requires token ids")
     (token_ids,) = embeddable(model.input_processor, [Prompt(token_ids=request.tokenized.input_ids)])
     return Prompt(token_ids=token_ids, pooling="last")
 

@@ -53,7 +53,7 @@ def bundle_of(tokenizer: Tokenizer) -> Bundle:
         Unsupported: it has no folder.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.folder.is_dir():
-        raise Unsupported("GetTokenizer: this model's tokenizer has no files of its own that could be sent")
+        raise Unsupported("GetTokenizer: this model's tokenizer has no files to send")
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for path in _files(tokenizer.folder):
