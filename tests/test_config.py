@@ -229,7 +229,7 @@ def test_a_disk_that_prefixes_cannot_come_to_is_refused(options, field, problem)
 
 def test_a_disk_is_of_one_process():
     several = MultiHost("host:1", 2, 0, "the options")
-    with pytest.raises(InvalidArgument, match="kv_disk_space: 1 GiB: each process has a part of every block"):
+    with pytest.raises(InvalidArgument, match="kv_disk_space: 1 GiB: each process has only a part of every block"):
         EngineConfig.load(DISK).for_multihost(several)
 
 
