@@ -119,7 +119,7 @@ class Adapters:
         if adapter is not None:
             return adapter
         if name in self._adapters:
-            raise NotFound(f"{field}: adapter {name!r} is being loaded; try again when it is")
+            raise NotFound(f"{field}: adapter {name!r} is being loaded; try again later")
         raise NotFound(f"{field}: no adapter {name!r} is loaded")
 
     def _require_on(self) -> Callable[[str], Adapter]:

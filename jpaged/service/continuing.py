@@ -33,18 +33,16 @@ def check_generated(generated: Sequence[Generated], sampling: SamplingParams) ->
         return
     if sampling.beam_width or sampling.num_samples > sampling.n:
         name = "beam_width" if sampling.beam_width else "best_of"
-        raise InvalidArgument(FIELD, f"must be left out with sampling.{name}: such a request runs from its beginning")
+        raise InvalidArgument(FIELD, f"must be left out with sampling.{name}: such a request cannot be resumed")
     if sampling.seed is None and not sampling.is_greedy:
-        raise InvalidArgument(
-            "sampling.seed", f"must be set with {FIELD}: the first response told it to those who gave none"
-        )
+        raise InvalidArgument("sampling.seed", f"must be set with {FIELD}: the first response returned the seed")
     if len(generated) > sampling.n:
-        raise InvalidArgument(FIELD, f"{len(generated)} sequences; sampling.n is {sampling.n}")
+        raise InvalidArgument(FIELD, f"{len(generated)} sequences are over sampling.n ({sampling.n})")
     seen = set[int]()
     for place, one in enumerate(generated):
         _check_one(f"{FIELD}[{place}]", one, sampling)
         if one.index in seen:
-            raise InvalidArgument(f"{FIELD}[{place}].index", f"{one.index} is there twice")
+            raise InvalidArgument(f"{FIELD}[{place}].index", f"{one.index} is given twice")
         seen.add(one.index)
     if sum(one.has_finished for one in generated) == sampling.n:
         raise InvalidArgument(FIELD, f"all {sampling.n} sequences have finished: nothing is left to generate")
@@ -54,7 +52,7 @@ def _check_one(field: str, one: Generated, sampling: SamplingParams) -> None:
     if not 0 <= one.index < sampling.n:
         raise InvalidArgument(f"{field}.index", f"{one.index} is not from 0 to {sampling.n - 1}")
     if not math.isfinite(one.cumulative_logprob) or one.cumulative_logprob > 0:
-        raise InvalidArgument(f"{field}.cumulative_logprob", f"{one.cumulative_logprob} is no number up to 0")
+        raise InvalidArgument(f"{field}.cumulative_logprob", f"{one.cumulative_logprob} is not a number up to 0")
     most = sampling.max_tokens - (not one.has_finished)
     if not 1 <= len(one.token_ids) <= most:
         what = "" if one.has_finished else ", at which it would have finished"
@@ -107,7 +105,7 @@ def move_grammars(request: Request) -> Request:
             state.closing(request.sampling.max_tokens)
         for number, token_id in enumerate(one.generated.token_ids, start=1):
             if not state.accept(token_id):
-                problem = f"token {number}, {token_id}, is none that the grammar of this request allows there"
+                problem = f"token {number}, {token_id}, is not allowed there by the grammar of this request"
                 raise InvalidArgument(f"{FIELD}[{place}].ids", problem)
         moved.append(dataclasses.replace(one, grammar=state))
     return dataclasses.replace(request, continued=tuple(moved))

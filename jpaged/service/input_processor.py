@@ -63,7 +63,9 @@ class InputProcessor:
         answering: ChatAnswering | None = None,
     ) -> None:
         if len(eos_token_ids) > _MAX_EOS_TOKEN_IDS:
-            raise InternalError(f"{len(eos_token_ids)} end-of-sequence tokens; at most {_MAX_EOS_TOKEN_IDS} are held")
+            raise InternalError(
+                f"{len(eos_token_ids)} end-of-sequence tokens; at most {_MAX_EOS_TOKEN_IDS} are supported"
+            )
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self._geometry = geometry
@@ -265,7 +267,7 @@ class InputProcessor:
         plain = for_template(messages, max_bytes=limit)
         has_layout = isinstance(self.tokenizer, LaysOutTools)
         if options.is_laid_out and self.tokenizer.has_chat_template and not has_layout:
-            raise Unsupported("tools: this model's tokenizer lays out messages alone")
+            raise Unsupported("tools: this model's tokenizer formats only messages")
         if options.is_laid_out and isinstance(self.tokenizer, LaysOutTools):
             return self._known("chat.messages", self.tokenizer.chat_ids(plain, options, max_bytes=max_bytes))
         return self._known("chat.messages", self.tokenizer.apply_chat_template(plain, max_bytes=max_bytes))
@@ -274,15 +276,13 @@ class InputProcessor:
         """Reject ids outside the model's vocabulary, which may be smaller than the tokenizer's."""
         vocab_size = self._geometry.vocab_size
         if token_ids and max(token_ids) >= vocab_size:
-            text = (
-                f"the tokenizer makes token {max(token_ids)} of it; those of the model are from 0 to {vocab_size - 1}"
-            )
+            text = f"the tokenizer returned token {max(token_ids)}; the model has tokens from 0 to {vocab_size - 1}"
             raise InvalidArgument(field, text)
         return token_ids
 
     def _limits(self) -> str:
         length, num_bytes = self._geometry.max_model_len, self.tokenizer.max_token_bytes
-        return f"max_model_len is {length}, and a token stands for {num_bytes} bytes at most"
+        return f"max_model_len is {length}, and a token has at most {num_bytes} bytes"
 
     def _checked_ids(self, field: str, token_ids: Sequence[int]) -> list[int]:
         ids, vocab_size = list(token_ids), self._geometry.vocab_size
@@ -334,8 +334,8 @@ class InputProcessor:
         if needed > TOP_WIDTH:
             raise InvalidArgument(
                 "sampling.beam_width",
-                f"{sampling.beam_width} with {num_ending} ending tokens ranks {needed} candidates a beam; "
-                f"the device reports {TOP_WIDTH}",
+                f"{sampling.beam_width} with {num_ending} ending tokens ranks {needed} candidates per beam; "
+                f"the device returns at most {TOP_WIDTH}",
             )
 
     def _check_logprobs(self, sampling: SamplingParams) -> None:

@@ -29,7 +29,7 @@ def require_parts(field: str, num: int) -> None:
         InvalidArgument: names the field.
     """
     if not 1 <= num <= MAX_PARTS:
-        raise InvalidArgument(field, f"{num} are given; from 1 to {MAX_PARTS}")
+        raise InvalidArgument(field, f"{num} are given; must be from 1 to {MAX_PARTS}")
 
 
 def require_score_size(size: int) -> None:
@@ -39,7 +39,7 @@ def require_score_size(size: int) -> None:
         InvalidArgument: names the continuations.
     """
     if size > MAX_SCORE_SIZE:
-        problem = f"make {size} characters and token ids, each with the prompt; at most {MAX_SCORE_SIZE} in one call"
+        problem = f"have {size} characters and token ids, each with the prompt; at most {MAX_SCORE_SIZE} per call"
         raise InvalidArgument("continuations", problem)
 
 
@@ -146,7 +146,7 @@ def _tail(
 def score_of(output: RequestOutput) -> Score:
     """Return the score of a finished request made by `Continued.prompt`."""
     if output.prompt_logprobs is None:
-        raise InternalError(f"request {output.request_id!r} was told nothing of its prompt")
+        raise InternalError(f"request {output.request_id!r} has no prompt log-probabilities")
     told = [position.chosen for position in output.prompt_logprobs if position is not None]
     return Score(tuple(told), all(one.rank == 1 for one in told), output.usage)
 
@@ -154,7 +154,7 @@ def score_of(output: RequestOutput) -> Score:
 def embedding_of(output: RequestOutput, *, normalize: bool = False) -> Embedding:
     """Return the embedding of a finished request with pooling; scaled to length 1 if `normalize`."""
     if output.embedding is None:
-        raise InternalError(f"request {output.request_id!r} was told no hidden states")
+        raise InternalError(f"request {output.request_id!r} has no hidden states")
     values = output.embedding
     if normalize:
         length = math.sqrt(math.fsum(value * value for value in values)) or 1.0

@@ -435,7 +435,7 @@ class Service:
         limit = 2 * model.engine.max_num_in_flight
         if self._num_calls > limit:
             raise QueueFull(
-                f"{self._num_calls - 1} calls are open, the limit is {limit}; at least half are answered and not read",
+                f"{self._num_calls - 1} calls are open, the limit is {limit}; at least half are answered but unread",
                 retry_after_s=_RETRY_S,
             )
 

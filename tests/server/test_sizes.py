@@ -102,20 +102,20 @@ SENT = [
         "Score",
         lambda: inference_pb2.ScoreRequest.FromString(b"\x0a\x01p" + length_delimited(3, b"") * NUM_TURNS),
         "continuations",
-        "500000 are given; from 1 to 1024",
+        "500000 are given; must be from 1 to 1024",
     ),
     (
         "Score",
         lambda: scoring("x" * 5000, ["x"] * 1000),
         "continuations",
-        "make 5001000 characters and token ids, each with the prompt; at most 4194304 in one call",
+        "have 5001000 characters and token ids, each with the prompt; at most 4194304 per call",
     ),
     ("Score", lambda: scoring("x" * 900_000, ["x"]), "prompt", "900000 bytes of text, over the limit of 4096"),
     (
         "Embed",
         lambda: inference_pb2.EmbedRequest.FromString(length_delimited(1, b"") * NUM_TURNS),
         "inputs",
-        "500000 are given; from 1 to 1024",
+        "500000 are given; must be from 1 to 1024",
     ),
     (
         "Embed",

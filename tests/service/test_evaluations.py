@@ -130,9 +130,9 @@ async def test_a_part_that_cannot_be_is_found_before_any_runs(rig):
         await rig.score("p", ["x", "y", ""])
     with pytest.raises(RequestTooLong, match=r"^inputs\[1\]: 200 tokens are not below max_model_len \(128\)$"):
         await rig.embed(["x", "y" * 200])
-    with pytest.raises(InvalidArgument, match=r"^continuations: make 4195000 characters and token ids"):
+    with pytest.raises(InvalidArgument, match=r"^continuations: have 4195000 characters and token ids"):
         await score(rig.service, Asker(), _unread, 4_195_000)
-    with pytest.raises(InvalidArgument, match=r"^inputs: 1025 are given; from 1 to 1024$"):
+    with pytest.raises(InvalidArgument, match=r"^inputs: 1025 are given; must be from 1 to 1024$"):
         await rig.embed(["x"] * 1025)
     assert rig.requests == []
     assert rig.is_at_rest

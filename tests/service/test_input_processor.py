@@ -67,9 +67,7 @@ def test_a_single_stop_string_is_a_list_of_one():
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(input_processor):
     few = InputProcessor(ByteTokenizer(), FakeExecutor(vocab_size=100).geometry, eos_token_ids=frozenset())
     for prompt, field in (({"text": "axb"}, "prompt"), ({"messages": [TURN]}, "chat.messages")):
-        with pytest.raises(
-            InvalidArgument, match=r"makes token 120 of it; those of the model are from 0 to 99"
-        ) as error:
+        with pytest.raises(InvalidArgument, match=r"returned token 120; the model has tokens from 0 to 99") as error:
             few.make_request(request_id="", sampling=SamplingParams(), prompt=Prompt(**prompt))
         assert error.value.field == field
     assert few.tokenize(Prompt(text="ABC")) == [65, 66, 67]

@@ -75,8 +75,8 @@ def test_what_continuations_share_is_held_once(processor):
 @pytest.mark.parametrize(
     ("prompt", "continuations", "kind", "message"),
     [
-        ("p", [], InvalidArgument, f"continuations: 0 are given; from 1 to {MAX_PARTS}"),
-        ("p", ["x"] * 1025, InvalidArgument, "continuations: 1025 are given; from 1 to 1024"),
+        ("p", [], InvalidArgument, f"continuations: 0 are given; must be from 1 to {MAX_PARTS}"),
+        ("p", ["x"] * 1025, InvalidArgument, "continuations: 1025 are given; must be from 1 to 1024"),
         ("p", ["x", ""], InvalidArgument, "continuations[1]: is empty"),
         ("p", ["x", []], InvalidArgument, "continuations[1]: is empty"),
         ("p", ["x", [5, 257]], InvalidArgument, "continuations[1]: 257 is not a token id from 0 to 256"),
@@ -118,9 +118,7 @@ def test_bounds_are_what_they_say():
     require_parts("inputs", 1)
     require_parts("inputs", MAX_PARTS)
     require_score_size(MAX_SCORE_SIZE)
-    with pytest.raises(
-        InvalidArgument, match=r"continuations: make 4194305 characters .*; at most 4194304 in one call"
-    ):
+    with pytest.raises(InvalidArgument, match=r"continuations: have 4194305 characters .*; at most 4194304 per call"):
         require_score_size(MAX_SCORE_SIZE + 1)
 
 
@@ -133,7 +131,7 @@ def test_a_score_is_the_sum_of_what_was_told():
     score = score_of(output(prompt_logprobs=(None, *told)))
     assert (score.logprob, score.token_ids, score.is_greedy) == (-1.5, (7, 7), False)
     assert score_of(output(prompt_logprobs=(None, told[0]))).is_greedy
-    with pytest.raises(InternalError, match="'r' was told nothing of its prompt"):
+    with pytest.raises(InternalError, match="'r' has no prompt log-probabilities"):
         score_of(output())
 
 
@@ -141,5 +139,5 @@ def test_a_vector_is_scaled_where_that_is_wanted_and_not_where_it_has_no_length(
     assert embedding_of(output(embedding=(3.0, 4.0))).values == (3.0, 4.0)
     assert embedding_of(output(embedding=(3.0, 4.0)), normalize=True).values == (0.6, 0.8)
     assert embedding_of(output(embedding=(0.0, 0.0)), normalize=True).values == (0.0, 0.0)
-    with pytest.raises(InternalError, match="'r' was told no hidden states"):
+    with pytest.raises(InternalError, match="'r' has no hidden states"):
         embedding_of(output())

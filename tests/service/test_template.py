@@ -75,7 +75,7 @@ def test_a_text_travels_as_it_is(process):
     ],
 )
 def test_a_broken_template_is_refused_at_once(process, source, problem):
-    with pytest.raises(InvalidArgument, match=f"^model: its chat template .* one plain message of a user: {problem}"):
+    with pytest.raises(InvalidArgument, match=f"^model: its chat template .* one plain user message: {problem}"):
         ChatTemplate(process, source, {})
 
 
@@ -95,8 +95,8 @@ def test_a_template_that_refuses_a_lone_message_is_none_that_is_broken(process):
         (r"'\ud83d'", "fails on them: UnicodeEncodeError"),
         (r"{}['\ud83d'].x", r"fails on them: UndefinedError: .*\\ud83d"),
         ("messages[7].content", "fails on them: UndefinedError"),
-        ("'a' * 10**10", "takes over 256 MiB of memory"),
-        ("'%0999999999d' % 1", "takes over 256 MiB of memory"),
+        ("'a' * 10**10", "needs more than 256 MiB of memory"),
+        ("'%0999999999d' % 1", "needs more than 256 MiB of memory"),
     ],
 )
 def test_what_a_template_cannot_lay_out_is_the_callers_to_change(process, body, problem):
@@ -109,20 +109,20 @@ def test_what_a_template_cannot_lay_out_is_the_callers_to_change(process, body, 
 @pytest.mark.long
 def test_a_template_that_never_yields_is_ended_and_the_next_one_runs(process):
     template = ChatTemplate(process, ON_DEMAND.replace("{{ BODY }}", LOOPS), {})
-    with pytest.raises(InvalidArgument, match=r"^chat\.messages: the chat template takes over 2\.0 s"):
+    with pytest.raises(InvalidArgument, match=r"^chat\.messages: the chat template needs more than 2\.0 s"):
         template.render(NOW, max_bytes=1000)
     assert template.render(USER, max_bytes=1000) == "user: hi\n"
 
 
 def test_what_comes_out_too_long_is_not_even_sent(process):
     template = ChatTemplate(process, ON_DEMAND.replace("BODY", "'a' * 2**22"), {})
-    with pytest.raises(RequestTooLong, match=r"^chat\.messages: .* 4194314 bytes of them, over the limit of 1000"):
+    with pytest.raises(RequestTooLong, match=r"^chat\.messages: .* 4194314 bytes, over the limit of 1000"):
         template.render(NOW, max_bytes=1000)
     assert template.render(USER, max_bytes=9) == "user: hi\n"
 
 
 def test_messages_that_are_no_text_are_refused(process):
-    with pytest.raises(InvalidArgument, match=r"^chat\.messages: hold something that is no text"):
+    with pytest.raises(InvalidArgument, match=r"^chat\.messages: contain something other than text"):
         made(process, PLAIN, [{"role": "user", "content": object()}])
 
 

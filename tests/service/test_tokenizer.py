@@ -110,7 +110,7 @@ def test_a_part_that_names_tokens_which_are_not_there_is_refused(tmp_path):
 def test_a_text_that_a_tokenizer_cannot_take_apart_is_the_callers_fault(tmp_path, size):
     words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "nowhere"}
     tokenizer = load_tokenizer(folder_with(tmp_path, model=words), vocab_size=4096)
-    with pytest.raises(InvalidArgument, match=r"^prompt: the tokenizer cannot take it apart: .*UNK"):
+    with pytest.raises(InvalidArgument, match=r"^prompt: the tokenizer cannot encode it: .*UNK"):
         tokenizer.encode("xyz " * size)
 
 

@@ -260,6 +260,6 @@ def test_a_tokenizer_model_of_another_library_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     with pytest.raises(
-        InvalidArgument, match=r"tokenizer\.model is no model of SentencePiece: add the tokenizer\.json"
+        InvalidArgument, match=r"tokenizer\.model is not a SentencePiece model: add the tokenizer\.json"
     ):
         load_tokenizer(tmp_path, vocab_size=300)

@@ -64,14 +64,14 @@ class ChatAnswering:
             self._check_budget(sampling)
         if not options.reasoning.include and self._format.reasoning is None:
             raise Unsupported(
-                "reasoning.include: how this model writes reasoning is not known, so that it cannot be left out; name "
-                "it with --reasoning-parser"
+                "reasoning.include: the reasoning format of this model is unknown, so it cannot be left out; set "
+                "--reasoning-parser"
             )
         if not options.shown_tools:
             return
         if self._format.tools is None:
             raise Unsupported(
-                "tools: how this model writes calls is not known; name it with --tool-call-parser, or ask for "
+                "tools: the tool call format of this model is unknown; set --tool-call-parser, or use "
                 "tool_choice 'none'"
             )
         if not sampling.detokenize:
@@ -102,13 +102,13 @@ class ChatAnswering:
         if given is not None and given.has_constraint:
             what = _why_held(options)
             raise InvalidArgument(
-                "sampling.structured_outputs", f"does not go with {what}, which asks for a grammar too"
+                "sampling.structured_outputs", f"conflicts with {what}, which also requires a grammar"
             )
         try:
             held = StructuredOutputs(structural_tag=tag).with_options(given)
             return replace(sampling, structured_outputs=held)
         except InvalidArgument as error:
-            raise InvalidArgument("tools", f"as a grammar they are {error.problem}") from error
+            raise InvalidArgument("tools", f"their grammar is invalid: {error.problem}") from error
 
     def thinking(self, options: ChatOptions, prompt_token_ids: Sequence[int]) -> ThinkingBudget | None:
         """Return the thinking budget of an answer with the model's tags; None if unlimited."""
@@ -149,8 +149,7 @@ class ChatAnswering:
     def _check_budget(self, sampling: SamplingParams) -> None:
         if self._format.reasoning is None:
             raise Unsupported(
-                "reasoning.thinking_token_budget: how this model writes reasoning is not known; name it with "
-                "--reasoning-parser"
+                "reasoning.thinking_token_budget: the reasoning format of this model is unknown; set --reasoning-parser"
             )
         if sampling.beam_width:
             raise InvalidArgument("reasoning.thinking_token_budget", "must be left out with sampling.beam_width")

@@ -46,7 +46,7 @@ def text_bytes(field: str, text: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError as error:
         at = error.start
-        raise InvalidArgument(field, f"{text[at]!r} at {at} is half of a surrogate pair: no character") from error
+        raise InvalidArgument(field, f"{text[at]!r} at {at} is half of a surrogate pair") from error
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _message_bytes(where: str, message: Mapping[str, Any]) -> int:
     num_bytes = 0
     for key, value in message.items():
         if message["role"] != _ROLE_OF.get(key, message["role"]):
-            raise InvalidArgument(f"{where}.{key}", f"only messages of the role {_ROLE_OF[key]!r} have it")
+            raise InvalidArgument(f"{where}.{key}", f"is only allowed in messages of the role {_ROLE_OF[key]!r}")
         if key == "tool_calls":
             num_bytes += sum(_call_bytes(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(value))
         elif value is not None:

@@ -139,8 +139,8 @@ class _Child:
         if code == -signal.SIGPROF:
             return OutOfTimeError()
         said = os.pread(self._said, _MAX_SAID_BYTES, 0).decode(errors="replace").strip()
-        last = (said.splitlines() or ["it said nothing"])[-1]
-        return Unavailable(f"the process that renders chat templates ended with {code}: {last}")
+        last = (said.splitlines() or ["no output"])[-1]
+        return Unavailable(f"the process that renders chat templates exited with code {code}: {last}")
 
 
 def _end(process: subprocess.Popen[bytes], open_files: contextlib.ExitStack) -> None:

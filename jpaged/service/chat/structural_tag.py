@@ -128,7 +128,7 @@ def naming_tools(tag: str, tools: Sequence[Tool]) -> Iterator[None]:
             raise
         place = _SCHEMA_PLACE.search(told := str(error))
         if place is None:
-            raise InvalidArgument("tools", f"as a grammar they are refused: {error.problem}") from error
+            raise InvalidArgument("tools", f"their grammar is invalid: {error.problem}") from error
         schema: Any = json.loads(tag)
         for key in place[1].split("/")[1:]:
             schema = schema[int(key) if isinstance(schema, list) else key]

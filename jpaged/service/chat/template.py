@@ -83,9 +83,9 @@ class ChatTemplate:
         except OutOfTimeError:
             kind, text = Kind.OVER, f"{CPU_S} s of processor time"
         if kind is not Kind.NAMES:
-            what = {Kind.OVER: "passes its limit", Kind.LONG: "makes too many bytes"}.get(kind, "fails")
+            what = {Kind.OVER: "exceeds its limit", Kind.LONG: "produces too many bytes"}.get(kind, "fails")
             whose = "its chat template" if field == "model" else "the template"
-            raise InvalidArgument(field, f"{whose} {what} on one plain message of a user: {text}")
+            raise InvalidArgument(field, f"{whose} {what} for one plain user message: {text}")
         names = frozenset(json.loads(text))
         self.uses_tools = "tools" in names
         self._uses_documents = "documents" in names
@@ -112,7 +112,7 @@ class ChatTemplate:
             if name is None:
                 raise InvalidArgument(f"reasoning.{field}", f"the chat template has no variable {' or '.join(names)}")
             if name in kwargs:
-                raise InvalidArgument(f"reasoning.{field}", f"and {_KWARGS}.{name} are one thing: give one of them")
+                raise InvalidArgument(f"reasoning.{field}", f"conflicts with {_KWARGS}.{name}: give only one of them")
             variables[name] = value
         return variables
 
@@ -141,12 +141,12 @@ class ChatTemplate:
             Unavailable: the process that renders has ended.
         """
         if tools and not self.uses_tools and not has_built_in_tools(self.source):
-            raise Unsupported(f"tools: the chat template of {self._name} does not use any")
+            raise Unsupported(f"tools: the chat template of {self._name} does not support tools")
         if documents and not self._uses_documents:
-            raise Unsupported(f"documents: the chat template of {self._name} does not use any")
+            raise Unsupported(f"documents: the chat template of {self._name} does not support documents")
         for name in kwargs.keys() & (_OURS | self._variables.keys()):
             known = ", ".join(sorted(self._settable)) or "none"
-            raise InvalidArgument(f"{_KWARGS}.{name}", f"cannot be set by name; the chat template has {known}")
+            raise InvalidArgument(f"{_KWARGS}.{name}", f"cannot be set; the variables of the chat template are {known}")
         asked = options or ChatOptions()
         layout = {
             "add_generation_prompt": asked.add_generation_prompt,
@@ -186,7 +186,8 @@ class ChatTemplate:
             role = messages[i]["role"]
             if role not in _WARNED_ROLES:
                 raise InvalidArgument(
-                    f"{_FIELD}[{i}].role", f"{role[:_MAX_SHOWN]!r} is none that the chat template has: it leaves it out"
+                    f"{_FIELD}[{i}].role",
+                    f"{role[:_MAX_SHOWN]!r} is not a role of the chat template, which omits the message",
                 )
             if role not in self._warned:
                 self._warned.add(role)
@@ -210,9 +211,9 @@ class ChatTemplate:
             tools = list(tools)
             return self._process.render(self.source, variables, messages, max_bytes, tools=tools or None, layout=layout)
         except OutOfTimeError as error:
-            raise InvalidArgument(_FIELD, f"the chat template takes over {CPU_S} s of processor time") from error
+            raise InvalidArgument(_FIELD, f"the chat template needs more than {CPU_S} s of processor time") from error
         except (TypeError, ValueError) as error:
-            raise InvalidArgument(_FIELD, f"hold something that is no text: {error}") from error
+            raise InvalidArgument(_FIELD, f"contain something other than text: {error}") from error
 
 
 def _text_with_built_in_tools(
@@ -263,7 +264,7 @@ def _text_of(kind: Kind, text: str, max_bytes: int) -> str:
     if kind is Kind.RAISED:
         raise InvalidArgument(_FIELD, text)
     if kind is Kind.LONG:
-        raise RequestTooLong(_FIELD, f"the chat template makes {text} bytes of them, over the limit of {max_bytes}")
+        raise RequestTooLong(_FIELD, f"the chat template produces {text} bytes, over the limit of {max_bytes}")
     if kind is Kind.OVER:
-        raise InvalidArgument(_FIELD, f"the chat template takes over {text}")
+        raise InvalidArgument(_FIELD, f"the chat template needs more than {text}")
     return text

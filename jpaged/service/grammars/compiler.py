@@ -125,7 +125,7 @@ class GrammarCompiler:
                 return found
             if self._num_waiting >= self._limits.max_waiting:
                 raise QueueFull(
-                    f"structured_outputs: {self._num_waiting} grammars wait to be compiled, the limit",
+                    f"structured_outputs: {self._num_waiting} grammars are waiting to be compiled, which is the limit",
                     retry_after_s=self._limits.cpu_s,
                 )
             if self._is_closed:
@@ -213,7 +213,7 @@ def _threads(limits: GrammarLimits) -> ThreadPoolExecutor:
 
 
 def _closed() -> Unavailable:
-    return Unavailable("structured_outputs: the server is going down")
+    return Unavailable("structured_outputs: the server is shutting down")
 
 
 class ServedGrammars:
@@ -303,7 +303,7 @@ def _check_first_token(request: Request, grammar: Grammar, vocabulary: Vocabular
     name = "bad_words" if mask_w.any() else "allowed_token_ids"
     mask_w &= ~vocabulary.mask_of([word[0] for word in words if len(word) == 1])
     if not mask_w.any():
-        problem = "leaves no token that its grammar allows as output token 1"
+        problem = "leaves no token that the grammar allows as output token 1"
         raise InvalidArgument(f"sampling.{name}", problem)
 
 

@@ -104,7 +104,7 @@ class _Parser:
         self._skip()
         while self.position < len(self.text):
             start = self.position
-            name = self._match(_NAME, "a rule's name is expected")
+            name = self._match(_NAME, "a rule name is expected")
             self._skip()
             self._expect("::=")
             if name in found:
@@ -152,7 +152,7 @@ class _Parser:
             raise self._wrong("lookahead (= ...) is not supported")
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise self._wrong(f"brackets are nested over {MAX_DEPTH} deep")
+            raise self._wrong(f"brackets are nested more than {MAX_DEPTH} levels deep")
         self.position += 1
         node = self._choice()
         if not self._take(")"):
@@ -175,13 +175,13 @@ class _Parser:
     def _counted(self, node: _Node) -> _Node:
         found = _COUNT.match(self.text, self.position)
         if found is None:
-            raise self._wrong("a count is {n}, {n,} or {n,m}")
+            raise self._wrong("a count must be {n}, {n,} or {n,m}")
         low = _number(found[1])
         high = low if found[2] is None else _number(found[3]) if found[3] else None
         if max(low, high or 0) > MAX_REPEATS:
             raise self._wrong(f"a count is over the limit of {MAX_REPEATS}")
         if high is not None and high < low:
-            raise self._wrong(f"a count ends below its beginning: {found[0]}")
+            raise self._wrong(f"the maximum of a count is below its minimum: {found[0]}")
         self.position = found.end()
         return _Repeat(node, low, high)
 
@@ -189,7 +189,7 @@ class _Parser:
         start, letters = self.position, []
         self.position += 1
         while not self.text.startswith(quote, self.position):
-            letters.append(self._letter(start, "this text is never closed"))
+            letters.append(self._letter(start, "this string is never closed"))
         self.position += 1
         return _Literal("".join(letters))
 
@@ -201,18 +201,18 @@ class _Parser:
         parts: list[str] = []
         while not self.text.startswith("]", self.position):
             at = self.position
-            low = high = self._letter(start, "these characters are never closed")
+            low = high = self._letter(start, "this character class is never closed")
             if self.text.startswith("-", self.position) and not self.text.startswith("-]", self.position):
                 self.position += 1
-                high = self._letter(start, "these characters are never closed")
+                high = self._letter(start, "this character class is never closed")
             if high < low:
-                raise EbnfError(self.text, at, f"a range ends below its beginning: {low!r} to {high!r}")
+                raise EbnfError(self.text, at, f"a range is reversed: {low!r} to {high!r}")
             parts.append(_code(low) if low == high else f"{_code(low)}-{_code(high)}")
         self.position += 1
         if not parts:
             if is_negated:
                 return _Class("(?s:.)")
-            raise EbnfError(self.text, start, "no character is in these brackets")
+            raise EbnfError(self.text, start, "this character class is empty")
         return _Class(f"[{'^' if is_negated else ''}{''.join(parts)}]")
 
     def _letter(self, start: int, problem: str) -> str:
@@ -227,15 +227,15 @@ class _Parser:
         self.position += 1
         if kind not in _HEX:
             if kind.isalnum() and kind not in _ESCAPES:
-                raise EbnfError(self.text, at, f"there is no escape \\{kind}")
+                raise EbnfError(self.text, at, f"unknown escape \\{kind}")
             return _ESCAPES.get(kind, kind)
         digits = self.text[self.position : self.position + _HEX[kind]]
         if not re.fullmatch(f"[0-9A-Fa-f]{{{_HEX[kind]}}}", digits):
-            raise EbnfError(self.text, at, f"\\{kind} takes {_HEX[kind]} hexadecimal digits")
+            raise EbnfError(self.text, at, f"\\{kind} requires {_HEX[kind]} hexadecimal digits")
         self.position += _HEX[kind]
         code = int(digits, 16)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise EbnfError(self.text, at, f"\\{kind}{digits} is no character")
+            raise EbnfError(self.text, at, f"\\{kind}{digits} is not a character")
         return chr(code)
 
     def _is_at_rule(self) -> bool:

@@ -32,7 +32,7 @@ def read_json(field: str, text: str, max_depth: int) -> Any:
     """
     position = _too_deep(text, max_depth)
     if position is not None:
-        raise InvalidArgument(field, f"at {_line_column(text, position)}: is nested over {max_depth} deep")
+        raise InvalidArgument(field, f"at {_line_column(text, position)}: is nested more than {max_depth} levels deep")
     try:
         return json.loads(text, parse_constant=_refuse)
     except json.JSONDecodeError as error:
@@ -52,10 +52,10 @@ def schema_of(field: str, value: Any, outputs: StructuredOutputs, whitespace: st
         InvalidArgument: it is neither an object nor true.
     """
     if not isinstance(value, dict | bool):
-        raise InvalidArgument(field, f"a schema is an object, true or false, not {json_text.dumps(value)[:80]}")
+        raise InvalidArgument(field, f"a schema must be an object, true or false, not {json_text.dumps(value)[:80]}")
     schema: Schema = {"not": {}} if value is False else {} if value is True else copy.deepcopy(value)
     if value is False:
-        raise InvalidArgument(field, "is false, which no value fits")
+        raise InvalidArgument(field, "is false, which no value satisfies")
     if outputs.disable_additional_properties:
         _close_objects(schema)
     options = dict(schema[_OPTIONS]) if isinstance(schema.get(_OPTIONS), dict) else {}
@@ -118,7 +118,7 @@ def _escaped(name: str) -> str:
 
 
 def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _too_deep(text: str, max_depth: int) -> int | None:

@@ -64,7 +64,7 @@ class StructuralTagWriter:
             ends: alternatives for the text that follows; empty if the format has an end by itself.
         """
         if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-            raise self.wrong(at, "a format is an object with a type")
+            raise self.wrong(at, "a format must be an object with a type")
         kind = value["type"]
         if kind in (*_ENDLESS, "sequence"):
             return self._write_open(value, at, ends)
@@ -196,7 +196,7 @@ class StructuralTagWriter:
             )
         ends = [_text(self, one, f"{at}/end", may_be_empty=True) for one in (end if isinstance(end, list) else [end])]
         if _is_endless(wanted["content"]) and not all(ends):
-            raise self.wrong(f"{at}/end", "must not be empty where the content has no end of its own")
+            raise self.wrong(f"{at}/end", "must not be empty if the content has no end of its own")
         return _sequence([first, self._write(wanted["content"], f"{at}/content", ends)])
 
     def _ended(self, value: Any, at: str) -> str:
@@ -270,13 +270,13 @@ def _object(writer: StructuralTagWriter, value: Any, at: str, needed: set[str], 
 
 def _list(writer: StructuralTagWriter, value: Any, at: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise writer.wrong(at, "must be a list that is not empty")
+        raise writer.wrong(at, "must be a non-empty list")
     return value
 
 
 def _text(writer: StructuralTagWriter, value: Any, at: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str) or not (value or may_be_empty):
-        raise writer.wrong(at, f"{value!r} must be a text{'' if may_be_empty else ' that is not empty'}")
+        raise writer.wrong(at, f"{value!r} must be a {'' if may_be_empty else 'non-empty '}string")
     return value
 
 

@@ -123,7 +123,7 @@ def _on_thread(stack_bytes: int, run: Callable[[], Any]) -> Any:
 def _condensed(error: str) -> str:
     """Return an error without the library's internal details of a panic."""
     if error.startswith("NoExtension"):
-        return "no text fits it"
+        return "no text matches it"
     return error.partition("\n<")[0] if not error.startswith(_PANIC) else "it is too large for the compiler"
 
 
@@ -137,7 +137,7 @@ def _pages() -> tuple[int, int] | None:
 
 def _last_words(code: int, question: dict[str, Any]) -> str:
     if code == -signal.SIGPROF:
-        return f"it takes over {question['cpu_s']:g} s of processor time to compile"
+        return f"it needs more than {question['cpu_s']:g} s of processor time to compile"
     if code in (-signal.SIGSEGV, -signal.SIGBUS):
         return "it is too large for the compiler, or nested too deep"
-    return f"it takes over {question['memory_bytes'] >> 20} MiB of memory to compile"
+    return f"it needs more than {question['memory_bytes'] >> 20} MiB of memory to compile"

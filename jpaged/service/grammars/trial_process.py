@@ -65,7 +65,7 @@ class TrialProcess:
                 answer = self._child.ask(question)
             except (OSError, EOFError) as error:
                 self._end()
-                raise Unavailable(f"the process that tries grammars gave no answer: {error!r}") from error
+                raise Unavailable(f"the process that tests grammars did not answer: {error!r}") from error
         return Trial(answer["error"], answer["num_bytes"])
 
     def close(self) -> None:

@@ -62,10 +62,10 @@ class Vocabulary:
         """
         text = tokenizer.to_json() if isinstance(tokenizer, HuggingFaceTokenizer) else None
         if text is None:
-            raise Unsupported("structured_outputs: need a tokenizer that can be written as tokenizer.json")
+            raise Unsupported("structured_outputs: require a tokenizer that can be written as tokenizer.json")
         ends = tuple(sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
         if not ends:
-            raise Unsupported("structured_outputs: need an end-of-sequence token, and the model names none")
+            raise Unsupported("structured_outputs: require an end-of-sequence token, but the model has none")
         return cls(VocabularySpec(text, vocab_size, ends))
 
     @cached_property

@@ -67,17 +67,17 @@ def require_alike(model: LoadedModel, header: Header, chain: Chain, identity: by
         differing = [name for name in here if there.get(name, here[name]) != here[name]]
         told = [f"{name} is {there[name][:128]!r} there and {here[name]!r} here" for name in differing]
         why = "; ".join(told) or "the weights, the scales of the KV cache, or the kernels that computed it"
-        raise Incompatible(f"a block of the prefix means something else here: {why}")
+        raise Incompatible(f"the blocks of the prefix are incompatible with this server: {why}")
     adapter, travels = model.adapters.named(header.adapter), model.engine.travels
     if header.adapter_digest != (b"" if adapter is None else adapter.matrices.digest):
-        raise Incompatible(f"adapter: {header.adapter!r} is another here than where the prefix comes from")
+        raise Incompatible(f"adapter: {header.adapter!r} differs here from the adapter of the prefix")
     sizes = header.block_size, header.bytes_per_block, header.num_kv_groups
     if sizes != (travels.block_size, travels.bytes_per_block, travels.num_kv_groups):
         raise InvalidArgument("header", f"sizes {sizes} contradict its kv_identity")
     if len(chain.token_ids) != len(header.token_ids):
         most = len(chain.token_ids)
         raise InvalidArgument(
-            "header.token_ids", f"{len(header.token_ids)} tokens; {most} of them fill blocks that are kept"
+            "header.token_ids", f"{len(header.token_ids)} tokens; only {most} of them fill blocks that can be cached"
         )
     if header.num_blocks > len(chain.keys) * header.num_kv_groups:
         raise InvalidArgument("header.num_blocks", f"{header.num_blocks} blocks are more than the tokens have")

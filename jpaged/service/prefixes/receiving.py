@@ -107,12 +107,12 @@ class Receiving:
         if piece.index >= len(self._keys):
             raise InvalidArgument(where, f"is beyond the {len(self._keys)} blocks of the tokens")
         if piece.kv_group >= self._arriving.num_kv_groups:
-            raise InvalidArgument(f"{where}.kv_group", f"is none below {self._arriving.num_kv_groups}")
+            raise InvalidArgument(f"{where}.kv_group", f"{piece.kv_group} is not below {self._arriving.num_kv_groups}")
         if piece.key != self._keys[piece.index]:
             raise InvalidArgument(f"{where}.key", f"{piece.key.hex()[:16]}... is not the key of the block's tokens")
         place = Place(piece.index, piece.kv_group)
         if place in self._seen:
-            raise InvalidArgument(where, "comes twice")
+            raise InvalidArgument(where, "is sent twice")
         if len(self._seen) == self._num_expected:
             raise InvalidArgument(where, f"is one more than the {self._num_expected} blocks that were announced")
         self._seen.add(place)
@@ -125,12 +125,14 @@ class Receiving:
     def _add(self, block: _Block, piece: Piece) -> None:
         where, place = _name(piece), block.place
         if (piece.index, piece.kv_group, piece.offset) != (place.index, place.kv_group, block.num_bytes):
-            wanted = f"blocks[{place.index}] of group {place.kv_group} from byte {block.num_bytes} on"
-            raise InvalidArgument(where, f"byte {piece.offset} of group {piece.kv_group} came, not {wanted}")
+            wanted = f"blocks[{place.index}] of group {place.kv_group} from byte {block.num_bytes}"
+            raise InvalidArgument(where, f"starts at byte {piece.offset} of group {piece.kv_group}; expected {wanted}")
         end = block.num_bytes + len(piece.contents)
         if not piece.contents or end > self._arriving.bytes_per_block:
-            what = f"{len(piece.contents)} bytes at {piece.offset}"
-            raise InvalidArgument(f"{where}.contents", f"{what} of a block of {self._arriving.bytes_per_block}")
+            what = f"has {len(piece.contents)} bytes at {piece.offset}"
+            raise InvalidArgument(
+                f"{where}.contents", f"{what}, which are not part of a block of {self._arriving.bytes_per_block}"
+            )
         block.hashed.update(piece.contents)
         if block.home is not None:
             self._arriving.write(block.home, block.num_bytes, piece.contents)
@@ -138,7 +140,7 @@ class Receiving:
 
     def _finish(self, block: _Block, piece: Piece) -> None:
         if block.hashed.digest() != piece.hash:
-            raise InvalidArgument(f"{_name(piece)}.hash", "is not that of the contents: they changed on the way")
+            raise InvalidArgument(f"{_name(piece)}.hash", "does not match the contents, which changed in transit")
         self.num_blocks += 1
         self.num_known += block.home is None
 

@@ -142,7 +142,7 @@ class Travelling:
         model = self._service.controlled("LoadPrefix", "", self._service.state.serving())
         max_size = model.config.server.max_request_size
         if max_size * 2**20 < MAX_MESSAGE_BYTES:
-            why = f"max_request_size is {max_size:g} MiB; messages of prefixes have {MAX_MESSAGE_BYTES / 2**20:g}"
+            why = f"max_request_size is {max_size:g} MiB; prefix messages have up to {MAX_MESSAGE_BYTES / 2**20:g}"
             raise Unsupported(f"prefixes cannot be loaded: {why}")
         with self._counted():
             return await self._take(model, await _header_of(parts), parts, tenant)
@@ -171,7 +171,7 @@ class Travelling:
                 header = await _header_of(parts)
                 wanted = chain.token_ids[: len(header.token_ids)], prefix.cache_salt, prefix.adapter
                 if (header.token_ids, header.cache_salt, header.adapter) != wanted:
-                    raise InternalError(f"{source} answered with another prefix than it was asked for")
+                    raise InternalError(f"{source} returned a different prefix than requested")
                 return await self._take(model, header, parts, prefix.tenant)
 
     async def _take(self, model: LoadedModel, header: Header, parts: Parts, tenant: str) -> Arrival:
@@ -189,7 +189,7 @@ class Travelling:
         try:
             while not receiving.is_full and (pieces := await pace.next(parts)) is not None:
                 if isinstance(pieces, Header):
-                    raise InvalidArgument("header", "comes again behind the first message")
+                    raise InvalidArgument("header", "may only be in the first message")
                 await self._make_room(model, arriving, receiving, pieces)
                 await self._run(functools.partial(receiving.take, pieces))
             receiving.finish()
@@ -245,7 +245,7 @@ class Travelling:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         if self._num_open >= MAX_TRAVELLING:
-            what = f"{self._num_open} prefixes are on their way, the limit is {MAX_TRAVELLING}"
+            what = f"{self._num_open} prefix transfers are in progress, the limit is {MAX_TRAVELLING}"
             raise QueueFull(what, retry_after_s=_RETRY_S)
         self._num_open += 1
         try:
@@ -263,7 +263,7 @@ async def _told(model: LoadedModel, future: Future[_T]) -> _T:
             if model.engine.failure is not None:
                 raise Unavailable("the engine has failed")
             if clock() >= until_s:
-                raise Unavailable(f"the engine did not come to it in {_STALL_S:g} s")
+                raise Unavailable(f"the engine did not respond within {_STALL_S:g} s")
         return told.result()
     finally:
         told.cancel()
@@ -282,8 +282,8 @@ class _Pace:
         try:
             part = await asyncio.wait_for(anext(parts, None), self._left_s)
         except TimeoutError:
-            least = f"less than {_LEAST_BYTES_PER_S >> 10} KiB a second"
-            raise DeadlineExceeded(f"nothing of the prefix came for {_STALL_S:g} s, or {least}") from None
+            least = f"less than {_LEAST_BYTES_PER_S >> 10} KiB per second"
+            raise DeadlineExceeded(f"no part of the prefix arrived for {_STALL_S:g} s, or {least}") from None
         num_bytes = 0 if part is None or isinstance(part, Header) else sum(len(piece.contents) for piece in part)
         left_s = self._left_s - (clock() - began_s) + num_bytes / _LEAST_BYTES_PER_S
         self._left_s = min(_STALL_S, left_s)

@@ -64,7 +64,7 @@ class DecodeRole:
     def begin(self, model: LoadedModel, request: Request, generation: Generation, asked: AskedPrefill | None) -> None:
         """Submit a request to the engine, or start its remote prefill in a new task."""
         if asked is not None:
-            raise InternalError("a decode server is asked for a prompt")
+            raise InternalError("a decode server received a remote prefill request")
         reason = why_here(request, self._options.prefill_min_tokens)
         if reason is not None:
             model.role_counts.here(reason)
@@ -157,7 +157,7 @@ class DecodeRole:
         if request.deadline_s is not None:
             wait_s = min(wait_s, request.deadline_s - now_s)
         if wait_s <= 0:
-            raise DeadlineExceeded("there is no time left to ask")
+            raise DeadlineExceeded("no time is left to ask a prefill server")
         whole_s = wait_s + options.transfer_timeout
         return await self._servers.ask(request, num_known, self._identity, wait_s, whole_s)
 

@@ -62,7 +62,7 @@ def begun(
     _check(request, tokens, vocab_size)
     if not 0 <= num_cached_tokens <= len(request.prompt_token_ids):
         size = len(request.prompt_token_ids)
-        raise InternalError(f"the prefill server told {num_cached_tokens} cached tokens of a prompt of {size}")
+        raise InternalError(f"the prefill server returned {num_cached_tokens} cached tokens for a prompt of {size}")
     texts = None if isinstance(tokenizer, NoTokenizer) else RememberedTexts(tokenizer)
     events, continued = list[OutputEvent](), list[Continued]()
     for number, one in enumerate(tokens, start=1):
@@ -88,19 +88,19 @@ def begun(
     try:
         left = move_grammars(dataclasses.replace(request, continued=tuple(continued)))
     except InvalidArgument as error:
-        raise InternalError(f"the prefill server sampled what the request does not allow: {error}") from error
+        raise InternalError(f"the prefill server sampled a token that the request does not allow: {error}") from error
     return Begun(tuple(events), left)
 
 
 def _check(request: Request, tokens: Sequence[FirstToken], vocab_size: int) -> None:
     found, wanted = sorted(one.index for one in tokens), list(range(request.sampling.n))
     if found != wanted:
-        raise InternalError(f"the prefill server told the sequences {found}, and not {wanted}")
+        raise InternalError(f"the prefill server returned sequences {found} instead of {wanted}")
     for one in tokens:
         if not 0 <= one.token_id < vocab_size:
             raise InternalError(f"the prefill server sampled token {one.token_id}, which is not below {vocab_size}")
         if (one.logprobs is None) != (not request.sampling.needs_logprobs):
-            raise InternalError("the prefill server told other log-probabilities than the request asks for")
+            raise InternalError("the prefill server returned other log-probabilities than requested")
         if one.logprobs is not None:
             _check_logprobs(request.sampling, one.token_id, one.logprobs, vocab_size)
 
@@ -109,12 +109,16 @@ def _check_logprobs(sampling: SamplingParams, token_id: int, told: PositionLogpr
     most, top_ids = sampling.logprobs or 0, [one.token_id for one in told.top]
     most = vocab_size if most < 0 else most
     if told.chosen.token_id != token_id:
-        raise InternalError(f"the prefill server told a log-probability of {told.chosen.token_id}, not of {token_id}")
+        raise InternalError(
+            f"the prefill server returned a log-probability of token {told.chosen.token_id} instead of {token_id}"
+        )
     if len(top_ids) > min(most, vocab_size) or len(set(top_ids)) < len(top_ids):
-        raise InternalError(f"the prefill server told {len(top_ids)} likeliest tokens of {most}")
+        raise InternalError(
+            f"the prefill server returned {len(top_ids)} top tokens; expected up to {most} different ones"
+        )
     if {one.token_id for one in told.asked} != set(sampling.logprob_token_ids):
-        raise InternalError("the prefill server told log-probabilities of other tokens than the request names")
+        raise InternalError("the prefill server returned log-probabilities of other tokens than requested")
     for one in (told.chosen, *told.top, *told.asked):
         is_sound = one.logprob <= _MAX_LOGPROB and (one.rank is None or 1 <= one.rank <= vocab_size)  # False for NaN
         if not is_sound or not 0 <= one.token_id < vocab_size:
-            raise InternalError(f"the prefill server told a log-probability that cannot be: {one}")
+            raise InternalError(f"the prefill server returned an invalid log-probability: {one}")

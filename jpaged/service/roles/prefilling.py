@@ -53,15 +53,15 @@ class PrefillRole:
         """Submit a request; one from another server holds its blocks from its first token on."""
         max_tokens, put = request.sampling.max_tokens, generation.stream.put
         if max_tokens > 1:
-            problem = f"{max_tokens} is over the limit of 1: this server computes prompts alone (role prefill)"
+            problem = f"{max_tokens} is over the limit of 1: this server only computes prompts (role prefill)"
             raise InvalidArgument("sampling.max_tokens", f"{problem}; servers of the role decode generate")
         if asked is None:
             model.engine.submit(request, put)
             return
         if (reason := why_here(request, 1)) is not None:
-            raise InvalidArgument("request", f"{reason}: such a prompt is computed where its request runs")
+            raise InvalidArgument("request", f"{reason}: the decode server must compute such a prompt itself")
         if request.adapter_digest != asked.adapter_digest:
-            raise InvalidArgument("adapter_digest", "the adapter of this name has other contents here")
+            raise InvalidArgument("adapter_digest", "the adapter of this name has different contents on this server")
         travels, sampling = model.engine.travels, request.sampling
         root = root_key(sampling.cache_salt, request.cache_tenant, request.adapter_digest)
         chain = self._workers.start(lambda: travels.chain(root, request.prompt_token_ids))

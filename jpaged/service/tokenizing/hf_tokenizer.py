@@ -99,7 +99,7 @@ class HuggingFaceTokenizer:
         if not parse_special_tokens:
             if self._fast is None:
                 raise Unsupported(
-                    f"parse_special_tokens: always with the tokenizer in {folder.name}, which is no fast one"
+                    f"parse_special_tokens: must be on for the tokenizer in {folder.name}, which is not a fast one"
                 )
             self._literal = LiteralText(self._fast)
         self._variables = parts.special_tokens
@@ -260,7 +260,7 @@ def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> li
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library has no error type, and panics in Rust
-        raise InvalidArgument(field, f"the tokenizer cannot take it apart: {error}") from error
+        raise InvalidArgument(field, f"the tokenizer cannot encode it: {error}") from error
 
 
 def _may_have_chat_template(folder: Path) -> bool:
@@ -336,5 +336,5 @@ def _why(folder: Path, error: BaseException) -> str:
         if not isinstance(value, dict) or not value:
             return f"{path.name} must hold a JSON object with fields"
     if "tiktoken" in str(error) and (folder / _SENTENCEPIECE_FILE).is_file():
-        return f"{_SENTENCEPIECE_FILE} is no model of SentencePiece: add the tokenizer.json of the same model"
+        return f"{_SENTENCEPIECE_FILE} is not a SentencePiece model: add the tokenizer.json of the same model"
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -48,7 +48,9 @@ class LiteralText:
         self.tokenizer: Any = Tokenizer.from_str(json_text.dumps(written))
         for content, number in special.items():
             if self.tokenizer.token_to_id(self._names[content]) != number:
-                raise Unsupported(f"parse_special_tokens: {content!r} of this tokenizer is always parsed")
+                raise Unsupported(
+                    f"parse_special_tokens: must be on for this tokenizer, which always parses {content!r}"
+                )
         longest_first = sorted(special, key=len, reverse=True)
         alone = re.escape(self._mark)
         self._special = re.compile(

@@ -20,7 +20,7 @@ def test_parsers_say_what_of_an_answer_is_text() -> None:
         assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("hermes", "")
         with pytest.raises(RequestTooLong, match=r"over max_model_len \(64\)"):  # of the built-in prompt
             llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
-    unknown = pytest.raises(Unsupported, match=r"^tools: how this model writes calls is not known")
+    unknown = pytest.raises(Unsupported, match=r"^tools: the tool call format of this model is unknown")
     with open_llm("demo", tool_call_parser="none", **BASE) as llm, unknown:
         llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
     assert plain.text and not plain.reasoning_content

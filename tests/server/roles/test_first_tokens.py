@@ -38,7 +38,7 @@ def test_what_can_be_is_taken(num_cached_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_cached_tokens", [-1, 4, 4294967295])
 def test_more_cached_tokens_than_the_prompt_has_are_refused(num_cached_tokens: int) -> None:
-    with pytest.raises(InternalError, match="cached tokens of a prompt of 3"):
+    with pytest.raises(InternalError, match="cached tokens for a prompt of 3"):
         told(num_cached_tokens)
 
 
@@ -61,5 +61,5 @@ def test_more_cached_tokens_than_the_prompt_has_are_refused(num_cached_tokens: i
     ],
 )
 def test_log_probabilities_that_cannot_be_are_refused(changes: Mapping[str, Any]) -> None:
-    with pytest.raises(InternalError, match="the prefill server told"):
+    with pytest.raises(InternalError, match="the prefill server returned"):
         told(**changes)

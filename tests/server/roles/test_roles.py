@@ -390,7 +390,7 @@ async def test_a_prefill_server_refuses_to_generate() -> None:
         error = await failure_of(harness.inference.Generate(request("hello")))
         violation = error_details(error)["BadRequest"].field_violations[0]
         assert violation.field == "sampling.max_tokens"
-        assert violation.description.startswith("8 is over the limit of 1: this server computes prompts alone")
+        assert violation.description.startswith("8 is over the limit of 1: this server only computes prompts")
         (told,) = await collect(harness.inference.Generate(request("hello", max_tokens=1)))
         assert list(told.token_ids) == expected_tokens(list(b"hello"), 1)
         info = await harness.control.GetServerInfo(control_pb2.GetServerInfoRequest())

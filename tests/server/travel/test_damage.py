@@ -71,16 +71,16 @@ def cut_off(message):
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (flip, r"blocks\[7\].hash: is not that of the contents"),
+        (flip, r"blocks\[7\].hash: does not match the contents"),
         (stale, r"blocks\[7\].key: .* is not the key of the block's tokens"),
-        (exchange, r"blocks\[7\].hash: is not that of the contents"),
+        (exchange, r"blocks\[7\].hash: does not match the contents"),
         (move, r"blocks\[9\].key: .* is not the key of the block's tokens"),
-        (shorten, r"blocks\[8\]: byte 0 of group 0 came, not blocks\[7\] of group 0 from byte 63 on"),
-        (lengthen, r"blocks\[7\].contents: 65 bytes at 0 of a block of 64"),
-        (empty, r"blocks\[7\].contents: 0 bytes at 0 of a block of 64"),
-        (other_group, r"blocks\[7\].kv_group: is none below 1"),
+        (shorten, r"blocks\[8\]: starts at byte 0 of group 0; expected blocks\[7\] of group 0 from byte 63"),
+        (lengthen, r"blocks\[7\].contents: has 65 bytes at 0, which are not part of a block of 64"),
+        (empty, r"blocks\[7\].contents: has 0 bytes at 0, which are not part of a block of 64"),
+        (other_group, r"blocks\[7\].kv_group: 1 is not below 1"),
         (beyond, r"blocks\[1000\]: is beyond the 18 blocks of the tokens"),
-        (twice, r"blocks\[6\]: comes twice"),
+        (twice, r"blocks\[6\]: is sent twice"),
         (cut_off, r"pieces: end after 7 of 18 blocks"),
     ],
 )
@@ -116,7 +116,7 @@ async def test_no_more_comes_than_was_announced_and_nobody_makes_room_for_it(mon
         first = prefixes_pb2.PrefixPiece(contents=pieces[0].contents[:1], key=pieces[0].key)
         del pieces[:]
         pieces.extend([first] * 100)
-        with pytest.raises(InvalidArgument, match=r"blocks\[0\]: byte 0 of group 0 came, not"):
+        with pytest.raises(InvalidArgument, match=r"blocks\[0\]: starts at byte 0 of group 0; expected"):
             await b.prefixes.load(framed(messages))
         assert sum(reserved) <= 7
 
@@ -137,7 +137,7 @@ async def test_a_message_has_as_many_pieces_as_it_needs(num_pieces):
 async def test_where_requests_have_to_be_smaller_than_messages_it_is_said():
     async with two(max_request_size=0.25) as (first, a, _, b):
         await a.complete(TEXT, GREEDY)
-        what = "prefixes cannot be loaded: max_request_size is 0.25 MiB; messages of prefixes have 0.250977"
+        what = "prefixes cannot be loaded: max_request_size is 0.25 MiB; prefix messages have up to 0.250977"
         with pytest.raises(Unsupported, match=what):
             await b.prefixes.load(await saved_by(a))
         assert (await b.prefixes.fetch(first.target, TEXT)).num_tokens == NUM_FULL
@@ -161,7 +161,7 @@ async def test_a_peer_that_answers_with_another_prefix_is_not_believed(monkeypat
             return message
 
         monkeypatch.setattr(servicer_module, "response_of", another)
-        with pytest.raises(InternalError, match="answered with another prefix than it was asked for"):
+        with pytest.raises(InternalError, match="returned a different prefix than requested"):
             await b.prefixes.fetch(first.target, TEXT)
 
 
@@ -178,13 +178,13 @@ async def test_keys_are_made_of_the_tokens_that_the_header_has():
 @pytest.mark.parametrize(
     ("change", "error", "what"),
     [
-        ({"kv_identity": b"x" * 32}, Incompatible, "means something else here: the weights, the scales"),
+        ({"kv_identity": b"x" * 32}, Incompatible, "incompatible with this server: the weights, the scales"),
         ({"block_size": 8}, InvalidArgument, "header: sizes"),
         ({"bytes_per_block": 1 << 40}, InvalidArgument, "header: sizes"),
         ({"num_kv_groups": 9}, InvalidArgument, "header: sizes"),
         ({"num_blocks": 19}, InvalidArgument, "header.num_blocks: 19 blocks are more than the tokens have"),
         ({"adapter": "none"}, Unsupported, "adapter"),
-        ({"adapter_digest": b"x" * 32}, Incompatible, "adapter: '' is another here"),
+        ({"adapter_digest": b"x" * 32}, Incompatible, "adapter: '' differs here"),
         ({"cache_salt": "s" * 257}, InvalidArgument, "cache_salt: 257 characters"),
     ],
 )
@@ -215,7 +215,7 @@ async def test_a_stream_is_a_header_and_then_pieces():
         header, pieces = messages_of(await saved_by(a))
         for messages, what in (
             ([pieces], "header: is missing from the first message"),
-            ([header, header], "header: comes again"),
+            ([header, header], "header: may only be in the first message"),
             ([header, prefixes_pb2.LoadPrefixRequest()], "part: is missing"),
             ([header], "pieces: end after 0 of 18 blocks"),
             ([], "header: is missing"),
@@ -226,7 +226,7 @@ async def test_a_stream_is_a_header_and_then_pieces():
         with pytest.raises(InvalidArgument, match="token_ids"):
             await b.prefixes.load(framed([header]))
         header.header.token_ids[-1] = 1
-        with pytest.raises(InvalidArgument, match=r"header\.token_ids: 73 tokens; 72 of them fill blocks"):
+        with pytest.raises(InvalidArgument, match=r"header\.token_ids: 73 tokens; only 72 of them fill blocks"):
             await b.prefixes.load(framed([header]))
         call = prefixes_pb2_grpc.PrefixServiceStub(second.channel).SavePrefix(prefixes_pb2.SavePrefixRequest())
         with pytest.raises(aio.AioRpcError) as error:

@@ -97,7 +97,7 @@ async def test_whoever_brings_nothing_more_is_told_so_and_what_came_is_kept(monk
                 yield chunk
             await asyncio.sleep(600)
 
-        with pytest.raises(DeadlineExceeded, match=r"nothing of the prefix came for 0.5 s"):
+        with pytest.raises(DeadlineExceeded, match=r"no part of the prefix arrived for 0.5 s"):
             async with asyncio.timeout(60.0):
                 await b.prefixes.load(some())
         assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == 28
@@ -191,7 +191,7 @@ async def test_a_few_travel_at_one_time(monkeypatch):
             await call.write(message)
         travelling = first.server._travelling
         await eventually(lambda: travelling._num_open == 2)
-        with pytest.raises(QueueFull, match="2 prefixes are on their way, the limit is 2"):
+        with pytest.raises(QueueFull, match="2 prefix transfers are in progress, the limit is 2"):
             await saved_by(a)
         for call in open_calls:
             call.cancel()
@@ -228,7 +228,7 @@ async def test_an_adapters_prefix_is_known_by_what_the_adapter_is(tmp_path):
         with pytest.raises(NotFound):
             await b.prefixes.fetch(first.target, TEXT, adapter="x")
         await b.load_adapter("x", str(tmp_path / "b"))
-        with pytest.raises(Incompatible, match="adapter: 'x' is another here than where the prefix comes from"):
+        with pytest.raises(Incompatible, match="adapter: 'x' differs here from the adapter of the prefix"):
             await b.prefixes.fetch(first.target, TEXT, adapter="x")
         await b.unload_adapter("x")
         await b.load_adapter("x", str(tmp_path / "a"))
@@ -279,7 +279,7 @@ async def test_whoever_brings_little_at_a_time_is_not_waited_for_for_ever(monkey
                 yield framed([message])[1]
                 await asyncio.sleep(0.5)
 
-        with pytest.raises(DeadlineExceeded, match=r"came for 30 s, or less than 64 KiB a second"):
+        with pytest.raises(DeadlineExceeded, match=r"arrived for 30 s, or less than 64 KiB per second"):
             await b.prefixes.load(little_by_little())
         await eventually(lambda: second.server._travelling._num_open == 0)
 

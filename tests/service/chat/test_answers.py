@@ -212,7 +212,7 @@ def test_two_grammars_of_one_answer_are_refused():
     strict = ChatOptions(tools=(Tool("f", is_strict=True),))
     single = ChatOptions(tools=TOOLS, parallel_tool_calls=False)
     for options, why in ((REQUIRED, "'required'"), (strict, "a strict tool"), (single, "parallel_tool_calls of false")):
-        with pytest.raises(InvalidArgument, match=rf"^sampling.structured_outputs: does not go with .*{why}"):
+        with pytest.raises(InvalidArgument, match=rf"^sampling.structured_outputs: conflicts with .*{why}"):
             answering().held(options, given, [1])
     assert answering().held(ChatOptions(tools=TOOLS), given, [1]) == given
 
@@ -228,14 +228,16 @@ def test_tools_that_are_too_large_for_a_grammar_are_named():
     enum = {"enum": ["x" * 60_000]}
     tools = tuple(Tool(f"f{i}", parameters={"type": "object", "properties": {"a": enum}}) for i in range(9))
     options = ChatOptions(tools=tools, tool_choice=ToolChoice(ToolChoiceMode.REQUIRED))
-    with pytest.raises(InvalidArgument, match=r"^tools: as a grammar they are 54\d{4} bytes, over the limit of 524288"):
+    with pytest.raises(
+        InvalidArgument, match=r"^tools: their grammar is invalid: 54\d{4} bytes, over the limit of 524288"
+    ):
         answering().held(options, SamplingParams(), [1])
 
 
 @pytest.mark.parametrize(
     ("answer_format", "options", "sampling", "error", "message"),
     [
-        (AnswerFormat(), ChatOptions(tools=TOOLS), {}, Unsupported, "tools: .* name it with --tool-call-parser"),
+        (AnswerFormat(), ChatOptions(tools=TOOLS), {}, Unsupported, "tools: .* set --tool-call-parser"),
         (QWEN, ChatOptions(tools=TOOLS), {"detokenize": False}, InvalidArgument, "sampling.detokenize: must be true"),
         (
             AnswerFormat(),

@@ -144,12 +144,12 @@ def test_fields_of_other_servers_change_nothing() -> None:
 
 
 def test_a_role_that_the_template_leaves_out_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(InvalidArgument, match="'critic' is none that the chat template has") as error:
+    with pytest.raises(InvalidArgument, match="'critic' is not a role of the chat template") as error:
         rendered(DROPS, [USER, {"role": "critic", "content": "Bad."}])
     assert error.value.field == "chat.messages[1].role"
-    with pytest.raises(InvalidArgument, match="'critic' is none that the chat template has"):
+    with pytest.raises(InvalidArgument, match="'critic' is not a role of the chat template"):
         rendered(DROPS, [USER, {"role": "critic", "content": "Paris"}])  # which is in the text by chance
-    with pytest.raises(InvalidArgument, match="'critic' is none that the chat template has"):
+    with pytest.raises(InvalidArgument, match="'critic' is not a role of the chat template"):
         rendered(
             DROPS, [USER, {"role": "critic", "content": "Bad."}], chat_options_of(tools=[Tool("now", "").as_json()])
         )
@@ -178,7 +178,7 @@ def test_the_end_of_a_text_is_as_asked_for() -> None:
 
 def test_documents_reach_a_template_that_uses_them() -> None:
     assert "[One]" in rendered(CHATML, [USER], documents=[{"title": "One"}])
-    with pytest.raises(Unsupported, match=r"^documents: the chat template of a-model does not use any"):
+    with pytest.raises(Unsupported, match=r"^documents: the chat template of a-model does not support documents"):
         rendered(NONE, [USER], documents=[{"title": "One"}])
 
 

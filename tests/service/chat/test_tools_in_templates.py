@@ -139,7 +139,7 @@ def test_the_format_of_a_template_without_tools_is_that_of_the_built_in_prompt()
 
 def test_a_template_without_tools_takes_none(process):
     assert rendered(process, PLAIN, [USER]) == "Paris?1"
-    with pytest.raises(Unsupported, match=r"^tools: the chat template of a-model does not use any"):
+    with pytest.raises(Unsupported, match=r"^tools: the chat template of a-model does not support tools"):
         rendered(process, PLAIN, [USER], tools=[WEATHER.as_json()])
 
 
@@ -151,7 +151,7 @@ def test_variables_reach_the_template(process):
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
 def test_a_variable_that_is_none_of_the_callers_is_named(process, name):
     source = QWEN + "{{ bos_token }}{{ add_generation_prompt }}"
-    problem = "cannot be set by name; the chat template has enable_thinking"
+    problem = "cannot be set; the variables of the chat template are enable_thinking"
     with pytest.raises(InvalidArgument, match=problem) as error:
         rendered(process, source, [USER], kwargs={name: True})
     assert error.value.field == f"chat_template_kwargs.{name}"
@@ -254,7 +254,7 @@ def test_a_tokenizer_that_knows_no_tools_is_told_of():
     prompt = Prompt(messages=[USER], chat_options=ChatOptions(tools=[WEATHER]))
     with pytest.raises(Unsupported, match="no chat template"):
         InputProcessor(NoTokenizer(257), FakeExecutor().geometry).tokenize(prompt)
-    with pytest.raises(Unsupported, match=r"^tools: this model's tokenizer lays out messages alone"):
+    with pytest.raises(Unsupported, match=r"^tools: this model's tokenizer formats only messages"):
         InputProcessor(Old(), FakeExecutor().geometry).tokenize(prompt)
 
 
@@ -306,7 +306,9 @@ def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
     assert qwen.reasoning_variables(both, {}) == {"reasoning_effort": "low", "enable_thinking": False}
     assert ChatTemplate(process, source % "thinking", {}).reasoning_variables(both, {})["thinking"] is False
     assert qwen.reasoning_variables(ReasoningOptions(include=False), {}) == {}
-    with pytest.raises(InvalidArgument, match=r"^reasoning.enabled: and chat_template_kwargs.enable_thinking are one"):
+    with pytest.raises(
+        InvalidArgument, match=r"^reasoning.enabled: conflicts with chat_template_kwargs.enable_thinking"
+    ):
         qwen.reasoning_variables(both, {"enable_thinking": True})
     plain = ChatTemplate(process, "{{ messages[0].content }}", {})
     assert plain.reasoning_variables(ReasoningOptions(effort="low"), {}) == {}

@@ -76,9 +76,9 @@ def test_properties_of_nested_objects_are_closed_but_not_where_others_are_spoken
     ("fields", "problem"),
     [
         ({"json": '{"a":'}, "at line 1, column 6: is not JSON"),
-        ({"json": '{\n"a": NaN}'}, "NaN is no number"),
-        ({"json": "[" * 65}, "at line 1, column 65: is nested over 64 deep"),
-        ({"json": "[1]"}, "a schema is an object, true or false, not [1]"),
+        ({"json": '{\n"a": NaN}'}, "NaN is not a JSON number"),
+        ({"json": "[" * 65}, "at line 1, column 65: is nested more than 64 levels deep"),
+        ({"json": "[1]"}, "a schema must be an object, true or false, not [1]"),
         ({"json": False}, "is false"),
         ({"json": {"properties": {"a/b": {"items": {"not": {}}}}}}, 'at /properties/a~1b/items: not supported: "not"'),
         (
@@ -89,9 +89,9 @@ def test_properties_of_nested_objects_are_closed_but_not_where_others_are_spoken
         ({"json": {"items": {"$ref": "http://a.b/c"}}}, "at /items"),
         (
             {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
-            "no text fits",
+            "no text matches",
         ),
-        ({"json": "7"}, "a schema is an object, true or false, not 7"),
+        ({"json": "7"}, "a schema must be an object, true or false, not 7"),
         ({"regex": "ab(c"}, "at character 3: unclosed group"),
         ({"regex": "^a/b\n[z-a]$"}, "at character 7: invalid character class range"),
         ({"regex": "(?=a)b"}, "at character 1: look-around"),
@@ -117,7 +117,7 @@ def chain(count):
         ({"json": {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 101, 103, 107)]}}, "0.5 s"),
         ({"grammar": chain(10_000)}, "too large"),
         ({"grammar": f"start: {'(' * 20_000}"}, "nested"),
-        ({"grammar": f"root ::= {'(' * 20_000}"}, "nested over 100 deep"),
+        ({"grammar": f"root ::= {'(' * 20_000}"}, "nested more than 100 levels deep"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, ""),
         ({"json": {"enum": [{"a": {"b": index}} for index in range(20_000)]}}, ""),
         (
@@ -240,7 +240,7 @@ def test_too_many_that_wait_are_refused(vocabulary, monkeypatch):
     monkeypatch.setattr(trial, "run", lambda grammar: (go_on.wait(), run(grammar))[1])
     try:
         waiting = [compiler.submit(StructuredOutputs(choice=[text])) for text in "ab"]
-        with pytest.raises(QueueFull, match="2 grammars wait"):
+        with pytest.raises(QueueFull, match="2 grammars are waiting"):
             compiler.submit(StructuredOutputs(choice=["c"]))
         assert compiler.submit(StructuredOutputs(choice=["a"])) is waiting[0]
         go_on.set()
@@ -257,7 +257,7 @@ def test_a_process_that_died_is_started_again(vocabulary):
         child = compiler._processes[0]._child
         assert child is not None
         child.end()
-        with pytest.raises(Unavailable, match="gave no answer"):
+        with pytest.raises(Unavailable, match="did not answer"):
             compiled(compiler, choice=["b"])
         assert accepts(compiled(compiler, choice=["b"]), "b")
     finally:
@@ -267,7 +267,7 @@ def test_a_process_that_died_is_started_again(vocabulary):
 def test_a_closed_compiler_says_so(vocabulary):
     compiler = GrammarCompiler(vocabulary, GrammarLimits(num_threads=1))
     compiler.close()
-    with pytest.raises(Unavailable, match="going down"):
+    with pytest.raises(Unavailable, match="shutting down"):
         compiler.submit(StructuredOutputs(choice=["a"]))
 
 

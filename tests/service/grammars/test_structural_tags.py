@@ -108,9 +108,9 @@ def test_a_special_token_is_named_by_its_text_or_id(compiler):
     ("form", "place", "problem"),
     [
         ({"type": "dispatch", "rules": []}, "/format", "'dispatch' is not supported"),
-        ({"value": "x"}, "/format", "an object with a type"),
+        ({"value": "x"}, "/format", "must be an object with a type"),
         ({"type": "const_string"}, "/format", "has no value"),
-        ({"type": "const_string", "value": ""}, "/format/value", "not empty"),
+        ({"type": "const_string", "value": ""}, "/format/value", "non-empty"),
         ({"type": "any_text", "max_tokens": 5}, "/format/max_tokens", "is not supported"),
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "/format/style", "must be 'json'"),
         (
@@ -121,7 +121,7 @@ def test_a_special_token_is_named_by_its_text_or_id(compiler):
         ({"type": "grammar", "grammar": "root ::= x"}, "/format/grammar", "line 1, column 10: there is no rule"),
         (sequence({"type": "any_text"}, HI), "/format/elements/0", "any_text has no end"),
         ({"type": "or", "elements": [{"type": "any_text"}]}, "/format/elements/0", "has no end"),
-        ({"type": "or", "elements": []}, "/format/elements", "a list that is not empty"),
+        ({"type": "or", "elements": []}, "/format/elements", "a non-empty list"),
         ({"type": "repeat", "content": HI, "min": 3, "max": 2}, "/format", "0 <= min <= max"),
         (tag("<t>", {"type": "any_text"}, ""), "/format/end", "must not be empty"),
         (triggered(triggers=["<g"]), "/format/tags/0/begin", "exactly one of the triggers"),
