@@ -117,7 +117,7 @@ class Connection(HttpToolsProtocol):
             return
         self._num_part_bytes += len(data)
         if self._num_part_bytes > MAX_HEAD_BYTES:
-            self.send_400_response("the head is too long")
+            self.send_400_response("the request head is too long")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -166,7 +166,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse_over_limit(self) -> None:
         self.config.probes.pop(self, None)
-        error = Unavailable(f"{self.config.max_connections} connections are open, the limit")
+        error = Unavailable(f"{self.config.max_connections} connections are open, which is the limit")
         self._say(b"503 Service Unavailable", error_body(error), b"retry-after: 1\r\n")
 
     def _say(self, status: bytes, body: dict[str, Any], header: bytes = b"") -> None:
@@ -188,7 +188,7 @@ class Connection(HttpToolsProtocol):
         """Limit the head of a request; an error raised here is handled like invalid HTTP."""
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
-            raise ValueError("the head is too long")
+            raise ValueError("the request head is too long")
 
     def _wait(self, seconds: float | None) -> None:
         """Close the connection after a timeout, replacing the current one; None sets no timeout."""

@@ -128,8 +128,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], remai
         if working.done():
             return working.result()
         if leaving.done():
-            raise Cancelled("the caller has gone")
-        raise DeadlineExceeded(f"the request took longer than the {remaining_s:g} s that it was given")
+            raise Cancelled("the client has disconnected")
+        raise DeadlineExceeded(f"the request took longer than its timeout of {remaining_s:g} s")
     finally:
         leaving.cancel()
         if not working.done():

@@ -123,7 +123,7 @@ def _bound(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise InvalidArgument("http_port", f"{port} on {host} cannot be listened on: {error}") from error
+        raise InvalidArgument("http_port", f"cannot listen on port {port} of {host}: {error}") from error
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
     for name, value in _PROBES:
         if (number := getattr(socket, name, None)) is not None:

@@ -67,7 +67,7 @@ def answer_headers_of(request: Request) -> dict[str, str]:
 def _header(request: Request, name: str) -> str | None:
     given = request.headers.getlist(name)
     if len(given) > 1:
-        raise InvalidArgument(name, f"is there {len(given)} times: a request has one")
+        raise InvalidArgument(name, f"is given {len(given)} times: a request may have one")
     return given[0] if given else None
 
 
@@ -89,8 +89,8 @@ async def content_of(request: Request, max_bytes: int) -> bytes:
         async for part in request.stream():
             size += len(part)
             if size > max_bytes:
-                raise RequestTooLong("body", f"more than {max_bytes} bytes, the limit")
+                raise RequestTooLong("body", f"is over the limit of {max_bytes} bytes")
             parts.append(part)
     except ClientDisconnect as error:
-        raise Cancelled("the client has gone") from error
+        raise Cancelled("the client has disconnected") from error
     return b"".join(parts)

@@ -48,7 +48,7 @@ def routes(service: Service) -> list[Route]:
         return JSON({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def missing(request: Request) -> Response:
-        raise NotFound("response_id: nothing is stored: a response is in the answer to its request alone")
+        raise NotFound("response_id: responses are not stored: each is returned only to its own request")
 
     return [
         Route("/v1/responses", create, methods=["POST"]),

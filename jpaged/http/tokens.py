@@ -27,7 +27,7 @@ def routes(service: Service) -> list[Route]:
         texts = None
         if job.wants_texts:
             if len(token_ids) > MAX_DETOKENIZE_IDS:
-                problem = f"would be of {len(token_ids)} tokens; at most {MAX_DETOKENIZE_IDS}"
+                problem = f"would return {len(token_ids)} tokens; at most {MAX_DETOKENIZE_IDS}"
                 raise InvalidArgument("return_token_strs", problem)
             decode = model.tokenizer.decode
             texts = await service.work(

@@ -138,7 +138,7 @@ def _check_text(path: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(path, f"has {text[error.start]!a}, half of a character, at {error.start}") from error
+        raise InvalidArgument(path, f"has {text[error.start]!a}, half of a surrogate pair, at {error.start}") from error
 
 
 def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,12 +156,12 @@ def completion_job(given: Mapping[str, Any]) -> Job:
     has_echo, logprobs = flag_in(body, "echo"), _int_or_none(body, "logprobs")
     if has_echo and logprobs is not None:
         if "prompt_logprobs" in body:
-            raise InvalidArgument("prompt_logprobs", "must be left out with echo and logprobs, which tell them")
+            raise InvalidArgument("prompt_logprobs", "must be left out with echo and logprobs, which return them")
         body["prompt_logprobs"] = logprobs
     is_only_told = type(body.get("max_tokens")) is int and body["max_tokens"] == 0
     if is_only_told:
         if not has_echo:
-            raise InvalidArgument("max_tokens", "0 needs echo to be true: there is nothing to tell")
+            raise InvalidArgument("max_tokens", "0 needs echo to be true: otherwise there is nothing to return")
         body["max_tokens"] = 1
     fills_length = _fills_length(body)
     names = _names(body)
@@ -185,7 +185,7 @@ def chat_job(given: Mapping[str, Any]) -> Job:
     body = own_fields("/v1/chat/completions", given, OF_CHATS)
     if "max_completion_tokens" in body:
         if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
-            raise InvalidArgument("max_tokens", "and max_completion_tokens are one thing: give one of them")
+            raise InvalidArgument("max_tokens", "conflicts with max_completion_tokens: give only one of them")
         body["max_tokens"] = body["max_completion_tokens"]
     wants_logprobs, num_top = flag_in(body, "logprobs"), _int_or_none(body, "top_logprobs")
     if num_top and not wants_logprobs:
@@ -245,7 +245,7 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
     for name, value in options.items():
         if name not in known and name != "include_obfuscation":
             raise InvalidArgument(
-                f"stream_options.{name[:_MAX_SHOWN]}", f"is not known; {', '.join(sorted(known))} are"
+                f"stream_options.{name[:_MAX_SHOWN]}", f"is unknown: must be one of {', '.join(sorted(known))}"
             )
         if value is not None and not isinstance(value, bool):
             raise InvalidArgument(f"stream_options.{name}", f"{shown(value)} is not true or false")
@@ -263,7 +263,7 @@ def _prompts(given: Any) -> tuple[Prompt, ...]:
     if isinstance(given, str):
         return (Prompt(text=given),)
     if not isinstance(given, list) or not given:
-        raise InvalidArgument("prompt", "must be a text, a list of token ids, or a list of such")
+        raise InvalidArgument("prompt", "must be a string, a list of token ids, or a list of these")
     if type(given[0]) is int:
         return (_prompt_of_ids("prompt", given),)
     if len(given) > MAX_PROMPTS:
@@ -275,7 +275,7 @@ def _prompts(given: Any) -> tuple[Prompt, ...]:
 
 def _prompt_of_ids(where: str, given: Any) -> Prompt:
     if not isinstance(given, list) or not given or set(map(type, given)) != {int}:
-        raise InvalidArgument(where, f"{shown(given)} is neither a text nor a list of token ids")
+        raise InvalidArgument(where, f"{shown(given)} is neither a string nor a list of token ids")
     return Prompt(token_ids=tuple(given))
 
 
@@ -316,7 +316,7 @@ def _biases(given: Any) -> dict[int, Any] | None:
             raise InvalidArgument("logit_bias", f"{shown(name)} is not a token id")
     biases = {int(name): bias for name, bias in given.items()}
     if len(biases) < len(given):
-        raise InvalidArgument("logit_bias", "names a token twice")
+        raise InvalidArgument("logit_bias", "has a token id twice")
     return biases or None
 
 

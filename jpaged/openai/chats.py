@@ -55,7 +55,7 @@ def _reasoning_in(body: Mapping[str, Any]) -> Any:
         raise InvalidArgument("reasoning", "must be a JSON object")
     for name, field in _OF_REASONING.items():
         if name in body and field in (value or {}):
-            raise InvalidArgument(name, f"and reasoning.{field} are one thing: give one of them")
+            raise InvalidArgument(name, f"conflicts with reasoning.{field}: give only one of them")
     return {**(value or {}), **others}
 
 

@@ -133,7 +133,7 @@ def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
             continue
         if line.custom_id in first:
             raise InvalidArgument(
-                f"line {number}: custom_id", f"{line.custom_id!r} is that of line {first[line.custom_id]} too"
+                f"line {number}: custom_id", f"{line.custom_id!r} is also that of line {first[line.custom_id]}"
             )
         first[line.custom_id] = number
     if lines and isinstance(lines[0], BadLine) and not first:
@@ -169,11 +169,11 @@ def _check_line(where: str, value: Mapping[str, Any]) -> None:
         raise InvalidArgument(f"{where}: {name}", "is missing")
     check_values(where, value, f"{where}: ")
     if not isinstance(value["custom_id"], str) or not value["custom_id"]:
-        raise InvalidArgument(f"{where}: custom_id", f"{shown(value['custom_id'])} is not a string with characters")
+        raise InvalidArgument(f"{where}: custom_id", f"{shown(value['custom_id'])} is not a non-empty string")
     if value["method"] != "POST":
         raise InvalidArgument(f"{where}: method", f"{shown(value['method'])} is not POST")
     if value["url"] not in URLS:
-        raise InvalidArgument(f"{where}: url", f"{shown(value['url'])} is none of {', '.join(URLS)}")
+        raise InvalidArgument(f"{where}: url", f"{shown(value['url'])} is not one of {', '.join(URLS)}")
     if not isinstance(value["body"], dict):
         raise InvalidArgument(f"{where}: body", "is not a JSON object")
 
@@ -196,7 +196,9 @@ def job_of(line: Line) -> Job:
     with of_body():
         job = chat_job(line.body) if line.url == CHAT_URL else completion_job(line.body)
         if len(job.prompts) > 1:
-            raise InvalidArgument("prompt", "must be one text or one list of token ids: write one line for each prompt")
+            raise InvalidArgument(
+                "prompt", "must be one string or one list of token ids: write one line for each prompt"
+            )
         elsewhere = {
             "stream": job.streaming,
             "echo": job.has_echo,

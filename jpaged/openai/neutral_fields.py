@@ -69,16 +69,16 @@ OPENAI: Mapping[str, Neutral] = {
     "prompt_cache_options": hint(dict),
     "verbosity": only("low", "medium", "high"),
     "modalities": only(["text"]),
-    "suffix": only("", advice="texts are continued, not filled in"),
+    "suffix": only("", advice="infilling is not supported"),
     "prediction": hint(dict),
     "echo": _OFF,
     "stream": _OFF,
     "stream_options": only({}, advice="needs stream to be true"),
     "functions": only([], advice="use tools"),
     "function_call": only("none", "auto", advice="use tool_choice"),
-    "audio": never("answers are text"),
-    "web_search_options": never("the server searches nothing"),
-    "moderation": never("texts are not moderated"),
+    "audio": never("output is text only"),
+    "web_search_options": never("the server cannot search the web"),
+    "moderation": never("the server does not moderate texts"),
 }
 VLLM: Mapping[str, Neutral] = {
     "use_beam_search": only(False, advice="use beam_width"),
@@ -181,30 +181,32 @@ EVERYWHERE: Mapping[str, Neutral] = {**OPENAI, **VLLM, **SGLANG, **LLAMA_CPP_AND
 
 _OF_TEXTS = {"add_special_tokens": _ON}
 _OF_CHATS = {"add_special_tokens": only(False, advice="the chat template writes special tokens")}
-_NO_STORE = "nothing is stored: send the conversation whole, outputs of earlier responses in `input`"
-_ONE_ANSWER = "a response is one answer"
+_NO_STORE = "responses are not stored: send the whole conversation in `input`, with earlier outputs"
+_ONE_ANSWER = "a response has one output"
 OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/v1/completions": _OF_TEXTS,
     "/v1/chat/completions": _OF_CHATS,
     "/v1/responses": {
         **_OF_CHATS,
-        "background": only(False, advice="wait for the answer, or stream it; /v1/batches run without their caller"),
-        "truncation": only("disabled", advice="leave items of `input` out of a conversation that is too long"),
+        "background": only(
+            False, advice="wait for the response, or stream it; /v1/batches runs requests in the background"
+        ),
+        "truncation": only("disabled", advice="remove items from `input` if the conversation is too long"),
         "previous_response_id": never(_NO_STORE),
         "conversation": never(_NO_STORE),
-        "prompt": never("no templates of prompts are stored: send `instructions` and `input`"),
-        "max_tool_calls": never("functions are called by you: stop when there were enough"),
-        "context_management": only([], advice="leave items of `input` out"),
+        "prompt": never("prompt templates are not stored: send `instructions` and `input`"),
+        "max_tool_calls": never("the client runs the functions, and can stop after any number of calls"),
+        "context_management": only([], advice="remove items from `input`"),
         "n": only(1, advice=_ONE_ANSWER),
         "best_of": only(1, advice=_ONE_ANSWER),
         "beam_width": only(0, advice=_ONE_ANSWER),
         "logprobs": only(False, advice="use include with 'message.output_text.logprobs', and top_logprobs"),
         "prompt_logprobs": never("use /v1/chat/completions"),
-        "messages": never("is `input` here"),
-        "max_tokens": never("is `max_output_tokens` here"),
-        "max_completion_tokens": never("is `max_output_tokens` here"),
-        "response_format": only({"type": "text"}, advice="is `text.format` here"),
-        "reasoning_effort": never("is `reasoning.effort` here"),
+        "messages": never("use `input`"),
+        "max_tokens": never("use `max_output_tokens`"),
+        "max_completion_tokens": never("use `max_output_tokens`"),
+        "response_format": only({"type": "text"}, advice="use `text.format`"),
+        "reasoning_effort": never("use `reasoning.effort`"),
     },
     "/v1/embeddings": _OF_TEXTS,
     "/v1/score": _OF_TEXTS,

@@ -141,7 +141,9 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
     if len(left) == 1:
         left *= len(right)
     if len(left) != len(right):
-        raise InvalidArgument("text_2", f"{len(right)} texts for {len(left)} of text_1: give 1 or as many there")
+        raise InvalidArgument(
+            "text_2", f"{len(right)} texts for {len(left)} of text_1: give 1 text_1, or the same number"
+        )
     pairs = tuple(zip(left, right, strict=True))
     return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS))
 
@@ -163,7 +165,7 @@ def _choice(body: Mapping[str, Any], name: str, choices: tuple[_T, ...]) -> _T:
     for choice in choices:
         if choice == value:
             return choice
-    raise InvalidArgument(name, f"{shown(value)} is none of {', '.join(map(str, choices))}")
+    raise InvalidArgument(name, f"{shown(value)} is not one of {', '.join(map(str, choices))}")
 
 
 def _texts(field: str, values: Any) -> tuple[Text, ...]:
@@ -176,20 +178,20 @@ def _text(field: str, value: Any) -> Text:
         return value
     if isinstance(value, list) and value and all(type(one) is int and one >= 0 for one in value):
         return tuple(value)
-    raise InvalidArgument(field, f"{str(value)[:80]!r} is neither a text with characters nor a list of token ids")
+    raise InvalidArgument(field, f"{str(value)[:80]!r} is neither a non-empty string nor a list of token ids")
 
 
 def _strings(field: str, values: Any) -> list[str]:
     texts = _listed(field, [values] if isinstance(values, str) else values)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise InvalidArgument(field, f"{str(text)[:80]!r} is not a text with characters")
+            raise InvalidArgument(field, f"{str(text)[:80]!r} is not a non-empty string")
     return texts
 
 
 def _listed(field: str, values: Any) -> list[Any]:
     if not isinstance(values, list) or not values:
-        raise InvalidArgument(field, "must be there, and not an empty list")
+        raise InvalidArgument(field, "must be a non-empty list")
     if len(values) > MAX_INPUTS:
         raise InvalidArgument(field, f"{len(values)} are over the limit of {MAX_INPUTS}")
     return values
@@ -202,7 +204,9 @@ def embeddings_body(
     _require_one_each(job.inputs, vectors)
     width = len(vectors[0])
     if job.dimensions not in (None, width):
-        raise InvalidArgument("dimensions", f"{job.dimensions} is not {width}, the width of the model's vectors")
+        raise InvalidArgument(
+            "dimensions", f"{job.dimensions} is not supported: the model's vectors have {width} dimensions"
+        )
 
     def data() -> Iterator[dict[str, Any]]:
         for i, vector in enumerate(vectors):

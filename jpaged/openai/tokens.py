@@ -55,18 +55,18 @@ def tokenize_job_of(given: Mapping[str, Any]) -> TokenizeJob:
         InvalidArgument: a field is unknown, invalid, or cannot be honored.
     """
     if (given.get("prompt") is None) == (given.get("messages") is None):
-        raise InvalidArgument("prompt", "or messages must be there: one of them, and not both")
+        raise InvalidArgument("prompt", "give exactly one of prompt and messages")
     is_text = given.get("prompt") is not None
     body = own_fields("/tokenize", given, _OF_TEXTS if is_text else {"model", "return_token_strs", *_OF_CHATS})
     wants_texts, model = _flag(body, "return_token_strs", default=False), name_in(body, "model")
     if is_text:
         if not isinstance(body["prompt"], str):
-            raise InvalidArgument("prompt", f"{str(body['prompt'])[:80]!r} is not a text")
+            raise InvalidArgument("prompt", f"{str(body['prompt'])[:80]!r} is not a string")
         adds = _flag(body, "add_special_tokens", default=True)
         return TokenizeJob(Prompt(text=body["prompt"]), adds, wants_texts, model)
     for name, only in _ONLY_OF_CHATS.items():
         if _flag(body, name, default=only) is not only:
-            raise InvalidArgument(name, f"of a chat can only be {str(only).lower()}")
+            raise InvalidArgument(name, f"must be {str(only).lower()} for a chat")
     prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body))
     return TokenizeJob(prompt, wants_texts=wants_texts, model=model)
 
@@ -82,7 +82,7 @@ def detokenize_job_of(given: Mapping[str, Any]) -> DetokenizeJob:
     body = own_fields("/detokenize", given, {"model", "tokens", "skip_special_tokens"})
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):
-        raise InvalidArgument("tokens", "must be there, a list of token ids")
+        raise InvalidArgument("tokens", "must be a list of token ids")
     return DetokenizeJob(tuple(token_ids), _flag(body, "skip_special_tokens", default=False), name_in(body, "model"))
 
 

@@ -393,7 +393,7 @@ async def test_without_a_folder_the_paths_say_what_is_missing() -> None:
 
 async def test_one_server_has_the_folder_at_a_time(tmp_path: Path) -> None:
     async with serving(tmp_path):
-        with pytest.raises(InvalidArgument, match=r"batch_dir: .* is held by another server"):
+        with pytest.raises(InvalidArgument, match=r"batch_dir: .* is used by another server"):
             async with serving(tmp_path):
                 pass
     async with serving(tmp_path) as (_, client):

@@ -237,10 +237,10 @@ USER = {"role": "user", "content": "hi"}
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
-        ({"input": "a", "conversation": "conv_1"}, "conversation", "nothing is stored"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "responses are not stored"),
+        ({"input": "a", "conversation": "conv_1"}, "conversation", "responses are not stored"),
         ({"input": "a", "background": True}, "background", "/v1/batches"),
-        ({"input": "a", "truncation": "auto"}, "truncation", "leave items"),
+        ({"input": "a", "truncation": "auto"}, "truncation", "remove items"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "only tools of type 'function'"),
         ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", ""),
         ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "'auto'"),
@@ -254,7 +254,7 @@ USER = {"role": "user", "content": "hi"}
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", ""),
         ({"input": "a", "max_output_tokens": 4000}, "input", ""),
         ({"input": "a", "max_tokens": 3}, "max_tokens", "max_output_tokens"),
-        ({"input": "a", "n": 2}, "n", "one answer"),
+        ({"input": "a", "n": 2}, "n", "one output"),
         ({"input": "a", "temperature": -1}, "temperature", ""),
         (
             {"input": "a", "stream_options": {"include_obfuscation": True}},

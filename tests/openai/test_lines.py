@@ -73,9 +73,9 @@ def test_lines_are_read_and_empty_ones_passed_over():
     [
         (["{"], "line 1: is not JSON"),
         (["[]"], "line 1: is not a JSON object"),
-        ([text_of(), text_of(custom_id="b"), text_of()], "line 3: custom_id: 'a' is that of line 1 too"),
+        ([text_of(), text_of(custom_id="b"), text_of()], "line 3: custom_id: 'a' is also that of line 1"),
         ([text_of(custom_id=...)], "line 1: custom_id: is missing"),
-        ([text_of(custom_id=7)], "line 1: custom_id: 7 is not a string"),
+        ([text_of(custom_id=7)], "line 1: custom_id: 7 is not a non-empty string"),
         (["nonsense", text_of(custom_id="")], "line 1: is not JSON"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_file_without_ids_or_with_one_twice_is_refused(texts, message):
         ({"body": []}, "line 1: body: is not a JSON object"),
         ({"body": {"prompt": "\ud800"}}, "line 1: body.prompt: has '\\ud800', half of"),
         ({"method": "GET"}, "line 1: method: 'GET' is not POST"),
-        ({"url": "/v1/images"}, "line 1: url: '/v1/images' is none of /v1/completions, /v1/chat"),
+        ({"url": "/v1/images"}, "line 1: url: '/v1/images' is not one of /v1/completions, /v1/chat"),
         ({"extra": 1}, "line 1: extra: unknown field"),
     ],
 )
@@ -400,7 +400,7 @@ def test_structured_outputs_without_a_value_are_left_out(line, given):
         assert job_of(line(structured_outputs=given, **more)).sampling == job_of(line()).sampling
     held = job_of(line(structured_outputs=given, response_format={"type": "json_object"})).sampling
     assert held.structured_outputs == StructuredOutputs(json_object=True)
-    with pytest.raises(InvalidArgument, match=r"structured_outputs.guided: is not known"):
+    with pytest.raises(InvalidArgument, match=r"structured_outputs.guided: is unknown"):
         job_of(line(structured_outputs={"guided": None}))
 
 

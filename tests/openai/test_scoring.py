@@ -122,10 +122,10 @@ def test_bodies_are_read(url, body, job):
 @pytest.mark.parametrize(
     ("url", "body", "message"),
     [
-        (EMBEDDINGS, {}, "body.input: must be there"),
-        (EMBEDDINGS, {"input": []}, "body.input: must be there, and not an empty list"),
-        (EMBEDDINGS, {"input": ""}, "body.input: '' is neither a text with characters nor a list of token ids"),
-        (EMBEDDINGS, {"input": 7}, "body.input: must be there"),
+        (EMBEDDINGS, {}, "body.input: must be a non-empty list"),
+        (EMBEDDINGS, {"input": []}, "body.input: must be a non-empty list"),
+        (EMBEDDINGS, {"input": ""}, "body.input: '' is neither a non-empty string nor a list of token ids"),
+        (EMBEDDINGS, {"input": 7}, "body.input: must be a non-empty list"),
         (EMBEDDINGS, {"input": ["x", 7]}, "body.input: \"['x', 7]\" is neither"),
         (EMBEDDINGS, {"input": [True]}, "body.input: 'True' is neither"),
         (EMBEDDINGS, {"input": [-1]}, "body.input: '[-1]' is neither"),
@@ -133,9 +133,9 @@ def test_bodies_are_read(url, body, job):
         (
             EMBEDDINGS,
             {"input": "x", "encoding_format": "int8"},
-            "body.encoding_format: 'int8' is none of float, base64",
+            "body.encoding_format: 'int8' is not one of float, base64",
         ),
-        (EMBEDDINGS, {"input": "x", "pooling": "max"}, "body.pooling: 'max' is none of last, mean"),
+        (EMBEDDINGS, {"input": "x", "pooling": "max"}, "body.pooling: 'max' is not one of last, mean"),
         (EMBEDDINGS, {"input": "x", "dimensions": 0}, "body.dimensions: 0 is not an integer of 1 or more"),
         (EMBEDDINGS, {"input": "x", "dimensions": True}, "body.dimensions: True is not an integer"),
         (EMBEDDINGS, {"input": "x", "user": 3}, "body.user: 3 is not a string"),
@@ -144,12 +144,12 @@ def test_bodies_are_read(url, body, job):
         (EMBEDDINGS, {"input": "x", "adapter": 3}, "body.adapter: 3 is not a string"),
         (SCORE, {"text_1": "p", "text_2": "x", "priority": "high"}, "body.priority: 'high' is out of range"),
         (SCORE, {"prompt": "p", "continuations": ["x"], "cache_salt": "s" * 257}, "body.cache_salt: "),
-        (SCORE, {}, "body.text_1: must be there"),
-        (SCORE, {"text_1": "p"}, "body.text_2: must be there"),
-        (SCORE, {"text_1": "p", "text_2": [""]}, "body.text_2: '' is not a text with characters"),
+        (SCORE, {}, "body.text_1: must be a non-empty list"),
+        (SCORE, {"text_1": "p"}, "body.text_2: must be a non-empty list"),
+        (SCORE, {"text_1": "p", "text_2": [""]}, "body.text_2: '' is not a non-empty string"),
         (SCORE, {"text_1": ["p", "q"], "text_2": "x"}, "body.text_2: 1 texts for 2 of text_1"),
         (SCORE, {"text_1": "p", "text_2": "x", "prompt": "p"}, "body.text_"),
-        (SCORE, {"prompt": "p"}, "body.continuations: must be there"),
+        (SCORE, {"prompt": "p"}, "body.continuations: must be a non-empty list"),
         (SCORE, {"continuations": ["x"]}, "body.prompt: 'None' is neither"),
         (SCORE, {"prompt": "p", "continuations": ["x"], "pooling": "mean"}, "body.pooling: is not supported"),
     ],
@@ -183,7 +183,9 @@ async def test_embeddings_are_numbers_or_base64_of_float32():
 
 
 async def test_dimensions_that_are_not_the_models_are_refused():
-    with pytest.raises(InvalidArgument, match=r"body\.dimensions: 256 is not 2, the width of the model's vectors"):
+    with pytest.raises(
+        InvalidArgument, match=r"body\.dimensions: 256 is not supported: the model's vectors have 2 dimensions"
+    ):
         await answered(EMBEDDINGS, {"input": "ab", "dimensions": 256})
 
 

@@ -37,7 +37,7 @@ def batch_routes(service: Service, runner: Runner | None) -> list[Route]:
 
 
 async def _refuse(request: Request) -> Response:
-    raise Unsupported("batches and their files need a folder on the server's disk: start it with --batch-dir")
+    raise Unsupported("batches and their files need a folder on the server's disk: start the server with --batch-dir")
 
 
 def _routes(service: Service, runner: Runner) -> list[Route]:
@@ -47,18 +47,20 @@ def _routes(service: Service, runner: Runner) -> list[Route]:
         body, _ = await body_in(service, request)
         given = {name: value for name, value in body.items() if value is not None}
         for name in given.keys() - set(_FIELDS):
-            raise InvalidArgument(f"body.{name[:80]}", f"is not supported beside {', '.join(_FIELDS)}")
+            raise InvalidArgument(f"body.{name[:80]}", f"is not supported: must be one of {', '.join(_FIELDS)}")
         owner, tenant = owner_of(service, request), tenant_of(request)
         endpoint, input_id, window = given.get("endpoint"), given.get("input_file_id"), given.get("completion_window")
         if endpoint not in URLS:
-            raise InvalidArgument("body.endpoint", f"{str(endpoint)[:80]!r} is none of {', '.join(URLS)}")
+            raise InvalidArgument("body.endpoint", f"{str(endpoint)[:80]!r} is not one of {', '.join(URLS)}")
         if not isinstance(input_id, str):
-            raise InvalidArgument("body.input_file_id", f"{str(input_id)[:80]!r} is no id of a file")
+            raise InvalidArgument("body.input_file_id", f"{str(input_id)[:80]!r} is not a file id")
         window_s = window_s_of(window)
         metadata = metadata_of(given.get("metadata"))
         file = await read(lambda: store.file(owner, input_id))
         if file.purpose != "batch":
-            raise InvalidArgument("body.input_file_id", f"{input_id} is what a batch wrote: its purpose is not batch")
+            raise InvalidArgument(
+                "body.input_file_id", f"{input_id} is the output of a batch: its purpose is not batch"
+            )
         entry, now_s = current(), int(time.time())
         key = None if entry is None else entry.key
         batch = Batch(

@@ -62,7 +62,7 @@ def routes(service: Service, runner: Runner) -> list[Route]:
     async def listed(request: Request) -> Response:
         purpose = request.query_params.get("purpose")
         if purpose is not None and purpose not in _PURPOSES:
-            raise InvalidArgument("purpose", f"{purpose[:80]!r} is none of {', '.join(_PURPOSES)}")
+            raise InvalidArgument("purpose", f"{purpose[:80]!r} is not one of {', '.join(_PURPOSES)}")
         owner = owner_of(service, request)
 
         def page() -> dict[str, Any]:
@@ -146,7 +146,7 @@ class _Uploads:
         num_left = _MAX_UPLOADS - self._num_open.total() + num_mine
         most = min(num_left, max(1, int(num_left * self._share)))
         if num_mine >= most:
-            raise QueueFull(f"{num_mine} files are being sent, the limit is {most}", retry_after_s=1.0)
+            raise QueueFull(f"{num_mine} uploads are in progress, the limit is {most}", retry_after_s=1.0)
         self._num_open[owner] += 1
         try:
             yield
@@ -184,31 +184,31 @@ async def _form_of(request: Request, max_bytes: int) -> FormData:
                     raise MultiPartException("too long")
                 yield part
         except TimeoutError:
-            problem = DeadlineExceeded(f"the upload is slower than {MIN_UPLOAD_BYTES_PER_S} bytes a second")
+            problem = DeadlineExceeded(f"the upload is slower than {MIN_UPLOAD_BYTES_PER_S} bytes per second")
             raise MultiPartException("slow") from None
         except ClientDisconnect:
-            problem = Cancelled("the caller has gone")
+            problem = Cancelled("the client has disconnected")
             raise MultiPartException("gone") from None
 
     parser = MultiPartParser(request.headers, bounded(), max_files=1, max_fields=8, max_part_size=_MAX_FRAME_BYTES)
     try:
         return await parser.parse()
     except MultiPartException as error:  # the parser has closed its files
-        raise problem or InvalidArgument("body", f"is no form: {error.message}") from error
+        raise problem or InvalidArgument("body", f"is not a valid form: {error.message}") from error
     except OSError as error:
         raise StorageError(f"the file cannot be written: {error.strerror or error}") from error
     except KeyError as error:
-        raise InvalidArgument("body", "is no form: content-type names no boundary") from error
+        raise InvalidArgument("body", "is not a valid form: content-type has no boundary") from error
 
 
 def _file_in(form: FormData, max_bytes: int) -> tuple[IO[bytes], str]:
     for name in form.keys() - {"file", "purpose"}:
-        raise InvalidArgument(f"body.{name[:80]}", "is not supported beside file, purpose")
+        raise InvalidArgument(f"body.{name[:80]}", "is not supported: must be one of file, purpose")
     purpose, file = form.get("purpose"), form.get("file")
     if purpose != "batch":
         raise InvalidArgument("body.purpose", f"{str(purpose)[:80]!r} is not supported: only 'batch' is")
     if not isinstance(file, UploadFile):
-        raise InvalidArgument("body.file", "must be there, a file")
+        raise InvalidArgument("body.file", "is missing or not a file")
     if (file.size or 0) > max_bytes:
         raise RequestTooLong("body.file", f"{file.size} bytes are over the limit of {max_bytes} (max_batch_file_size)")
     return file.file, (file.filename or "file")[:MAX_FILENAME_CHARS]

@@ -57,7 +57,7 @@ def checked(path: Path, endpoint: str, *, max_line_bytes: int, max_lines: int) -
             if len(errors) == MAX_ERRORS:
                 break
     if not num_lines:
-        errors.append(BatchError("empty_file", "the input has no line"))
+        errors.append(BatchError("empty_file", "the input has no lines"))
     return num_lines, tuple(errors)
 
 
@@ -72,7 +72,7 @@ def _line_error(line: Line | BadLine, endpoint: str, first: dict[str, int]) -> B
         return BatchError("invalid_custom_id", problem, line.number, "custom_id")
     number = first.setdefault(line.custom_id, line.number)
     if number != line.number:
-        return BatchError("duplicate_custom_id", f"is that of line {number} too", line.number, "custom_id")
+        return BatchError("duplicate_custom_id", f"is also that of line {number}", line.number, "custom_id")
     return None
 
 
@@ -124,7 +124,7 @@ class Outputs:
 
     def add_expired(self, custom_id: str) -> None:
         """Write the output line of a line whose completion window has passed."""
-        error = {"code": "batch_expired", "message": "the completion window was over before it was run"}
+        error = {"code": "batch_expired", "message": "the completion window ended before this request ran"}
         line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": None, "error": error}
         self._add(self._errors, custom_id, json_text.dumps(line) + "\n")
         self.counts = Counts(self.counts.completed, self.counts.failed + 1)

@@ -118,7 +118,7 @@ class Running:
             num_takes = 1 if has_progress else batch.num_takes + 1
             await self._note(counts=outputs.counts, num_takes=num_takes)
             if num_takes > _MAX_TAKES:
-                problem = f"was taken up {_MAX_TAKES} times, and no line of it has ended: a line may end the server"
+                problem = f"was resumed {_MAX_TAKES} times, but no line has completed: a line may crash the server"
                 await self._fail(BatchError("no_progress", problem))
                 return
             ending = await self._run_lines(outputs)

@@ -341,7 +341,9 @@ def _locked(root: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise InvalidArgument("batch_dir", f"{root} is held by another server: give each one of its own") from error
+        raise InvalidArgument(
+            "batch_dir", f"{root} is used by another server: give each server its own folder"
+        ) from error
     return lock
 
 

@@ -36,7 +36,7 @@ def window_s_of(text: Any) -> int:
     seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
     if not 1 <= seconds <= MAX_WINDOW_S:
         raise InvalidArgument(
-            "body.completion_window", f"{str(text)[:80]!r} is no time from 1s to 30d, such as 24h or 30m"
+            "body.completion_window", f"{str(text)[:80]!r} is not a time from 1s to 30d, such as 24h or 30m"
         )
     return seconds
 
@@ -50,11 +50,13 @@ def metadata_of(value: Any) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or len(value) > MAX_METADATA:
-        raise InvalidArgument("body.metadata", f"must be an object of at most {MAX_METADATA} texts")
+        raise InvalidArgument("body.metadata", f"must be an object of at most {MAX_METADATA} strings")
     for name, text in value.items():
         if not isinstance(text, str) or len(name) > MAX_METADATA_NAME or len(text) > MAX_METADATA_VALUE:
-            limits = f"names have at most {MAX_METADATA_NAME} characters, and texts {MAX_METADATA_VALUE}"
-            raise InvalidArgument(f"body.metadata.{name[:MAX_METADATA_NAME]}", f"is out of bounds: {limits}")
+            limits = f"names may have {MAX_METADATA_NAME} characters, strings {MAX_METADATA_VALUE}"
+            raise InvalidArgument(
+                f"body.metadata.{name[:MAX_METADATA_NAME]}", f"is not a string, or too long: {limits}"
+            )
     return value
 
 

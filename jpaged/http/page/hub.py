@@ -52,7 +52,9 @@ class Hub:
         """
         self._service.state.loaded()
         if self._num_watchers >= MAX_WATCHERS:
-            raise QueueFull(f"{self._num_watchers} watch the pool, the limit is {MAX_WATCHERS}", retry_after_s=_RETRY_S)
+            raise QueueFull(
+                f"{self._num_watchers} clients watch the pool, the limit is {MAX_WATCHERS}", retry_after_s=_RETRY_S
+            )
         self._num_watchers += 1
         if self._looking is None:
             self._newest, self._loads = None, ()  # frames from before the first viewer are outdated

@@ -45,7 +45,7 @@ class Limits:
             InvalidArgument: it is not a number of blocks, or requests in flight and pins may need more.
             PermissionDenied: control operations are turned off, or not allowed with this key.
         """
-        require_control("the limit of the pool")
+        require_control("changing the limit of the pool")
         model = self._service.state.serving()
         if model.config.server.disable_control:
             raise PermissionDenied("the pool's limit is fixed on this server (disable_control)")
@@ -81,7 +81,7 @@ class Limits:
             return
         eyes.note_limit(blocks)
         entry = current()
-        by = "a page that is gone" if entry is None or entry.is_closed else entry.peer
+        by = "a page that has been closed" if entry is None or entry.is_closed else entry.peer
         limit = (
             "all blocks of the pool are usable again" if blocks is None else f"{blocks} blocks of each pool are usable"
         )
@@ -91,7 +91,7 @@ class Limits:
 def require_local(request: Request) -> None:
     """Raise PermissionDenied for a caller without a key that is not on this machine."""
     if not is_local(request):
-        raise PermissionDenied("the limit of the pool needs a key of the role control, or a loopback address")
+        raise PermissionDenied("changing the limit of the pool needs a key of the role control, or a loopback address")
 
 
 def is_local(request: Request) -> bool:

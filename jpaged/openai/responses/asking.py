@@ -69,7 +69,7 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
     body = own_fields("/v1/responses", given, _OWN | _OF_CHATS)
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
-        raise InvalidArgument("instructions", f"{str(instructions)[:_MAX_SHOWN]!r} is not a text")
+        raise InvalidArgument("instructions", f"{str(instructions)[:_MAX_SHOWN]!r} is not a string")
     metadata, reasoning = _metadata(body.get("metadata", {})), _object(body, "reasoning")
     text_format = _text_format(_object(body, "text"))
     chat = {name: value for name, value in body.items() if name not in _OWN}
@@ -120,9 +120,9 @@ def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
 def _text_format(text: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in text.items():
         if name == "verbosity" and value not in ("low", "medium", "high"):
-            raise InvalidArgument("text.verbosity", f"{str(value)[:_MAX_SHOWN]!r} is none of low, medium, high")
+            raise InvalidArgument("text.verbosity", f"{str(value)[:_MAX_SHOWN]!r} is not one of low, medium, high")
         if name not in ("format", "verbosity"):
-            raise InvalidArgument(f"text.{name[:_MAX_SHOWN]}", "is not supported; format is")
+            raise InvalidArgument(f"text.{name[:_MAX_SHOWN]}", "is not supported: must be format or verbosity")
     given = text.get("format", {"type": "text"})
     if not isinstance(given, dict) or given.get("type") not in ("text", "json_object", "json_schema"):
         raise InvalidArgument("text.format", "must be an object whose type is text, json_object or json_schema")
@@ -139,11 +139,15 @@ def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
 def _tool(where: str, given: Any) -> dict[str, Any]:
     kind = given.get("type") if isinstance(given, dict) else None
     if kind != "function":
-        problem = f"{str(kind)[:_MAX_SHOWN]!r} is not supported: only tools of type 'function' are, which you run"
+        problem = (
+            f"{str(kind)[:_MAX_SHOWN]!r} is not supported: only tools of type 'function' are, which the client runs"
+        )
         raise InvalidArgument(f"{where}.type", problem)
     for name, value in given.items():
         if name != "type" and name not in _TOOL_FIELDS and value is not None:
-            raise InvalidArgument(f"{where}.{name[:_MAX_SHOWN]}", f"is not supported; {', '.join(_TOOL_FIELDS)} are")
+            raise InvalidArgument(
+                f"{where}.{name[:_MAX_SHOWN]}", f"is not supported: must be one of {', '.join(_TOOL_FIELDS)}"
+            )
     return {"type": "function", "function": {name: given[name] for name in _TOOL_FIELDS if name in given}}
 
 
@@ -153,7 +157,7 @@ def _tool_choice(given: Any) -> Any:
     if given.get("type") != "function" or given.keys() - {"type", "name"}:
         shown = str(given.get("type"))[:_MAX_SHOWN]
         raise InvalidArgument(
-            "tool_choice", f"{shown!r} is not supported: 'none', 'auto', 'required' and a function are"
+            "tool_choice", f"{shown!r} is not supported: must be 'none', 'auto', 'required' or a function"
         )
     return {"type": "function", "function": {"name": given.get("name")}}
 
@@ -162,7 +166,7 @@ def _reasoning(given: Mapping[str, Any]) -> dict[str, Any] | None:
     fields = without_nulls(given)
     for name in ("summary", "generate_summary"):
         if fields.pop(name, "auto") != "auto":
-            raise InvalidArgument(f"reasoning.{name}", "is not supported: items of type reasoning have all of it")
+            raise InvalidArgument(f"reasoning.{name}", "is not supported: items of type reasoning have the full text")
     return fields or None
 
 
@@ -174,17 +178,17 @@ def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     if LOGPROBS in wanted:
         return {"logprobs": True, "top_logprobs": body.get("top_logprobs", 0)}
     if body.get("top_logprobs", 0) != 0:
-        raise InvalidArgument("top_logprobs", f"needs include to have {LOGPROBS!r}")
+        raise InvalidArgument("top_logprobs", f"needs {LOGPROBS!r} in include")
     return {}
 
 
 def _metadata(given: Any) -> dict[str, str]:
     """Return the caller's metadata, which the answer repeats."""
     if not isinstance(given, dict) or len(given) > MAX_METADATA:
-        raise InvalidArgument("metadata", f"must be an object of at most {MAX_METADATA} texts")
+        raise InvalidArgument("metadata", f"must be an object of at most {MAX_METADATA} strings")
     for name, text in given.items():
         if not isinstance(text, str) or max(len(name), len(text)) > MAX_METADATA_CHARS:
-            problem = f"must be a text of at most {MAX_METADATA_CHARS} characters"
+            problem = f"must be a string of at most {MAX_METADATA_CHARS} characters"
             raise InvalidArgument(f"metadata.{name[:_MAX_SHOWN]}", problem)
     return given
 

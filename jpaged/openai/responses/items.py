@@ -35,7 +35,7 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise InvalidArgument("input", "must be a text, or a list of at least one item")
+        raise InvalidArgument("input", "must be a string, or a list of at least one item")
     thought = ""
     for i, item in enumerate(given):
         where = f"input[{i}]"
@@ -51,10 +51,12 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             messages.append(_call_output(where, item))
         elif kind == "item_reference":
-            raise InvalidArgument(f"{where}.type", "refers to what was stored, and nothing is: send the item itself")
+            raise InvalidArgument(f"{where}.type", "is not supported, because nothing is stored: send the item itself")
         else:
             known = "message, reasoning, function_call, function_call_output"
-            raise InvalidArgument(f"{where}.type", f"{str(kind)[:_MAX_SHOWN]!r} is not supported; {known} are")
+            raise InvalidArgument(
+                f"{where}.type", f"{str(kind)[:_MAX_SHOWN]!r} is not supported: must be one of {known}"
+            )
         if thought and kind != "reasoning":
             _add_thought(messages, thought, before=1)
             thought = ""
@@ -80,7 +82,7 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     _check_names(where, item, {"type", "role", "content", "name"})
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidArgument(f"{where}.role", f"{str(role)[:_MAX_SHOWN]!r} is none of {', '.join(_ROLES)}")
+        raise InvalidArgument(f"{where}.role", f"{str(role)[:_MAX_SHOWN]!r} is not one of {', '.join(_ROLES)}")
     return {"role": _ROLES[role], "content": _text(f"{where}.content", item.get("content"), role)}
 
 
@@ -123,14 +125,14 @@ def _text(where: str, given: Any, role: str = "") -> str:
     if given is None and role == "assistant":
         return ""
     if not isinstance(given, list):
-        raise InvalidArgument(where, "must be a text, or a list of parts of text")
+        raise InvalidArgument(where, "must be a string, or a list of text parts")
     texts = []
     for j, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
         if not isinstance(text, str):
-            shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "what is no object"
-            raise InvalidArgument(f"{where}[{j}]", f"{shown} is no plain part of text: only text is supported")
+            shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "a part that is not an object"
+            raise InvalidArgument(f"{where}[{j}]", f"{shown} is not a text part: only text is supported")
         for name in part.keys() - _PART_FIELDS:
             raise InvalidArgument(f"{where}[{j}].{name[:_MAX_SHOWN]}", "is not supported")
         texts.append(text)
@@ -140,11 +142,13 @@ def _text(where: str, given: Any, role: str = "") -> str:
 def _string(where: str, item: Mapping[str, Any], field: str) -> str:
     value = item.get(field)
     if not isinstance(value, str):
-        raise InvalidArgument(f"{where}.{field}", f"{str(value)[:_MAX_SHOWN]!r} is not a text")
+        raise InvalidArgument(f"{where}.{field}", f"{str(value)[:_MAX_SHOWN]!r} is not a string")
     return value
 
 
 def _check_names(where: str, item: Mapping[str, Any], known: set[str]) -> None:
     for name, value in item.items():
         if value is not None and name not in known and name not in _ECHOED:
-            raise InvalidArgument(f"{where}.{name[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are")
+            raise InvalidArgument(
+                f"{where}.{name[:_MAX_SHOWN]}", f"is not supported: must be one of {', '.join(sorted(known))}"
+            )

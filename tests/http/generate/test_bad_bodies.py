@@ -139,7 +139,7 @@ OF_PARTS = {"role": "user", "content": [{"type": "x"}]}
 @pytest.mark.parametrize(
     ("path", "body", "param", "hint"),
     [
-        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix", "not filled in"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix", "infilling is not supported"),
         ("/v1/completions", {"prompt": "x", "guided_json": {}}, "guided_json", "structured_outputs.json"),
         ("/v1/completions", {"prompt": "x", "use_beam_search": True}, "use_beam_search", "beam_width"),
         (

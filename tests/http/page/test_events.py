@@ -107,7 +107,7 @@ async def test_watchers_are_bounded_and_nothing_looks_when_the_last_has_gone() -
         hub = Hub(harness.server._service)
         with ExitStack() as stack:
             watchers = [stack.enter_context(hub.watching()) for _ in range(MAX_WATCHERS)]
-            with pytest.raises(Exception, match=f"{MAX_WATCHERS} watch the pool"), hub.watching():
+            with pytest.raises(Exception, match=f"{MAX_WATCHERS} clients watch the pool"), hub.watching():
                 raise AssertionError("too many were let in")
             first = [await watcher.next() for watcher in watchers]
             assert len({id(frame) for frame in first}) <= 3  # written once, not for each
@@ -238,7 +238,7 @@ async def test_a_limit_is_logged_and_exported_and_ends_when_its_page_is_gone(
         assert "live page: 40 blocks of each pool are usable, by 127.0.0.1:" in caplog.text
         await eventually(lambda: harness.serving.engine.eyes.limited_to is None)
         assert await exported() == whole
-        assert "live page: all blocks of the pool are usable again, by a page that is gone" in caplog.text
+        assert "live page: all blocks of the pool are usable again, by a page that has been closed" in caplog.text
         await eventually(lambda: harness.serving.engine.load().num_blocks_free == whole)
 
 
