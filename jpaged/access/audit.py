@@ -92,7 +92,7 @@ class AuditLog:
         self.num_written += len(lines)
         if self._is_failing:
             self._is_failing = False
-            _LOG.warning("audit_log: %s is writable again; %d lines are lost", self._path, self.num_lost)
+            _LOG.warning("audit_log: %s is writable again; %d lines were lost", self._path, self.num_lost)
 
     def _append(self, content: bytes) -> None:
         left = memoryview(content)

@@ -68,7 +68,7 @@ class CertificateFiles:
         try:
             self.now = read_certificates(self._options)
         except InvalidArgument as error:
-            _LOG.error("the certificates are unchanged: %s", error)
+            _LOG.error("the certificates were not reloaded: %s", error)
         else:
             _LOG.warning("tls_cert: reloaded %s", self._options.tls_cert)
 
@@ -105,7 +105,7 @@ def read_certificates(options: AccessOptions) -> Certificates:
         # reject an encrypted key instead of prompting for its password
         context.load_cert_chain(chain, key, password="")
     except (OSError, ValueError) as error:
-        raise InvalidArgument("tls_cert", f"{chain} and {key} are no certificate and its key: {error}") from None
+        raise InvalidArgument("tls_cert", f"{chain} and {key} are not a certificate and its key: {error}") from None
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)

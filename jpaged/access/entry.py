@@ -86,10 +86,10 @@ class Entry:
             PermissionDenied: names the role or the port.
         """
         if on_control_port and not self.takes_control:
-            raise PermissionDenied(f"{what} is answered on the control port alone (control_port)")
+            raise PermissionDenied(f"{what} is served only on the control port (control_port)")
         if self.key is not None and self.key.role < role:
             wanted, has = role.name.lower(), self.key.role.name.lower()
-            raise PermissionDenied(f"{what} needs a key of the role {wanted}; this one's is {has}")
+            raise PermissionDenied(f"{what} needs a key of the role {wanted}; the role of this key is {has}")
 
 
 _ENTRY: ContextVar[Entry | None] = ContextVar("jpaged-entry", default=None)

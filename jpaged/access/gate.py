@@ -120,10 +120,10 @@ class Gate:
             return
         try:
             if is_pipe(path):
-                raise InvalidArgument("api_keys", f"{path} is a pipe, which is read at the start alone")
+                raise InvalidArgument("api_keys", f"{path} is a pipe, which is read only at startup")
             self._keys = read_keys(path)
         except InvalidArgument as error:
-            _LOG.error("the API keys are unchanged: %s", error)
+            _LOG.error("the API keys were not reloaded: %s", error)
         else:
             _LOG.warning("api_keys: reloaded %s: %d keys", path, len(self._keys.digests))
 

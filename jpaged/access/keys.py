@@ -120,8 +120,8 @@ class Keys:
             Unauthenticated: there is not exactly one header, or the token is unknown.
         """
         if len(authorization) != 1:
-            problem = "is missing" if not authorization else f"is there {len(authorization)} times"
-            raise Unauthenticated(f"authorization: {problem}: this server wants one, `Bearer <key>`")
+            problem = "is missing" if not authorization else f"is given {len(authorization)} times"
+            raise Unauthenticated(f"authorization: {problem}: this server requires one, `Bearer <key>`")
         scheme, _, token = authorization[0].partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthenticated("authorization: is not `Bearer <key>`")
@@ -158,14 +158,14 @@ def _keys_of(table: Mapping[str, Any]) -> Keys:
     _require_names("file", table, {"limits", "tenants", "keys"})
     tenants, listed = _table("tenants", table.get("tenants", {})), table.get("keys", [])
     if not isinstance(listed, list) or not listed:
-        raise InvalidArgument("keys", "there is none: write [[keys]] with id, tenant and token")
+        raise InvalidArgument("keys", "is missing or empty: add [[keys]] with id, tenant and token")
     digests = [_key_of(f"keys[{i}]", one) for i, one in enumerate(listed)]
     columns: dict[str, list[Any]] = {"id": [key.id for _, key in digests], "token": [digest for digest, _ in digests]}
     for what, values in columns.items():
         seen = set[str | bytes]()
         for i, value in enumerate(values):
             if value in seen:
-                raise InvalidArgument(f"keys[{i}].{what}", "is that of another key too")
+                raise InvalidArgument(f"keys[{i}].{what}", "is also that of another key")
             seen.add(value)
     for name in tenants:
         _require_tenant("tenants", name)
@@ -191,7 +191,7 @@ def _key_of(where: str, value: Any) -> tuple[bytes, Key]:
     _require_names(where, table, {"id", "tenant", "token", "role"})
     for name in ("id", "tenant", "token"):
         if not isinstance(table.get(name), str):
-            raise InvalidArgument(f"{where}.{name}", "is missing, or is no text")
+            raise InvalidArgument(f"{where}.{name}", "is missing or not a string")
     if not _NAME.fullmatch(table["id"]):
         raise InvalidArgument(f"{where}.id", f"{table['id']!r} is not 1 to 128 printable ASCII characters")
     _require_tenant(f"{where}.tenant", table["tenant"])
@@ -209,7 +209,9 @@ def _digest_of(where: str, token: str) -> bytes:
         raise InvalidArgument(where, "sha256: is not followed by 64 hexadecimal digits")
     if not _MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
         limits = f"{_MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS}"
-        raise InvalidArgument(where, f"is not {limits} of the characters A-Z a-z 0-9 . _ ~ + / - and = at the end")
+        raise InvalidArgument(
+            where, f"must be {limits} of the characters A-Z a-z 0-9 . _ ~ + / -, with = only at the end"
+        )
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -227,4 +229,4 @@ def _table(where: str, value: Any) -> dict[str, Any]:
 def _require_names(where: str, table: Mapping[str, Any], known: set[str]) -> None:
     for name in table:
         if name not in known:
-            raise InvalidArgument(f"{where}.{name}", f"is not known; known are {', '.join(sorted(known))}")
+            raise InvalidArgument(f"{where}.{name}", f"is unknown: must be one of {', '.join(sorted(known))}")

@@ -171,16 +171,16 @@ class Quotas:
     def _require(self, tenant: str, limits: Limits, account: Account) -> None:
         now_s, whose = self._clock(), f"tenant {tenant!r}"
         if limits.max_streams is not None and account.num_streams >= limits.max_streams:
-            what = f"max_streams of {whose} ({limits.max_streams}) are open"
+            what = f"max_streams of {whose} ({limits.max_streams}) is reached"
             raise QuotaExceeded(what, retry_after_s=_STREAM_RETRY_S)
         if (per_minute := limits.tokens_per_minute) is not None:
             left = account.tokens.fill(per_minute, now_s)
             if left < 1:
-                raise _exceeded(f"tokens_per_minute of {whose} ({per_minute}) are used", 1 - left, per_minute)
+                raise _exceeded(f"tokens_per_minute of {whose} ({per_minute}) is used up", 1 - left, per_minute)
         if (per_minute := limits.requests_per_minute) is not None:
             left = account.requests.fill(per_minute, now_s)
             if left < 1:
-                raise _exceeded(f"requests_per_minute of {whose} ({per_minute}) are used", 1 - left, per_minute)
+                raise _exceeded(f"requests_per_minute of {whose} ({per_minute}) is used up", 1 - left, per_minute)
 
     def _account(self, tenant: str) -> Account:
         account = self._accounts.get(tenant)

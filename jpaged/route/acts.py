@@ -120,7 +120,7 @@ class Acts:
             _LOG.error("%s is no longer repeated, because its caller lacks permission: %s", act.method, error)
             return False
         if error is not None and not isinstance(error, is_done):
-            raise Unavailable(f"{act.method} fails there, which the others did: {error}") from error
+            raise Unavailable(f"{act.method} fails on this server, but succeeded on the others: {error}") from error
         return True
 
     async def _do(self, act: Act) -> bytes:
@@ -129,7 +129,7 @@ class Acts:
             members = self._members()
             if sum(len(one.act.content) for one in self._standing.values()) + len(act.content) > MAX_STANDING_BYTES:
                 raise LimitExceeded(
-                    f"{act.method}: what is kept for servers to come is over {MAX_STANDING_BYTES} bytes"
+                    f"{act.method}: the operations kept for new servers are over {MAX_STANDING_BYTES} bytes"
                 )
             answers = await _each(members, act)
             failed = [(one, error) for one, (_, error) in zip(members, answers, strict=True) if error is not None]
@@ -139,7 +139,7 @@ class Acts:
                 is_known = any(isinstance(error, AlreadyExists) for _, error in failed)
                 unsure = [one for one, error in failed if isinstance(error, _LOST) and not is_known]
                 await self._take_back(done, unsure, key, act)
-                raise _of_one(failed, len(members), "those that did have undone it" if done else "")
+                raise _of_one(failed, len(members), "the other servers have undone it" if done else "")
             self._standing[key] = Standing(act, {one.name for one in members})
             for undone in self._undone.values():
                 undone.pop(key, None)
@@ -183,7 +183,7 @@ class Acts:
     def _members(self) -> list[Member]:
         members = self._fleet.admitted()
         if not members:
-            raise Unavailable(f"no server takes calls: {self._fleet.problems()}")
+            raise Unavailable(f"no server accepts calls: {self._fleet.problems()}")
         return members
 
 
@@ -212,7 +212,7 @@ def _of_one(failed: Sequence[tuple[Member, JpagedError]], num_members: int, more
     cause = error.__cause__
     if num_members == 1 or not isinstance(cause, aio.AioRpcError):
         return error
-    where = f"at {member.name}, one of {len(failed)} of {num_members} servers that did not do it"
+    where = f"at {member.name}, one of {len(failed)} of {num_members} servers that failed"
     text = f"{cause.details()} ({where}{'; ' if more else ''}{more})"
     code: grpc.StatusCode = cause.code()
     return error_of(code, text, tuple(cause.trailing_metadata() or ()))

@@ -36,9 +36,11 @@ def require_no_loop(context: Any, router_id: str) -> None:
     """
     via = via_of(context)
     if router_id in via:
-        raise Unavailable("the call leads back to this router: a target is the router itself, or a router before it")
+        raise Unavailable(
+            "the call leads back to this router: a target is the router itself, or a router in front of it"
+        )
     if len(via) >= _MAX_HOPS:
-        raise Unavailable(f"the call has come through {len(via)} routers, over the limit of {_MAX_HOPS}")
+        raise Unavailable(f"the call has passed through {len(via)} routers, over the limit of {_MAX_HOPS}")
 
 
 def via_of(context: Any) -> list[str]:
@@ -117,7 +119,7 @@ async def refuse_as_told(context: Any, error: Exception) -> NoReturn:
             await context.abort(cause.code(), cause.details() or "", trailers)
         if cause.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             _LOG.debug("a call was lost: %s", cause.details())
-            await refuse(context, Unavailable("the server of this call is gone, and no other has taken it"))
+            await refuse(context, Unavailable("the server of this call is gone, and no other server has resumed it"))
     await refuse(
         context, error if isinstance(error, JpagedError) else InternalError(f"{type(error).__name__}: {error}")
     )

@@ -109,7 +109,7 @@ class Member:
         self.model = b""
         self.info = control_pb2.GetServerInfoResponse()
         self.is_admitted = self.is_other = False
-        self.problem = "it has not answered yet"
+        self.problem = "it has not responded yet"
         self.telling: Telling | None = None
         self.following: asyncio.Task[None] | None = None
 
@@ -194,7 +194,7 @@ class Fleet:
         while not self.endpoints.has_any():
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                raise Unavailable(f"no server takes calls: {self.problems()}")
+                raise Unavailable(f"no server accepts calls: {self.problems()}")
             news = self._news
             try:
                 async with asyncio.timeout(min(left_s, LOOK_S)):
@@ -206,7 +206,7 @@ class Fleet:
         """Return the reasons why servers are not admitted, for some of them."""
         found = [f"{one.name}: {one.problem}" for one in self.members.values() if not one.is_admitted]
         more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-        return "; ".join(found[:4]) + more if found else "they are away"
+        return "; ".join(found[:4]) + more if found else "all are unreachable"
 
     async def run(self) -> None:
         """Follow the list of targets, and query servers, until cancelled."""
@@ -241,9 +241,9 @@ class Fleet:
         wanted = {one.target: one for one in addresses}
         for target, member in list(self.members.items()):
             if wanted.get(target) != member.address:
-                self._drop(self.members.pop(target), "it is not named any more")
+                self._drop(self.members.pop(target), "it is no longer a target")
             elif not member.is_admitted and member.files_number != self._files_number:
-                self._drop(self.members.pop(target), "it is connected to anew, for certificates have changed")
+                self._drop(self.members.pop(target), "it is reconnected, because certificates have changed")
         for target, address in wanted.items():
             if target not in self.members:
                 try:
@@ -285,15 +285,15 @@ class Fleet:
                         await self._admit(member)
                         pauses = _pauses()
                     else:
-                        self._dismiss(member, "it loads, drains or stalls: its health is not SERVING")
-                self._dismiss(member, "it has ended its watch")
+                        self._dismiss(member, "it is loading, draining or stalled: its health is not SERVING")
+                self._dismiss(member, "it has ended the health watch")
             except aio.AioRpcError as error:
                 self._dismiss(member, f"{error.code().name}: {error_details(error, member.endpoint.proxy)}")
             except JpagedError as error:
                 self._dismiss(member, sentence_of(error))
             except Exception as error:  # one server's error (it may not be jpaged) must not affect the others
-                _LOG.exception("%s: cannot parse its answer", member.name)
-                self._dismiss(member, f"what it says is not understood: {type(error).__name__}: {error}")
+                _LOG.exception("%s: cannot parse its response", member.name)
+                self._dismiss(member, f"its response cannot be parsed: {type(error).__name__}: {error}")
             finally:
                 watch.cancel()
             await asyncio.sleep(pauses.next_s())
@@ -311,12 +311,12 @@ class Fleet:
         except aio.AioRpcError as error:
             raise translated(error, member.endpoint.proxy) from error
         if model is None or info is None:
-            raise Unavailable("what it says of itself is no message of jpaged.v1")
+            raise Unavailable("its response is not a message of jpaged.v1")
         if info.role == "prefill":
-            raise Unavailable("it computes prompts for other servers alone (role prefill)")
+            raise Unavailable("it only computes prompts for other servers (role prefill)")
         router_id = next((one.value for one in info.options if one.name == ROUTER_OPTION), "")
         if router_id and time.monotonic() - self._upstream.get(router_id, -math.inf) < _UPSTREAM_S:
-            raise Unavailable("it is a router that sends calls to this one: they would come back")
+            raise Unavailable("it is a router that sends calls to this one, which would be a loop")
         self._note_identity(member, model, info)
         others = [one for one in self.members.values() if one is not member and _is_alike(self, one)]
         if not _is_alike(self, member) and (not (self.model and others) or self._is_outvoted_by(member)):
@@ -400,7 +400,7 @@ class Fleet:
                 ask = control_pb2.GetLoadRequest()
                 answer = await endpoint.methods["load"](ask, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
             if answer is None:  # the response cannot be decoded
-                failure = Unavailable(f"{endpoint.name} does not say how it is")
+                failure = Unavailable(f"{endpoint.name} sent an invalid response to GetLoad")
         except aio.AioRpcError as error:
             failure = translated(error, endpoint.proxy)
         self.endpoints.told(endpoint, question, answer, failure)
@@ -436,5 +436,5 @@ def _differences(fleet: Fleet, member: Member) -> str:
     fields: Mapping[str, Any] = ours.DESCRIPTOR.fields_by_name
     found = [f"{name} is {getattr(theirs, name)}, not {getattr(ours, name)}" for name in fields
              if getattr(ours, name) != getattr(theirs, name)]  # fmt: skip
-    weights = f"its weights are others: its checkpoint is {member.info.checkpoint}, not {fleet.checkpoint}"
+    weights = f"its weights differ: its checkpoint is {member.info.checkpoint}, not {fleet.checkpoint}"
     return ", ".join(found) or weights

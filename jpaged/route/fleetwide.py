@@ -65,10 +65,10 @@ class Fleetwide:
         for name, value, source in self._options:
             told.options.add(name=name, value=value, source=source)
         for member in list(self._fleet.members.values()):
-            told.options.add(name=f"target {member.name}", value=member.problem or "takes calls", source="its health")
+            told.options.add(name=f"target {member.name}", value=member.problem or "accepts calls", source="its health")
             if member.telling is not None and self._fleet.held is not None:
                 is_heard, where = self._fleet.held.is_heard(member.name), member.telling.sockets[0][0]
-                value = f"{self._fleet.held.num_blocks(member.name)} blocks" if is_heard else "not heard now"
+                value = f"{self._fleet.held.num_blocks(member.name)} blocks" if is_heard else "not connected"
                 told.options.add(name=f"kv-events {member.name}", value=value, source=where)
         return told.SerializeToString()
 
@@ -124,7 +124,7 @@ class Fleetwide:
             return None
         others = [error for error in errors if not isinstance(error, NotFound | Unavailable)]
         unknown = [error for error in errors if isinstance(error, NotFound)]
-        none = Unavailable(f"no server takes calls: {self._fleet.problems()}")
+        none = Unavailable(f"no server accepts calls: {self._fleet.problems()}")
         return (others or unknown or errors or [none])[0]
 
     async def _asked(self, method: str, content: bytes, metadata: Metadata) -> list[bytes]:
@@ -135,7 +135,7 @@ class Fleetwide:
         errors = [answer for answer in answers if isinstance(answer, JpagedError)]
         refused = [error for error in errors if not isinstance(error, Unavailable | DeadlineExceeded)]
         if refused or not told:
-            none = Unavailable(f"no server takes calls: {self._fleet.problems()}")
+            none = Unavailable(f"no server accepts calls: {self._fleet.problems()}")
             raise (refused or errors or [none])[0]
         return told
 

@@ -44,7 +44,7 @@ WAYS: Mapping[str, Way] = {
 }
 """Other methods are answered with UNIMPLEMENTED: they concern a single server."""
 _PREFIXES = prefixes_pb2.DESCRIPTOR.services_by_name["PrefixService"]
-_ASK_A_SERVER = "prefixes travel between servers, which name each other: call one of those behind the router itself"
+_ASK_A_SERVER = "a router does not transfer prefixes: call one of its servers directly"
 
 SERVICES: tuple[Any, ...] = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],

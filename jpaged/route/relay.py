@@ -153,7 +153,7 @@ class Relay:
                     await asyncio.sleep(course.wait_s(error))
                 await self._wait_for_server(course)
                 if self._fleet.model_number != number:
-                    raise Unavailable("the servers are of another model now, with which this stream cannot go on")
+                    raise Unavailable("the servers now have another model, with which this stream cannot continue")
                 course.begin_again()
                 if course.is_elsewhere:
                     self._counts.resumed[tries.name] += 1

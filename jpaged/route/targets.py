@@ -76,7 +76,7 @@ def parse_target(field: str, text: str) -> Address:
             raise InvalidArgument(field, f"{text!r}: {word!r} is neither tcp://HOST:PORT nor ipc://PATH")
         said[name] = value
     if _REPLAY in said and said.get(_EVENTS, NOWHERE) == NOWHERE:
-        raise InvalidArgument(field, f"{text!r}: {_REPLAY} is of no use without {_EVENTS}=tcp://...")
+        raise InvalidArgument(field, f"{text!r}: {_REPLAY} requires {_EVENTS}=tcp://...")
     return Address(target, None, said.get(_EVENTS), said.get(_REPLAY))
 
 
@@ -158,8 +158,8 @@ class Targets:
 
     def _note_left_out(self, num: int) -> None:
         if num > self._num_left_out:
-            limit = f"at most {MAX_TARGETS} are routed to; {num} are left out"
-            _LOG.error("target: names stand for %d addresses, and %s", MAX_TARGETS + num, limit)
+            limit = f"at most {MAX_TARGETS} are used; {num} are left out"
+            _LOG.error("target: names resolve to %d addresses; %s", MAX_TARGETS + num, limit)
         self._num_left_out = num
 
     def expire(self) -> None:
@@ -173,7 +173,7 @@ class Targets:
         try:
             self._of_file = _parsed(read_targets(self._path))
         except InvalidArgument as error:
-            _LOG.error("the targets are unchanged: %s", error)
+            _LOG.error("the targets were not reloaded: %s", error)
         else:
             _LOG.info("targets_file: reloaded %s: %d targets", self._path, len(self._of_file))
 

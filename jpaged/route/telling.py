@@ -85,7 +85,9 @@ def _host_of(target: str) -> str | None:
     if target.startswith(("unix:", "unix-abstract:")):
         return None
     if "," in target:
-        raise Unavailable(f"{target} is several addresses: name where one of them tells, or each by itself")
+        raise Unavailable(
+            f"{target} has several addresses: give the KV event endpoint of one, or each address as a target"
+        )
     return re.sub(r"^(?:ipv[46]|dns):(?://[^/]*/)?", "", target).rpartition(":")[0]
 
 
@@ -96,14 +98,14 @@ def _reached(endpoint: str, host: str | None) -> str:
     if match is None:
         if is_here and endpoint.startswith("ipc://"):
             return endpoint
-        raise Unavailable(f"{endpoint} is reached on the server's own machine alone")
+        raise Unavailable(f"{endpoint} can be reached only on the server's own machine")
     bound, port = match[1], match[2]
     try:
         ip = ipaddress.ip_address(bound.strip("[]"))
     except ValueError:
         ip = None  # *, or the name of an interface or of the server
     if ip is not None and ip.is_loopback and not is_here:
-        raise Unavailable(f"{endpoint} is reached on the server's own machine alone")
+        raise Unavailable(f"{endpoint} can be reached only on the server's own machine")
     at = bound if ip is not None and not ip.is_unspecified else host or _HERE
     return f"tcp://{at}:{port}"
 

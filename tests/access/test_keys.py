@@ -86,21 +86,21 @@ KEY = '[[keys]]\nid = "a"\ntenant = "a"\ntoken = "0123456789abcdef"\n'
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "keys: there is none"),
-        ("keys = 3", "keys: there is none"),
+        ("", "keys: is missing or empty"),
+        ("keys = 3", "keys: is missing or empty"),
         ("[[keys", "is not TOML"),
-        ("[limit]\n" + KEY, "file.limit: is not known; known are keys, limits, tenants"),
+        ("[limit]\n" + KEY, "file.limit: is unknown: must be one of keys, limits, tenants"),
         ("[limits]\nmax_n = 0\n" + KEY, "limits.max_n: 0 is not an integer of 1 or more"),
         ("[limits]\nmax_n = true\n" + KEY, "limits.max_n: True is not an integer"),
-        ("[tenants.b]\nrpm = 1\n" + KEY, "tenants.b.rpm: is not known"),
+        ("[tenants.b]\nrpm = 1\n" + KEY, "tenants.b.rpm: is unknown"),
         ('[tenants]\n"b\\n" = {}\n' + KEY, "tenants: 'b.n' is not 1 to 128 printable ASCII"),
         (KEY + 'role = "admin"', "role: 'admin' is not one of observe, inference, control"),
-        (KEY + "expires = 3", r"keys\[0\].expires: is not known"),
+        (KEY + "expires = 3", r"keys\[0\].expires: is unknown"),
         (KEY.replace('id = "a"\n', ""), r"keys\[0\].id: is missing"),
-        (KEY.replace("0123456789abcdef", "short"), r"keys\[0\].token: is not 16 to 512"),
+        (KEY.replace("0123456789abcdef", "short"), r"keys\[0\].token: must be 16 to 512"),
         (KEY.replace("0123456789abcdef", "sha256:12"), r"keys\[0\].token: sha256: is not followed by 64"),
-        (KEY + KEY, r"keys\[1\].id: is that of another key too"),
-        (KEY + KEY.replace('id = "a"', 'id = "b"'), r"keys\[1\].token: is that of another key too"),
+        (KEY + KEY, r"keys\[1\].id: is also that of another key"),
+        (KEY + KEY.replace('id = "a"', 'id = "b"'), r"keys\[1\].token: is also that of another key"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_and_no_token_told(tmp_path: Path, text: str, problem: str) -> None:
@@ -117,7 +117,7 @@ def test_a_file_that_is_wrong_is_refused_and_no_token_told(tmp_path: Path, text:
     ("headers", "problem"),
     [
         ([], "is missing"),
-        ([f"Bearer {TOKEN}", f"Bearer {TOKEN}"], "is there 2 times"),
+        ([f"Bearer {TOKEN}", f"Bearer {TOKEN}"], "is given 2 times"),
         ([TOKEN], "is not `Bearer <key>`"),
         ([f"Basic {TOKEN}"], "is not `Bearer <key>`"),
         (["Bearer "], "is not `Bearer <key>`"),
@@ -156,9 +156,13 @@ def test_a_role_may_do_what_those_before_it_may(path: Path) -> None:
     gate = gate_of(path)
     entered(gate, OTHER).require(Role.CONTROL, "PinPrefix")
     entered(gate, TOKEN).require(Role.INFERENCE, "Generate")
-    with pytest.raises(PermissionDenied, match="PinPrefix needs a key of the role control; this one's is inference"):
+    with pytest.raises(
+        PermissionDenied, match="PinPrefix needs a key of the role control; the role of this key is inference"
+    ):
         entered(gate, TOKEN).require(Role.CONTROL, "PinPrefix")
-    with pytest.raises(PermissionDenied, match="Generate needs a key of the role inference; this one's is observe"):
+    with pytest.raises(
+        PermissionDenied, match="Generate needs a key of the role inference; the role of this key is observe"
+    ):
         entered(gate, HASHED).require(Role.INFERENCE, "Generate")
 
 
@@ -175,7 +179,7 @@ def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
         entered(gate, TOKEN)
     path.write_text("[[keys]]\nid = 3")
     gate.look_again()
-    assert "the API keys are unchanged: api_keys: " in caplog.text
+    assert "the API keys were not reloaded: api_keys: " in caplog.text
     path.unlink()
     gate.look_again()
     assert entered(gate, "a-token-that-is-new").tenant == "acme"

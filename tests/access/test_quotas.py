@@ -50,7 +50,7 @@ def test_a_minutes_requests_may_come_at_once_and_the_next_when_there_is_one() ->
     for _ in range(6):
         use(quotas)
     error = refused(lambda: use(quotas))
-    assert str(error) == "requests_per_minute of tenant 'acme' (6) are used"
+    assert str(error) == "requests_per_minute of tenant 'acme' (6) is used up"
     assert error.retry_after_s == pytest.approx(10)
     clock.pass_s(error.retry_after_s - 0.1)
     assert refused(lambda: use(quotas)).retry_after_s == pytest.approx(0.1)
@@ -113,7 +113,7 @@ def test_streams_are_counted_while_they_are_open() -> None:
     quotas, _ = limited(max_streams=2)
     with quotas.stay("acme"):
         with quotas.stay("acme"):
-            assert "max_streams of tenant 'acme' (2) are open" in str(refused(lambda: use(quotas)))
+            assert "max_streams of tenant 'acme' (2) is reached" in str(refused(lambda: use(quotas)))
         use(quotas)
     use(quotas)
 

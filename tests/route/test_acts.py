@@ -178,7 +178,7 @@ async def test_a_server_that_cannot_keep_it_has_no_calls(adapter):
         async with routed(first.target, f"127.0.0.1:{port}", wait_for=1) as router, router.client() as client:
             await client.load_adapter("x", adapter)
             async with running(port=port):  # takes no adapters
-                await eventually(lambda: "LoadAdapter fails there" in router.states()[f"127.0.0.1:{port}"])
+                await eventually(lambda: "LoadAdapter fails on this server" in router.states()[f"127.0.0.1:{port}"])
                 assert len(router.router.fleet.admitted()) == 1
                 for i in range(6):
                     await client.complete(f"prompt {i}", GREEDY, adapter="x")
@@ -273,6 +273,6 @@ async def test_a_server_that_never_answers_holds_nobody_up_for_ever(adapter, mon
         with answering(router, second.target, "LoadAdapter", silent):
             error = await failure_of(router.control.LoadAdapter(load))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "those that did have undone it" in error.details()
+        assert "the other servers have undone it" in error.details()
         assert await client.pin_prefix("p", PREFIX) > 0
         assert await adapters_of(first) == set()

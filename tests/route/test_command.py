@@ -75,7 +75,7 @@ def test_it_says_where_it_listens_passes_calls_on_and_drains():
         for i in range(8):
             assert len(client.complete(f"prompt {i}", GREEDY).outputs[0].token_ids) == 8
         info = client.server_info()
-        assert {info.options[f"target {one}"] for one in targets} == {"takes calls"}
+        assert {info.options[f"target {one}"] for one in targets} == {"accepts calls"}
         assert info.options["resume-within"] == "60 s"
         assert info.options["max-request-size"] == "1.0 MiB"
         assert not {"pin-prefix", "targets-file", "tls-cert"} & info.options.keys()

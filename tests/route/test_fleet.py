@@ -139,7 +139,7 @@ async def test_a_server_that_computes_prompts_for_others_is_set_aside():
         ) as decode,
         routed(prefill.target, decode.target, wait_for=1) as router,
     ):
-        told = {prefill.target: "it computes prompts for other servers alone (role prefill)", decode.target: ""}
+        told = {prefill.target: "it only computes prompts for other servers (role prefill)", decode.target: ""}
         await eventually(lambda: router.states() == told)
         async with router.client() as client:
             for number in range(3):
@@ -207,7 +207,7 @@ async def test_a_file_of_targets_is_followed_and_a_broken_one_changes_nothing(tm
         assert (await running_)[-1].is_last  # it goes on where it was
         with caplog.at_level(logging.ERROR):
             path.write_text("nonsense")
-            await eventually(lambda: "are unchanged" in caplog.text)
+            await eventually(lambda: "were not reloaded" in caplog.text)
         assert len(router.states()) == 2
         assert await collect(router.inference.Generate(request()))
 
@@ -234,7 +234,7 @@ async def test_addresses_that_are_too_many_are_told_of_when_they_become_more(mon
         assert len(await targets.now()) == 4
         told.append(caplog.text)
     assert [bool(text) for text in told] == [False, True, False, False, True]
-    assert "7 addresses, and at most 4 are routed to; 3 are left out" in told[-1]
+    assert "7 addresses; at most 4 are used; 3 are left out" in told[-1]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ async def test_a_router_says_what_all_servers_are_together():
         assert info.role == "both"
         told = {option.name: option.value for option in info.options}
         assert told["port"] == "0"
-        assert told[f"target {first.target}"] == "takes calls"
+        assert told[f"target {first.target}"] == "accepts calls"
         for i in range(4):
             await collect(router.inference.Generate(request(f"prompt {i}")))
         engines = [one.serving.engine for one in (first, second)]
@@ -339,9 +339,9 @@ async def test_prefixes_travel_between_servers_and_a_router_says_so():
         for call in (stub.FetchPrefix(prefixes_pb2.FetchPrefixRequest()), stub.LoadPrefix()):
             error = await failure_of(call)
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert "call one of those behind the router" in error.details()
+            assert "call one of its servers directly" in error.details()
         error = await failure_of(stub.SavePrefix(prefixes_pb2.SavePrefixRequest()))
-        assert error.details().startswith("SavePrefix: prefixes travel between servers")
+        assert error.details().startswith("SavePrefix: a router does not transfer prefixes")
 
 
 async def test_without_a_server_everything_says_why(monkeypatch):
@@ -467,7 +467,7 @@ async def test_of_two_routers_that_are_targets_of_each_other_one_refuses_the_oth
     ):
         await eventually(
             lambda: (
-                "come back" in router.states()[second] + other.states()[first]
+                "would be a loop" in router.states()[second] + other.states()[first]
                 or "leads back" in router.states()[second] + other.states()[first]
             )
         )

@@ -216,7 +216,7 @@ async def test_replicas_tell_by_themselves_and_late_routers_hear_what_was_told(t
             await eventually(lambda: not held_of(router).is_heard(a.target))
             info = await router.control.GetServerInfo(_INFO)
             told = {option.name: option.value for option in info.options}
-            assert told[f"kv-events {a.target}"] == "not heard now"
+            assert told[f"kv-events {a.target}"] == "not connected"
 
 
 async def test_who_is_not_named_any_more_is_forgotten(tmp_path: Path) -> None:
