@@ -495,8 +495,8 @@ def check_same_tokens(tokenizer: Tokenizer, of_draft: Tokenizer) -> None:
         if mine.get(token) != others.get(token):
             raise InvalidArgument(
                 "tokenizer",
-                f"{token!r} is token {others.get(token)} of the draft, and {mine.get(token)} of the model; they have "
-                "to be the same",
+                f"{token!r} is token {others.get(token)} of the draft, but {mine.get(token)} of the model; they must "
+                "be the same",
             )
 
 
@@ -512,7 +512,7 @@ def _answer_format(source: Source, options: ModelOptions) -> AnswerFormat:
     )
     if found.tools is not None and has_built_in_tools(template or ""):
         logger.info(
-            "the chat template of %s has no tools: a built-in prompt describes them, in the format of hermes; "
+            "the chat template of %s does not support tools: a built-in prompt describes them, in the Hermes format; "
             "--tool-call-parser none refuses tools instead",
             source.name,
         )

@@ -65,7 +65,7 @@ class Completions:
         deltas = self._deltas[index]
         last = deltas[-1]
         if last.finish is None:
-            raise InternalError(f"the stream ended without a finish of sequence {index}")
+            raise InternalError(f"the stream ended without a finish reason for sequence {index}")
         return CompletionOutput(
             index=index,
             text="".join(delta.text for delta in deltas),

@@ -77,7 +77,7 @@ def sentence_of(error: BaseException) -> str:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         return f"{where}{error.strerror or str(error) or type(error).__name__}"
     if isinstance(error, MemoryError):
-        return "this machine's memory is used up"
+        return "this machine is out of memory"
     what = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
     return f"a bug in jpaged: {what} (JPAGED_TRACEBACK=1 shows where)"
 

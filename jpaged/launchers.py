@@ -73,7 +73,7 @@ def find_multihost(variables: Variables) -> MultiHost | None:
         multihost = find(variables) if all(variables.get(name) for name in names) else None
         if multihost is not None and multihost.num_processes > 1:
             if not 0 <= multihost.process_id < multihost.num_processes:
-                problem = f"says process {multihost.process_id} of {multihost.num_processes}; they count from 0"
+                problem = f"sets process {multihost.process_id} of {multihost.num_processes}; the first process is 0"
                 raise InvalidArgument(f"environment of {multihost.source}", problem)
             return multihost
     return None
@@ -117,7 +117,7 @@ def _open_mpi(variables: Variables) -> MultiHost:
     # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or 1314521088.0;tcp6://[fe80::b9b:ac5d,2620:10d::2]:43370
     match = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
     if match is None:
-        raise InvalidArgument("OMPI_MCA_orte_hnp_uri", f"{uri!r} names no address")
+        raise InvalidArgument("OMPI_MCA_orte_hnp_uri", f"{uri!r} has no address")
     shares_host = _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1) > 1
     return MultiHost(
         # Job ids are multiples of 4096.
@@ -142,7 +142,7 @@ def _first_node(nodes: str) -> str:
     """Return the first node of a Slurm list: node[007-012,20],gpu3 -> node007."""
     match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     if match is None:
-        raise InvalidArgument("SLURM_STEP_NODELIST", f"{nodes!r} names no host")
+        raise InvalidArgument("SLURM_STEP_NODELIST", f"{nodes!r} has no host")
     return match[1] + (match[2] or "")
 
 

@@ -174,7 +174,7 @@ class LLM:
     def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
         for name in (*server_field_names(), *PROCESS_OPTIONS):
             if name in options:
-                raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
+                raise InvalidArgument(name, "is an option of `jpaged serve`, not of LLM")
         config = EngineConfig.load({"model": model, **_DEFAULTS, **options})
         self._serving = build(config) if progress is None else build(config, progress)
         self._numbers = itertools.count(1)
@@ -455,7 +455,7 @@ def _prompt_of(prompt: GivenPrompt) -> Prompt:
     fields: dict[str, Any] = dict(prompt)
     unknown = fields.keys() - {"prompt", "prompt_token_ids"}
     if unknown or len(fields) != 1:
-        raise InvalidArgument("prompts", f"{sorted(fields)} given; one of prompt and prompt_token_ids is expected")
+        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of prompt and prompt_token_ids")
     return Prompt(fields.get("prompt"), fields.get("prompt_token_ids"))
 
 

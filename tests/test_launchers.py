@@ -75,8 +75,8 @@ def test_one_process_stays_alone(variables):
     ("variables", "message"),
     [
         ({**LWS, "LWS_GROUP_SIZE": "many"}, "LWS_GROUP_SIZE: 'many' is not a number"),
-        ({**LWS, "LWS_WORKER_INDEX": "4"}, "environment of LeaderWorkerSet: says process 4 of 4"),
-        ({**MPI, "OMPI_MCA_orte_hnp_uri": "nothing"}, "OMPI_MCA_orte_hnp_uri: 'nothing' names no address"),
+        ({**LWS, "LWS_WORKER_INDEX": "4"}, "environment of LeaderWorkerSet: sets process 4 of 4"),
+        ({**MPI, "OMPI_MCA_orte_hnp_uri": "nothing"}, "OMPI_MCA_orte_hnp_uri: 'nothing' has no address"),
     ],
 )
 def test_a_launcher_that_contradicts_itself_is_named(variables, message):

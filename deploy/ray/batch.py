@@ -295,7 +295,7 @@ def _results(missing: Sequence[Block], arguments: argparse.Namespace, folder: Pa
 def _check_engine(engine: Mapping[str, Any]) -> None:
     for name in (*server_field_names(), *PROCESS_OPTIONS):
         if name in engine:
-            raise InvalidArgument(f"--engine: {name}", "is an option of `jpaged serve`; there is no server here")
+            raise InvalidArgument(f"--engine: {name}", "is an option of `jpaged serve`, but a batch starts no server")
     EngineConfig.load(dict(engine))
 
 

@@ -119,7 +119,7 @@ def require_proxy(field: str, proxy: str) -> None:
     except ValueError:
         is_good = False
     if not is_good:
-        raise InvalidArgument(field, f"{proxy!r} is not http://HOST:PORT, and not 'none'")
+        raise InvalidArgument(field, f"{proxy!r} is neither http://HOST:PORT nor 'none'")
 
 
 def _hosts(target: str) -> list[str] | None:

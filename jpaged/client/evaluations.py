@@ -72,7 +72,7 @@ def embed_call(
 def _require_several(field: str, texts: Sequence[GivenText]) -> None:
     """Reject a single string, whose characters would be taken for texts."""
     if isinstance(texts, str):
-        raise InvalidArgument(field, f"{texts[:40]!r} is one text: give a list of texts or of token ids")
+        raise InvalidArgument(field, f"{texts[:40]!r} is one string: give a list of strings, or of lists of token ids")
 
 
 def _form_of(field: str, given: GivenText) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _form_of(field: str, given: GivenText) -> dict[str, Any]:
     try:
         token_ids = list(given)
     except TypeError as error:
-        raise InvalidArgument(field, f"{given!r} is neither a text nor a list of token ids") from error
+        raise InvalidArgument(field, f"{given!r} is neither a string nor a list of token ids") from error
     return {"token_ids": inference_pb2.TokenIds(ids=checked_ids(field, token_ids))}
 
 

@@ -216,7 +216,7 @@ class _Reader:
         buffer += chunk
         if not self._has_begun:
             if not MAGIC.startswith(bytes(buffer[: len(MAGIC)])):
-                raise InvalidArgument("saved", "is no saved prefix: it does not begin as one")
+                raise InvalidArgument("saved", "is not a saved prefix: its first bytes are wrong")
             if len(buffer) < len(MAGIC):
                 return
             del buffer[: len(MAGIC)]
@@ -225,7 +225,9 @@ class _Reader:
         while len(buffer) >= start + _LENGTH_BYTES:
             length = int.from_bytes(buffer[start : start + _LENGTH_BYTES], "little")
             if length > _MAX_MESSAGE_BYTES:
-                raise InvalidArgument("saved", f"is damaged: a message of {length} bytes, over {_MAX_MESSAGE_BYTES}")
+                raise InvalidArgument(
+                    "saved", f"is damaged: a message of {length} bytes is over the limit of {_MAX_MESSAGE_BYTES}"
+                )
             end = start + _LENGTH_BYTES + length
             if len(buffer) < end:
                 break
@@ -236,7 +238,7 @@ class _Reader:
     def finish(self) -> None:
         """Reject a prefix that ends inside a message."""
         if self._buffer or not self._has_begun:
-            raise InvalidArgument("saved", "is cut off")
+            raise InvalidArgument("saved", "is truncated")
 
 
 def _messages_of(saved: Iterable[bytes]) -> Iterator[prefixes_pb2.LoadPrefixRequest]:
@@ -270,7 +272,7 @@ def _parsed(content: bytes) -> prefixes_pb2.LoadPrefixRequest:
     try:
         return prefixes_pb2.LoadPrefixRequest.FromString(content)
     except DecodeError:
-        raise InvalidArgument("saved", f"is damaged: {len(content)} bytes are no message") from None
+        raise InvalidArgument("saved", f"is damaged: {len(content)} bytes are not a message") from None
 
 
 def _framed(message: prefixes_pb2.SavePrefixResponse) -> bytes:

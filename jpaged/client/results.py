@@ -130,7 +130,7 @@ class Results:
             try:
                 self._replace()
             except OSError as error:
-                raise self._refused("written anew", error) from error
+                raise self._refused("rewritten", error) from error
             self._has_others = False
 
     def append(self, line: str) -> None:
@@ -160,7 +160,7 @@ class Results:
                 os.close(lock)
                 if not isinstance(error, BlockingIOError):
                     raise
-                raise OutputError(f"--output: {self._name} is being written by {who}: wait for its end") from error
+                raise OutputError(f"--output: {self._name} is being written by {who}: wait until it ends") from error
             if _is_at(lock, self.lock_path):
                 with contextlib.suppress(OSError):  # the lock works even if a full disk cannot hold its text
                     os.ftruncate(lock, 0)

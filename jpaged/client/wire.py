@@ -138,7 +138,7 @@ def prompt_of(
     if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
         raise InvalidArgument("prompt", "give exactly one of prompt, prompt_token_ids and messages")
     if chat_options is not None and messages is None:
-        raise InvalidArgument("chat_options", "go with messages alone")
+        raise InvalidArgument("chat_options", "require messages")
     return Prompt(
         prompt,
         None if prompt_token_ids is None else tuple(prompt_token_ids),
@@ -296,7 +296,7 @@ def token_bytes_call(
 
     def read(response: inference_pb2.DetokenizeResponse) -> tuple[bytes, ...]:
         if len(response.token_bytes) != len(request.token_ids):
-            raise Unsupported("the server returns no bytes of tokens: it is older than this client")
+            raise Unsupported("the server does not return token bytes: it is older than this client")
         return tuple(response.token_bytes)
 
     return Call("Detokenize", request, read)
@@ -361,7 +361,7 @@ def metadata_of(tenant: str, api_key: str = "") -> tuple[tuple[str, str], ...]:
     key: tuple[tuple[str, str], ...] = ()
     if api_key:
         if not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
-            raise InvalidArgument("api_key", "has characters that are not printable ASCII, or spaces")
+            raise InvalidArgument("api_key", "must be printable ASCII without spaces")
         key = (("authorization", f"Bearer {api_key}"),)
     if not tenant:
         return key
@@ -425,7 +425,7 @@ def _checked_uint32(name: str, value: int) -> int:
 def checked_int32(field: str, value: int) -> int:
     """Return the number; raise InvalidArgument if it does not fit into 32 bits."""
     if not -(2**31) <= value < 2**31:
-        raise InvalidArgument(field, f"{value} is no 32-bit integer")
+        raise InvalidArgument(field, f"{value} is not a 32-bit integer")
     return value
 
 

@@ -120,8 +120,8 @@ class RemoteBackend:
             theirs = client.tokenize(_PROBE, add_special_tokens=False)
         ours = tuple(encode(_PROBE))
         if ours != theirs:
-            what = f"{_PROBE!r} is {len(ours)} tokens by it, other than the {len(theirs)} of the server's"
-            raise InvalidArgument("tokenizer", f"{what}: it is that of another model than {self.model.name!r}")
+            what = f"{_PROBE!r} has {len(ours)} tokens that differ from the {len(theirs)} of the server's tokenizer"
+            raise InvalidArgument("tokenizer", f"{what}: it belongs to another model than {self.model.name!r}")
 
     def complete(
         self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar

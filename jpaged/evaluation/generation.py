@@ -73,9 +73,7 @@ def generation_of(
     for name, value in given.items():
         own = _OTHER_NAMES.get(name, name)
         if own not in _TAKEN:
-            raise InvalidArgument(
-                f"gen_kwargs.{name}", f"is not known; one of {', '.join(sorted(_TAKEN))} can be given"
-            )
+            raise InvalidArgument(f"gen_kwargs.{name}", f"is unknown: must be one of {', '.join(sorted(_TAKEN))}")
         fields[own] = value
     if fields.get("beam_width") == 1:
         del fields["beam_width"]
@@ -105,7 +103,7 @@ def _texts(given: dict[str, Any]) -> tuple[str, ...]:
         value = given.pop(name, [])
         many = [value] if isinstance(value, str) else value
         if not isinstance(many, list | tuple) or not all(isinstance(text, str) for text in many):
-            raise InvalidArgument(f"gen_kwargs.{name}", f"{value!r} is neither a text nor a list of texts")
+            raise InvalidArgument(f"gen_kwargs.{name}", f"{value!r} is neither a string nor a list of strings")
         texts.update(dict.fromkeys(text for text in many if text))
     return tuple(texts)
 

@@ -98,7 +98,7 @@ class JpagedLM(TemplateLM):
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Likelihood]:
         if self._options.enable_thinking:
-            raise InvalidArgument("enable_thinking", "tasks that score texts have no answer to think about")
+            raise InvalidArgument("enable_thinking", "does not work with tasks that only score texts")
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
@@ -173,5 +173,5 @@ def _texts(options: EvaluationOptions, model_name: str) -> Texts:
     except NotFound as error:
         if options.tokenizer:
             raise
-        raise InvalidArgument("tokenizer", f"is needed: {error}") from error
+        raise InvalidArgument("tokenizer", f"is required: {error}") from error
     return Texts.load(folder, add_bos_token=options.add_bos_token, prefix_token_id=options.prefix_token_id)

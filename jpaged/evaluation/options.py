@@ -67,7 +67,9 @@ class EvaluationOptions:
             if not isinstance(getattr(self, name), bool | None):
                 raise InvalidArgument(name, f"{getattr(self, name)!r} is neither true nor false")
         if not isinstance(self.chat_template_args, Mapping):
-            raise InvalidArgument("chat_template_args", f"{self.chat_template_args!r} is no mapping of names to values")
+            raise InvalidArgument(
+                "chat_template_args", f"{self.chat_template_args!r} is not a mapping of names to values"
+            )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise InvalidArgument("timeout_s", f"{self.timeout_s} is not above 0")
         if self.enable_thinking and self.think_end_token is None:
@@ -88,7 +90,7 @@ class EvaluationOptions:
             if value is None or name in _WITHOUT_EFFECT:
                 continue
             if known in given:
-                raise InvalidArgument(name, f"is given beside {known}, which is the same")
+                raise InvalidArgument(name, f"is another name of {known}: give only one of them")
             given[known] = value
         own = {one.name for one in dataclasses.fields(cls)} - {"engine"}
         engine = {name: value for name, value in given.items() if name not in own}

@@ -125,6 +125,6 @@ def _told(output: RequestOutput) -> list[Likelihood]:
     """Return the likelihoods of the requested tokens after a prompt."""
     (sequence,) = output.outputs
     if not sequence.logprobs:
-        raise InternalError(f"request {output.request_id!r} was told nothing of the tokens that it asked of")
+        raise InternalError(f"request {output.request_id!r} has no log-probabilities of the tokens that it named")
     position = sequence.logprobs[0]
     return [(one.logprob, one.token_id == position.chosen.token_id) for one in position.asked]

@@ -71,7 +71,7 @@ class Texts:
         for token_id in (self._given_prefix_token_id, self.inner.bos_token_id, self.inner.eos_token_id):
             if token_id is not None:
                 return int(token_id)
-        raise InvalidArgument("prefix_token_id", "is needed: the tokenizer has neither bos nor eos")
+        raise InvalidArgument("prefix_token_id", "is required: the tokenizer has no bos or eos token")
 
     @property
     def name(self) -> str:
@@ -116,8 +116,8 @@ class Texts:
         except TemplateError as error:
             others = [message for message in messages if message["role"] != "system"]
             if len(others) == len(messages):
-                raise InvalidArgument("messages", f"the chat template refuses them: {error}") from error
-            _log.warning("the chat template refuses a conversation (%s): dropped its system message", error)
+                raise InvalidArgument("messages", f"the chat template rejects them: {error}") from error
+            _log.warning("the chat template rejects a conversation (%s): dropped its system message", error)
             return str(render(others))
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> tuple[int, ...]:

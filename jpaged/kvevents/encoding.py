@@ -225,7 +225,7 @@ def decode(message: bytes) -> tuple[list[Event], int]:
     except InvalidArgument:
         raise
     except (ValueError, TypeError, LookupError, ArithmeticError, msgpack.UnpackException) as error:
-        raise InvalidArgument("message", f"is no batch of KV events: {error}") from error
+        raise InvalidArgument("message", f"is not a batch of KV events: {error}") from error
 
 
 def _named(event: Any) -> dict[str, Any]:
@@ -251,7 +251,8 @@ def _read(event: dict[str, Any]) -> Event | None:
     parent, token_ids, block_size = event["parent_block_hash"], tuple(event["token_ids"]), int(event["block_size"])
     if token_ids and (len(token_ids) != block_size * len(hashes) or not all(map(_is_token, token_ids))):
         raise InvalidArgument(
-            "token_ids", f"{len(token_ids)} for {len(hashes)} blocks of {block_size}; each is from 0 to {_MAX_TOKEN}"
+            "token_ids",
+            f"{len(token_ids)} for {len(hashes)} blocks of {block_size}; each must be from 0 to {_MAX_TOKEN}",
         )
     parent = None if parent is None else _number(parent)
     window = event.get("kv_cache_spec_sliding_window")

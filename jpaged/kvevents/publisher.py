@@ -188,7 +188,7 @@ class Publisher:
     def _begin_answer(self, frames: list[bytes]) -> None:
         """Start a replay of the kept messages from a number on."""
         if len(frames) != 3 or len(frames[2]) != 8:
-            _LOG.warning("a replay request for KV cache events has frames of %s bytes", [*map(len, frames)])
+            _LOG.warning("ignored a replay request for KV cache events with frames of %s bytes", [*map(len, frames)])
             return
         first = int.from_bytes(frames[2], "big")
         numbers = deque(number for number in self._kept if number >= first)
@@ -208,7 +208,7 @@ class Publisher:
                 has_sent |= len(answer.numbers) < num_left
                 if now_s - answer.sent_at_s > _STALLED_S:
                     _LOG.warning(
-                        "a subscriber does not read its replayed KV cache events: %d messages are not sent",
+                        "a subscriber does not read its replayed KV cache events: %d messages were not sent",
                         len(answer.numbers),
                     )
                     continue

@@ -156,7 +156,7 @@ class Subscriber:
 
     def _read(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
-            _LOG.warning("a message of KV cache events has frames of %s bytes", [*map(len, frames)])
+            _LOG.warning("ignored a message of KV cache events with frames of %s bytes", [*map(len, frames)])
             return
         number = int.from_bytes(frames[1], "big")
         if self._order.is_repeated(number):

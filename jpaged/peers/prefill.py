@@ -112,10 +112,10 @@ class Answer:
             while len(tokens) < num_sequences:
                 message = await self._call.read()
                 if message is aio.EOF or not message.HasField("told"):
-                    raise InternalError(f"{self.target} told {len(tokens)} first tokens of {num_sequences}")
+                    raise InternalError(f"{self.target} returned {len(tokens)} of {num_sequences} first tokens")
                 chunk = wire.chunk_of(message.told)
                 if len(chunk.token_ids) != 1 or len(chunk.logprobs) > 1:
-                    raise InternalError(f"{self.target} told {len(chunk.token_ids)} first tokens of a sequence")
+                    raise InternalError(f"{self.target} returned {len(chunk.token_ids)} first tokens for a sequence")
                 logprobs = chunk.logprobs[0] if chunk.logprobs else None
                 tokens.append(FirstToken(chunk.index, chunk.token_ids[0], logprobs))
                 self.num_cached_tokens = chunk.usage.cached_tokens
@@ -165,7 +165,7 @@ class Prefills:
         message = _message_of(request, num_known, kv_identity)
         # A key determines the tenant, and may act for all; without keys, the policy `fair` needs the prompt's tenant.
         metadata = wire.metadata_of("" if self._key else request.tenant, self._key)
-        failure: JpagedError = Unavailable(f"no prefill server is there: {', '.join(self._names)}")
+        failure: JpagedError = Unavailable(f"no prefill server is available: {', '.join(self._names)}")
         until_s = asyncio.get_running_loop().time() + wait_s
         for server in self._in_order():
             answer = Answer(server, server.stub.Prefill(message, timeout=timeout_s, metadata=metadata))

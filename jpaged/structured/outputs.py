@@ -110,7 +110,7 @@ class StructuredOutputs:
             return self
         if options.has_constraint:
             raise InvalidArgument(
-                FIELD, f"has {options.kind.value}: must have options alone next to another constraint"
+                FIELD, f"has {options.kind.value}: must have only options, because there is another constraint"
             )
         return replace(self, **{name: getattr(options, name) for name in _OPTIONS})
 
@@ -146,11 +146,11 @@ class StructuredOutputs:
         name = f"{FIELD}.choice"
         is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
         if not is_list or not 1 <= len(choice) <= MAX_CHOICES:
-            what = f"{len(choice)} texts" if is_list else f"{type(choice).__name__}"
-            raise InvalidArgument(name, f"{what}: must be a list of 1 to {MAX_CHOICES} texts")
+            what = f"{len(choice)} strings" if is_list else f"{type(choice).__name__}"
+            raise InvalidArgument(name, f"{what}: must be a list of 1 to {MAX_CHOICES} strings")
         for index, text in enumerate(choice):
             if not isinstance(text, str) or not text:
-                raise InvalidArgument(f"{name}[{index}]", f"{text!r} must be a text that is not empty")
+                raise InvalidArgument(f"{name}[{index}]", f"{text!r} must be a non-empty string")
             _check_text(f"choice[{index}]", text)
         if (total := sum(len(text.encode()) for text in choice)) > MAX_GRAMMAR_BYTES:
             raise InvalidArgument(name, f"{total} bytes in all, over the limit of {MAX_GRAMMAR_BYTES}")
@@ -158,7 +158,7 @@ class StructuredOutputs:
     def _check_whitespace(self, kind: Kind | None) -> None:
         for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
             if getattr(self, name) and kind is not None and kind not in _OF_JSON:
-                raise InvalidArgument(f"{FIELD}.{name}", f"is of JSON alone, and has no part in {kind.value}")
+                raise InvalidArgument(f"{FIELD}.{name}", f"applies only to JSON, not to {kind.value}")
         if self.whitespace_pattern is None:
             return
         if self.disable_any_whitespace:
@@ -181,7 +181,7 @@ def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs | None:
     names = [one.name for one in fields(StructuredOutputs)]
     for name in given:
         if name not in names:
-            raise InvalidArgument(f"{FIELD}.{name}", f"is not known: it has {', '.join(names)}")
+            raise InvalidArgument(f"{FIELD}.{name}", f"is unknown: must be one of {', '.join(names)}")
     is_set = any(value is not None and (value is not False or name == "json") for name, value in given.items())
     return StructuredOutputs(**given) if is_set else None
 
@@ -197,7 +197,7 @@ def response_format_of(given: object, field: str) -> StructuredOutputs | None:
     """
     kind = given.get("type") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or kind not in ("text", "json_object", "json_schema", "structural_tag"):
-        problem = f"{given!r} is no object whose type is text, json_object, json_schema or structural_tag"
+        problem = f"{given!r} is not an object whose type is text, json_object, json_schema or structural_tag"
         raise InvalidArgument(field, problem)
     if kind == "text":
         return None
@@ -207,10 +207,10 @@ def response_format_of(given: object, field: str) -> StructuredOutputs | None:
         return StructuredOutputs(structural_tag=given)
     schema = given.get("json_schema")
     if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
-        raise InvalidArgument(f"{field}.json_schema", "must be an object with a schema, which is an object")
+        raise InvalidArgument(f"{field}.json_schema", "must be an object whose schema is an object")
     unknown = schema.keys() - {"name", "description", "schema", "strict"}
     if unknown:
-        raise InvalidArgument(f"{field}.json_schema.{min(unknown)}", "is not known")
+        raise InvalidArgument(f"{field}.json_schema.{min(unknown)}", "is unknown")
     return StructuredOutputs(json=schema["schema"])
 
 
@@ -220,14 +220,14 @@ def _written(name: str, value: Any) -> str:
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{FIELD}.{name}", f"is not JSON: {error}") from error
     except RecursionError as error:
-        raise InvalidArgument(f"{FIELD}.{name}", "is nested too deep") from error
+        raise InvalidArgument(f"{FIELD}.{name}", "is nested too deeply") from error
 
 
 def _check_text(name: str, text: object) -> None:
     if text is None:
         return
     if not isinstance(text, str):
-        raise InvalidArgument(f"{FIELD}.{name}", f"must be a text, not {type(text).__name__}")
+        raise InvalidArgument(f"{FIELD}.{name}", f"must be a string, not {type(text).__name__}")
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:

@@ -150,4 +150,4 @@ def serve_metrics(serving: LoadedModel, *, host: str, port: int) -> ScrapeServer
     try:
         return ScrapeServer(make_wsgi_app(registry), host, port)
     except OSError as error:
-        raise InvalidArgument("metrics_port", f"{port} on {host} cannot be listened on: {error}") from error
+        raise InvalidArgument("metrics_port", f"cannot listen on port {port} of {host}: {error}") from error

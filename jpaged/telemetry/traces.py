@@ -112,13 +112,13 @@ def exporter_to(endpoint: str) -> SpanProcessor:
     except ValueError:  # the port is not a number, or out of range
         has_host = None
     if not has_host:
-        raise InvalidArgument("otlp_traces_endpoint", f"{endpoint!r} is no host:port, and no URL of http or https")
+        raise InvalidArgument("otlp_traces_endpoint", f"{endpoint!r} is neither host:port nor an http or https URL")
     is_direct = is_loopback(parts.hostname or "")
     options: Any = (("grpc.enable_http_proxy", 0),) if is_direct else None  # typed for strings only
     try:
         exporter = OTLPSpanExporter(endpoint=named, insecure=parts.scheme == "http", channel_options=options)
     except ValueError as error:  # from OTEL_* variables of the environment
-        raise InvalidArgument("otlp_traces_endpoint", f"{endpoint}: the exporter cannot be made: {error}") from None
+        raise InvalidArgument("otlp_traces_endpoint", f"{endpoint}: the exporter cannot be created: {error}") from None
     return BatchSpanProcessor(exporter)
 
 

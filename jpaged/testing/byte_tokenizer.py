@@ -61,7 +61,7 @@ class ByteTokenizer:
         text = turns.removesuffix("\n") if options.continue_final_message else turns
         token_ids = self.encode(f"{tools}{text}{'assistant: ' if options.add_generation_prompt else ''}")
         if len(token_ids) > max_bytes:
-            raise RequestTooLong("chat.messages", f"{len(token_ids)} bytes come of them, over {max_bytes}")
+            raise RequestTooLong("chat.messages", f"{len(token_ids)} bytes are over the limit of {max_bytes}")
         return token_ids
 
 

@@ -220,7 +220,7 @@ class FakeExecutor:
         if not 1 <= slot <= self.max_loras:
             raise InternalError(f"adapter slot {slot}; there are {self.max_loras}")
         if not isinstance(adapter, FakeAdapter):
-            raise InternalError(f"{adapter} is no fake adapter")
+            raise InternalError(f"{adapter} is not a fake adapter")
         self._weights[slot] = adapter.weight
 
     def forward(self, inputs: StepInputs) -> list[Seen]:

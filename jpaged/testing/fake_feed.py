@@ -59,7 +59,7 @@ class FakeFeed:
     def outputs(self) -> StepOutputs:
         """Outputs of the steps."""
         if not self.is_over:
-            raise InternalError(f"{self._num_steps} steps are collected, {self._place} of which were given their masks")
+            raise InternalError(f"{self._num_steps} steps are collected, but only {self._place} were given masks")
         return StepOutputs(self._token_ids_rn, self._is_sound_rn)
 
     def run(self) -> StepOutputs:
@@ -70,7 +70,7 @@ class FakeFeed:
 
     def give(self, mask_rw: I32, verdict: Verdict) -> None:
         if self.is_over:
-            raise InternalError("masks are given to a step behind the last")
+            raise InternalError("masks are given to a step after the last")
         self._step(mask_rw, verdict)
 
     def wait(self) -> tuple[I32, Bool] | None:

@@ -51,7 +51,7 @@ class FakeGrammarState:
             return False
         self.token_ids.append(token_id)
         if self.grammar.fails_after is not None and len(self.token_ids) >= self.grammar.fails_after:
-            self.failure = "it was told to"
+            self.failure = "as configured"
         return True
 
     def forced(self, limit: int) -> list[int]:

@@ -143,7 +143,7 @@ class FakeDraft:
     def show(self, inputs: StepInputs, pool: NDArray[np.int64]) -> None:
         """Run tokens that the model has in its pool."""
         if len(inputs.token_ids_t) not in self._geometry.buckets.tokens or inputs.is_prev_sampled_t.any():
-            raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of tokens that are known")
+            raise InternalError(f"no program draft[{len(inputs.token_ids_t)}] of known tokens")
         used = slice(0, inputs.num_tokens)
         slots_t = inputs.slots_gt[self._geometry.windows.index(None), used]
         if not np.array_equal(pool[slots_t, 0], inputs.token_ids_t[used]):
@@ -157,7 +157,7 @@ class FakeDraft:
         for row in range(inputs.num_rows):
             slots = self._slots(inputs, row, 0, int(inputs.positions_t[row]))
             if not np.array_equal(self._pool[slots], pool[slots]):
-                raise InternalError(f"the draft has not seen all in front of row {row}: {pool[slots, 0]}")
+                raise InternalError(f"the draft has not seen all tokens before row {row}: {pool[slots, 0]}")
 
     def end(self, inputs: StepInputs, num_tokens_r: I32, pool: NDArray[np.int64]) -> None:
         """Record that the draft has run each row's new tokens."""

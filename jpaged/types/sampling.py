@@ -343,7 +343,7 @@ class SamplingParams:
         for name in ("detokenize", "include_stop_str_in_output"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         if not self.detokenize:
-            _require(not self.stop, "stop", self.stop, "empty where detokenize is false: they are found in the text")
+            _require(not self.stop, "stop", self.stop, "empty if detokenize is false: they are found in the text")
         for token_id in self.stop_token_ids:
             _require(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "token ids >= 0")
 

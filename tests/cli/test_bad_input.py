@@ -202,7 +202,7 @@ def test_every_32_bit_integer_is_a_priority(priority):
         (OSError(28, "No space left on device", "/disk/file"), 1, "jpaged health: /disk/file: No space left on device"),
         (PermissionError(13, "Permission denied", b"/\xff"), 1, "Permission denied"),
         (OSError(), 1, "jpaged health: OSError"),
-        (MemoryError(), 1, "memory is used up"),
+        (MemoryError(), 1, "is out of memory"),
         (InternalError("the device is at fault"), 1, "jpaged health: the device is at fault"),
         (InternalError("x" * 10_000), 1, "xxx ... xxx"),
         (ZeroDivisionError("division by zero"), 70, "a bug in jpaged: ZeroDivisionError: division by zero ("),

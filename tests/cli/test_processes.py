@@ -127,7 +127,7 @@ def test_batch_runs_a_file_and_says_how_it_went(serve, tmp_path, capsys):
     assert "3 requests: 0 succeeded, 1 failed, 2 kept from before" in capsys.readouterr().err
     source.write_text(good % "a" + good % "a")
     assert main(words) == 2
-    assert "line 2: custom_id: 'a' is that of line 1 too" in capsys.readouterr().err
+    assert "line 2: custom_id: 'a' is also that of line 1" in capsys.readouterr().err
     assert serve.end(signal.SIGTERM) == 0
 
 

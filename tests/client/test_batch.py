@@ -451,7 +451,7 @@ async def test_a_rewrite_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     target.write_text(text)
     async with running() as harness:
         monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-        with pytest.raises(OutputError, match="cannot be written anew: No space left"):
+        with pytest.raises(OutputError, match="cannot be rewritten: No space left"):
             await run_batch(BatchOptions(source, target, harness.target), ignore)
     assert target.read_text() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]

@@ -86,7 +86,7 @@ async def test_a_bad_request_is_refused_as_over_grpc_and_survives_pickling(repli
 
 
 async def test_the_tenant_comes_with_the_metadata(replica):
-    with pytest.raises(Refused, match="x-jpaged-tenant: is there 2 times"):
+    with pytest.raises(Refused, match="x-jpaged-tenant: is given 2 times"):
         await all_of(replica, request(), (("x-jpaged-tenant", "a"), ("x-jpaged-tenant", "b")))
 
 
@@ -107,7 +107,7 @@ async def test_continuations_are_scored_and_texts_embedded_with_the_tenant_of_th
     embedding = inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="hi")])
     assert list((await replica.embed(embedding)).embeddings[0].values) == [105.0, 2.0, 209.0]
     for call, message in ((replica.score, scoring), (replica.embed, embedding)):
-        with pytest.raises(Refused, match="x-jpaged-tenant: is there 2 times"):
+        with pytest.raises(Refused, match="x-jpaged-tenant: is given 2 times"):
             await call(message, (("x-jpaged-tenant", "a"), ("x-jpaged-tenant", "b")))
     with pytest.raises(Refused, match="INVALID_ARGUMENT: continuations: 0 are given"):
         await replica.score(inference_pb2.ScoreRequest(text="hello"))

@@ -82,7 +82,7 @@ class ParquetLines:
             first = numbers.setdefault(custom_id, self.num_lines)
             if first != self.num_lines:
                 where = f"line {self.num_lines}: custom_id"
-                raise InvalidArgument(where, f"{custom_id!r} is that of line {first} too")
+                raise InvalidArgument(where, f"{custom_id!r} is also that of line {first}")
 
 
 def files_in(path: Path) -> list[Path]:
@@ -204,7 +204,7 @@ def _json(path: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_json(path, one) for one in value]
     if value is not None and not isinstance(value, str | bool | int | float):
-        raise InvalidArgument(path, f"{value!r} is nothing that JSON has")
+        raise InvalidArgument(path, f"{value!r} is not a JSON value")
     return value
 
 

@@ -355,7 +355,7 @@ class Targets(Generic[_S]):
 
     def _require_one_left(self) -> None:
         if all(target.num_absences >= _MAX_TRIES for target in self._targets):
-            raise Unavailable(str(self._failure) or f"no answer in {_MEET_TIMEOUT_S:.0f} s") from self._failure
+            raise Unavailable(str(self._failure) or f"no response within {_MEET_TIMEOUT_S:.0f} s") from self._failure
 
     async def _watch(self, target: Target[_S]) -> None:
         while True:

@@ -147,17 +147,17 @@ class Course:
         if first is None:
             return
         if message.prompt_token_ids and message.prompt_token_ids != first.prompt_token_ids:
-            raise self._broken("another server makes other tokens of the prompt")
+            raise self._broken("another server tokenizes the prompt differently")
         if message.usage.completion_tokens < num_tokens:
             raise self._broken(
-                f"the server has begun again, and not gone on behind {num_tokens} tokens: it does not know "
+                f"the server started again instead of continuing after {num_tokens} tokens: it does not support "
                 "generated_token_ids"
             )
 
     def _broken(self, problem: str) -> JpagedError:
         self.call.cancel()
         self._tries.leave()
-        return InternalError(f"request {self._request.request_id!r} cannot go on elsewhere: {problem}")
+        return InternalError(f"request {self._request.request_id!r} cannot continue on another server: {problem}")
 
     def _fit(self, message: Message, first: Message) -> None:
         """Rewrite a message of a later server to match the first one: no repeated output, the first server's counts.

@@ -283,7 +283,7 @@ class Endpoints:
         usable = [endpoint for endpoint in usable if endpoint not in avoided] or usable
         if not usable:
             if self._is_watched:
-                raise Unavailable(f"no server is there: {self.names or 'there is none'}")
+                raise Unavailable(f"no server is available: {self.names or 'there are none'}")
             return min(self._endpoints, key=lambda endpoint: endpoint.away_until_s)
         if key is None:
             least = min(one.num_busy for one in usable)

@@ -303,7 +303,7 @@ def _check_first_token(request: Request, grammar: Grammar, vocabulary: Vocabular
     name = "bad_words" if mask_w.any() else "allowed_token_ids"
     mask_w &= ~vocabulary.mask_of([word[0] for word in words if len(word) == 1])
     if not mask_w.any():
-        problem = "leaves no token that the grammar allows as output token 1"
+        problem = "leaves no token that its grammar allows as output token 1"
         raise InvalidArgument(f"sampling.{name}", problem)
 
 

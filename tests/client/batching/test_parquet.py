@@ -100,7 +100,7 @@ def test_rows_that_are_no_requests_are_failed_lines(tmp_path):
     assert bad[2][0] == "c1"
     assert bad[2][1].startswith("line 2: body: is not JSON: ")
     assert bad[3] == ("c2", "line 3: body: is not a JSON object")
-    assert bad[5] == (None, "line 5: custom_id: None is not a string with characters")
+    assert bad[5] == (None, "line 5: custom_id: None is not a non-empty string")
     assert bad[6] == ("c5", "line 6: body: is not a JSON object")
 
 
@@ -109,7 +109,7 @@ def test_a_struct_with_what_json_has_not_is_a_failed_line(tmp_path):
     pq.write_table(table, tmp_path / "in.parquet")
     (line,) = ParquetLines(tmp_path / "in.parquet")
     assert isinstance(line, BadLine)
-    assert str(line.error) == "line 1: body.prompt: b'bytes' is nothing that JSON has"
+    assert str(line.error) == "line 1: body.prompt: b'bytes' is not a JSON value"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_struct_with_what_json_has_not_is_a_failed_line(tmp_path):
     [
         ([{"custom_id": "a", "method": "POST", "url": URL}], "in.parquet: body: is missing"),
         ([row(0, note="x")], "in.parquet: note: unknown column; the columns are custom_id, method, url, body"),
-        ([row(0), row(1), row(0)], "line 3: custom_id: 'c0' is that of line 1 too"),
+        ([row(0), row(1), row(0)], "line 3: custom_id: 'c0' is also that of line 1"),
         ([row(0, custom_id=""), row(1, custom_id=None)], "in.parquet: no row has a custom_id"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
     lines = ParquetLines(folder)
     assert [(line.number, line.custom_id) for line in lines] == [(1, "c0"), (2, "c1"), (3, "c2"), (4, "c3")]
     write(folder / "c.parquet", [row(1)])
-    with pytest.raises(InvalidArgument, match="line 5: custom_id: 'c1' is that of line 2 too"):
+    with pytest.raises(InvalidArgument, match="line 5: custom_id: 'c1' is also that of line 2"):
         ParquetLines(folder)
 
 
@@ -253,7 +253,7 @@ def test_integer_ids_are_texts(tmp_path):
     assert list(lines.ids) == ["0", "1", "2"]
     assert [line.custom_id for line in lines] == ["0", "1", "2"]
     pq.write_table(pa.concat_tables([table, table]), tmp_path / "twice.parquet")
-    with pytest.raises(InvalidArgument, match="line 4: custom_id: '0' is that of line 1 too"):
+    with pytest.raises(InvalidArgument, match="line 4: custom_id: '0' is also that of line 1"):
         ParquetLines(tmp_path / "twice.parquet")
 
 

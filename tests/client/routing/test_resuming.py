@@ -435,7 +435,7 @@ async def test_other_tokens_of_the_prompt_are_another_request(stream_of):
     turns = ([part(7, seed=1, prompt_token_ids=[1, 2])], GONE), ([part(8, prompt_token_ids=[1, 3], total=2)], None)
     _, _, failure = await answered(stream_of, *turns)
     assert isinstance(failure, InternalError)
-    assert "other tokens of the prompt" in str(failure)
+    assert "tokenizes the prompt differently" in str(failure)
 
 
 async def test_a_full_queue_is_passed_over_where_there_is_another_server_and_told_where_there_is_none(two):

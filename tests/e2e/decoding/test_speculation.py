@@ -264,7 +264,7 @@ def test_a_draft_model_that_does_not_go_with_the_model_is_refused_by_name(tmp_pa
     problems = {
         "small": "vocabulary of 131 tokens",
         "short": "sequences of 64 tokens at most",
-        "other": "of the draft, and .* of the model",
+        "other": "of the draft, but .* of the model",
         "nothing": "nothing",
     }
     for name, problem in problems.items():

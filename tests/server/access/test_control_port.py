@@ -25,7 +25,7 @@ async def test_acts_are_answered_on_the_control_port_and_there_alone():
                 client.load_adapter("a", "/nowhere"),
                 client.unload_adapter("a"),
             ):
-                with pytest.raises(PermissionDenied, match=r"is answered on the control port alone \(control_port\)"):
+                with pytest.raises(PermissionDenied, match=r"is served only on the control port \(control_port\)"):
                     await act
             assert (await client.model_info()).name == "fake"
             await operator.wait_until_ready(60)

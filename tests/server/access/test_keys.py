@@ -90,7 +90,9 @@ async def test_acts_for_everybody_want_the_role_of_control_and_looks_none(keys):
                 inference.load_adapter("a", "/nowhere"),
                 inference.unload_adapter("a"),
             ):
-                with pytest.raises(PermissionDenied, match="needs a key of the role control; this one's is inference"):
+                with pytest.raises(
+                    PermissionDenied, match="needs a key of the role control; the role of this key is inference"
+                ):
                     await act
         async with AsyncClient(harness.target, api_key=OTHER) as control:
             assert await control.pin_prefix("system", "you are a story teller") == 20
@@ -98,7 +100,9 @@ async def test_acts_for_everybody_want_the_role_of_control_and_looks_none(keys):
             assert (await observer.model_info()).name == "fake"
             assert (await observer.load()).num_blocks > 0
             for call in (observer.complete("hello", GREEDY), observer.embed(["a"]), observer.score("a", ["b"])):
-                with pytest.raises(PermissionDenied, match="needs a key of the role inference; this one's is observe"):
+                with pytest.raises(
+                    PermissionDenied, match="needs a key of the role inference; the role of this key is observe"
+                ):
                     await call
 
 

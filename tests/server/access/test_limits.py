@@ -27,7 +27,7 @@ async def test_a_call_over_a_quota_is_told_when_to_come_back():
         await collect(harness.inference.Generate(request(), metadata=A))
         error = await failure_of(harness.inference.Generate(request(), metadata=A))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert error.details() == "requests_per_minute of tenant 'a' (1) are used"
+        assert error.details() == "requests_per_minute of tenant 'a' (1) is used up"
         details = error_details(error)
         assert details["ErrorInfo"].reason == "QUOTA_EXCEEDED"
         assert 0 < details["RetryInfo"].retry_delay.ToSeconds() <= 60
@@ -89,7 +89,7 @@ async def test_a_call_of_several_requests_is_one_and_all_its_tokens_count():
         async with AsyncClient(harness.target, tenant="a") as client:
             embedded = await client.embed(["hello", "hello", "hello", "hello"])
             assert embedded.usage.prompt_tokens == 20
-            with pytest.raises(QuotaExceeded, match=r"tokens_per_minute of tenant 'a' \(15\) are used"):
+            with pytest.raises(QuotaExceeded, match=r"tokens_per_minute of tenant 'a' \(15\) is used up"):
                 await client.score("a", ["b"])
 
 

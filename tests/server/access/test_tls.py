@@ -160,7 +160,7 @@ def test_files_that_do_not_go_together_change_nothing(files: Files, caplog: pyte
     (files.folder / "server.key").write_bytes(OTHER.issue_cert("localhost").private_key_pem.bytes())
     now.look_again()
     assert now.now is before
-    assert "the certificates are unchanged: tls_cert: " in caplog.text
+    assert "the certificates were not reloaded: tls_cert: " in caplog.text
     files.issue(OTHER)
     now.look_again()
     assert now.now is not before
@@ -173,7 +173,7 @@ def test_files_that_do_not_go_together_change_nothing(files: Files, caplog: pyte
         ({"tls_key": "server.key"}, "tls_cert: is missing: tls_key .* requires it"),
         ({"tls_client_ca": "server.pem"}, "tls_client_ca: .* needs tls_cert and tls_key"),
         ({"tls_cert": "none.pem", "tls_key": "server.key"}, "tls_cert: cannot be read: .*none.pem: No such file"),
-        ({"tls_cert": "server.pem", "tls_key": "server.pem"}, "tls_cert: .* are no certificate and its key"),
+        ({"tls_cert": "server.pem", "tls_key": "server.pem"}, "tls_cert: .* are not a certificate and its key"),
         (
             {"tls_cert": "server.pem", "tls_key": "server.key", "tls_client_ca": "server.key"},
             "tls_client_ca: .* has no certificate",

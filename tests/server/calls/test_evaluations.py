@@ -152,10 +152,10 @@ async def test_clients_tell_what_all_parts_took_and_refuse_one_text_for_many(har
 
     problems = await asyncio.to_thread(refused)
     assert problems[:5] == [
-        "continuations: 'xyz' is one text: give a list of texts or of token ids",
-        "inputs: 'xyz' is one text: give a list of texts or of token ids",
-        "inputs[0]: 5 is neither a text nor a list of token ids",
+        "continuations: 'xyz' is one string: give a list of strings, or of lists of token ids",
+        "inputs: 'xyz' is one string: give a list of strings, or of lists of token ids",
+        "inputs[0]: 5 is neither a string nor a list of token ids",
         "pooling: 'max' is neither 'last' nor 'mean'",
-        "priority: 2147483648 is no 32-bit integer",
+        "priority: 2147483648 is not a 32-bit integer",
     ]
     assert problems[5].startswith("continuations[0]: ")

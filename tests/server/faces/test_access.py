@@ -108,7 +108,7 @@ async def test_the_cache_of_all_is_forgotten_by_those_who_control_alone(locked):
     flush = common_pb2.FlushCacheRequest()
     error = await failure_of(vllm_engine.stub_of(locked).FlushCache(flush, metadata=INFERENCE))
     assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert error.details() == "FlushCache needs a key of the role control; this one's is inference"
+    assert error.details() == "FlushCache needs a key of the role control; the role of this key is inference"
     assert (await vllm_engine.stub_of(locked).FlushCache(flush, metadata=CONTROL)).success
 
 
@@ -122,7 +122,7 @@ async def test_a_tenant_over_its_limit_is_told_so_on_each_service():
         async with client_of(harness) as client:
             responses = client.stream_infer(each(asked()), headers=dict(metadata))
             ((_, error),) = [one async for one in responses]
-        assert error.message() == "requests_per_minute of tenant 'a' (1) are used"
+        assert error.message() == "requests_per_minute of tenant 'a' (1) is used up"
 
 
 async def test_records_say_by_which_service_a_request_came(harness, monkeypatch):

@@ -240,7 +240,7 @@ async def test_large_requests_are_bounded_together():
         face: Any = harness.server._faces._open_inference
         with face._in_hand.counted(256 * 65536 - 5000):
             found = await results_of(client.stream_infer(each(asked("x" * 6000))))
-        assert "are over 16777216" in found[""][0].message()
+        assert "are over the limit of 16777216" in found[""][0].message()
 
 
 async def test_bytes_that_are_no_message_end_the_call_with_what_is_wrong(harness):

@@ -251,7 +251,7 @@ def test_each_constraint_is_one_of_ours(field, value, kind):
         (request(stop=[""]), "sampling_params.stop", "'' is out of range"),
         (request(regex=""), "sampling_params.regex", "is empty"),
         (request(json_schema=" "), "sampling_params.json_schema", "is empty"),
-        (request(choice=vllm_engine_pb2.ChoiceConstraint()), "sampling_params.choice", "0 texts"),
+        (request(choice=vllm_engine_pb2.ChoiceConstraint()), "sampling_params.choice", "0 strings"),
         (request(logit_bias={300: 1.0}), "sampling_params.logit_bias", "300 is not below 257"),
         (request(data_parallel_rank=1), "data_parallel_rank", "1 is not from 0 to 0"),
         (request(request_id="ä"), "request_id", "is not 1 to 128 printable ASCII characters"),

@@ -86,7 +86,7 @@ async def test_servers_show_each_other_certificates(tmp_path: Path) -> None:
     [
         ("prefill_api_key_file", None, "cannot be read: "),
         ("prefill_api_key_file", "", "has 0 characters, not 1 to 4096"),
-        ("prefill_api_key_file", "two words", "has characters that are not printable ASCII, or spaces"),
+        ("prefill_api_key_file", "two words", "must be printable ASCII without spaces"),
         ("prefill_tls_ca", None, "cannot be read: "),
     ],
 )

@@ -237,12 +237,12 @@ async def test_a_stream_is_a_header_and_then_pieces():
 @pytest.mark.parametrize(
     ("saved", "what"),
     [
-        ([b"something else altogether"], "does not begin as one"),
-        ([MAGIC[:5]], "is cut off"),
-        ([], "is cut off"),
+        ([b"something else altogether"], "its first bytes are wrong"),
+        ([MAGIC[:5]], "is truncated"),
+        ([], "is truncated"),
         ([MAGIC, b"\xff\xff\xff\xff"], "a message of 4294967295 bytes"),
-        ([MAGIC, b"\3\0\0\0abc"], "3 bytes are no message"),
-        ([MAGIC, b"\3\0\0\0a"], "is cut off"),
+        ([MAGIC, b"\3\0\0\0abc"], "3 bytes are not a message"),
+        ([MAGIC, b"\3\0\0\0a"], "is truncated"),
     ],
 )
 async def test_bytes_that_are_no_saved_prefix_are_refused_by_both_clients(saved, what):

@@ -158,7 +158,7 @@ async def test_a_server_connects_to_its_peers_alone_and_acts_can_be_turned_off()
 async def test_on_a_port_for_acts_of_control_prefixes_travel_there_alone():
     async with running(executor=executor(), control_port=0) as harness, AsyncClient(harness.target) as client:
         await client.complete(TEXT, GREEDY)
-        with pytest.raises(PermissionDenied, match="is answered on the control port alone"):
+        with pytest.raises(PermissionDenied, match="is served only on the control port"):
             await saved_by(client)
         async with AsyncClient(f"127.0.0.1:{harness.server.control_port}") as operator:
             assert (await operator.prefixes.load(await saved_by(operator))).num_tokens == NUM_FULL

@@ -41,7 +41,7 @@ def test_values_become_text_that_keeps_their_order():
         ({"json": "{}", "regex": "a"}, "sampling.structured_outputs", "has json and regex"),
         ({"json": {"a": {1, 2}}}, "sampling.structured_outputs.json", "is not JSON"),
         ({"regex": ""}, "sampling.structured_outputs.regex", "is empty"),
-        ({"regex": 7}, "sampling.structured_outputs.regex", "must be a text, not int"),
+        ({"regex": 7}, "sampling.structured_outputs.regex", "must be a string, not int"),
         (
             {"grammar": "a" * (MAX_GRAMMAR_BYTES + 1)},
             "sampling.structured_outputs.grammar",
@@ -50,20 +50,20 @@ def test_values_become_text_that_keeps_their_order():
         ({"regex": "\ud800"}, "sampling.structured_outputs.regex", "is not UTF-8"),
         ({"choice": []}, "sampling.structured_outputs.choice", "list of 1 to"),
         ({"choice": "ab"}, "sampling.structured_outputs.choice", "str: must be a list"),
-        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "sampling.structured_outputs.choice", "4097 texts"),
-        ({"choice": ["a", ""]}, "sampling.structured_outputs.choice[1]", "not empty"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "sampling.structured_outputs.choice", "4097 strings"),
+        ({"choice": ["a", ""]}, "sampling.structured_outputs.choice[1]", "non-empty"),
         ({"choice": ["a" * (MAX_GRAMMAR_BYTES // 2 + 1)] * 2}, "sampling.structured_outputs.choice", "bytes in all"),
         ({"json_object": 1}, "sampling.structured_outputs.json_object", "true or false"),
         ({"regex": "a", "always_complete": "yes"}, "sampling.structured_outputs.always_complete", "true or false"),
         (
             {"regex": "a", "whitespace_pattern": " "},
             "sampling.structured_outputs.whitespace_pattern",
-            "no part in regex",
+            "not to regex",
         ),
         (
             {"regex": "a", "disable_any_whitespace": True},
             "sampling.structured_outputs.disable_any_whitespace",
-            "no part in regex",
+            "not to regex",
         ),
         (
             {"json": "{}", "whitespace_pattern": " ", "disable_any_whitespace": True},
@@ -92,7 +92,7 @@ def test_options_alone_are_those_of_another_constraint():
     held = tag.with_options(options)
     assert (held.kind, held.whitespace_pattern) == (Kind.STRUCTURAL_TAG, " ?")
     assert held.disable_additional_properties
-    with pytest.raises(InvalidArgument, match="has regex: must have options alone"):
+    with pytest.raises(InvalidArgument, match="has regex: must have only options"):
         tag.with_options(StructuredOutputs(regex="a"))
 
 
