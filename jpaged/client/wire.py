@@ -450,7 +450,7 @@ def _times_of(times: inference_pb2.RequestTimes) -> RequestTimes:
 def _finish_of(finish: inference_pb2.Finish) -> SequenceFinish:
     reason = _FINISH_REASONS.get(finish.reason)
     if reason is None:
-        raise InternalError(f"the server sent the finish reason {finish.reason}, which this client does not know")
+        raise InternalError(f"the server sent the finish reason {finish.reason}, which this client does not support")
     match finish.WhichOneof("matched_stop"):
         case "matched_stop_string":
             return SequenceFinish(reason, finish.matched_stop_string)

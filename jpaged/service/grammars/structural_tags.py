@@ -196,7 +196,7 @@ class StructuralTagWriter:
             )
         ends = [_text(self, one, f"{at}/end", may_be_empty=True) for one in (end if isinstance(end, list) else [end])]
         if _is_endless(wanted["content"]) and not all(ends):
-            raise self.wrong(f"{at}/end", "must not be empty if the content has no end of its own")
+            raise self.wrong(f"{at}/end", "must not be empty if the content has no end")
         return _sequence([first, self._write(wanted["content"], f"{at}/content", ends)])
 
     def _ended(self, value: Any, at: str) -> str:

@@ -410,7 +410,7 @@ async def test_what_is_the_requests_own_fault_is_told_at_once(stream_of, code):
 async def test_a_server_that_does_not_know_how_to_go_on_is_not_believed(stream_of):
     chunks, _, failure = await answered(stream_of, ([part(7, 8, seed=1)], GONE), ([part(7)], None))
     assert isinstance(failure, InternalError)
-    assert "does not know generated_token_ids" in str(failure)
+    assert "does not support generated_token_ids" in str(failure)
     assert [chunk.token_ids for chunk in chunks] == [(7, 8)]
 
 
