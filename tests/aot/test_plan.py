@@ -61,7 +61,7 @@ def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> N
     assert "num_blocks: 10000 blocks do not fit: 0.97 of 31.25 GiB (" in done.stdout
     assert "), less 16.43 GiB for weights" in done.stdout
     assert "lower num_blocks to 26" in done.stdout
-    assert "the compiler says: RESOURCE_EXHAUSTED: Ran out of memory" in done.stdout
+    assert "compiler error: RESOURCE_EXHAUSTED: Ran out of memory" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 

@@ -26,7 +26,7 @@ MIB = 1 << 20
     [
         (["demo"], 2, "the following arguments are required: --topology"),
         (["demo", "--topology", "v6e:3x3"], 2, "--topology: 'v6e:3x3' is not known; known are a100, "),
-        (["no-such-model", "--topology", "v6e:1x1"], 1, "'no-such-model' is no config.json, no folder and no built-in"),
+        (["no-such-model", "--topology", "v6e:1x1"], 1, "'no-such-model' is not a config.json, a folder or a built-in"),
         (["demo", "--topology", "v6e:1x1", "--price", "cheap"], 2, "--price: 'cheap' is not a number of USD"),
         (["demo", "--topology", "v6e:1x1", "--price", "v6e=-1"], 2, "--price: -1 is below the limit of 0"),
         (["demo", "--topology", "v6e:1x1", "--input-len", "0"], 2, "--input-len: 0 is below the limit of 1"),
@@ -154,7 +154,7 @@ def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[s
     assert "demo on v5e:1x1: does not fit, over by " in said
     assert "the weights alone are" in said
     assert "products at 70% of the bfloat16 peak, weights at 90% of the HBM's bandwidth" in said
-    assert "attention that decodes: " in said
+    assert "decode attention, cycles: " in said
     assert "  decode, ms: products " in said
     assert "cheapest: v6e:1x1, " in said
 
@@ -196,7 +196,9 @@ def test_roles_are_compared_where_somebody_asks(capsys: pytest.CaptureFixture[st
     words = ["--topology", "v6e:1x1,v5e:1x1", "--roles", "--max-ttft-ms", "100"]
     assert main([*DEMO, *words]) == 0
     said = capsys.readouterr().out
-    assert said.count("roles for 64 + 32 tokens on 2 copies: a first token within 100 ms (mean)") == 1  # v5e: no room
+    assert (
+        said.count("roles for 64 + 32 tokens on 2 copies: time to first token up to 100 ms (mean)") == 1
+    )  # v5e: no room
     assert "  choose: --role both; apart carries 0." in said
     assert main([*DEMO, *words, "--json"]) == 0
     fits, does_not = json.loads(capsys.readouterr().out)["plans"]
@@ -233,7 +235,7 @@ def test_more_devices_than_there_are_is_said_in_the_words_of_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*DEMO, "--topology", "v6e:2x2", "--tensor-parallel-size", "8"]) == 2
-    assert "--tensor-parallel-size: 8 devices are asked for; v6e:2x2 has 4" in capsys.readouterr().err
+    assert "--tensor-parallel-size: requires 8 devices; v6e:2x2 has 4" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("on_cpus")
