@@ -65,7 +65,7 @@ def test_without_libtpu_it_says_how_to_get_it(
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     assert main(["plan", "demo", "--topology", "v6e:1x1"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("jpaged plan: libtpu, which compiles for TPUs, is not here at ")
+    assert said.startswith("jpaged plan: libtpu, which compiles for TPUs, was not found at ")
     assert "`pip install libtpu` or `make aot`" in said
     assert said.count("\n") == 1
 
@@ -134,7 +134,7 @@ def test_topologies_are_compared_and_the_cheapest_that_fits_is_named(capsys: pyt
     said = json.loads(capsys.readouterr().out)
     v5e, v6e, v5p = said["plans"]
     assert [plan["fits"] for plan in said["plans"]] == [False, True, True]
-    assert v5e["problem"].startswith("tensor_parallel_size: the weights alone are 0.01 GiB a device")
+    assert v5e["problem"].startswith("tensor_parallel_size: the weights alone are 0.01 GiB per device")
     assert said["cheapest"] == "v6e:1x1"
     memory = v6e["memory_of_one_device"]
     parts = memory["weight_bytes"] + memory["pool_bytes"] + sum(memory["programs"].values()) + memory["free_bytes"]
@@ -163,7 +163,7 @@ def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[s
 def test_a_kernel_that_is_passed_over_is_said_first_with_what_would_bring_it_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "attention xla, not pallas-tpu: it is Tuesday; --block-size 128 would bring it back"
+    said = "attention xla, not pallas-tpu: it is Tuesday; --block-size 128 would enable it"
     monkeypatch.setattr(Attention, "passed_over", lambda self: [said])
     assert main([*DEMO, "--topology", "v6e:1x1"]) == 0
     assert main([*DEMO, "--topology", "v5e:1x1"]) == 1
@@ -186,7 +186,7 @@ def test_adapters_are_weights_that_every_step_reads(capsys: pytest.CaptureFixtur
     assert other["weight_bytes"] - one["weight_bytes"] == other["adapter_bytes"]
     assert some["num_blocks"] < without["num_blocks"]
     assert some["estimates"][0]["prefill_s"] >= without["estimates"][0]["prefill_s"]
-    assert any(note.startswith("4 adapter slots of rank 8 are ") for note in some["notes"])
+    assert any(note.startswith("4 adapter slots of rank 8 take ") for note in some["notes"])
     more = planned("--enable-lora", "--max-loras", "8", "--max-lora-rank", "16")
     assert more["memory_of_one_device"]["adapter_bytes"] == 4 * other["adapter_bytes"]
 

@@ -308,7 +308,7 @@ def test_compiled_is_where_programs_come_from(
         prompt, uncached = random_prompts([20]), dataclasses.replace(GREEDY, use_prefix_cache=False)
         assert generate(llm, prompt, uncached) == generate(base, prompt, uncached)
     with pytest.raises(
-        InvalidArgument, match=r"compiled: the programs in .* are for num_blocks 40, this server has 41"
+        InvalidArgument, match=r"compiled: the programs in .* are for num_blocks 40, but this server has 41"
     ):
         LLM(str(folder), compiled=str(tmp_path / "programs"), max_model_len=64, num_blocks=41)
 

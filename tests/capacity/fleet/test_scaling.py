@@ -174,8 +174,8 @@ ADAPTER = "kubernetes/prometheus-adapter-config.yaml"
         (SCALER, "value: 1", "value: 0", "a value of at least 1"),
         (SCALER, "kind: Hor", "kind: Vert", "0 documents of kind"),
         (SCALER, "spec:", "spec: [", "cannot be read"),
-        (ADAPTER, "[1m]", "[?]", "no avg_over_time"),
-        ("prometheus/kubernetes.yaml", "scrape_interval: 10s", "scrape_interval: often", "'often' is no duration"),
+        (ADAPTER, "[1m]", "[?]", "not an avg_over_time"),
+        ("prometheus/kubernetes.yaml", "scrape_interval: 10s", "scrape_interval: often", "'often' is not a duration"),
         (POD, "template:", "templates:", "deployment.yaml: spec.template"),
     ],
 )

@@ -232,16 +232,16 @@ def test_tokens_are_shown_with_their_states_alone(likely: Served) -> None:
     driver = Driver(likely.executor)
     rows = [Row(sequence, 1, prev_sampled_row=i) for i, sequence in enumerate(begin(driver))]
     inputs, sampling, left = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS), np.ones(8, np.int32)
-    with pytest.raises(InternalError, match="a head is shown 8 tokens without their states"):
+    with pytest.raises(InternalError, match="the head received 8 tokens without their hidden states"):
         likely.executor.speculate(inputs, sampling, NO_IDS, left, num_rounds=1, unseen=[inputs])
 
 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"vocab_size": 96, "draft_vocab_size": 60}, "a vocabulary of 96 tokens, and the model one of 97"),
-        ({"target_hidden_size": 64}, "hidden states of 64 numbers, and the model's have 32"),
-        ({"hidden_size": 64}, "has no embed_tokens, and the model's are 32 numbers wide, not 64"),
+        ({"vocab_size": 96, "draft_vocab_size": 60}, "vocabulary has 96 tokens and the model's has 97"),
+        ({"target_hidden_size": 64}, "hidden states of size 64, but the model's have size 32"),
+        ({"hidden_size": 64}, "has no embed_tokens, and the model's have size 32, not 64"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, "input of layers 0, 2, 5, and the model has 4"),
     ],
 )
