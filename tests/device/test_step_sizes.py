@@ -191,7 +191,7 @@ def test_what_was_chosen_stays_and_a_kernel_that_is_passed_over_is_said_with_wha
     found = attention(max_num_batched_tokens=1 << 20)
     assert found.sizes() == StepSizes(128, 128, 1 << 20, 131072)
     (line,) = found.passed_over()
-    assert line.startswith("attention xla, not pallas-tpu: the lists of steps of 128 rows and 1048576 tokens need ")
+    assert line.startswith("attention xla, not pallas-tpu: the step lists of 128 rows and 1048576 tokens require ")
     highest = int(line.partition("--max-num-batched-tokens ")[2].split()[0])
     assert line.endswith(" would enable it")
     assert attention(max_num_batched_tokens=highest).passed_over() == []
@@ -254,7 +254,7 @@ def test_a_backend_that_was_named_is_an_error_with_the_same_remedy() -> None:
     found = attention(max_num_batched_tokens=1 << 20, attention_backend="pallas-tpu")
     assert found.passed_over() == []
     with pytest.raises(
-        Unsupported, match=r"pallas-tpu cannot run here: the lists .* --max-num-batched-tokens \d+ would"
+        Unsupported, match=r"pallas-tpu cannot run here: the step lists .* --max-num-batched-tokens \d+ would"
     ):
         found.choose(found.sizes())
     assert attention(attention_backend="pallas-tpu").sizes().block_size == 128

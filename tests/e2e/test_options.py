@@ -197,7 +197,7 @@ def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, fol
     with open_llm(folder, tensor_parallel_size=2, **BASE) as llm:
         assert (llm._serving.backend.num_devices, base._serving.backend.num_devices) == (2, 1)
         assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
-    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, and LlamaForCausalLM has no experts"):
+    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, but LlamaForCausalLM has no experts"):
         LLM(str(folder), tensor_parallel_size=2, enable_expert_parallel=True)
 
 

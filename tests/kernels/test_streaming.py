@@ -112,7 +112,7 @@ def test_triton_reads_both_in_one_launch(first: str, part_chunks: int | None) ->
 def test_no_kernel_is_asked_for_sink_tokens() -> None:
     case, spec = streaming_case("decodes", Shape(sliding_window=37), 4)
     pool = RIG.pool(case, spec.layout, None)
-    with pytest.raises(InternalError, match="no kernel looks for them"):
+    with pytest.raises(InternalError, match="kernels do not support them"):
         paged_attention(jnp.asarray(case.q_thd), pool, 0, RIG.rows(case), spec, backend="xla")
 
 

@@ -354,7 +354,9 @@ def test_a_gemma_3_whose_scores_are_capped_is_refused_by_name() -> None:
     """transformers reads the key, and computes scores without it."""
     settings = tiny_case("gemma3").config
     assert from_hf({**settings, "final_logit_softcapping": 30.0}).max_model_len
-    with pytest.raises(Unsupported, match=r"attn_logit_softcapping is 50\.0; Gemma 3 caps no scores"):
+    with pytest.raises(
+        Unsupported, match=r"attn_logit_softcapping is 50\.0; transformers ignores soft caps in Gemma 3"
+    ):
         from_hf({**settings, "attn_logit_softcapping": 50.0})
 
 

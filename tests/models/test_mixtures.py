@@ -164,7 +164,7 @@ def test_a_malformed_value_is_refused(name: str, settings: Mapping[str, object],
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; experts with another activation than silu"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; experts support only the activation silu"),
         ("qwen3", {"decoder_sparse_step": 49}, "leave no layer with experts"),
         ("qwen3", {"num_shared_experts": 2}, "unknown setting num_shared_experts=2"),
     ],
@@ -192,5 +192,5 @@ def _wide(mixture: Mixture | None, width: int) -> Mixture:
 def test_a_model_without_experts_cannot_have_them_parallel() -> None:
     dense = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 88, "vocab_size": 131}
     config = from_hf({**dense, "num_hidden_layers": 2, "num_attention_heads": 4, "model_type": "llama"})
-    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, and LlamaForCausalLM has no experts"):
+    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, but LlamaForCausalLM has no experts"):
         with_parallel_experts(config)

@@ -63,7 +63,7 @@ def require_proof(channel: Channel, secret: bytes | None, max_hello_bytes: int) 
     elif kind is Kind.JOIN:
         raise _told(channel, f"it has a secret ({_OPTION}), but process 0 has none")
     elif secret is not None:
-        raise _told(channel, f"process 0 requires a secret ({_OPTION}), but it has none")
+        raise _told(channel, f"it has no secret, but process 0 requires one ({_OPTION})")
     if kind is not Kind.HELLO:
         raise EOFError(f"HELLO was expected, {kind.name} came")
     return payload

@@ -85,7 +85,9 @@ def test_parts_are_of_the_same_numbers(asked: str, num_parts: int, layer_mode: L
 def test_what_is_quantised_is_not_rounded_again(tmp_path: Path) -> None:
     awq = next(layout for layout in LAYOUTS if layout.name == "awq")
     write_quantised(tiny_case("llama_mha"), dataclasses.replace(awq, left=("mlp",)), tmp_path)
-    with pytest.raises(InvalidArgument, match="quantization: is int8, and the checkpoint is quantised already, by awq"):
+    with pytest.raises(
+        InvalidArgument, match="quantization: is int8, but the checkpoint is already quantized with awq"
+    ):
         quantised_here(read_config(tmp_path), "int8")
 
 

@@ -88,7 +88,7 @@ def test_one_without_the_secret_is_told_what_is_wanted() -> None:
         kind, why = stranger.receive()
         assert (kind, bytes(why)) == (
             Kind.FAILED,
-            b"process 0 wants a secret (cluster_secret_file), and it brings none",
+            b"it has no secret, but process 0 requires one (cluster_secret_file)",
         )
         stranger.close()
         come(address, SECRET).close()

@@ -242,7 +242,7 @@ def test_tokens_are_shown_with_their_states_alone(likely: Served) -> None:
         ({"vocab_size": 96, "draft_vocab_size": 60}, "vocabulary has 96 tokens and the model's has 97"),
         ({"target_hidden_size": 64}, "hidden states of size 64, but the model's have size 32"),
         ({"hidden_size": 64}, "has no embed_tokens, and the model's have size 32, not 64"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, "input of layers 0, 2, 5, and the model has 4"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, "input of layers 0, 2, 5, but the model has 4"),
     ],
 )
 def test_a_head_that_does_not_go_with_the_model_is_refused_by_name(config: dict[str, Any], problem: str) -> None:
@@ -258,11 +258,11 @@ def test_a_head_that_does_not_go_with_the_model_is_refused_by_name(config: dict[
     [
         ("fc.weight", None, r"tensor fc.weight \[32, 96\] is missing"),
         ("midlayer.hidden_norm.weight", None, r"tensor midlayer.hidden_norm.weight \[32\] is missing"),
-        ("midlayer.self_attn.q_proj.weight", np.zeros((64, 32)), r"shape \[64, 32\]; config.json makes it \[64, 64\]"),
+        ("midlayer.self_attn.q_proj.weight", np.zeros((64, 32)), r"shape \[64, 32\]; config.json requires \[64, 64\]"),
         ("d2t", None, r"tensor d2t \[60\] is missing"),
-        ("d2t", np.full(60, 90), "names tokens twice, or beyond the 97 of the vocabulary"),
-        ("d2t", -np.arange(60), "names tokens twice"),
-        ("d2t", np.zeros(60), "tensor d2t is float32; it has to be of integers"),
+        ("d2t", np.full(60, 90), "has duplicate token ids, or ids beyond the vocabulary of 97"),
+        ("d2t", -np.arange(60), "has duplicate token ids"),
+        ("d2t", np.zeros(60), "tensor d2t is float32; it must contain integers"),
     ],
 )
 def test_a_tensor_that_a_head_lacks_or_that_is_malformed_is_named(
@@ -277,5 +277,5 @@ def test_a_tensor_that_a_head_lacks_or_that_is_malformed_is_named(
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     write(tmp_path, HEAD, {}).joinpath("model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(Unsupported, match="only safetensors weights are read; convert the checkpoint"):
+    with pytest.raises(Unsupported, match="only safetensors weights are supported; convert the checkpoint"):
         read_head(tmp_path)

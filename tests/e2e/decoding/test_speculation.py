@@ -378,9 +378,9 @@ def test_a_head_that_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None
         "narrow": "hidden states of size 128, but the model's have size 256",
         "fewer": "vocabulary has 3000 tokens and the model's has 3072",
         "lacks": "tensor fc.weight .* is missing",
-        "pickled": "only safetensors weights are read",
+        "pickled": "only safetensors weights are supported",
         "nothing": "there is no folder",
-        "demo": "of several layers is not supported",
+        "demo": "only EAGLE-3 heads with 1 layer",
     }
     for name, problem in problems.items():
         model = name if name == "demo" else str(tmp_path / name)
