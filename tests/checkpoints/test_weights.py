@@ -287,7 +287,7 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(
     placement = Placement.of(model, build_mesh(jax.devices()[:num_parts]), layer_mode)
     with pytest.raises(InvalidArgument) as refusal:
         load_params(model, folder, layer_mode, num_parts=num_parts, shardings=placement.shardings)
-    assert str(refusal.value).startswith(f"{folder / 'model.safetensors'}: tensor {name} has 1 numbers of ")
+    assert str(refusal.value).startswith(f"{folder / 'model.safetensors'}: tensor {name} has 1 of ")
     assert str(refusal.value).endswith(f"that are not finite as {dtype}: the first is {said}")
 
 

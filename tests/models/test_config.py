@@ -346,7 +346,7 @@ def test_a_family_with_fixed_biases_refuses_a_config_that_says_otherwise(family:
 
 
 def test_a_rope_that_starts_from_the_length_of_pretraining_must_be_told_it() -> None:
-    with pytest.raises(InvalidArgument, match="original_max_position_embeddings: is 0; yarn needs"):
+    with pytest.raises(InvalidArgument, match="original_max_position_embeddings: is 0; yarn requires"):
         RopeConfig(kind="yarn", factor=4.0)
 
 

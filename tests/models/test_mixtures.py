@@ -149,7 +149,7 @@ def test_windows_are_those_of_transformers() -> None:
     ("name", "settings", "message"),
     [
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: is 9; the limit is 8"),
-        ("mixtral", {"num_experts": 4}, "num_experts: is 4, and num_local_experts is 8"),
+        ("mixtral", {"num_experts": 4}, "num_experts: is 4, but num_local_experts is 8"),
         ("qwen3", {"num_experts": 0}, "num_experts: is 0; it must be an integer of at least 1"),
         ("qwen3", {"moe_intermediate_size": "wide"}, "moe_intermediate_size: is 'wide'"),
         ("qwen2", {"mlp_only_layers": "all"}, "mlp_only_layers: is 'all'; it must be a list of layers"),

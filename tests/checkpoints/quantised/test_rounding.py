@@ -97,7 +97,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     stored = tensors(case)
     stored["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
     write_tensors(stored, folder)
-    with pytest.raises(InvalidArgument, match=r"layers\.1\.mlp\.up_proj\.weight has 1 numbers"):
+    with pytest.raises(InvalidArgument, match=r"layers\.1\.mlp\.up_proj\.weight has 1 of"):
         load_params(quantised(folder, "int8"), folder, "loop")
 
 
