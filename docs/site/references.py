@@ -1,4 +1,4 @@
-"""Pages that are made of the program itself: options, commands, metrics, protos."""
+"""Reference pages generated from the program: options, commands, metrics, protos."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ _COLUMNS = "86"
 
 
 def pages() -> dict[str, str]:
-    """Return all of them: path in the site -> Markdown."""
+    """Return all reference pages: path in the site -> Markdown."""
     protos = reference(compile_protos(PROTOS))
     listed = "\n".join(f"- [{name}]({page_of(name)})" for name in protos)
     return {
@@ -37,9 +37,9 @@ def pages() -> dict[str, str]:
 _PROTOCOL = """\
 # gRPC
 
-The protos are in `protos/`; a comment says of each field its meaning, its unit, its bounds and its default. Reflection
-is on (`--enable-reflection`), and so is the standard health service. `jpaged.v1` is ours and grows compatibly; the
-others are the messages of protocols that others have published.
+The protos are in `protos/`; comments document the meaning, unit, bounds and default of each field. Reflection
+(`--enable-reflection`) and the standard health service are on. `jpaged.v1` is jpaged's own API and stays compatible;
+the other packages are third-party protocols.
 """
 
 
@@ -47,29 +47,29 @@ def options() -> Iterator[str]:
     """Yield the page of every option of the configuration."""
     yield "# Options\n"
     yield (
-        "Options of `jpaged serve` and of `LLM(...)`, where dashes are underscores; other commands take those that "
-        "mean something there. `jpaged serve --help=GROUP` tells the same.\n"
+        "Options of `jpaged serve` and of `LLM(...)`, which uses underscores instead of dashes. Other commands accept "
+        "those that apply to them. `jpaged serve --help=GROUP` prints the same.\n"
     )
     for section in SECTIONS:
         yield f"## {section}\n\n{section_help(section)}\n"
-        yield _table("option", "default, limits", "what it is")
+        yield _table("option", "default, limits", "meaning")
         for _, mine, spec in iter_options():
             if mine == section:
                 yield f"| `{flag_of(spec.name)}` | {_cell(default_and_limits(spec))} | {_cell(_help(spec))} |"
         yield _END
-    yield f"## Environment\n\n{_table('variable', 'what it says')}"
+    yield f"## Environment\n\n{_table('variable', 'meaning')}"
     for name, text in ENVIRONMENT.items():
         yield f"| `{name}` | {_cell(text)} |"
     yield _END
 
 
 def _table(*titles: str) -> str:
-    """Return the head of a table that style.css lays out for phones, too."""
+    """Return the head of a table that style.css also formats for phones."""
     return f'<div class="options" markdown>\n\n| {" | ".join(titles)} |\n{"|---" * len(titles)}|'
 
 
 _END = "\n</div>\n"
-"""Ends what `_table` begins."""
+"""End of a table that `_table` begins."""
 
 
 def _help(spec: Field[Any]) -> str:
@@ -83,9 +83,9 @@ def _cell(text: str) -> str:
 
 
 def commands() -> Iterator[str]:
-    """Yield the page of every command: what it does, and what it takes besides the options of the configuration."""
+    """Yield the page of every command: its description, and its flags except configuration options."""
     yield "# Commands\n"
-    yield "Options of the configuration, which many commands take, are told [by themselves](options.md).\n"
+    yield "Many commands also accept the [configuration options](options.md).\n"
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = _COLUMNS
     try:
@@ -107,13 +107,13 @@ def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def metrics(scraped: str) -> Iterator[str]:
-    """Yield the page of every metric that a server tells, read off a scrape of one."""
+    """Yield the page of every metric of a server, from a scrape."""
     yield "# Metrics\n"
     yield (
-        "What a server answers to Prometheus, on `--metrics-port`. `vllm:*` means what vLLM's metric of that name "
-        "means; [the runbook](../runbook.md#what-to-watch) says which to watch. Counters end in `_total`.\n"
+        "Prometheus metrics of a server, on `--metrics-port`. `vllm:*` metrics have the meaning of vLLM's metrics "
+        "of that name; [the runbook](../runbook.md#what-to-watch) lists those to watch. Counters end in `_total`.\n"
     )
-    yield _table("metric", "kind", "what it is")
+    yield _table("metric", "kind", "meaning")
     kinds, helps = _headers(scraped, "# TYPE "), _headers(scraped, "# HELP ")
     told = {name: (kinds[name], text) for name, text in helps.items() if not name.endswith("_created")}
     told |= {f"{one.name}_total": ("counter", one.help) for _, one in metrics_of("counter", SpeculationLoad)}

@@ -67,7 +67,7 @@ class StoreFolder:
         path = self.path / identity.hex()
         try:
             if path.is_symlink() or (path.exists() and not path.is_dir()):
-                logger.warning("%s is not a folder: it is removed", path)
+                logger.warning("%s is not a folder and is removed", path)
                 path.unlink()
             path.mkdir(mode=0o700, exist_ok=True)
             os.utime(path)
@@ -85,7 +85,7 @@ class StoreFolder:
         for used_s, path, size in sorted(others):
             if total + num_bytes <= self.max_bytes:
                 break
-            if discard(path, "its room is needed, and its model is not served"):
+            if discard(path, "its space is needed, and its model is not served"):
                 total -= size
                 with contextlib.suppress(OSError):
                     os.utime(path.parent, (used_s, used_s))  # losing a file is not a use
@@ -105,7 +105,7 @@ class StoreFolder:
                 if time.monotonic() >= until_s:
                     holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
                     problem = f"{self.path} is used by another server (process {holder or 'unknown'})"
-                    raise InvalidArgument("kv_disk_dir", f"{problem}: each needs a folder of its own") from None
+                    raise InvalidArgument("kv_disk_dir", f"{problem}: each server must have its own folder") from None
                 time.sleep(_LOCK_PAUSE_S)
             except OSError as error:
                 raise InvalidArgument("kv_disk_dir", f"{self.path} cannot be locked: {error.strerror}") from None
@@ -119,7 +119,7 @@ class StoreFolder:
         if room < self.max_bytes:
             raise InvalidArgument(
                 "kv_disk_space",
-                f"{self.max_bytes / _GIB:.3g} GiB; {self.path} has room for {room / _GIB:.3g} GiB",
+                f"{self.max_bytes / _GIB:.3g} GiB is too large: {self.path} has {room / _GIB:.3g} GiB free",
             )
 
     def _files(self) -> Iterator[tuple[Path, int]]:

@@ -95,7 +95,7 @@ class Form:
         """
         packed, crc = header[: _FILE.size], header[_FILE.size : _FILE.size + _CRC.size]
         if len(header) < _FILE.size + _CRC.size or _CRC.unpack(crc)[0] != zlib.crc32(packed):
-            raise Damaged("its header is not whole")
+            raise Damaged("its header is incomplete")
         magic, *rest = _FILE.unpack(packed)
         if magic != _MAGIC:
             raise Damaged(f"it begins with {magic!r}, not with {_MAGIC!r}")
@@ -143,10 +143,12 @@ class Segment:
         try:
             form = Form.of_file(os.pread(descriptor, _PAGE_BYTES, 0))
             if (form.identity, form.bytes_per_block) != (identity, bytes_per_block) or not form.num_slots:
-                raise Damaged(f"it has blocks of {form.bytes_per_block} bytes of {form.identity.hex()[:16]}")
+                raise Damaged(
+                    f"its blocks have {form.bytes_per_block} bytes and the fingerprint {form.identity.hex()[:16]}"
+                )
             size = os.fstat(descriptor).st_size
             if size != form.num_bytes:
-                raise Damaged(f"it is of {size} bytes, not of {form.num_bytes}")
+                raise Damaged(f"it has {size} bytes, not {form.num_bytes}")
             os.posix_fallocate(descriptor, 0, form.num_bytes)  # a copy may have holes
             return cls(path, form, descriptor)
         except BaseException:
@@ -198,7 +200,7 @@ class Segment:
         while done < len(into):
             num_bytes = os.preadv(self._descriptor, [into[done:]], begin + done)
             if not num_bytes:
-                raise OSError(f"{self.path} was made shorter")
+                raise OSError(f"{self.path} was truncated")
             done += num_bytes
 
     def close(self) -> None:
@@ -218,7 +220,7 @@ class Segment:
         if not found.st_nlink:
             raise OSError(f"{self.path} was removed")
         if found.st_size < self.form.slots_begin:
-            raise OSError(f"{self.path} was made shorter")
+            raise OSError(f"{self.path} was truncated")
 
 
 def _header_begin(slot: int) -> int:

@@ -125,7 +125,7 @@ class Slots:
         """
         found = len(self.known), len(self._coming), len(self.free), self._num_loose
         if sum(found) != self._num_slots:
-            raise InternalError(f"{found} slots known, coming, free and loose are not {self._num_slots}")
+            raise InternalError(f"{found} known, pending, free and loose slots are not {self._num_slots}")
 
     def _loosen(self, slot: Slot) -> None:
         slot.is_loose = True

@@ -68,11 +68,11 @@ class _Segments:
                 discard(path, str(damage))
                 continue
             except OSError as error:
-                logger.warning("disk offload: cannot open %s, which is left alone: %s", path, error)
+                logger.warning("disk offload: cannot open %s, which is left unchanged: %s", path, error)
                 continue
             if total + segment.form.num_bytes > self.folder.max_bytes:
                 segment.close()
-                discard(path, "the limit is lower than it was")
+                discard(path, "the limit was lowered")
                 continue
             total += segment.form.num_bytes
             self.opened.append(segment)
@@ -93,7 +93,7 @@ class _Segments:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.opened:
                 raise
             self.is_full = True
-            logger.warning("disk offload: %s is full: at most %d files are kept", self.path, len(self.opened))
+            logger.warning("disk offload: %s is full: the limit is %d files", self.path, len(self.opened))
             return None
         self.opened.append(segment)
         return segment
@@ -351,7 +351,7 @@ class BlockStore:
     def _turn_off(self, error: OSError) -> None:
         with self._lock:
             if self._is_on:
-                logger.error("disk offload is off from now on: %s: %s", self._segments.path, error)
+                logger.error("disk offload is now off: %s: %s", self._segments.path, error)
             self._is_on = False
             self._counts = replace(self._counts, num_failures=self._counts.num_failures + 1)
 
@@ -383,7 +383,8 @@ def _form(identity: bytes, bytes_per_block: int, max_bytes: int) -> Form:
     form = Form(identity, bytes_per_block, 1)
     if form.num_bytes > max_bytes:
         raise InvalidArgument(
-            "kv_disk_space", f"{max_bytes} bytes; a block has {bytes_per_block}, with its file {form.num_bytes}"
+            "kv_disk_space",
+            f"{max_bytes} bytes; a block has {bytes_per_block} bytes, and with its file {form.num_bytes}",
         )
     num_slots = max(1, wanted // bytes_per_block)
     while num_slots > 1 and replace(form, num_slots=num_slots).num_bytes > wanted:

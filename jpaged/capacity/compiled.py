@@ -107,7 +107,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     if dtype == "auto":
         dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
         if config.checkpoint_dtype not in (None, dtype):
-            notes.append(f"the checkpoint is {config.checkpoint_dtype}: planned as with --dtype {dtype}")
+            notes.append(f"the checkpoint has dtype {config.checkpoint_dtype}: planned with --dtype {dtype}")
     model = Model(config, np.dtype(dtype))
     mesh = build_mesh(_devices(target)[:num_devices], num_parts)
     notes += Attention.on(model, options, mesh).reasons()
@@ -123,8 +123,9 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     )
     if num_slots := deployment.geometry.max_loras:
         notes.append(
-            f"{num_slots} adapter slots of rank {options.lora.max_lora_rank} are {deployment.adapter_bytes / _GIB:.3f} "
-            "GiB of the weights: every step reads them, and every token is multiplied with all"
+            f"{num_slots} adapter slots of rank {options.lora.max_lora_rank} take "
+            f"{deployment.adapter_bytes / _GIB:.3f} GiB of the weights: every step reads all of them and multiplies "
+            "every token with all of them"
         )
     return CompiledPlan(
         model=name,
@@ -160,7 +161,7 @@ def _num_devices(
     if most < (chosen or 1):
         raise InvalidArgument(
             "tensor_parallel_size" if num_context_parts == 1 else "context_parallel_size",
-            f"{(chosen or 1) * num_context_parts} devices are asked for; {target.name} has {target.num_devices}",
+            f"requires {(chosen or 1) * num_context_parts} devices; {target.name} has {target.num_devices}",
         )
     if chosen is not None:
         for config in configs:
@@ -170,7 +171,7 @@ def _num_devices(
     if largest == most:
         return largest, []
     heads = " and ".join(str(config.num_heads) for config in configs)
-    return largest, [f"{heads} heads are not split over {most} devices: tensor_parallel_size is {largest}"]
+    return largest, [f"{heads} heads cannot be split over {most} devices: tensor_parallel_size is {largest}"]
 
 
 def _devices(target: Target) -> Sequence[Any]:
@@ -194,5 +195,5 @@ def _config_of_draft(name: str, *, is_head: bool) -> ModelConfig:
         return find_config(name)[1]
     folder = find_local(name)
     if folder is None:
-        raise NotFound(f"model: {name!r} is no folder with a head")
+        raise NotFound(f"model: {name!r} is not a folder with a draft head")
     return read_head(folder)

@@ -120,20 +120,21 @@ class CountedTimes:
         """Return lines that describe the measurements and their cases."""
         decode, chunks, sampling = self.decode, self.chunks, self._sampling_of(num_rows)
         found = [
-            f"cycles at {self.clock_hz / 1e9:g} GHz, as counted off the compiled kernels, stalls left out; attention "
-            f"takes no less than its bytes at {HBM_EFFICIENCY:.0%} of {self.hardware.hbm_bytes_per_s / 1e9:.0f} GB/s",
-            f"attention that decodes: {decode.compute_per_mib:g} a MiB of KV, {decode.issue_per_block:g} a block, "
-            f"{decode.wait_per_chunk:g} a chunk of {decode.chunk_bytes / _MIB:g} MiB, {decode.per_row:g} a row"
-            + _counted_for(decode.heads, self.heads),
-            f"attention of prompts: {chunks.per_256x256_head:g} for 256 x 256 of a head"
+            f"cycles at {self.clock_hz / 1e9:g} GHz, counted in the compiled kernels, without stalls; attention takes "
+            f"at least the time to read its bytes at {HBM_EFFICIENCY:.0%} of "
+            f"{self.hardware.hbm_bytes_per_s / 1e9:.0f} GB/s",
+            f"decode attention, cycles: {decode.compute_per_mib:g} per MiB of KV, {decode.issue_per_block:g} per "
+            f"block, {decode.wait_per_chunk:g} per chunk of {decode.chunk_bytes / _MIB:g} MiB, {decode.per_row:g} per "
+            "row" + _counted_for(decode.heads, self.heads),
+            f"prefill attention, cycles: {chunks.per_256x256_head:g} per 256 x 256 tile of a head"
             + _counted_for(chunks.heads, self.heads),
         ]
         if sampling is None:
-            return [*found, "sampling was not counted, and left out"]
+            return [*found, "sampling is not included: its cycles were not counted"]
         return [
             *found,
-            f"sampling: every row asks for {sampling.what}; {sampling.cycles:g} counted for {sampling.rows} rows of "
-            f"{sampling.vocab} logits, and others by their number",
+            f"sampling: every row uses {sampling.what}; {sampling.cycles:g} cycles counted for {sampling.rows} rows of "
+            f"{sampling.vocab} logits, scaled to other numbers of rows and logits",
         ]
 
 

@@ -156,7 +156,7 @@ def _entries(kind: type[_Kind], entries: Iterable[Mapping[str, Any]]) -> tuple[_
     cases = []
     for entry in entries:
         if missing := [name for name in names if name not in entry]:
-            raise InternalError(f"cycles.json: a {kind.__name__} misses {', '.join(missing)}: {dict(entry)}")
+            raise InternalError(f"cycles.json: a {kind.__name__} lacks {', '.join(missing)}: {dict(entry)}")
         values = {name: entry[name] for name in names}
         below = [name for name, value in values.items() if not isinstance(value, str) and not value >= 0]
         if below:

@@ -28,7 +28,7 @@ def find_config(name: str) -> tuple[str, ModelConfig]:
     known = find_known(name)
     if known is None:
         raise NotFound(
-            f"model: {name!r} is no config.json, no folder and no built-in configuration; built in are "
+            f"model: {name!r} is not a config.json, a folder or a built-in configuration; built in are "
             f"{', '.join(KNOWN_MODELS)}, by these names or their hub ids"
         )
     return known.name, known.config

@@ -40,12 +40,12 @@ def compile_plan(question: Question, say: Callable[[str], None]) -> CompiledPlan
     try:
         return _ask(question, say)
     except _Crashed as crash:
-        say(f"the compiler crashed (signal {crash.number}): again, one program at a time")
+        say(f"the compiler crashed (signal {crash.number}): retrying with one program at a time")
     try:
         return _ask(dataclasses.replace(question, num_threads=1), say)
     except _Crashed as crash:
         raise InternalError(
-            f"{question.target}: the process that compiles was ended twice, by signal {crash.number}: {crash.last}"
+            f"{question.target}: the compiler process crashed twice, by signal {crash.number}: {crash.last}"
         ) from crash
 
 
@@ -84,10 +84,10 @@ def _ask(question: Question, say: Callable[[str], None]) -> CompiledPlan:
         code = child.wait()
         if found is None:
             said.seek(0)
-            last = (said.read().strip().splitlines() or ["it said nothing"])[-1]
+            last = (said.read().strip().splitlines() or ["no output"])[-1]
             if code < 0:
                 raise _Crashed(-code, last)
-            raise InternalError(f"{question.target}: the process that compiles ended with {code}: {last}")
+            raise InternalError(f"{question.target}: the compiler process exited with code {code}: {last}")
     return found
 
 

@@ -122,7 +122,7 @@ def lines(found: Assessment) -> list[str]:
         f"{plan.kv_dtype}, attention {deployment.backend}, sequences of up to {sizes.max_model_len} tokens"
     )
     if plan.num_context_parts > 1:
-        text.append(f"  contexts are split over {plan.num_context_parts} of them, which each have the same weights")
+        text.append(f"  contexts are split over {plan.num_context_parts} devices with the same weights")
     text += [f"  {line}" for line in deployment.passed_over]
     text.append(
         f"  steps of up to {sizes.max_num_seqs} rows and {sizes.max_num_batched_tokens} tokens, blocks of "
@@ -133,16 +133,16 @@ def lines(found: Assessment) -> list[str]:
         text.append(f"  {deployment.problem}")
     refusal = deployment.refusal
     if refusal is not None and refusal.message not in (deployment.problem or ""):
-        text.append(f"  the compiler says: {refusal.message}")
+        text.append(f"  compiler error: {refusal.message}")
     text += [f"  {line}" for line in memory.lines()]
     if deployment.fits:
         longest = memory.num_blocks // sum(reach.num_kept(sizes.max_model_len) for reach in sizes.reaches)
         text.append(
             f"  {memory.num_blocks} blocks of {sizes.block_size} tokens hold {longest} sequences of "
-            f"{sizes.max_model_len} tokens, or"
+            f"{sizes.max_model_len} tokens, or one of these:"
         )
         text += [f"    {line}" for line in _estimate_lines(found)]
-        text.append("  estimated, not measured:")
+        text.append("  estimated, not measured, assuming:")
         text += [f"    {line}" for line in plan.step_times.assumptions(sizes.max_num_seqs)]
     slowest = max(deployment.programs, key=lambda program: program.seconds, default=None)
     text.append(
@@ -150,7 +150,7 @@ def lines(found: Assessment) -> list[str]:
         + ("" if slowest is None else f", the slowest {slowest.name} in {slowest.seconds:.1f} s")
     )
     if found.service is not None:
-        text.append(f"  the load takes {_service(found.service, plan)}")
+        text.append(f"  to serve the load: {_service(found.service, plan)}")
     if found.goals is not None and deployment.fits:
         text += _role_lines(found.roles, found.goals)
     return text
@@ -158,7 +158,7 @@ def lines(found: Assessment) -> list[str]:
 
 def _role_lines(roles: Comparison | None, goals: Goals) -> list[str]:
     if roles is None:
-        return ["  roles: not compared, for no sequence fits or outputs have one token"]
+        return ["  roles: not compared, because no sequence fits or outputs have one token"]
     return [f"  {line}" for line in role_lines(roles, goals)]
 
 
@@ -179,13 +179,15 @@ def comparison(assessments: Sequence[Assessment], workload: Workload) -> list[st
     best = cheapest(assessments)
     if best is None:
         fitting = any(found.plan.deployment.fits for found in assessments)
-        text.append("cheapest: unknown without --price" if fitting else "cheapest: none fits")
+        text.append("cheapest: unknown without --price" if fitting else "cheapest: no target fits")
     elif best.service is not None and best.service.usd_per_hour is not None:
-        text.append(f"cheapest: {best.plan.target.name}, {best.service.usd_per_hour:.2f} USD an hour for the load")
+        text.append(f"cheapest: {best.plan.target.name}, {best.service.usd_per_hour:.2f} USD per hour for the load")
     else:
-        text.append(f"cheapest: {best.plan.target.name}, {best.usd_per_million:.3f} USD a million output tokens")
+        text.append(f"cheapest: {best.plan.target.name}, {best.usd_per_million:.3f} USD per million output tokens")
     if workload.tokens_per_s is not None:
-        text.append(f"a load may take {MAX_LOAD:.0%} of the estimated tokens/s; more load takes more whole slices")
+        text.append(
+            f"a load may use {MAX_LOAD:.0%} of the estimated tokens/s; a larger load requires more whole slices"
+        )
     return text
 
 
@@ -259,11 +261,9 @@ def _by_how_much(found: Assessment) -> str:
     deployment = found.plan.deployment
     free = deployment.memory.free_bytes or 0
     if deployment.fits:
-        return (
-            f", {max(0, free) / _GIB:.3f} GiB a device to spare beside a pool of {deployment.memory.num_blocks} blocks"
-        )
+        return f", {max(0, free) / _GIB:.3f} GiB per device free after a pool of {deployment.memory.num_blocks} blocks"
     if free < 0:
-        return f", over by {-free / _GIB:.2f} GiB a device"
+        return f", over by {-free / _GIB:.2f} GiB per device"
     return ""
 
 
@@ -273,16 +273,17 @@ def _estimate_lines(found: Assessment) -> list[str]:
         tokens_per_s = one.tokens_per_s * found.plan.num_copies
         cost = None if found.price is None else usd_per_million(found.price, found.plan.target.num_chips, tokens_per_s)
         text.append(
-            f"{one.num_fitting} of {one.lengths.input_len} + {one.lengths.output_len} tokens: {one.num_running} run at "
-            f"once, a decode step {one.decode.seconds * 1e3:.2f} ms, a prefill step {one.prefill.seconds * 1e3:.2f} "
-            f"ms, {tokens_per_s:.0f} output tokens/s" + ("" if cost is None else f", {cost:.3f} USD a million")
+            f"{one.num_fitting} of {one.lengths.input_len} + {one.lengths.output_len} tokens: {one.num_running} run "
+            f"concurrently, a decode step {one.decode.seconds * 1e3:.2f} ms, a prefill step "
+            f"{one.prefill.seconds * 1e3:.2f} ms, {tokens_per_s:.0f} output tokens/s"
+            + ("" if cost is None else f", {cost:.3f} USD per million")
         )
         text += [f"  decode, ms: {one.decode}", f"  prefill, ms: {one.prefill}"]
     return text
 
 
 def _service(service: Service, plan: CompiledPlan) -> str:
-    cost = "" if service.usd_per_hour is None else f", {service.usd_per_hour:.2f} USD an hour"
+    cost = "" if service.usd_per_hour is None else f", {service.usd_per_hour:.2f} USD per hour"
     copies = _counted(service.num_slices * plan.num_copies, "copy", "copies")
     return f"{service.num_slices} x {plan.target.name} ({_counted(service.num_chips, 'chip', 'chips')}, {copies}{cost})"
 

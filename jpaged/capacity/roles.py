@@ -226,33 +226,34 @@ def lines(found: Comparison, goals: Goals) -> list[str]:
     """Return a comparison as text, with the recommendation."""
     mixed, apart, lengths = found.mixed, found.apart, found.lengths
     text = [
-        f"roles for {lengths.input_len} + {lengths.output_len} tokens on {found.num_copies} copies: a first token "
-        f"within {goals.ttft_s * 1e3:g} ms (mean), 99 of 100 others within {goals.itl_s * 1e3:g} ms",
-        f"  both everywhere: {_way_line(mixed)}",
+        f"roles for {lengths.input_len} + {lengths.output_len} tokens on {found.num_copies} copies: time to first "
+        f"token up to {goals.ttft_s * 1e3:g} ms (mean), inter-token latency up to {goals.itl_s * 1e3:g} ms (p99)",
+        f"  every copy does both: {_way_line(mixed)}",
         f"  {apart.num_prefill} prefill + {apart.num_decode} decode: {_way_line(apart)}",
-        f"  a prompt's blocks are {found.transfer_bytes / 1e6:.1f} MB, on their way for {apart.transfer_s * 1e3:.1f} "
-        f"ms at {goals.network_bytes_per_s * 8 / 1e9:g} Gbit/s between servers, in which the second token waits",
+        f"  a prompt's blocks are {found.transfer_bytes / 1e6:.1f} MB, transferred in {apart.transfer_s * 1e3:.1f} "
+        f"ms at {goals.network_bytes_per_s * 8 / 1e9:g} Gbit/s between servers, which delays the second token",
     ]
     if not (mixed.requests_per_s or apart.requests_per_s):
-        return [*text, "  choose: neither keeps the goals"]
+        return [*text, "  choose: neither meets the goals"]
     gain = apart.requests_per_s / mixed.requests_per_s if mixed.requests_per_s else math.inf
     if found.chooses_apart:
         what = f"--role prefill on {apart.num_prefill} and --role decode on {apart.num_decode} of {found.num_copies}"
     else:
         what = "--role both"
-    times = "they alone keep the goals" if math.isinf(gain) else f"apart carries {gain:.2f} times as many requests"
+    times = "only they meet the goals" if math.isinf(gain) else f"apart carries {gain:.2f} times as many requests"
     return [*text, f"  choose: {what}; {times}"]
 
 
 def _way_line(way: Way) -> str:
     if not way.requests_per_s:
         if math.isinf(way.ttft_s):
-            return "does not keep the goals: one row's prompts take longer than its output"
+            return "does not meet the goals: one row's prompts take longer than its output"
         return (
-            f"does not keep the goals: of one row the first token takes {way.ttft_s * 1e3:.1f} ms, 99 of 100 others "
-            f"{way.itl_p99_s * 1e3:.2f} ms"
+            f"does not meet the goals: one row has time to first token {way.ttft_s * 1e3:.1f} ms, inter-token latency "
+            f"{way.itl_p99_s * 1e3:.2f} ms (p99)"
         )
     return (
-        f"{way.requests_per_s:.2f} requests/s, {way.num_rows} rows a copy, chunks of {way.chunk_tokens}; first token "
-        f"{way.ttft_s * 1e3:.1f} ms, others {way.itl_s * 1e3:.2f} ms (mean), {way.itl_p99_s * 1e3:.2f} ms (99 of 100)"
+        f"{way.requests_per_s:.2f} requests/s, {way.num_rows} rows per copy, chunks of {way.chunk_tokens}; time to "
+        f"first token {way.ttft_s * 1e3:.1f} ms (mean), inter-token latency {way.itl_s * 1e3:.2f} ms (mean), "
+        f"{way.itl_p99_s * 1e3:.2f} ms (p99)"
     )

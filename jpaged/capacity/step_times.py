@@ -200,13 +200,13 @@ class StepTimes:
         links = f"{LINK_EFFICIENCY:.0%} of the links between devices"
         if self.counted is None:
             return [
-                f"no cycles are known of {self.target.family}: a roofline at {ASSUMED.bandwidth_efficiency:.0%} of the "
-                f"HBM's bandwidth, {ASSUMED.flops_efficiency:.0%} of the bfloat16 peak and {links}, attention with it; "
-                "without sampling"
+                f"no cycles were counted for {self.target.family}: a roofline at {ASSUMED.bandwidth_efficiency:.0%} "
+                f"of the HBM's bandwidth, {ASSUMED.flops_efficiency:.0%} of the bfloat16 peak and {links}, including "
+                "attention but not sampling"
             ]
         return [
-            f"products at {PRODUCTS_EFFICIENCY:.0%} of the bfloat16 peak, weights at {HBM_EFFICIENCY:.0%} of the HBM's "
-            f"bandwidth, {links}, and {GLUE_SHARE:.0%} of products and attention for what is neither",
+            f"matrix products at {PRODUCTS_EFFICIENCY:.0%} of the bfloat16 peak, weights at {HBM_EFFICIENCY:.0%} of "
+            f"the HBM's bandwidth, {links}, and {GLUE_SHARE:.0%} of products and attention for all else",
             *self.counted.lines(num_rows),
         ]
 

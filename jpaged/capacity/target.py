@@ -60,7 +60,7 @@ def find_target(name: str) -> Target:
         return Target(name, family, "cuda", num_devices, num_devices, _hardware(family), (num_devices,))
     raise InvalidArgument(
         "topology",
-        f"{name!r} is not known; known are {', '.join(GPUS)}, each with :1 to :{_MAX_GPUS} behind it, and "
+        f"{name!r} is not known; known are {', '.join(GPUS)}, each with an optional suffix :1 to :{_MAX_GPUS}, and "
         f"{', '.join(TOPOLOGIES)}",
     )
 
@@ -69,5 +69,5 @@ def _hardware(gpu: str) -> Hardware:
     """Return the hardware of a GPU that can be compiled for."""
     found = find_hardware(device_kind(gpu))
     if found is None:
-        raise InternalError(f"{gpu} is described as {device_kind(gpu)!r}, which is not in the table of hardware")
+        raise InternalError(f"{gpu} reports itself as {device_kind(gpu)!r}, which is not in the hardware table")
     return found

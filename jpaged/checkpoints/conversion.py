@@ -118,7 +118,7 @@ def convert_folder(
             if options.dtype is not None:
                 if config.quantisation is not None:
                     raise InvalidArgument(
-                        "dtype", f"{options.dtype} is no type for weights quantised by others: leave it"
+                        "dtype", f"{options.dtype} cannot be applied to quantized weights: remove the option"
                     )
                 _write_dtype(folder / CONFIG_FILE, options.dtype)
             _write(tensors, config, folder, options, progress)
@@ -227,7 +227,7 @@ def _cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
         cast = tensor.astype(dtype)
     num_lost = int(np.count_nonzero(np.isinf(cast))) - int(np.count_nonzero(np.isinf(tensor)))
     if num_lost:
-        raise InvalidArgument("dtype", f"{dtype.name} is too narrow for {num_lost} numbers of tensor {name}")
+        raise InvalidArgument("dtype", f"{dtype.name} cannot represent {num_lost} numbers of tensor {name}")
     return cast
 
 
@@ -246,7 +246,7 @@ def _write_config(path: Path, values: Mapping[str, object]) -> None:
 def _check_apart(source: Path, destination: Path) -> None:
     here, there = source.resolve(), destination.resolve()
     if here.is_relative_to(there) or there.is_relative_to(here):
-        raise InvalidArgument("destination", f"{destination} is, holds, or lies in the source, {source}")
+        raise InvalidArgument("destination", f"{destination} is the source {source}, contains it, or is inside it")
 
 
 @contextmanager
@@ -268,14 +268,14 @@ def _new_folder(destination: Path, force: bool) -> Iterator[Path]:
     except JpagedError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise Unavailable(f"{destination} could not be written, and nothing is left of it: {error}") from error
+        raise Unavailable(f"{destination} could not be written and was removed: {error}") from error
 
 
 def _check_free(destination: Path, force: bool) -> None:
     if not destination.exists() and not destination.is_symlink():
         return
     if not destination.is_dir() or destination.is_symlink():
-        raise InvalidArgument("destination", f"{destination} exists and is no folder")
+        raise InvalidArgument("destination", f"{destination} exists and is not a folder")
     if not any(destination.iterdir()):
         return
     if not force:
@@ -284,4 +284,6 @@ def _check_free(destination: Path, force: bool) -> None:
         (destination / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)
     )
     if not is_checkpoint:
-        raise InvalidArgument("destination", f"{destination} holds something else than a checkpoint; remove it first")
+        raise InvalidArgument(
+            "destination", f"{destination} contains something other than a checkpoint; remove it first"
+        )

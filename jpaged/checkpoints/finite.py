@@ -63,7 +63,7 @@ def refuse_tensor(files: TensorSource, name: str, shape: tuple[int, ...], dtype:
     first = tuple(int(i) for i in np.argwhere(is_bad)[0])
     raise InvalidArgument(
         str(files.where(name)),
-        f"tensor {name} has {is_bad.sum()} numbers of {is_bad.size} that are not finite as {dtype}: the first is "
+        f"tensor {name} has {is_bad.sum()} of {is_bad.size} numbers that are not finite as {dtype}: the first is "
         f"{float(stored[first])} at {list(first)}",
     )
 

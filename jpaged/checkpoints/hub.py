@@ -72,7 +72,7 @@ def find_folder(model: str) -> Path:
     if folder is not None:
         return folder
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
-        raise NotFound(f"model: there is no folder {model}")
+        raise NotFound(f"model: folder {model} does not exist")
     from huggingface_hub import snapshot_download  # slow to import, and only needed here
 
     try:
@@ -80,7 +80,7 @@ def find_folder(model: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFound(
-            f"model: {model} is no local folder, and the hub does not give it: {type(error).__name__}: {reason}"
+            f"model: {model} is not a local folder, and the hub did not return it: {type(error).__name__}: {reason}"
         ) from error
     return Path(snapshot)
 
@@ -130,8 +130,8 @@ def _find_snapshot(folder: Path) -> Path:
     if len(found) == 1:
         return found[0]
     name = folder.name.removeprefix(_CACHED).replace("--", "/")
-    problem = f"holds {len(found)} snapshots: name one of them" if found else "holds no snapshot of a whole model"
-    raise InvalidArgument("model", f"folder {folder} is of a hub cache and {problem}; `{name}` downloads the model")
+    problem = f"has {len(found)} snapshots: choose one of them" if found else "has no snapshot of a complete model"
+    raise InvalidArgument("model", f"folder {folder} is in a hub cache and {problem}; `{name}` downloads the model")
 
 
 def expand_home(path: str, field: str) -> Path:
@@ -146,7 +146,7 @@ def expand_home(path: str, field: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise InvalidArgument(field, f"{path} begins with a user who is not known here: write it from / on") from error
+        raise InvalidArgument(field, f"{path} begins with an unknown user: write the path from /") from error
 
 
 def read_config(folder: Path) -> ModelConfig:

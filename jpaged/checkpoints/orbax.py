@@ -61,7 +61,7 @@ def _check_manifest(path: Path) -> None:
     if value.get("format_version") != _FORMAT_VERSION:
         raise InvalidArgument(
             str(path),
-            f"format_version is {value.get('format_version')!r}; this jpaged reads {_FORMAT_VERSION}: "
+            f"format_version is {value.get('format_version')!r}; this version of jpaged supports {_FORMAT_VERSION}: "
             "convert the checkpoint again",
         )
     for name in ("architecture", "dtype", "jpaged_version"):
@@ -157,7 +157,7 @@ def _names(folder: Path) -> frozenset[str]:
     """
     path = folder / "_METADATA"
     if not path.is_file():
-        raise InvalidArgument(str(folder), "holds no Orbax arrays; convert the checkpoint again")
+        raise InvalidArgument(str(folder), "has no Orbax arrays; convert the checkpoint again")
     try:
         entries = json.loads(read_bounded(path, MAX_INDEX_BYTES))["tree_metadata"].values()
         paths = [[key["key"] for key in entry["key_metadata"]] for entry in entries]

@@ -21,8 +21,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 ORIGINAL_FILE, ORIGINAL_CONFIG = "consolidated.safetensors", "params.json"
 ORIGINAL_PROBLEM = (
-    f"{ORIGINAL_FILE} with {ORIGINAL_CONFIG} is Mistral's own layout, which is not read: download the files in Hugging "
-    f"Face's layout (config.json and {SINGLE_FILE}) of the same model"
+    f"{ORIGINAL_FILE} with {ORIGINAL_CONFIG} is Mistral's own layout, which is not supported: download the files of "
+    f"the same model in Hugging Face's layout (config.json and {SINGLE_FILE})"
 )
 
 FORMAT_DTYPES: Mapping[str, np.dtype] = {
@@ -108,7 +108,7 @@ class StableFile:
     def _changed(self) -> InvalidArgument:
         return InvalidArgument(
             str(self._path),
-            "changed while it was read: write a new file and rename it over the old one, then try again",
+            "changed while it was read: write a new file, rename it over the old one, then try again",
         )
 
 
@@ -220,13 +220,13 @@ class _TensorFile:
         return found
 
     def _not_whole(self, problem: str) -> InvalidArgument:
-        return unreadable(self._path, f"is not a whole safetensors file: {problem}")
+        return unreadable(self._path, f"is not a complete safetensors file: {problem}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
@@ -280,7 +280,7 @@ class TensorFiles:
         elif (folder / ORIGINAL_FILE).is_file():
             raise Unsupported(f"{folder}: {ORIGINAL_PROBLEM}")
         elif list(self._folder.glob("*.bin")) or list(self._folder.glob("*.pth")):
-            raise Unsupported(f"{self._folder}: only safetensors weights are read; convert the checkpoint")
+            raise Unsupported(f"{self._folder}: only safetensors weights are supported; convert the checkpoint")
         else:
             raise InvalidArgument(str(self._folder), f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
@@ -323,7 +323,7 @@ class TensorFiles:
         self._files[file_name] = file
         for name in file.tensors:
             if name in self._file_of:
-                raise InvalidArgument(str(path), f"tensor {name} is in {self._file_of[name]} as well")
+                raise InvalidArgument(str(path), f"tensor {name} is also in {self._file_of[name]}")
             self._file_of[name] = file_name
 
     def _open_shards(self) -> None:
@@ -339,4 +339,4 @@ class TensorFiles:
             self._open_file(file_name)
         # As in transformers, the shards decide: an index may omit tensors, or name another shard.
         for name in sorted(wanted.keys() - self._file_of.keys()):
-            raise InvalidArgument(str(path), f"puts tensor {name} into {wanted[name]}; it is in no shard")
+            raise InvalidArgument(str(path), f"puts tensor {name} into {wanted[name]}, but it is in no shard")

@@ -76,7 +76,7 @@ def check_shape(source: TensorSource, name: str, shape: tuple[int, ...]) -> None
         raise InvalidArgument(where, f"tensor {name} {list(shape)} is missing from the checkpoint")
     stored = source.shape(name)
     if stored != shape:
-        raise InvalidArgument(where, f"tensor {name} has shape {list(stored)}; config.json makes it {list(shape)}")
+        raise InvalidArgument(where, f"tensor {name} has shape {list(stored)}; config.json requires {list(shape)}")
 
 
 def read_weight(source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
@@ -91,7 +91,7 @@ def read_integers(source: TensorSource, name: str, shape: tuple[int, ...], index
     """`TensorSource.read` for integers."""
     tensor = source.read(name, shape, index)
     if tensor.dtype.kind != "i":
-        raise Unsupported(f"{source.where(name)}: tensor {name} is {tensor.dtype.name}; it has to be of integers")
+        raise Unsupported(f"{source.where(name)}: tensor {name} is {tensor.dtype.name}; it must contain integers")
     return tensor
 
 
@@ -104,7 +104,7 @@ def unreadable(path: Path, problem: str) -> InvalidArgument:
     elif path.is_file():
         with path.open("rb") as file:
             if file.read(len(_POINTER)) == _POINTER:
-                problem = "is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+                problem = "is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
     return InvalidArgument(str(path), problem)
 
 

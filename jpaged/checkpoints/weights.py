@@ -293,8 +293,8 @@ def _refuse_output(files: TensorSource, left_over: Sequence[str], head: str, sch
     name = next((name for name in left_over if name.startswith(f"{head}.") and not name.endswith(".bias")), None)
     if name is not None:
         raise Unsupported(
-            f"{files.where(name)}: tensor {name}: {head} is quantised, which quant_method {scheme.quantisation.method} "
-            f"leaves unless its config says so; quantise the model again without {head}"
+            f"{files.where(name)}: tensor {name}: {head} is quantized, but quant_method {scheme.quantisation.method} "
+            f"does not quantize it unless its config requires that; quantize the model again without {head}"
         )
 
 
@@ -321,7 +321,7 @@ def _check_tie(files: TensorSource, config: ModelConfig) -> None:
     if name != lm_head and not np.array_equal(files.read(lm_head, shape), files.read(name, shape)):
         raise InvalidArgument(
             str(files.where(lm_head)),
-            f"{lm_head} differs from {name} though config.json says tie_word_embeddings; set that to false",
+            f"{lm_head} differs from {name}, but config.json sets tie_word_embeddings; set that to false",
         )
 
 
@@ -329,7 +329,7 @@ def _refuse_not_finite(files: TensorSource, leaves: Sequence[Leaf], dtype: np.dt
     for leaf in leaves:
         for name, shape in leaf.tensors:
             refuse_tensor(files, name, shape, dtype)
-    raise InternalError(f"{leaves[0].path} is finite in the checkpoint, and on a device it is not")
+    raise InternalError(f"{leaves[0].path} is finite in the checkpoint, but not on a device")
 
 
 @dataclass(frozen=True, slots=True)

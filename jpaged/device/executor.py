@@ -223,7 +223,7 @@ class JaxExecutor:
     def rates(self) -> DeviceRates:
         """Rates that `warm_up` measured."""
         if self._rates is None:
-            raise InternalError("rates are measured by warm_up, which has not run")
+            raise InternalError("rates are not measured: warm_up has not run")
         return self._rates
 
     def warm_up(self, progress: Progress) -> None:
@@ -285,7 +285,9 @@ class JaxExecutor:
             InternalError: there is no such slot, or the device failed, after which the parameters are lost.
         """
         if not 1 <= slot <= self._geometry.max_loras or not isinstance(adapter, HostAdapter):
-            raise InternalError(f"{adapter} for adapter slot {slot}; there are {self._geometry.max_loras}")
+            raise InternalError(
+                f"{adapter} cannot be loaded into adapter slot {slot}: there are {self._geometry.max_loras} slots"
+            )
         with self._calling(f"loading an adapter into slot {slot} failed"):
             self._runner.load_adapter(slot, adapter)
 
@@ -344,7 +346,7 @@ class JaxExecutor:
         """
         num_rows = len(sampling.rows_r)
         if not self._geometry.has_fed_steps:
-            raise InternalError(f"{num_steps} steps are to wait for masks, and this device's cannot")
+            raise InternalError(f"this device cannot run {num_steps} steps that wait for masks")
         feed = Feed.open(num_rows, num_mask_words(self._geometry.vocab_size))
         try:
             with self._calling(f"{num_steps} steps of {num_rows} rows with masks failed"):
@@ -370,7 +372,9 @@ class JaxExecutor:
                 pools are lost.
         """
         if self._drafter is None or not 0 < num_rounds <= MAX_NUM_ROUNDS:
-            raise InternalError(f"{num_rounds} rounds of proposals, of {MAX_NUM_ROUNDS} at most with a draft model")
+            raise InternalError(
+                f"{num_rounds} speculative rounds exceed the limit of {MAX_NUM_ROUNDS}, or there is no draft model"
+            )
         with self._calling(f"{num_rounds} rounds of {len(sampling.rows_r)} rows failed"):
             for step in unseen:
                 self._drafter.show(self.pack(step))
@@ -382,11 +386,11 @@ class JaxExecutor:
         Raises:
             InternalError: the device failed; the returned function may raise it, too.
         """
-        with self._calling(f"telling of {inputs.num_rows} hidden states failed"):
+        with self._calling(f"computing aux outputs of {inputs.num_rows} hidden states failed"):
             wait = self._told.add(self._runner.tell(hidden, inputs))
 
         def collect() -> ToldOutputs:
-            with self._calling("the device failed in telling of hidden states"):
+            with self._calling("the device failed to compute aux outputs"):
                 return unpack_told(wait(), inputs, self._geometry.vocab_size)
 
         return collect
@@ -402,7 +406,7 @@ class JaxExecutor:
         Raises:
             InternalError: the device failed in the step.
         """
-        with self._calling("the device failed in a step"):
+        with self._calling("the device failed during a step"):
             array, has_draft = np.asarray(handle), self._drafter is not None
             outputs = unpack_rounds(array) if has_draft and is_of_rounds(array) else unpack_outputs(array)
             if self._host.on_the_way:

@@ -50,7 +50,7 @@ class HostPool:
             self._blocks: NDArray = np.empty(shape, layout.storage_dtype)
         except MemoryError as error:
             num_bytes = num_blocks * layout.bytes_per_block
-            raise InvalidArgument("swap_space", f"{num_bytes / _GIB:.2f} GiB of host memory are refused") from error
+            raise InvalidArgument("swap_space", f"cannot allocate {num_bytes / _GIB:.2f} GiB of host memory") from error
         self.on_the_way: deque[_Transfer] = deque()
 
     def receive(self, contents: jax.Array, block_ids: list[int]) -> None:
@@ -104,7 +104,7 @@ class HostPool:
         try:
             contents = self._parts.to_host(transfer.contents)
         except jax.errors.JaxRuntimeError as error:
-            raise InternalError(f"blocks {transfer.block_ids[:8]} did not reach host memory: {error}") from error
+            raise InternalError(f"copying blocks {transfer.block_ids[:8]} to host memory failed: {error}") from error
         self._blocks[transfer.block_ids] = contents[: len(transfer.block_ids)]
 
 
@@ -134,7 +134,7 @@ class WholeHostBlocks:
             InternalError: the id names no block.
         """
         if not 1 <= block_id < len(self._blocks):
-            raise InternalError(f"host block {block_id} is none from 1 to {len(self._blocks) - 1}")
+            raise InternalError(f"host block {block_id} is not from 1 to {len(self._blocks) - 1}")
         return self._blocks[block_id].reshape(-1).view(np.uint8).data
 
     def have_landed(self, block_ids: Sequence[int]) -> bool:

@@ -123,6 +123,6 @@ def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:
     if mesh.size > 1:
         return f"contexts are split over {num_context_parts(mesh)} devices (context_parallel_size)"
     if layer_mode == "scan":
-        return "weights of layers that are scanned are stacked"
+        return "weights of scanned layers are stacked"
     found = product.kernel()
     return found if isinstance(found, str) else None

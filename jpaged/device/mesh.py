@@ -83,7 +83,7 @@ def serving_meshes(tensor_parallel_size: int, data_parallel_size: int, context_p
     if context_parallel_size > 1 and num_processes > 1:
         raise InvalidArgument(
             "context_parallel_size",
-            f"{context_parallel_size}: contexts are split over the devices of one process, and num_processes is "
+            f"{context_parallel_size}: contexts are split over the devices of one process, but num_processes is "
             f"{num_processes}",
         )
     if num_processes > 1 and size == 1:
@@ -91,11 +91,11 @@ def serving_meshes(tensor_parallel_size: int, data_parallel_size: int, context_p
     of_copy, has = size * context_parallel_size, f"{devices[0].platform} has {len(devices)}"
     num_devices = of_copy * data_parallel_size
     if size > len(devices):
-        raise InvalidArgument("tensor_parallel_size", f"{size} devices are asked for; {has}")
+        raise InvalidArgument("tensor_parallel_size", f"requires {size} devices; {has}")
     if of_copy > len(devices):
         raise InvalidArgument(
             "context_parallel_size",
-            f"{context_parallel_size} parts of {size} devices each (tensor_parallel_size) ask for {of_copy} devices; "
+            f"{context_parallel_size} parts of {size} devices each (tensor_parallel_size) require {of_copy} devices; "
             f"{has}",
         )
     if num_processes > 1:
@@ -103,9 +103,9 @@ def serving_meshes(tensor_parallel_size: int, data_parallel_size: int, context_p
     if num_devices > len(devices):
         raise InvalidArgument(
             "data_parallel_size",
-            f"{data_parallel_size} copies of the model on {of_copy} devices each (tensor_parallel_size"
-            f"{' times context_parallel_size' if context_parallel_size > 1 else ''}) ask for {num_devices} devices; "
-            f"{has}",
+            f"{data_parallel_size} copies of the model on {of_copy} devices each "
+            f"(tensor_parallel_size{' times context_parallel_size' if context_parallel_size > 1 else ''}) require "
+            f"{num_devices} devices; {has}",
         )
     firsts = range(0, num_devices, of_copy)
     return [build_mesh(devices[first : first + of_copy], context_parallel_size) for first in firsts]
@@ -301,7 +301,7 @@ def check_params(params: Params, expected: Params) -> None:
     want = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
     for path in sorted(got.keys() | want.keys()):
         if path not in got or path not in want:
-            raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not of this model")
+            raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not part of this model")
         if got[path].shape != want[path].shape or got[path].dtype != want[path].dtype:
             raise InvalidArgument(
                 f"params{path}",

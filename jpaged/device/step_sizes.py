@@ -145,7 +145,10 @@ class Attention:
         hardware, sizes = find_hardware(self.device.device_kind), self.sizes()
         steps = f"{sizes.max_num_seqs} rows, {sizes.max_num_batched_tokens} tokens and blocks of {sizes.block_size}"
         if hardware is None:
-            return [f"{steps}: as on any {self.device.platform.upper()}; {self.device.device_kind} is not in the table"]
+            return [
+                f"{steps}: the default for any {self.device.platform.upper()}; {self.device.device_kind} is not in "
+                "the table"
+            ]
         length = min(_SEQUENCE_TOKENS, sizes.max_model_len)
         block_kib = (
             self._layout(sizes.block_size // self.num_context_parts).bytes_per_block
@@ -154,8 +157,8 @@ class Attention:
         )
         return [
             f"{steps}: {hardware.name} has room for {self._num_fitting(hardware, sizes.max_model_len)} sequences of "
-            f"{length} tokens beside the weights, and {hardware.ridge_tokens:.0f} FLOPs a byte of memory; a block is "
-            f"{block_kib:.0f} KiB in a layer"
+            f"{length} tokens after the weights, and {hardware.ridge_tokens:.0f} FLOPs per byte of memory; a block is "
+            f"{block_kib:.0f} KiB per layer"
         ]
 
     def _block_size(self, max_model_len: int) -> int:
@@ -165,7 +168,7 @@ class Attention:
             if chosen % num_parts:
                 raise InvalidArgument(
                     "block_size",
-                    f"{chosen} slots cannot be shared evenly by {num_parts} devices (context_parallel_size)",
+                    f"{chosen} slots cannot be divided evenly among {num_parts} devices (context_parallel_size)",
                 )
             return chosen
         platform = self.device.platform
@@ -233,7 +236,7 @@ class Attention:
         """
         ways = itertools.chain(self._others(), self._without())
         found = next((words for words, other in ways if other._runs(other.sizes())), None)
-        return "" if found is None else f"; {found} would bring it back"
+        return "" if found is None else f"; {found} would enable it"
 
     def _others(self) -> Iterator[tuple[str, Attention]]:
         """Yield this attention with one option changed, and its flag.

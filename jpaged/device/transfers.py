@@ -92,13 +92,13 @@ class BlockMover:
 
     def _check(self, moves: BlockMoves) -> None:
         if len(moves.sources) != len(moves.destinations):
-            raise InternalError(f"{len(moves.sources)} blocks are to be moved to {len(moves.destinations)}")
+            raise InternalError(f"{len(moves.sources)} source blocks have {len(moves.destinations)} destinations")
         on_device, on_host = self._layout.num_blocks, self._host.num_blocks
         _check_ids(f"{moves.move.value} sources", moves.sources, on_host if moves.move is Move.SWAP_IN else on_device)
         limit = on_host if moves.move is Move.SWAP_OUT else on_device
         _check_ids(f"{moves.move.value} destinations", moves.destinations, limit)
         if moves.move is Move.COPY and not set(moves.sources).isdisjoint(moves.destinations):
-            raise InternalError(f"a copy reads what it writes: {moves}")
+            raise InternalError(f"a copy reads a block that it writes: {moves}")
 
 
 def copies_of(moves: BlockMoves, sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int32]]]:
@@ -151,4 +151,4 @@ def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lo
     if spec.kind == "swap_in":
         run = on_shards(swap_in, mesh, (POOL_SPEC, CONTENTS_SPEC, whole), POOL_SPEC)
         return jax.jit(run, donate_argnums=0, out_shardings=of_pool).lower(pool, contents, ids)
-    raise InternalError(f"{spec} moves no blocks")
+    raise InternalError(f"{spec} does not move blocks")

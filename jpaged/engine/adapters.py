@@ -80,13 +80,17 @@ class AdapterSlots:
         """Raise InternalError unless the running groups hold exactly the slots of their adapters."""
         held = Counter(group.adapter_slot for group in running if group.adapter_slot)
         if held != +self._num_users:
-            raise InternalError(f"adapter slots are held by {dict(held)} groups, counted were {dict(+self._num_users)}")
+            raise InternalError(
+                f"adapter slots are held by {dict(held)} groups, but {dict(+self._num_users)} were counted"
+            )
         if set(self._free) & set(held) or len(self._free) + len(held) != self._num_slots:
-            raise InternalError(f"adapter slots {list(held)} are held, free are {list(self._free)}")
+            raise InternalError(f"adapter slots {list(held)} are held, but {list(self._free)} are free")
         for group in running:
             number, loaded = group.request.adapter_number, self._loaded.get(group.adapter_slot, 0)
             if number != loaded:
-                raise InternalError(f"a group of load {number} has slot {group.adapter_slot}, which has {loaded}")
+                raise InternalError(
+                    f"a group with adapter load {number} has slot {group.adapter_slot}, which has load {loaded}"
+                )
 
     def _put(self, adapter: LoadedAdapter) -> int:
         slot = next(iter(self._free))

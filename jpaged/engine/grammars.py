@@ -104,7 +104,7 @@ class Grammars:
             return
         edits = sampling.edits
         if edits is None or edits.mask_rw is None:
-            raise InternalError("a row has a grammar, and its step has no masks")
+            raise InternalError("a row has a grammar, but its step has no masks")
         filled_rw = self._filled([bound.state for bound in rows])
         num_words_r = np.count_nonzero(filled_rw, axis=1).tolist()
         places = [bound.place for bound in rows]
@@ -198,7 +198,7 @@ class Grammars:
         token_ids = state.forced(group.request.sampling.max_tokens - num_known)
         for token_id in token_ids:
             if not state.accept(token_id):
-                raise InternalError(f"token {token_id} follows without a choice, and may not come")
+                raise InternalError(f"the grammar does not accept its forced token {token_id}")
         if token_ids:
             self.decoding.leave(sequence)
         self._num_forced += len(token_ids)
@@ -213,7 +213,7 @@ class Grammars:
     def _made(self) -> GrammarMasks:
         if self._masks is None:
             if self.make_masks is None:
-                raise InternalError("a request has a grammar, and the engine was given nothing that fills masks")
+                raise InternalError("a request has a grammar, but the engine cannot compute grammar masks")
             self._masks = self.make_masks()
         return self._masks
 
@@ -253,14 +253,14 @@ def _clear(mask_w: I32, token_ids: I32) -> None:
 def _not_accepted(state: GrammarState, token_id: int) -> JpagedError:
     if state.failure is not None:
         return _too_much(state.failure)
-    return InternalError(f"token {token_id} was sampled where the grammar does not allow it")
+    return InternalError(f"token {token_id} was sampled, but the grammar does not allow it")
 
 
 def _too_much(failure: str) -> JpagedError:
-    return InvalidArgument("sampling.structured_outputs", f"the grammar takes more than a step may: {failure}")
+    return InvalidArgument("sampling.structured_outputs", f"the grammar exceeds the limit of a step: {failure}")
 
 
 def _nothing_left(name: str, sequence: Sequence) -> JpagedError:
     number = len(sequence.token_ids) - sequence.num_prompt_tokens + 1
-    problem = f"leaves no token that its grammar allows as output token {number}"
+    problem = f"leaves no token that the grammar allows as output token {number}"
     return InvalidArgument(f"sampling.{name}", problem)

@@ -431,7 +431,7 @@ class EngineLoop:
             needed = (
                 f"the request needs up to {group.num_blocks_alone(geometry)} blocks and can never fit into the pool"
             )
-            problem = f"{needed}: {self.memory.limit} blocks, less what pinned prefixes hold"
+            problem = f"{needed}, which has {self.memory.limit} blocks minus pinned prefixes"
             self._fail([group], RequestTooLong("sampling.max_tokens", problem))
             return
         if request.deadline_s is not None and self._foresight is not None:

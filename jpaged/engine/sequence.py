@@ -176,8 +176,8 @@ class Sequence:
         """
         if not self.num_prompt_tokens <= num_tokens <= len(self.token_ids) or self.num_in_flight_tokens:
             raise InternalError(
-                f"{self.num_prompt_tokens} prompt tokens, {len(self.token_ids)} in all and {self.num_in_flight_tokens} "
-                f"in flight cannot go back to {num_tokens}"
+                f"cannot go back to {num_tokens} tokens: the sequence has {self.num_prompt_tokens} prompt tokens, "
+                f"{len(self.token_ids)} tokens in total and {self.num_in_flight_tokens} in flight"
             )
         del self.token_ids[num_tokens:]
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)

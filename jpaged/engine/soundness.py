@@ -93,12 +93,12 @@ class Soundness:
             self._output.fail(group, caused)
             return
         error = InternalError(
-            f"the model's logits are not finite: there is no token {row.output_index + 1} for sequence "
+            f"the model's logits are not finite: no token {row.output_index + 1} can be sampled for sequence "
             f"{row.sequence.index}, after {row.start + row.num_tokens} tokens of context"
         )
         if not self._has_told:
             self._has_told = True
-            logger.error("request %r: %s; further ones are only counted", group.request.request_id, error)
+            logger.error("request %r: %s; later ones are counted but not logged", group.request.request_id, error)
         for sequence in group.sequences:
             self._forget(sequence)
         self._stats.count_not_finite()

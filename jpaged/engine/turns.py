@@ -141,7 +141,7 @@ class FedSteps:
     def _mask_rw(self) -> I32:
         edits = self.fed.sampling.edits
         if edits is None or edits.mask_rw is None:
-            raise InternalError("steps wait for masks, and there are none")
+            raise InternalError("the steps wait for masks, but there are none")
         return edits.mask_rw
 
     def give_first(self) -> None:
@@ -173,7 +173,7 @@ class FedSteps:
                 feed.close()
                 return num_made
             verdict = Verdict.GOES_ON if are_live and self.all_go_on else Verdict.LAST
-        raise InternalError("a dispatch has no steps")
+        raise InternalError("the dispatch has no steps")
 
     def finish(self) -> bool:
         """Wait for the last step. Return False if its tokens do not arrive."""

@@ -33,5 +33,6 @@ class AttentionKind:
         if self.num_sink_tokens < 0 or (self.num_sink_tokens and self.sliding_window is None):
             raise InvalidArgument(
                 "num_sink_tokens",
-                f"{self.num_sink_tokens} first tokens are seen beside a window of {self.sliding_window}",
+                f"{self.num_sink_tokens} must not be negative, and must be 0 without a sliding_window "
+                f"({self.sliding_window})",
             )

@@ -274,7 +274,7 @@ def _check_latents(layout: KVLayout, value_dim: int) -> None:
     if layout.num_kv_heads != layout.num_shards:
         raise InvalidArgument(
             "num_kv_heads",
-            f"{layout.num_kv_heads} heads of latents in {layout.num_shards} shards; each has exactly one",
+            f"{layout.num_kv_heads} heads of latents in {layout.num_shards} shards; each must have exactly one",
         )
 
 

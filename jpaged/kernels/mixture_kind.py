@@ -38,18 +38,20 @@ class Routing:
 
     def __post_init__(self) -> None:
         if self.num_experts < 1:
-            raise InvalidArgument("num_experts", f"is {self.num_experts}; there is at least 1")
+            raise InvalidArgument("num_experts", f"is {self.num_experts}; it must be at least 1")
         if self.num_groups < 1 or self.num_experts % self.num_groups:
             raise InvalidArgument("num_groups", f"is {self.num_groups}; it must divide {self.num_experts} experts")
         if not 1 <= self.top_groups <= self.num_groups:
-            raise InvalidArgument("top_groups", f"is {self.top_groups}; it must be 1 to {self.num_groups}, the groups")
+            raise InvalidArgument(
+                "top_groups", f"is {self.top_groups}; it must be from 1 to the number of groups, {self.num_groups}"
+            )
         size = self.num_experts // self.num_groups
         if not 1 <= self.top_k <= self.top_groups * size:
-            raise InvalidArgument("top_k", f"is {self.top_k}; a row may choose 1 to {self.top_groups * size} experts")
+            raise InvalidArgument("top_k", f"is {self.top_k}; it must be from 1 to {self.top_groups * size} experts")
         if self.num_groups > 1 and not 1 <= self.num_best <= size:
             raise InvalidArgument("num_best", f"is {self.num_best}; a group has {size} experts")
         if self.scores == "chosen" and self.num_groups > 1:
-            raise InvalidArgument("num_groups", f"is {self.num_groups}; logits are not chosen by groups")
+            raise InvalidArgument("num_groups", f"is {self.num_groups}; groups are not supported for logits")
 
 
 @dataclass(frozen=True, slots=True)

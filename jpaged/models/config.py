@@ -64,7 +64,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise InvalidArgument(
-                "num_kv_heads", f"is {self.num_kv_heads}; it must divide num_heads, {self.num_heads}, without rest"
+                "num_kv_heads", f"is {self.num_kv_heads}; it must divide num_heads, {self.num_heads}, evenly"
             )
         if self.head_dim % 2:
             raise InvalidArgument("head_dim", f"is {self.head_dim}; it must be an even number")

@@ -149,7 +149,7 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
     whole = JsonFields(config, "config.json")
     architecture = _architecture(whole)
     if architecture in HEADS:
-        raise Unsupported(f"{architecture} proposes tokens for another model, and is served beside it alone")
+        raise Unsupported(f"{architecture} is a draft head: it can only be served together with another model")
     return _read(whole, architecture, generation)
 
 
@@ -163,7 +163,7 @@ def head_from_hf(config: Mapping[str, object]) -> EagleConfig:
     whole = JsonFields(config, "config.json")
     name = _architecture(whole)
     if name not in NAMES:
-        raise Unsupported(f"{name!r} is no EAGLE-3 head that is supported; supported: {', '.join(NAMES)}")
+        raise Unsupported(f"{name!r} is not a supported EAGLE-3 head; supported: {', '.join(NAMES)}")
     result = _read(whole, NAMES[name], None)
     assert isinstance(result, EagleConfig)
     return result
@@ -359,11 +359,11 @@ def _checkpoint_dtype(fields: JsonFields) -> str | None:
 
 
 def _refuse_other_forms(fields: JsonFields) -> None:
-    fields.only("quantization_config", why="quantised checkpoints are not supported; take the original weights")
-    fields.only("pretraining_tp", 0, 1, why="split projections are not supported; only 1 is")
+    fields.only("quantization_config", why="quantized checkpoints are not supported; use the original weights")
+    fields.only("pretraining_tp", 0, 1, why="split projections are not supported; it must be 1")
     fields.only("rope_interleaved", False, why="only half-split rotary embedding is supported")
     fields.only("use_mrope", False, why="multimodal rotary embedding is not supported")
-    fields.only("pruned_heads", {}, why="layers without some of their heads are not supported")
-    fields.only("chunk_size_feed_forward", 0, why="a chunked feed-forward is not supported; only 0 is")
+    fields.only("pruned_heads", {}, why="pruned heads are not supported")
+    fields.only("chunk_size_feed_forward", 0, why="a chunked feed-forward is not supported; it must be 0")
     for key in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript"):
         fields.only(key, False, why="only decoder-only models are supported")

@@ -388,7 +388,7 @@ class Ends(nnx.Module):
 
     def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:
         """Return a head's input states `[T, E]` from hidden states of the target model."""
-        raise InternalError(f"{type(self).__name__} takes no hidden states of another model")
+        raise InternalError(f"{type(self).__name__} does not accept hidden states of another model")
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
         """Map the last layer's states `[R, E]`, of which the first rows are in use, to float32 logits `[R, V]`."""

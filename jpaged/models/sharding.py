@@ -171,5 +171,5 @@ def with_parallel_experts(config: ModelConfig) -> ModelConfig:
         InvalidArgument: the model has no experts.
     """
     if config.mixture is None:
-        raise InvalidArgument("enable_expert_parallel", f"is on, and {config.architecture} has no experts")
+        raise InvalidArgument("enable_expert_parallel", f"is on, but {config.architecture} has no experts")
     return dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, is_parallel=True))

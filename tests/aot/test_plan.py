@@ -59,9 +59,9 @@ def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> N
     assert done.returncode == 1
     assert "llama-3.1-70b on v6e:2x4: does not fit, over by 35.7" in done.stdout
     assert "num_blocks: 10000 blocks do not fit: 0.97 of 31.25 GiB (" in done.stdout
-    assert "), less 16.43 GiB for weights" in done.stdout
+    assert "), minus 16.43 GiB for weights" in done.stdout
     assert "lower num_blocks to 26" in done.stdout
-    assert "the compiler says: RESOURCE_EXHAUSTED: Ran out of memory" in done.stdout
+    assert "compiler error: RESOURCE_EXHAUSTED: Ran out of memory" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -100,4 +100,4 @@ def test_weights_that_do_not_fit_are_known_without_compiling() -> None:
     assert done.returncode == 1
     (found,) = json.loads(done.stdout)["plans"]
     assert (found["fits"], found["compiled_programs"]) == (False, [])
-    assert found["problem"].startswith("tensor_parallel_size: the weights alone are 16.43 GiB a device")
+    assert found["problem"].startswith("tensor_parallel_size: the weights alone are 16.43 GiB per device")

@@ -261,7 +261,7 @@ def test_a_file_that_is_cut_short_under_a_store_turns_it_off_and_ends_nobody(tmp
     assert not store.write(key_of(3), memoryview(contents_of(3)))
     store.forget(key_of(2))
     assert store.reset() == 0
-    assert "off from now on" in caplog.text
+    assert "is now off" in caplog.text
     store.close()
 
 
@@ -310,7 +310,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_that_says_why(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InvalidArgument, match=r"kv_disk_dir: .* cannot be written"):
             open_store(path)
-    with pytest.raises(InvalidArgument, match=r"kv_disk_space: .* has room for"):
+    with pytest.raises(InvalidArgument, match=r"kv_disk_space: .* is too large: .* GiB free"):
         open_store(tmp_path / "a", limit=1 << 62)
     with pytest.raises(InvalidArgument, match="kv_disk_space: 9000 bytes; a block has 8192"):
         open_store(tmp_path / "b", limit=9000)
@@ -326,7 +326,7 @@ def test_a_disk_that_is_full_keeps_what_there_is(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     keep(store, *range(2, 30))
     assert store.is_on and read(store, 29) and not read(store, 1)
-    assert "is full: at most 1 files are kept" in caplog.text
+    assert "is full: the limit is 1 files" in caplog.text
     store.close()
 
 

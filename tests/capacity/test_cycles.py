@@ -93,7 +93,7 @@ def test_a_sampler_is_as_the_nearest_by_its_logits() -> None:
     assert found.sampling_s(0) == 0
     unknown = times(dataclasses.replace(COUNTED, sampling=(other,)))
     assert unknown.sampling_s(64) == 0
-    assert unknown.lines(64)[-1] == "sampling was not counted, and left out"
+    assert unknown.lines(64)[-1] == "sampling is not included: its cycles were not counted"
 
 
 def test_where_devices_share_a_vocabulary_it_is_xla_that_samples() -> None:
@@ -181,7 +181,7 @@ def test_devices_without_cycles_have_the_roofline_and_say_so() -> None:
     found = planned("h200").step_times(COUNTED)
     assert found.counted is None
     (line,) = found.assumptions(64)
-    assert line.startswith("no cycles are known of h200: a roofline at 70% of the HBM's bandwidth")
+    assert line.startswith("no cycles were counted for h200: a roofline at 70% of the HBM's bandwidth")
     load = StepLoad.decoding(64, 1000)
     assert found.parts(load).products_s == found.roofline.step_s(load) == found.step_s(load)
     shape = found.roofline.shape
@@ -210,7 +210,7 @@ def test_the_cycles_of_the_package_are_read_and_name_what_a_plan_asks_for() -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"issue_per_block": None}, "a DecodeCycles misses issue_per_block"),
+        ({"issue_per_block": None}, "a DecodeCycles lacks issue_per_block"),
         ({"per_row": -1}, "a DecodeCycles has per_row below 0"),
         ({"per_row": float("nan")}, "a DecodeCycles has per_row below 0"),
     ],

@@ -30,7 +30,7 @@ def test_a_crash_is_answered_by_one_program_at_a_time(monkeypatch: pytest.Monkey
     said: list[str] = []
     assert compile_plan(QUESTION, said.append) is plan
     assert [question.num_threads for question in asked] == [None, 1]
-    assert said == ["the compiler crashed (signal 11): again, one program at a time"]
+    assert said == ["the compiler crashed (signal 11): retrying with one program at a time"]
 
 
 def test_a_compiler_that_crashes_twice_is_an_error_with_its_last_words(
@@ -40,11 +40,11 @@ def test_a_compiler_that_crashes_twice_is_an_error_with_its_last_words(
     crashing.write_text("#!/bin/sh\necho something is wrong >&2\nkill -SEGV $$\n")
     crashing.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(crashing))
-    with pytest.raises(InternalError, match=r"h200: .* ended twice, by signal 11: something is wrong"):
+    with pytest.raises(InternalError, match=r"h200: .* crashed twice, by signal 11: something is wrong"):
         compile_plan(QUESTION, lambda line: None)
 
 
 def test_a_child_that_ends_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(InternalError, match="h200: the process that compiles ended with 1: it said nothing"):
+    with pytest.raises(InternalError, match="h200: the compiler process exited with code 1: no output"):
         compile_plan(QUESTION, lambda line: None)

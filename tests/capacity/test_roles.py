@@ -90,8 +90,8 @@ def test_a_slow_network_shows_in_the_goal_where_outputs_are_short() -> None:
 def test_goals_that_cannot_be_kept_are_said() -> None:
     one = found(goals=Goals(1e-6, 1e-6, GB))
     assert one.mixed.requests_per_s == one.apart.requests_per_s == 0.0
-    assert lines(one, LOOSE)[-1] == "  choose: neither keeps the goals"
-    assert "does not keep the goals: of one row the first token takes " in lines(one, LOOSE)[1]
+    assert lines(one, LOOSE)[-1] == "  choose: neither meets the goals"
+    assert "does not meet the goals: one row has time to first token " in lines(one, LOOSE)[1]
 
 
 def test_one_token_or_no_room_is_not_compared() -> None:

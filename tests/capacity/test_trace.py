@@ -73,7 +73,7 @@ GOOD = '{"arrival_s": 0, "prompt_tokens": 10, "output_tokens": 5}'
         ("{", "trace line 2: is not JSON"),
         ("[1]", "trace line 2: is not an object"),
         ('{"arrival_s": 0, "prompt_tokens": 10}', "trace line 2: output_tokens: is missing"),
-        (GOOD[:-1] + ', "temperature": 1}', "trace line 2: temperature: is unknown; known are arrival_s"),
+        (GOOD[:-1] + ', "temperature": 1}', "trace line 2: temperature: is unknown; known fields: arrival_s"),
         (GOOD.replace("10", "0"), "trace line 2: prompt_tokens: 0 is out of range: must be at least 1"),
         (GOOD.replace("10", "1.5"), "trace line 2: prompt_tokens: 1.5 is not of type int"),
         (GOOD.replace("10", "true"), "trace line 2: prompt_tokens: True is not of type int"),
@@ -83,7 +83,10 @@ GOOD = '{"arrival_s": 0, "prompt_tokens": 10, "output_tokens": 5}'
         (GOOD.replace("10", "2044"), "trace line 2: output_tokens: prompt and output are 2049, over 2048"),
         (GOOD[:-1] + ', "beam_width": 17}', "trace line 2: beam_width: 17 is out of range: must be from 0 to 16"),
         (GOOD[:-1] + ', "beam_width": 2, "n": 3}', r"trace line 2: n: 3 is over beam_width \(2\)"),
-        (GOOD[:-1] + ', "prefix_id": "p"}', "trace line 2: prefix_id: prefix_id and prefix_tokens come together"),
+        (
+            GOOD[:-1] + ', "prefix_id": "p"}',
+            "trace line 2: prefix_id: prefix_id and prefix_tokens must be given together",
+        ),
         (GOOD[:-1] + ', "prefix_id": "p", "prefix_tokens": 11}', r"line 2: prefix_tokens: 11 is over prompt_tokens"),
     ],
 )

@@ -41,7 +41,7 @@ def test_a_model_of_the_hub_is_not_on_this_machine() -> None:
 
 @pytest.mark.parametrize("find", [hub.find_folder, find_config])
 def test_a_path_of_a_user_who_is_not_known_is_refused(find: Callable[[str], object]) -> None:
-    with pytest.raises(InvalidArgument, match="model: ~nosuchuser/x begins with a user who is not known here"):
+    with pytest.raises(InvalidArgument, match="model: ~nosuchuser/x begins with an unknown user"):
         find("~nosuchuser/x")
 
 
@@ -53,7 +53,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["./missing", "/missing", "~/missing", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(NotFound, match=f"there is no folder {name}"):
+    with pytest.raises(NotFound, match=f"folder {name} does not exist"):
         hub.find_folder(name)
 
 
@@ -81,7 +81,7 @@ def test_a_hub_that_cannot_be_reached_is_named_as_the_cause(monkeypatch: pytest.
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(NotFound) as refusal:
         hub.find_folder("someone/model")
-    assert "someone/model is no local folder" in str(refusal.value)
+    assert "someone/model is not a local folder" in str(refusal.value)
     assert "LocalEntryNotFoundError: cannot find the snapshot" in str(refusal.value)
 
 
@@ -98,13 +98,13 @@ def test_a_folder_of_the_hub_cache_is_its_snapshot(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (cached / "snapshots" / name).mkdir(parents=True)
     with pytest.raises(
-        InvalidArgument, match=r"hub cache and holds no snapshot of a whole model; `someone/model` down"
+        InvalidArgument, match=r"hub cache and has no snapshot of a complete model; `someone/model` down"
     ):
         hub.find_folder(str(cached))
     (cached / "snapshots" / "second" / "config.json").write_text("{}")
     assert hub.find_folder(str(cached)) == cached / "snapshots" / "second"
     (cached / "snapshots" / "first" / "config.json").write_text("{}")
-    with pytest.raises(InvalidArgument, match="holds 2 snapshots: name one of them"):
+    with pytest.raises(InvalidArgument, match="has 2 snapshots: choose one of them"):
         hub.find_folder(str(cached))
     (cached / "refs" / "main").write_text("first")
     assert hub.find_folder(str(cached)) == cached / "snapshots" / "first"
@@ -117,7 +117,7 @@ def test_weights_of_modelopt_are_named(tmp_path: Path) -> None:
     shutil.copytree(hub.find_folder("demo"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
     with pytest.raises(
-        Unsupported, match=r"NVIDIA's ModelOpt \(hf_quant_config\.json\) are not read; take the original"
+        Unsupported, match=r"NVIDIA's ModelOpt \(hf_quant_config\.json\) are not supported; use the original"
     ):
         hub.read_config(tmp_path)
 

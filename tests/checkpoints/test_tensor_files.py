@@ -76,7 +76,7 @@ def test_a_file_that_others_make_shorter_fails_that_read_alone(path: Path, num_k
             files.read("f32", (5, 4, 3), (slice(1, 2),))
 
     opened(path, cut)
-    with pytest.raises(InvalidArgument, match="is not a whole safetensors file"):
+    with pytest.raises(InvalidArgument, match="is not a complete safetensors file"):
         opened(path, lambda files: files)
 
 
@@ -127,7 +127,7 @@ def entry(begin: int, end: int, shape: object = (2,), dtype: str = "I8") -> dict
 def test_a_header_that_does_not_describe_the_file_is_refused(tmp_path: Path, header: str) -> None:
     path, packed = tmp_path / SINGLE_FILE, header.encode()
     path.write_bytes(len(packed).to_bytes(8, "little") + packed + b"xy")
-    with pytest.raises(InvalidArgument, match="is not a whole safetensors file"):
+    with pytest.raises(InvalidArgument, match="is not a complete safetensors file"):
         opened(path, lambda files: files)
 
 

@@ -142,7 +142,7 @@ def put_in(name: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> 
         (drop("model.norm.weight"), "tensor model.norm.weight [64] is missing"),
         (drop("lm_head.weight"), "tensor lm_head.weight [131, 64] is missing"),
         (drop("model.layers.2.self_attn.k_proj.weight"), "model.layers.2.self_attn.k_proj.weight [64, 64] is missing"),
-        (put_in("model.layers.1.mlp.up_proj.weight", (64, 88)), "has shape [64, 88]; config.json makes it [88, 64]"),
+        (put_in("model.layers.1.mlp.up_proj.weight", (64, 88)), "has shape [64, 88]; config.json requires [88, 64]"),
         (put_in("model.embed_tokens.weight", (130, 64)), "tensor model.embed_tokens.weight has shape [130, 64]"),
     ],
 )
@@ -205,7 +205,7 @@ def test_the_cause_is_named_where_a_file_is_no_file(name: str, tmp_path: Path) -
     (dangling / name).unlink()
     (dangling / name).symlink_to("../../blobs/0123")
     for folder, cause in (
-        (pointer, "is a pointer of Git LFS"),
+        (pointer, "is a Git LFS pointer"),
         (dangling, r"is a link to \.\./\.\./blobs/0123, which is"),
     ):
         with pytest.raises(InvalidArgument, match=cause) as refusal:
@@ -237,7 +237,7 @@ def test_opt_checkpoints_are_read_under_both_names(tmp_path: Path) -> None:
     [
         (drop("model.decoder.embed_positions.weight"), "model.decoder.embed_positions.weight [258, 64] is missing"),
         (drop("model.decoder.layers.1.fc1.bias"), "tensor model.decoder.layers.1.fc1.bias [88] is missing"),
-        (put_in("model.decoder.embed_positions.weight", (256, 64)), "[256, 64]; config.json makes it [258, 64]"),
+        (put_in("model.decoder.embed_positions.weight", (256, 64)), "[256, 64]; config.json requires [258, 64]"),
         (put_in("lm_head.weight", (131, 64)), "lm_head.weight differs from model.decoder.embed_tokens.weight"),
     ],
 )
@@ -287,7 +287,7 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(
     placement = Placement.of(model, build_mesh(jax.devices()[:num_parts]), layer_mode)
     with pytest.raises(InvalidArgument) as refusal:
         load_params(model, folder, layer_mode, num_parts=num_parts, shardings=placement.shardings)
-    assert str(refusal.value).startswith(f"{folder / 'model.safetensors'}: tensor {name} has 1 numbers of ")
+    assert str(refusal.value).startswith(f"{folder / 'model.safetensors'}: tensor {name} has 1 of ")
     assert str(refusal.value).endswith(f"that are not finite as {dtype}: the first is {said}")
 
 
@@ -335,12 +335,12 @@ def test_files_that_are_not_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"has neither model\.safetensors nor"):
         load_params(model, tmp_path, "loop")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(Unsupported, match="only safetensors weights are read"):
+    with pytest.raises(Unsupported, match="only safetensors weights are supported"):
         load_params(model, tmp_path, "loop")
     write_checkpoint(case, tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InvalidArgument, match="is not a whole safetensors file"):
+    with pytest.raises(InvalidArgument, match="is not a complete safetensors file"):
         load_params(model, tmp_path, "loop")
 
 

@@ -99,7 +99,7 @@ SEVERAL = ["serve", "--num-processes", "2", "--process-id", "0", "--coordinator"
         ([*KERNELS, "--json", "{}/nowhere/x"], "--json: {}/nowhere/x is a folder, or its folder does not exist"),
         ([*KERNELS, "--plot", "{}/folder"], "--plot: {}/folder is a folder"),
         (["convert", "demo", "{}/x", "--to", "orbax", "--max-shard-size", f"{LONG}GiB"], "--max-shard-size: "),
-        (["convert", "demo", "{}/noise", "--to", "orbax"], "{}/noise exists and is no folder"),
+        (["convert", "demo", "{}/noise", "--to", "orbax"], "{}/noise exists and is not a folder"),
         (["convert", "{}/folder", "{}/x", "--to", "orbax"], "{}/folder has no config.json"),
         (["convert", "\udcff", "{}/x", "--to", "orbax"], "SOURCE: is not UTF-8: '\\udcff' at character 0"),
         (["convert", "demo", "x\udcff", "--to", "orbax"], "DESTINATION: is not UTF-8: '\\udcff' at character 1"),
@@ -131,7 +131,7 @@ SEVERAL = ["serve", "--num-processes", "2", "--process-id", "0", "--coordinator"
         (["generate", "--prompt", "x", "--cache-salt", "\udcff"], "--cache-salt: is not UTF-8"),
         (["generate", "--prompt", "x", "--priority", str(-(2**31) - 1)], "--priority: -2147483649 is out of range"),
         (["generate", "--prompt", "x", "--temperature", "nan"], "--temperature: nan is out of range"),
-        (["generate", "{}/noise", "--prompt", "x"], "there is no folder"),
+        (["generate", "{}/noise", "--prompt", "x"], "folder {}/noise does not exist"),
         (["generate", "x" * 5000, "--prompt", "x"], "File name too long"),
     ],
     ids=lambda value: " ".join(value)[:60].encode("ascii", "replace").decode() if isinstance(value, list) else "",
@@ -164,7 +164,7 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "endless digits": ("config.json", b'{"vocab_size": %s}' % LONG.encode(), "config.json: cannot be read as JSON"),
     "a list of generation": ("generation_config.json", b"[]", "generation_config.json: must hold a JSON object"),
     "no weights": ("model.safetensors", None, "has neither model.safetensors nor"),
-    "half of the weights": ("model.safetensors", b"\x10\x00", "is not a whole safetensors file"),
+    "half of the weights": ("model.safetensors", b"\x10\x00", "is not a complete safetensors file"),
 }
 
 

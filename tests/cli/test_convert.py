@@ -55,7 +55,7 @@ def test_force_replaces_a_checkpoint_by_one_of_another_type(tmp_path: Path, caps
         (["demo", "new", "--to", "orbax", "--max-shard-size", "5 parsecs"], 2, "--max-shard-size: '5 parsecs' is not"),
         (["demo", "new", "--to", "orbax", "--max-shard-size", "5kB"], 2, "--max-shard-size: '5kB' is not a size"),
         (["demo", "new", "--to", "orbax", "--max-shard-size", "5KB"], 2, "--max-shard-size: 5000 bytes is below"),
-        (["./missing", "new", "--to", "orbax"], 1, "model: there is no folder ./missing"),
+        (["./missing", "new", "--to", "orbax"], 1, "model: folder ./missing does not exist"),
         ([".", "new", "--to", "orbax"], 2, "model: folder . has no config.json"),
         (["demo", "/proc/new", "--to", "orbax"], 1, "/proc/new could not be written"),
     ],

@@ -26,7 +26,7 @@ MIB = 1 << 20
     [
         (["demo"], 2, "the following arguments are required: --topology"),
         (["demo", "--topology", "v6e:3x3"], 2, "--topology: 'v6e:3x3' is not known; known are a100, "),
-        (["no-such-model", "--topology", "v6e:1x1"], 1, "'no-such-model' is no config.json, no folder and no built-in"),
+        (["no-such-model", "--topology", "v6e:1x1"], 1, "'no-such-model' is not a config.json, a folder or a built-in"),
         (["demo", "--topology", "v6e:1x1", "--price", "cheap"], 2, "--price: 'cheap' is not a price in USD"),
         (["demo", "--topology", "v6e:1x1", "--price", "v6e=-1"], 2, "--price: -1 is below the limit of 0"),
         (["demo", "--topology", "v6e:1x1", "--input-len", "0"], 2, "--input-len: 0 is below the limit of 1"),
@@ -69,7 +69,7 @@ def test_without_libtpu_it_says_how_to_get_it(
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     assert main(["plan", "demo", "--topology", "v6e:1x1"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("jpaged plan: libtpu, which compiles for TPUs, is not here at ")
+    assert said.startswith("jpaged plan: libtpu, which compiles for TPUs, was not found at ")
     assert "`pip install libtpu` or `make aot`" in said
     assert said.count("\n") == 1
 
@@ -138,7 +138,7 @@ def test_topologies_are_compared_and_the_cheapest_that_fits_is_named(capsys: pyt
     said = json.loads(capsys.readouterr().out)
     v5e, v6e, v5p = said["plans"]
     assert [plan["fits"] for plan in said["plans"]] == [False, True, True]
-    assert v5e["problem"].startswith("tensor_parallel_size: the weights alone are 0.01 GiB a device")
+    assert v5e["problem"].startswith("tensor_parallel_size: the weights alone are 0.01 GiB per device")
     assert said["cheapest"] == "v6e:1x1"
     memory = v6e["memory_of_one_device"]
     parts = memory["weight_bytes"] + memory["pool_bytes"] + sum(memory["programs"].values()) + memory["free_bytes"]
@@ -158,7 +158,7 @@ def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[s
     assert "demo on v5e:1x1: does not fit, over by " in said
     assert "the weights alone are" in said
     assert "products at 70% of the bfloat16 peak, weights at 90% of the HBM's bandwidth" in said
-    assert "attention that decodes: " in said
+    assert "decode attention, cycles: " in said
     assert "  decode, ms: products " in said
     assert "cheapest: v6e:1x1, " in said
 
@@ -167,7 +167,7 @@ def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[s
 def test_a_kernel_that_is_passed_over_is_said_first_with_what_would_bring_it_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "attention xla, not pallas-tpu: it is Tuesday; --block-size 128 would bring it back"
+    said = "attention xla, not pallas-tpu: it is Tuesday; --block-size 128 would enable it"
     monkeypatch.setattr(Attention, "passed_over", lambda self: [said])
     assert main([*DEMO, "--topology", "v6e:1x1"]) == 0
     assert main([*DEMO, "--topology", "v5e:1x1"]) == 1
@@ -190,7 +190,7 @@ def test_adapters_are_weights_that_every_step_reads(capsys: pytest.CaptureFixtur
     assert other["weight_bytes"] - one["weight_bytes"] == other["adapter_bytes"]
     assert some["num_blocks"] < without["num_blocks"]
     assert some["estimates"][0]["prefill_s"] >= without["estimates"][0]["prefill_s"]
-    assert any(note.startswith("4 adapter slots of rank 8 are ") for note in some["notes"])
+    assert any(note.startswith("4 adapter slots of rank 8 take ") for note in some["notes"])
     more = planned("--enable-lora", "--max-loras", "8", "--max-lora-rank", "16")
     assert more["memory_of_one_device"]["adapter_bytes"] == 4 * other["adapter_bytes"]
 
@@ -200,7 +200,9 @@ def test_roles_are_compared_where_somebody_asks(capsys: pytest.CaptureFixture[st
     words = ["--topology", "v6e:1x1,v5e:1x1", "--roles", "--max-ttft-ms", "100"]
     assert main([*DEMO, *words]) == 0
     said = capsys.readouterr().out
-    assert said.count("roles for 64 + 32 tokens on 2 copies: a first token within 100 ms (mean)") == 1  # v5e: no room
+    assert (
+        said.count("roles for 64 + 32 tokens on 2 copies: time to first token up to 100 ms (mean)") == 1
+    )  # v5e: no room
     assert "  choose: --role both; apart carries 0." in said
     assert main([*DEMO, *words, "--json"]) == 0
     fits, does_not = json.loads(capsys.readouterr().out)["plans"]
@@ -237,7 +239,7 @@ def test_more_devices_than_there_are_is_said_in_the_words_of_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*DEMO, "--topology", "v6e:2x2", "--tensor-parallel-size", "8"]) == 2
-    assert "--tensor-parallel-size: 8 devices are asked for; v6e:2x2 has 4" in capsys.readouterr().err
+    assert "--tensor-parallel-size: requires 8 devices; v6e:2x2 has 4" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("on_cpus")

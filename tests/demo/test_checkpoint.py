@@ -61,6 +61,6 @@ def test_what_training_packages_is_read_back_and_replaced(tmp_path):
 
 def test_training_does_not_package_over_something_else(tmp_path):
     (tmp_path / "letters.txt").touch()
-    with pytest.raises(InvalidArgument, match="holds something else than a checkpoint"):
+    with pytest.raises(InvalidArgument, match="contains something other than a checkpoint"):
         package(tmp_path, read_config(FOLDER), load(), Tokenizer.from_file(str(FOLDER / "tokenizer.json")))
     assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]

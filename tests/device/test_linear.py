@@ -63,7 +63,7 @@ def test_a_model_that_is_split_or_scanned_has_not() -> None:
     assert choose_linear_backend("auto", serving_mesh(1), "scan") == "xla"
     with pytest.raises(Unsupported, match="linear_backend: cpu cannot run here: the model is split over 2 devices"):
         choose_linear_backend("cpu", split, "loop")
-    with pytest.raises(Unsupported, match="linear_backend: cpu cannot run here: weights of layers that are scanned"):
+    with pytest.raises(Unsupported, match="linear_backend: cpu cannot run here: weights of scanned layers"):
         choose_linear_backend("cpu", serving_mesh(1), "scan")
 
 

@@ -20,7 +20,7 @@ def test_devices_share_one_copy_of_the_model() -> None:
 def test_devices_that_are_not_there_are_refused() -> None:
     num_devices = len(jax.devices())
     assert mesh.num_shards(mesh.serving_mesh(num_devices)) == num_devices
-    with pytest.raises(InvalidArgument, match=f"99 devices are asked for; cpu has {num_devices}"):
+    with pytest.raises(InvalidArgument, match=f"requires 99 devices; cpu has {num_devices}"):
         mesh.serving_mesh(99)
 
 

@@ -139,11 +139,13 @@ def test_what_the_sizes_are_made_of_is_told_where_one_was_left_out() -> None:
     found = attention("llama-3.1-70b", "tpu", 8, max_model_len=8192)
     (line,) = dataclasses.replace(found, device=tpu).reasons()
     assert line == (
-        "512 rows, 2048 tokens and blocks of 128: tpu-v6e has room for 355 sequences of 1024 tokens beside the "
-        "weights, and 560 FLOPs a byte of memory; a block is 64 KiB in a layer"
+        "512 rows, 2048 tokens and blocks of 128: tpu-v6e has room for 355 sequences of 1024 tokens after the "
+        "weights, and 560 FLOPs per byte of memory; a block is 64 KiB per layer"
     )
     (line,) = found.reasons()
-    assert line.startswith("128 rows, 1024 tokens and blocks of 128: as on any TPU; a device that is not in the table")
+    assert line.startswith(
+        "128 rows, 1024 tokens and blocks of 128: the default for any TPU; a device that is not in the table"
+    )
     assert attention(platform="cpu").reasons() == []
     assert attention(block_size=64, max_num_seqs=64, max_num_batched_tokens=512).reasons() == []
 
@@ -189,9 +191,9 @@ def test_what_was_chosen_stays_and_a_kernel_that_is_passed_over_is_said_with_wha
     found = attention(max_num_batched_tokens=1 << 20)
     assert found.sizes() == StepSizes(128, 128, 1 << 20, 131072)
     (line,) = found.passed_over()
-    assert line.startswith("attention xla, not pallas-tpu: the lists of steps of 128 rows and 1048576 tokens need ")
+    assert line.startswith("attention xla, not pallas-tpu: the step lists of 128 rows and 1048576 tokens require ")
     highest = int(line.partition("--max-num-batched-tokens ")[2].split()[0])
-    assert line.endswith(" would bring it back")
+    assert line.endswith(" would enable it")
     assert attention(max_num_batched_tokens=highest).passed_over() == []
     assert attention(max_num_batched_tokens=highest + 128).passed_over() != []
 
@@ -211,8 +213,8 @@ def test_the_remedy_is_one_option_that_works(options: dict[str, Any], remedy: st
     found = attention(**options)
     (line,) = found.passed_over()
     assert f"; {remedy}" in line
-    assert line.endswith(" would bring it back")
-    words = line.rpartition("; --")[2].removesuffix(" would bring it back").split()
+    assert line.endswith(" would enable it")
+    words = line.rpartition("; --")[2].removesuffix(" would enable it").split()
     name, value = words[0].replace("-", "_"), words[1]
     assert attention(**{**options, name: int(value) if value.isdigit() else value}).passed_over() == []
 
@@ -236,7 +238,7 @@ def test_where_no_option_does_it_alone_the_fewest_are_told(
     options: dict[str, Any], remedy: str, left: dict[str, Any]
 ) -> None:
     (line,) = attention(**options).passed_over()
-    assert line.endswith(f"; {remedy} would bring it back")
+    assert line.endswith(f"; {remedy} would enable it")
     assert attention(**left).passed_over() == []
 
 
@@ -252,7 +254,7 @@ def test_a_backend_that_was_named_is_an_error_with_the_same_remedy() -> None:
     found = attention(max_num_batched_tokens=1 << 20, attention_backend="pallas-tpu")
     assert found.passed_over() == []
     with pytest.raises(
-        Unsupported, match=r"pallas-tpu cannot run here: the lists .* --max-num-batched-tokens \d+ would"
+        Unsupported, match=r"pallas-tpu cannot run here: the step lists .* --max-num-batched-tokens \d+ would"
     ):
         found.choose(found.sizes())
     assert attention(attention_backend="pallas-tpu").sizes().block_size == 128

@@ -128,7 +128,7 @@ def test_the_queue_s_limit_is_that_of_all_copies(tmp_path: Path) -> None:
                     make(request_id=f"r{i}", sampling=params, prompt=Prompt(token_ids=[i + 3])), lambda event: None
                 )
             assert engine.is_full
-            with pytest.raises(QueueFull, match="19 requests are in flight, which is the limit of 2 replicas"):
+            with pytest.raises(QueueFull, match="19 requests are in flight, the limit of 2 replicas"):
                 engine.submit(
                     make(request_id="one more", sampling=params, prompt=Prompt(token_ids=[3])), lambda event: None
                 )
@@ -144,11 +144,11 @@ def test_the_queue_s_limit_is_that_of_all_copies(tmp_path: Path) -> None:
         (
             3,
             4,
-            r"data_parallel_size: 3 copies of the model on 4 devices each \(tensor_parallel_size\) ask for 12 devices; "
+            r"data_parallel_size: 3 copies of the model on 4 devices each \(tensor_parallel_size\) require 12 devices; "
             "cpu has 8",
         ),
-        (9, 1, r"data_parallel_size: 9 copies of the model on 1 devices each .* ask for 9 devices; cpu has 8"),
-        (2, 16, "tensor_parallel_size: 16 devices are asked for; cpu has 8"),
+        (9, 1, r"data_parallel_size: 9 copies of the model on 1 devices each .* require 9 devices; cpu has 8"),
+        (2, 16, "tensor_parallel_size: requires 16 devices; cpu has 8"),
         (0, 1, "data_parallel_size: 0 is below the limit of 1"),
     ],
 )

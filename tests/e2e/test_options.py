@@ -197,7 +197,7 @@ def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, fol
     with open_llm(folder, tensor_parallel_size=2, **BASE) as llm:
         assert (llm._serving.backend.num_devices, base._serving.backend.num_devices) == (2, 1)
         assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
-    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, and LlamaForCausalLM has no experts"):
+    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, but LlamaForCausalLM has no experts"):
         LLM(str(folder), tensor_parallel_size=2, enable_expert_parallel=True)
 
 
@@ -308,7 +308,7 @@ def test_compiled_is_where_programs_come_from(
         prompt, uncached = random_prompts([20]), dataclasses.replace(GREEDY, use_prefix_cache=False)
         assert generate(llm, prompt, uncached) == generate(base, prompt, uncached)
     with pytest.raises(
-        InvalidArgument, match=r"compiled: the programs in .* are for num_blocks 40, this server has 41"
+        InvalidArgument, match=r"compiled: the programs in .* are for num_blocks 40, but this server has 41"
     ):
         LLM(str(folder), compiled=str(tmp_path / "programs"), max_model_len=64, num_blocks=41)
 

@@ -121,7 +121,7 @@ def test_the_demo_model_is_restored_in_parts() -> None:
     ("size", "message"),
     [
         (3, "tensor_parallel_size: 3 does not divide 8 query heads, 2 key/value heads .*; 1, 2, 4, 8 work"),
-        (16, "tensor_parallel_size: 16 devices are asked for; cpu has 8"),
+        (16, "tensor_parallel_size: requires 16 devices; cpu has 8"),
         (0, "tensor_parallel_size: 0 is below the limit of 1"),
     ],
 )

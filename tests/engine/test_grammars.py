@@ -229,7 +229,7 @@ def test_nothing_left_between_a_grammar_and_allowed_tokens_ends_that_request_alo
     h.run()
     error = h.last("a").error
     assert isinstance(error, InvalidArgument)
-    assert "sampling.allowed_token_ids: leaves no token that its grammar allows as output token 1" in str(error)
+    assert "sampling.allowed_token_ids: leaves no token that the grammar allows as output token 1" in str(error)
     assert len(h.tokens("b")) == 9
 
 
@@ -241,7 +241,7 @@ def test_nothing_left_between_a_grammar_and_bad_words_is_said():
     h.run()
     error = h.last("a").error
     assert isinstance(error, InvalidArgument)
-    assert "sampling.bad_words: leaves no token that its grammar allows as output token 1" in str(error)
+    assert "sampling.bad_words: leaves no token that the grammar allows as output token 1" in str(error)
 
 
 def test_a_text_shorter_than_min_tokens_ends_when_those_are_there():
@@ -258,7 +258,7 @@ def test_a_grammar_that_takes_too_much_ends_its_request_with_why():
     h.submit("a", [3], grammar=FakeGrammar(V, EOS, 30, fails_after=4), max_tokens=20)
     h.submit("b", [3], max_tokens=20)
     h.run()
-    assert "structured_outputs: the grammar takes more than a step may: as configured" in str(h.last("a").error)
+    assert "structured_outputs: the grammar exceeds the limit of a step: as configured" in str(h.last("a").error)
     assert len(h.tokens("b")) == 20
 
 

@@ -47,10 +47,16 @@ def test_a_beam_takes_the_token_that_was_chosen_for_it():
 def test_a_sequence_goes_back_no_further_than_its_prompt_and_never_past_what_is_in_flight():
     sequence = decoding()
     sequence.dispatched(0, 0, samples_token=True)
-    with pytest.raises(InternalError, match="4 prompt tokens, 4 in all and 1 in flight cannot go back to 4"):
+    with pytest.raises(
+        InternalError,
+        match="cannot go back to 4 tokens: the sequence has 4 prompt tokens, 4 tokens in total and 1 in flight",
+    ):
         sequence.rewind(4)
     sequence.append(5, 0.0)
-    with pytest.raises(InternalError, match="4 prompt tokens, 5 in all and 0 in flight cannot go back to 3"):
+    with pytest.raises(
+        InternalError,
+        match="cannot go back to 3 tokens: the sequence has 4 prompt tokens, 5 tokens in total and 0 in flight",
+    ):
         sequence.rewind(3)
     with pytest.raises(InternalError, match="cannot go back to 6"):
         sequence.rewind(6)

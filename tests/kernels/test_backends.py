@@ -90,7 +90,7 @@ def test_an_unknown_name_is_refused() -> None:
 
 def test_a_pool_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch)
-    with pytest.raises(Unsupported, match="planted reads pools of form tpu, not cpu"):
+    with pytest.raises(Unsupported, match="planted requires pools of form tpu, not cpu"):
         implementation("planted", SPEC, QUERIES)  # type: ignore[arg-type]
 
 
@@ -104,7 +104,7 @@ def test_a_float32_model_over_a_pool_of_16_bits_is_passed_over_before_it_is_trac
     chosen = choose("auto", hopper, layout, QUERIES)
     assert chosen.backend == "pallas-triton"
     ((backend, reason),) = chosen.passed_over
-    assert (backend, reason[:52]) == ("pallas-gpu", "queries are float32 and the pool holds bfloat16; que")
+    assert (backend, reason[:52]) == ("pallas-gpu", "queries are float32 and the pool has bfloat16; queri")
     same = dataclasses.replace(QUERIES, dtype=jnp.dtype("bfloat16"))
     assert choose("auto", hopper, layout, same).backend == "pallas-gpu"
 
@@ -128,7 +128,7 @@ def test_steps_beyond_a_tpus_scalar_memory_are_refused_before_they_are_traced() 
     long = dataclasses.replace(queries, num_rows=256, table_width=65536)
     assert choose("pallas-tpu", tpu, layout, long).backend == "pallas-tpu"
     large = dataclasses.replace(queries, num_tokens=2**17)
-    with pytest.raises(Unsupported, match=r"pallas-tpu cannot run here: the lists of steps of .* need 10\d\d KiB"):
+    with pytest.raises(Unsupported, match=r"pallas-tpu cannot run here: the step lists of .* require 10\d\d KiB"):
         choose("pallas-tpu", tpu, layout, large)
 
 

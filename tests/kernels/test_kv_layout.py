@@ -170,7 +170,7 @@ def test_a_latent_on_a_tpu_is_cut_into_whole_registers(dtype: str, token_shape: 
     [
         (1, 0, "value_dim: 0 is not from 1 to the 576 numbers of a key"),
         (1, 577, "value_dim: 577 is not from 1 to the 576 numbers of a key"),
-        (2, 512, "num_kv_heads: 2 heads of latents in 1 shards; each has exactly one"),
+        (2, 512, "num_kv_heads: 2 heads of latents in 1 shards; each must have exactly one"),
     ],
 )
 def test_latents_that_make_no_sense_are_refused(heads: int, value_dim: int, message: str) -> None:

@@ -208,7 +208,7 @@ def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: st
 def test_latents_are_refused() -> None:
     layout = KVLayout(1, 8, 16, 1, 192, jnp.dtype("bfloat16"), "gpu", value_dim=128)
     queries = Queries(8, jnp.dtype("bfloat16"), 4, 4, 16)
-    reason = "keys are latents of 192 numbers; tiles have values of their own, of up to 256"
+    reason = "keys are latents of 192 numbers; only keys with separate values of up to 256 are supported"
     assert gpu.unsupported_reason(layout, queries) == reason
 
 
@@ -364,7 +364,7 @@ def test_two_consumers_read_a_prompts_keys_half_as_often() -> None:
 @pytest.mark.parametrize(
     ("dtype", "block_size", "head_dim", "num_heads", "reason"),
     [
-        ("float32", 16, 128, 8, "the pool holds float32; its tensor-core products take bfloat16, "),
+        ("float32", 16, 128, 8, "the pool has float32; tensor-core products require bfloat16, "),
         ("bfloat16", 12, 128, 8, "block_size 12 is not a multiple of 8 up to 128"),
         ("bfloat16", 136, 128, 8, "block_size 136 is not a multiple of 8 up to 128"),
         ("bfloat16", 16, 72, 8, "head_dim 72 is not a multiple of 16 up to 256"),
@@ -384,7 +384,7 @@ def test_what_the_kernel_cannot_do_is_refused_with_numbers(
 @pytest.mark.parametrize(("pool", "queries"), [("bfloat16", "float16"), ("bfloat16", "float32"), ("int8", "float32")])
 def test_queries_of_another_type_are_refused(pool: str, queries: str) -> None:
     spec = AttentionSpec(KVLayout(1, 4, 16, 2, 64, jnp.dtype(pool), "gpu"), AttentionKind(1.0))
-    with pytest.raises(Unsupported, match=f"queries are {queries} and the pool holds {pool}"):
+    with pytest.raises(Unsupported, match=f"queries are {queries} and the pool has {pool}"):
         _call(spec, 4, queries)
 
 

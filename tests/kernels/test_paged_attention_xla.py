@@ -85,7 +85,7 @@ def _call(
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match=r"no backend 'magic'; it has xla"):
+    with pytest.raises(Unsupported, match=r"attention backend 'magic' does not exist; available: xla"):
         _call("magic")
 
 
@@ -100,9 +100,9 @@ def test_query_heads_must_be_a_multiple_of_key_heads() -> None:
 
 
 def test_a_pool_has_scales_where_it_keeps_8_bits_and_nowhere_else() -> None:
-    with pytest.raises(InternalError, match="a pool of int8 needs its scales"):
+    with pytest.raises(InternalError, match="a pool of int8 requires scales"):
         _call(kv_dtype="int8")
-    with pytest.raises(InternalError, match="a pool of float32 takes no scales"):
+    with pytest.raises(InternalError, match="a pool of float32 has no scales"):
         _call(scales_lk2=jnp.ones((1, 2, 2)))
 
 

@@ -346,7 +346,7 @@ def test_a_family_with_fixed_biases_refuses_a_config_that_says_otherwise(family:
 
 
 def test_a_rope_that_starts_from_the_length_of_pretraining_must_be_told_it() -> None:
-    with pytest.raises(InvalidArgument, match="original_max_position_embeddings: is 0; yarn needs"):
+    with pytest.raises(InvalidArgument, match="original_max_position_embeddings: is 0; yarn requires"):
         RopeConfig(kind="yarn", factor=4.0)
 
 
@@ -354,7 +354,9 @@ def test_a_gemma_3_whose_scores_are_capped_is_refused_by_name() -> None:
     """transformers reads the key, and computes scores without it."""
     settings = tiny_case("gemma3").config
     assert from_hf({**settings, "final_logit_softcapping": 30.0}).max_model_len
-    with pytest.raises(Unsupported, match=r"attn_logit_softcapping is 50\.0; Gemma 3 caps no scores"):
+    with pytest.raises(
+        Unsupported, match=r"attn_logit_softcapping is 50\.0; transformers ignores soft caps in Gemma 3"
+    ):
         from_hf({**settings, "attn_logit_softcapping": 50.0})
 
 

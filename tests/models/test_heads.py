@@ -57,7 +57,7 @@ def test_layers_are_named_by_input_at_the_top_and_by_output_below(
 
 
 def test_a_head_of_layers_that_a_model_does_not_have_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="input of layers 2, 1, -1, and the model has 2"):
+    with pytest.raises(InvalidArgument, match="input of layers 2, 1, -1, but the model has 2"):
         head_from_hf(SIZES.config()).layers_of(2)
 
 
@@ -76,15 +76,15 @@ def test_what_a_checkpoint_holds_is_told_by_its_names(names: list[str], found: t
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is no EAGLE-3 head that is supported"),
-        ({"architectures": ["Eagle3Speculator"]}, "'Eagle3Speculator' is no EAGLE-3 head"),
-        ({"num_hidden_layers": 2}, "an EAGLE-3 head of several layers is not supported"),
-        ({"draft_vocab_size": 101}, "draft_vocab_size: is 101, more than vocab_size, 100"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "a head of the last hidden state alone"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not a supported EAGLE-3 head"),
+        ({"architectures": ["Eagle3Speculator"]}, "'Eagle3Speculator' is not a supported EAGLE-3 head"),
+        ({"num_hidden_layers": 2}, "only EAGLE-3 heads with 1 layer are supported"),
+        ({"draft_vocab_size": 101}, "draft_vocab_size: is 101, above vocab_size, 100"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "heads that use only the last hidden state"),
         ({"eagle_config": {"depth": 3}}, "unknown setting depth=3"),
-        ({KEY: [1, 2]}, "it has to name 3 layers"),
+        ({KEY: [1, 2]}, "it must list 3 layers"),
         ({"parallel": True}, "unknown setting parallel=True"),
-        ({"quantization_config": {}}, "quantised checkpoints are not supported"),
+        ({"quantization_config": {}}, "quantized checkpoints are not supported"),
     ],
 )
 def test_a_head_of_another_kind_is_refused(config: dict[str, Any], problem: str) -> None:
@@ -93,7 +93,7 @@ def test_a_head_of_another_kind_is_refused(config: dict[str, Any], problem: str)
 
 
 def test_a_head_is_not_served_as_a_model() -> None:
-    with pytest.raises(Unsupported, match="proposes tokens for another model, and is served beside it alone"):
+    with pytest.raises(Unsupported, match="is a draft head: it can only be served together with another model"):
         from_hf(SIZES.config(architectures=["Eagle3LlamaForCausalLM"]))
     with pytest.raises(Unsupported, match="architecture 'LlamaForCausalLMEagle3' is not supported"):
         from_hf(SIZES.config())

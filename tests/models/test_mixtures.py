@@ -149,7 +149,7 @@ def test_windows_are_those_of_transformers() -> None:
     ("name", "settings", "message"),
     [
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: is 9; the limit is 8"),
-        ("mixtral", {"num_experts": 4}, "num_experts: is 4, and num_local_experts is 8"),
+        ("mixtral", {"num_experts": 4}, "num_experts: is 4, but num_local_experts is 8"),
         ("qwen3", {"num_experts": 0}, "num_experts: is 0; it must be an integer of at least 1"),
         ("qwen3", {"moe_intermediate_size": "wide"}, "moe_intermediate_size: is 'wide'"),
         ("qwen2", {"mlp_only_layers": "all"}, "mlp_only_layers: is 'all'; it must be a list of layers"),
@@ -164,7 +164,7 @@ def test_a_malformed_value_is_refused(name: str, settings: Mapping[str, object],
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; experts with another activation than silu"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; experts support only the activation silu"),
         ("qwen3", {"decoder_sparse_step": 49}, "leave no layer with experts"),
         ("qwen3", {"num_shared_experts": 2}, "unknown setting num_shared_experts=2"),
     ],
@@ -192,5 +192,5 @@ def _wide(mixture: Mixture | None, width: int) -> Mixture:
 def test_a_model_without_experts_cannot_have_them_parallel() -> None:
     dense = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 88, "vocab_size": 131}
     config = from_hf({**dense, "num_hidden_layers": 2, "num_attention_heads": 4, "model_type": "llama"})
-    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, and LlamaForCausalLM has no experts"):
+    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, but LlamaForCausalLM has no experts"):
         with_parallel_experts(config)

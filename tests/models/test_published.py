@@ -370,20 +370,20 @@ NESTED = {"full_attention": {"rope_type": "yarn", "factor": 8.0, "truncate": Fal
             "the RoPE type is 'linear'; Phi-3 has",
         ),
         ("phi-3-mini-128k", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "the RoPE type is 'yarn'; Phi-3 has"),
-        ("phi-4-mini", {"interpolate_factor": 2}, "interpolate_factor is 2; positions are stretched by rope_scaling"),
+        ("phi-4-mini", {"interpolate_factor": 2}, "interpolate_factor is 2; positions are scaled only by rope_scaling"),
         ("gemma-3-4b", {"sliding_window": 512}, "config.json: unknown setting sliding_window=512"),
         ("gemma-3-4b", {"rope_theta": 5.0}, "config.json: unknown setting rope_theta=5.0"),
         ("gemma-3-4b", {"hidden_size": 64}, "config.json: hidden_size is 64; hidden_size is 2560 in text_config"),
         (
             "gemma-3-4b",
             {"text_config": {**GEMMA_4B, "final_logit_softcapping": 30.0}},
-            "text_config: final_logit_softcapping is 30.0; a Gemma 3 that reads images caps no logits",
+            "text_config: final_logit_softcapping is 30.0; transformers applies no soft cap to logits",
         ),
         ("gemma-3-4b", {"text_config": {**GEMMA_4B, "scale": 2}}, "config.json text_config: unknown setting scale=2"),
         (
             "gemma-3-1b",
             {"sliding_window_pattern": None, "_sliding_window_pattern": 3},
-            "_sliding_window_pattern is 3, and layer_types is missing",
+            "_sliding_window_pattern is 3, but layer_types is missing",
         ),
         (
             "gemma-3-1b",
@@ -391,19 +391,20 @@ NESTED = {"full_attention": {"rope_type": "yarn", "factor": 8.0, "truncate": Fal
             "rope_scaling: type is 'linear'; transformers",
         ),
         ("gemma-3-1b", {"rope_parameters": NESTED}, "rope_parameters full_attention: truncate is False; transformers"),
-        ("gemma-2-9b", {"sliding_window_size": 512}, "sliding_window_size is 512; sliding_window, 4096, is the one"),
+        ("gemma-2-9b", {"sliding_window_size": 512}, "sliding_window_size is 512; the model uses sliding_window, 4096"),
         (
             "mistral-7b",
             {"layer_types": ["full_attention", "sliding_attention"] * 16},
-            "layer_types has full_attention, sliding_attention, and sliding_window is 4096; all layers of mistral are",
+            "layer_types has full_attention, sliding_attention, but sliding_window is 4096, so all layers of mistral "
+            "must be",
         ),
         (
             "mistral-7b",
             {"layer_types": ["sliding_attention"] * 32, "sliding_window": None},
-            "sliding_window is None; all layers of mistral are full_attention then",
+            "sliding_window is None, so all layers of mistral must be full_attention",
         ),
-        ("gpt-neox-20b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and rotary_pct is 0.25"),
-        ("gpt-neox-20b", {"rope_theta": 50000}, "rope_theta is 50000, and rotary_emb_base is 10000"),
+        ("gpt-neox-20b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but rotary_pct is 0.25"),
+        ("gpt-neox-20b", {"rope_theta": 50000}, "rope_theta is 50000, but rotary_emb_base is 10000"),
         ("mistral-7b", {"pruned_heads": {"0": [1]}}, "pruned_heads is {'0': [1]}"),
     ],
 )
@@ -415,13 +416,13 @@ def test_what_transformers_reads_otherwise_is_refused_by_name(name: str, setting
 
 def test_experts_of_qwen2_are_counted_by_their_own_name_alone() -> None:
     config = {key: value for key, value in tiny_case("qwen2_moe").config.items() if key != "num_experts"}
-    with pytest.raises(Unsupported, match="num_local_experts is 6; qwen2_moe calls it num_experts, 60 here"):
+    with pytest.raises(Unsupported, match="num_local_experts is 6; qwen2_moe uses the name num_experts, which is 60"):
         from_hf({**config, "num_local_experts": 6})
     assert from_hf({**config, "num_local_experts": 6, "num_experts": 6}) == from_hf(tiny_case("qwen2_moe").config)
 
 
 def test_sizes_by_two_names_must_be_equal() -> None:
-    with pytest.raises(InvalidArgument, match="hidden_size: is 64, and n_embd, which is another name for it, is 768"):
+    with pytest.raises(InvalidArgument, match="hidden_size: is 64, but n_embd, another name for it, is 768"):
         from_hf({**PUBLISHED["gpt2, both names"], "hidden_size": 64})
 
 

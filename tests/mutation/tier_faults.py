@@ -347,8 +347,8 @@ TIER_FAULTS = (
     Fault(
         "files are closed under a read that hangs",
         "kv/tiers/disk.py",
-        'and are abandoned", len(left))\n            return\n',
-        'and are abandoned", len(left))\n',
+        'that did not return", len(left))\n            return\n',
+        'that did not return", len(left))\n',
         SLOW,
     ),
     Fault(

@@ -83,7 +83,7 @@ TRAVEL_FAULTS = (
         "whoever is late writes a block of somebody else",
         "kv/tiers/arriving.py",
         "        with self._lock:\n            if self._is_closed:\n"
-        '                raise Cancelled("the prefix that arrives was given up")\n            if block_id',
+        '                raise Cancelled("the incoming prefix was canceled")\n            if block_id',
         "        with self._lock:\n            if block_id",
         TRAVELS,
     ),

@@ -66,7 +66,7 @@ def test_without_the_other_server_nothing_is_started(tmp_path):
 @pytest.mark.long
 def test_a_server_that_ends_is_told_with_its_last_error(tmp_path):
     server = running("jpaged", SHAPE, Home(tmp_path), CORE)
-    with pytest.raises(PeerFailed, match=r"the server of jpaged ended with 1: .* there is no folder .*models/S"):
+    with pytest.raises(PeerFailed, match=r"the server of jpaged ended with 1: .* folder .*models/S does not exist"):
         server.__enter__()
 
 

@@ -303,7 +303,7 @@ async def test_logits_that_are_not_finite_end_their_request_alone(harness, caplo
     for call in bad:
         error = await failure_of(call)
         assert error.code() is grpc.StatusCode.INTERNAL
-        context = "there is no token 1 for sequence 0, after 2 tokens of context"
+        context = "no token 1 can be sampled for sequence 0, after 2 tokens of context"
         assert error.details() == f"the model's logits are not finite: {context}"
     messages = await collect(good)
     assert messages[-1].finish.reason == inference_pb2.FINISH_REASON_LENGTH

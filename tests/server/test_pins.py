@@ -61,7 +61,7 @@ async def test_what_cannot_be_pinned_says_why():
         await client.pin_prefix("system", PREFIX)
         with pytest.raises(AlreadyExists, match="'system' is pinned"):
             await client.pin_prefix("system", PREFIX)
-        with pytest.raises(InvalidArgument, match="3 tokens fill no block of 4"):
+        with pytest.raises(InvalidArgument, match="3 tokens do not fill a block of 4"):
             await client.pin_prefix("short", "abc")
         with pytest.raises(InvalidArgument, match="not a token id"):
             await client.pin_prefix("ids", prompt_token_ids=[999] * 8)

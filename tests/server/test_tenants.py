@@ -68,9 +68,7 @@ async def test_pins_are_a_tenants_own(harness):
 async def test_pins_end_at_the_limit_and_a_request_beside_them_runs():
     async with running(max_pinned_blocks=5) as harness, AsyncClient(harness.target) as client:
         await client.pin_prefix("one", PREFIX)
-        with pytest.raises(
-            InvalidArgument, match=r"1 blocks, with 5 that are pinned, are over max_pinned_blocks \(5\)"
-        ):
+        with pytest.raises(InvalidArgument, match=r"1 blocks, added to 5 pinned ones, exceed max_pinned_blocks \(5\)"):
             await client.pin_prefix("two", "four")
         output = await client.complete("x" * 100, SamplingParams(max_tokens=28, temperature=0.0, ignore_eos=True))
         assert output.usage.completion_tokens == 28

@@ -147,7 +147,7 @@ class Fleet:
             for place, totals in closing.lives.items():
                 self._lives[place] = self._lives[place].plus(totals)
         if len(self._ends) != self._num_turns:
-            raise InternalError(f"{self._num_turns} turns have begun and {len(self._ends)} have ended")
+            raise InternalError(f"{self._num_turns} turns began but {len(self._ends)} ended")
         cpu_s = time.process_time() - begin_cpu_s
         if self._options.num_processes > 1:
             cpu_s += sum(closing.cpu_s for closing in closings)
@@ -214,7 +214,7 @@ class Fleet:
     def _is_over(self, now_s: float) -> bool:
         if now_s > (1 + _MAX_DAYS) * max(self._day.seconds, 86_400.0):
             raise InternalError(
-                f"{len(self._running)} turns are in flight and {len(self._coming)} are to come, for ever"
+                f"the simulation is stuck: {len(self._running)} turns in flight, {len(self._coming)} pending"
             )
         has_begun = self._num_begun == len(self._sessions)
         return has_begun and not (self._coming or self._running or self._ended or self._changes)
@@ -279,7 +279,7 @@ class Fleet:
     def _finish(self, turn: _Turn, ended: Ended) -> None:
         session, day = turn.session, self._day
         if turn.first_token_s is None or turn.num_generated != session.answered[turn.number]:
-            raise InternalError(f"turn {turn.number} of {session.number} has ended without all of its tokens")
+            raise InternalError(f"turn {turn.number} of session {session.number} ended without all of its tokens")
         end = TurnEnd(
             turn.arrival_s,
             turn.first_token_s,

@@ -24,7 +24,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots(2, 3)
     _draw_rates(axes[0][0], runs)
-    _draw_series(axes[0][1], runs, "waiting", "requests that wait for rows or blocks")
+    _draw_series(axes[0][1], runs, "waiting", "requests waiting for rows or blocks")
     _draw_replicas(axes[0][2], runs)
     _draw_bars(axes[1][0], runs, ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"), "time to first token, ms")
     _draw_bars(axes[1][1], runs, ("itl_p50_ms", "itl_p90_ms", "itl_p99_ms"), "mean time between tokens, ms")
@@ -37,7 +37,7 @@ def _draw_rates(ax: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     ax.fill_between(curve["hour"], curve["arrived_per_s"], color="0.85", label="arrived")
     for number, run in enumerate(runs):
         ax.plot(run["curve"]["hour"], run["curve"]["good_per_s"], color=f"C{number}", lw=1, label=_name(run))
-    _finish(ax, "requests/s, and those that met the goals")
+    _finish(ax, "requests/s, total and within the goals")
 
 
 def _draw_series(ax: Any, runs: Sequence[Mapping[str, Any]], key: str, title: str) -> None:
@@ -79,7 +79,7 @@ def _finish(ax: Any, title: str) -> None:
     from matplotlib.ticker import MultipleLocator
 
     ax.set_title(title, fontsize=9)
-    ax.set_xlabel("hour of the day; behind the line what has begun ends")
+    ax.set_xlabel("hour of the day; after the line, pending requests finish")
     ax.axvline(24, color="0.6", lw=0.8, ls=":")
     ax.set_xlim(0, None)
     ax.xaxis.set_major_locator(MultipleLocator(6 * math.ceil(ax.get_xlim()[1] / _MAX_TICKS / 6)))

@@ -86,7 +86,7 @@ class Replica:
             if engine.step():
                 continue
             if self._in_flight:
-                raise InternalError(f"{len(self._in_flight)} requests are in flight and the engine is idle")
+                raise InternalError(f"{len(self._in_flight)} requests are in flight but the engine is idle")
             if not coming:
                 return
             clock.advance(max(0.0, coming[0].arrival_s - clock()))

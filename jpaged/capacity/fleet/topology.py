@@ -79,7 +79,7 @@ def kind_of(
     config = model.config
     if serving.max_model_len > config.max_model_len:
         raise InvalidArgument(
-            "max_model_len", f"{serving.max_model_len} is over {config.max_model_len}, which {model.name} has"
+            "max_model_len", f"{serving.max_model_len} is over the limit of {model.name}, {config.max_model_len}"
         )
     model = dataclasses.replace(
         model, config=dataclasses.replace(config, max_position_embeddings=serving.max_model_len)

@@ -90,7 +90,7 @@ class Replicas:
         for change in window.changes:
             if change.kind == "begin":
                 if change.place in self._replicas:
-                    raise InternalError(f"replica {change.place} is to begin and is there")
+                    raise InternalError(f"replica {change.place} is to start but exists")
                 pool = self._pools[change.pool]
                 self._replicas[change.place] = Replica(change.place, pool.deployment, pool.options, window.begin_s)
             else:
@@ -201,7 +201,7 @@ class ProcessWorker:
 
     def _gone(self) -> InternalError:
         self._process.join()
-        return InternalError(f"a worker process has ended with exit code {self._process.exitcode}")
+        return InternalError(f"a worker process exited with code {self._process.exitcode}")
 
 
 def make_workers(num_processes: int, pools: Sequence[Pool], *, checks: bool = False) -> list[Worker]:

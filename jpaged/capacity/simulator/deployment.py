@@ -110,7 +110,7 @@ def deploy(
                 "num_devices",
                 f"{devices} x {hardware.name} leave {usable / 1e9:.1f} GB for {shape.weight_bytes / 1e9:.1f} GB of "
                 f"weights and the KV of {max_model_len} tokens "
-                f"({max_model_len * shape.kv_bytes_per_token / 1e9:.1f} GB): take more devices",
+                f"({max_model_len * shape.kv_bytes_per_token / 1e9:.1f} GB): use more devices",
             )
     run_bytes = block_size * model.config.head_dim * 2
     gather_efficiency = run_bytes / (run_bytes + assumptions.half_rate_run_bytes)

@@ -166,7 +166,7 @@ class SimulatedExecutor:
         Raises:
             InternalError: always.
         """
-        raise InternalError(f"a simulated server was asked for {num_steps} steps that wait for masks")
+        raise InternalError(f"a simulated server cannot run steps that wait for masks ({num_steps} steps)")
 
     def speculate(
         self,
@@ -182,7 +182,7 @@ class SimulatedExecutor:
         Raises:
             InternalError: always.
         """
-        raise InternalError(f"a simulated server was asked for {num_rounds} rounds of proposals; it has no draft")
+        raise InternalError(f"a simulated server has no draft model for {num_rounds} speculative rounds")
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True

@@ -178,7 +178,7 @@ class _Run:
         elif self._coming:
             self._clock.advance(max(0.0, self._coming[0][1].arrival_s - self._clock()))
         elif self.is_unfinished:
-            raise InternalError(f"{len(self._trace) - len(self._end_s)} requests are in flight and the engine is idle")
+            raise InternalError(f"{len(self._trace) - len(self._end_s)} requests are in flight but the engine is idle")
 
     def result(self) -> Simulation:
         load, executor = self._engine.load(), self._executor

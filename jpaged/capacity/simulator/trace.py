@@ -156,6 +156,7 @@ def _scales(prompt: Lengths, output: Lengths, room: int) -> tuple[float, float]:
         ]
     if abs(means[0] / prompt.mean - 1) > 0.005 or abs(means[1] / output.mean - 1) > 0.005:
         raise InvalidArgument(
-            "max_model_len", f"{room} tokens are too few for means of {prompt.mean} and {output.mean}"
+            "max_model_len",
+            f"{room} tokens are too few for a mean prompt of {prompt.mean} and a mean output of {output.mean}",
         )
     return scales[0], scales[1]

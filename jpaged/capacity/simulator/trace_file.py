@@ -58,7 +58,7 @@ def _request(line: str, number: int, max_model_len: int) -> TraceRequest:
     known = {spec.name: spec for spec in fields(TraceRequest)}
     for name in values:
         if name not in known:
-            raise InvalidArgument(f"trace line {number}: {name}", f"is unknown; known are {', '.join(known)}")
+            raise InvalidArgument(f"trace line {number}: {name}", f"is unknown; known fields: {', '.join(known)}")
     for name, spec in known.items():
         if name in values:
             values[name] = _checked(values[name], name, _KINDS[str(spec.type)], number)
@@ -90,6 +90,6 @@ def _check_together(request: TraceRequest, number: int, given: Mapping[str, Any]
         text = f"{request.prefix_tokens} is over prompt_tokens ({request.prompt_tokens})"
         raise InvalidArgument(f"{where}: prefix_tokens", text)
     if ("prefix_id" in given) != ("prefix_tokens" in given):
-        raise InvalidArgument(f"{where}: prefix_id", "prefix_id and prefix_tokens come together or not at all")
+        raise InvalidArgument(f"{where}: prefix_id", "prefix_id and prefix_tokens must be given together")
     if request.beam_width and request.n > request.beam_width:
         raise InvalidArgument(f"{where}: n", f"{request.n} is over beam_width ({request.beam_width})")

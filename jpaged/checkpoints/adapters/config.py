@@ -60,23 +60,27 @@ def read_lora_config(folder: Path) -> LoraConfig:
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise InvalidArgument("lora", f"folder {folder} has no {CONFIG_FILE}; it must be as PEFT writes it")
+        raise InvalidArgument(
+            "lora", f"folder {folder} has no {CONFIG_FILE}; it must be in the layout that PEFT writes"
+        )
     fields = JsonFields(read_json(path, MAX_CONFIG_BYTES), str(path))
-    fields.only("peft_type", "LORA", why="only LORA is computed")
-    fields.only("use_dora", False, why="DoRA is not computed")
-    fields.only("use_qalora", False, why="QALoRA is not computed")
-    fields.only("bias", "none", why="adapters of biases are not added; only none is")
-    fields.only("lora_bias", False, why="adapters with biases are not added")
+    fields.only("peft_type", "LORA", why="only LORA is supported")
+    fields.only("use_dora", False, why="DoRA is not supported")
+    fields.only("use_qalora", False, why="QALoRA is not supported")
+    fields.only("bias", "none", why="only none is supported")
+    fields.only("lora_bias", False, why="adapters with biases are not supported")
     for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
         fields.only(
             key,
             *([], {}),
-            why="only linear modules of layers have adapters, not embeddings, lm_head and other parameters: train "
-            "without it, or merge the adapter into the model",
+            why=(
+                "adapters are supported only for linear modules of layers, not for embeddings, lm_head or other "
+                "parameters: train without them, or merge the adapter into the model"
+            ),
         )
     for key in ("layer_replication", "alora_invocation_tokens", "arrow_config"):
-        fields.only(key, why="it is not computed")
-    why = "it changes the weights of the model itself; save it converted to an ordinary adapter, as PEFT describes"
+        fields.only(key, why="it is not supported")
+    why = "it changes the weights of the model itself; save it as an ordinary adapter, as PEFT describes"
     fields.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal", "mica", why=why)
     fields.ignore(_WITHOUT_EFFECT)
     rank = fields.integer("r", maximum=_MAX_RANK)

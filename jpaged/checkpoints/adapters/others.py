@@ -13,7 +13,7 @@ from jpaged.models.quantisation.formats import module_of
 
 _MAX_SHOWN = 5
 _OUTER = frozenset({"lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"})
-_NOT_OUTER = "embeddings and lm_head take no adapters; merge the adapter into the model"
+_NOT_OUTER = "adapters of embeddings and lm_head are not supported; merge the adapter into the model"
 _ROUTERS = frozenset({"gate", "router"})
 
 
@@ -31,10 +31,10 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
     has_experts = any(map(is_of_experts, every))
     known = {module_of(name) for leaf in every for name, _ in leaf.tensors}
     kinds: tuple[tuple[Callable[[str], bool], str], ...] = (
-        (lambda module: has_experts and _is_of_experts(module), "experts and routers take no adapters"),
+        (lambda module: has_experts and _is_of_experts(module), "adapters of experts and routers are not supported"),
         (lambda module: _words_of(module)[-1] in _OUTER, _NOT_OUTER),
-        (known.__contains__, "adapters are added to linear modules of layers alone, not to these"),
-        (lambda module: is_ignored(f"{module}.weight", config), "the model is served without these"),
+        (known.__contains__, "adapters are supported only for linear modules of layers"),
+        (lambda module: is_ignored(f"{module}.weight", config), "the server does not load these modules of the model"),
     )
     for is_of_kind, why in kinds:
         found = [module for module in modules if is_of_kind(module)]

@@ -56,18 +56,20 @@ class Patterns(Generic[NumberT]):
             try:
                 compiled.append((re.compile(expression), number))
             except (re.error, OverflowError, RecursionError) as error:
-                problem = f"{shown} is no regular expression as PEFT uses it, (.*\\.)?(...)$: {error}"
+                problem = f"{shown} is not a regular expression in PEFT's form, (.*\\.)?(...)$: {error}"
                 raise InvalidArgument(field, problem) from error
             plain = _LETTER.sub("x", expression)
-            for kind, what in ((_REPEATED_GROUP, "repeats a group"), (_OTHER_GROUP, "has a group of a special kind")):
+            for kind, what in ((_REPEATED_GROUP, "repeats a group"), (_OTHER_GROUP, "has a special group")):
                 if kind.search(plain):
-                    raise InvalidArgument(field, f"{shown} {what}, which may take for ever: write it without")
+                    raise InvalidArgument(
+                        field, f"{shown} {what}, which may take unlimited time: rewrite it without that"
+                    )
             num_ways += _num_ways(plain)
             if num_ways > _MAX_WAYS:
                 raise InvalidArgument(
                     field,
-                    f"{shown} and those before it may try a name in {num_ways} ways; the limit is {_MAX_WAYS}: "
-                    "use fewer repeats, optional parts and alternatives",
+                    f"{shown} and those before it may match a name in {num_ways} ways; the limit is {_MAX_WAYS}: use "
+                    "fewer repeats, optional parts and alternatives",
                 )
         return cls(tuple(compiled))
 

@@ -85,12 +85,14 @@ class AdapterReader:
         """
         folder = expand_home(path, "lora")
         if not folder.is_dir():
-            raise InvalidArgument("lora", f"there is no folder {path}")
+            raise InvalidArgument("lora", f"folder {path} does not exist")
         config = read_lora_config(folder)
         if not (folder / WEIGHTS_FILE).is_file():
             pickles = sorted(folder.glob("*.bin"))
             if pickles:
-                raise Unsupported(f"{pickles[0]}: pickles are not read: save the adapter with safe_serialization=True")
+                raise Unsupported(
+                    f"{pickles[0]}: pickles are not supported: save the adapter with safe_serialization=True"
+                )
             raise InvalidArgument("lora", f"folder {path} has no {WEIGHTS_FILE}")
         with ExitStack() as opened:
             files = TensorFiles(folder, opened, WEIGHTS_FILE, _MAX_HEADER_BYTES)
@@ -115,12 +117,12 @@ class AdapterReader:
             parts = _NAME.fullmatch(name)
             if parts is None and _OF_EMBEDDING.search(name):
                 raise Unsupported(
-                    f"{folder}: tensor {name}: embeddings and lm_head take no adapters, and are not replaced: "
+                    f"{folder}: tensor {name}: adapters and replacements of embeddings and lm_head are not supported: "
                     "merge the adapter into the model, or train it without them"
                 )
             if parts is None:
                 raise Unsupported(
-                    f"{folder}: tensor {name} is none of an adapter of linear modules "
+                    f"{folder}: tensor {name} is not part of an adapter of a linear module "
                     "(base_model.model.<module>.lora_A.weight or lora_B.weight)"
                 )
             if len(name) > MAX_NAME_LEN:
@@ -134,7 +136,7 @@ class AdapterReader:
             module = f"{prefix}{'.'.join(inner)}" if inner and inner[0] == of_layer else trained
             names = found.setdefault(module, _Tensors(trained, {})).names
             if parts["which"] in names:
-                raise InvalidArgument("lora", f"{folder}: tensor {name} is there twice")
+                raise InvalidArgument("lora", f"{folder}: tensor {name} is present twice")
             names[parts["which"]] = name
         if not found:
             raise InvalidArgument("lora", f"{folder}: {WEIGHTS_FILE} has no tensors: save the adapter again")
@@ -201,15 +203,13 @@ class _Source:
         where = str(self.files.where(name))
         if stored != shape:
             raise InvalidArgument(
-                where, f"tensor {name} has shape {list(stored)}; model and rank make it {list(shape)}"
+                where, f"tensor {name} has shape {list(stored)}; model and rank require {list(shape)}"
             )
         with np.errstate(over="ignore", invalid="ignore"):
             tensor = read_weight(self.files, name, shape).astype(np.float32) * np.float32(scale)
             tensor = tensor.astype(self.dtype)
         if not np.isfinite(tensor).all():
-            raise InvalidArgument(
-                where, f"tensor {name} times {scale:g} has numbers that are not finite in {self.dtype.name}"
-            )
+            raise InvalidArgument(where, f"tensor {name} times {scale:g} has non-finite numbers in {self.dtype.name}")
         return tensor
 
 
@@ -223,8 +223,8 @@ def _refuse_incomplete(targets: Iterable[str], modules: Set[str], trained: Itera
         if target in expected and target not in found:
             raise InvalidArgument(
                 "lora",
-                f"{folder}: target_modules has {target!r}, but {WEIGHTS_FILE} has no tensors of such a module: "
-                "save the adapter again",
+                f"{folder}: target_modules has {target!r}, but {WEIGHTS_FILE} has no tensors for such a module: save "
+                "the adapter again",
             )
 
 

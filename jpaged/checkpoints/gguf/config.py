@@ -36,16 +36,16 @@ def hf_config(file: GgufFile) -> Config:
     """
     architecture, kind = file.architecture, file.metadata.get("general.type", "model")
     if kind != "model":
-        raise Unsupported(f"{file.path}: general.type is {kind!r}; only models are served")
+        raise Unsupported(f"{file.path}: general.type is {kind!r}; only models are supported")
     if architecture not in _READERS:
         raise Unsupported(
-            f"{file.path}: of GGUF's architectures {architecture!r} is not read; read: {', '.join(_READERS)}"
+            f"{file.path}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(_READERS)}"
         )
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     fields = JsonFields(own, f"{file.path.name} {architecture}")
-    fields.only("attention.causal", True, why="only causal attention is served")
-    fields.only("tensor_data_layout", "reference", "Meta AI original pth", why="no other order of rows is known")
+    fields.only("attention.causal", True, why="only causal attention is supported")
+    fields.only("tensor_data_layout", "reference", "Meta AI original pth", why="no other order of rows is supported")
     fields.ignore(_HARMLESS)
     config = _READERS[architecture](fields, file)
     fields.finish()
@@ -105,7 +105,9 @@ def _rope(fields: JsonFields, file: GgufFile, config: Config, *, may_be_partial:
     rope: Config = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
     if num_rotated != config["head_dim"]:
         if not may_be_partial:
-            raise Unsupported(f"{fields.name}: rope.dimension_count is {num_rotated}; only whole heads are rotated")
+            raise Unsupported(
+                f"{fields.name}: rope.dimension_count is {num_rotated}; only fully rotated heads are supported"
+            )
         rope["partial_rotary_factor"] = num_rotated / config["head_dim"]
     factors = _factors(file)
     return rope | (_listed(fields, config, factors) if factors else _scaled(fields, config))
@@ -122,20 +124,20 @@ def _scaling(fields: JsonFields) -> tuple[str, float]:
 def _scaled(fields: JsonFields, config: Config) -> Config:
     """Return the rope parameters of a scaling formula."""
     kind, factor = _scaling(fields)
-    fields.only("rope.scaling.attn_factor", 1.0, why="its own factor of attention is not supported here")
+    fields.only("rope.scaling.attn_factor", 1.0, why="a separate attention factor is not supported")
     if kind == "yarn":
-        fields.only("rope.scaling.yarn_attn_factor", 1.0, why="its own factor of attention is not supported here")
-        fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0, why="only whole extrapolation, 1.0, is supported here")
+        fields.only("rope.scaling.yarn_attn_factor", 1.0, why="a separate attention factor is not supported")
+        fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0, why="only full extrapolation, 1.0, is supported")
         length = fields.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
         betas = [name for name in ("beta_fast", "beta_slow") if fields.has(f"rope.scaling.yarn_{name}")]
         yarn: Config = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
         return yarn | {name: fields.number(f"rope.scaling.yarn_{name}") for name in betas}
     if kind not in ("none", "linear"):
-        raise Unsupported(f"{fields.name}: rope.scaling.type is {kind!r}, without a tensor of factors")
+        raise Unsupported(f"{fields.name}: rope.scaling.type is {kind!r}, but there is no tensor of factors")
     if factor == 1:
         return {}
     if kind == "none":
-        raise Unsupported(f"{fields.name}: rope.scaling.factor is {factor}; rope.scaling.type says none")
+        raise Unsupported(f"{fields.name}: rope.scaling.factor is {factor}, but rope.scaling.type is none")
     return {"rope_type": kind, "factor": factor}
 
 
@@ -156,14 +158,14 @@ def _listed(fields: JsonFields, config: Config, factors: Mapping[str, list[float
     kinds = ("none", "linear") if "rope_freqs" in factors else ("none", "linear", "longrope")
     if kind not in kinds or factor != 1:
         raise Unsupported(
-            f"{fields.name}: rope.scaling.type is {kind!r} with a factor of {factor}, beside the tensor "
-            f"{next(iter(factors))}.weight; only what the tensor says is read"
+            f"{fields.name}: rope.scaling.type is {kind!r} with a factor of {factor}, in addition to the tensor "
+            f"{next(iter(factors))}.weight; only the tensor is supported"
         )
     if "rope_freqs" in factors:
         short = long = factors["rope_freqs"]
     else:
         if len(factors) < 2:
-            raise InvalidArgument(fields.name, f"has {', '.join(factors)} alone, of factors for short and long texts")
+            raise InvalidArgument(fields.name, f"has only {', '.join(factors)} of the factors for short and long texts")
         short, long = factors["rope_factors_short"], factors["rope_factors_long"]
         length = fields.integer("rope.scaling.original_context_length", length)
     return {
@@ -226,7 +228,7 @@ def _qwen_moe(name: str, model_type: str) -> Callable[[JsonFields, GgufFile], Co
         config = dense(fields, file)
         num_used, whole_width = fields.integer("expert_used_count"), config["intermediate_size"]
         width = fields.integer("expert_feed_forward_length", 0, minimum=0) or whole_width // num_used
-        fields.only("expert_weights_scale", 0.0, 1.0, why="scaled weights of experts are not known here")
+        fields.only("expert_weights_scale", 0.0, 1.0, why="scaled expert weights are not supported")
         config |= {
             "num_experts": fields.integer("expert_count"),
             "num_experts_per_tok": num_used,
@@ -238,7 +240,7 @@ def _qwen_moe(name: str, model_type: str) -> Callable[[JsonFields, GgufFile], Co
             config["shared_expert_intermediate_size"] = shared_width
             config["qkv_bias"] = _has(file, "attn_q.bias")
         else:
-            fields.only("expert_shared_feed_forward_length", 0, why="Qwen3 has no expert that all tokens go to")
+            fields.only("expert_shared_feed_forward_length", 0, why="Qwen3 has no shared expert")
         return config
 
     return read
@@ -260,7 +262,7 @@ def _gemma2(fields: JsonFields, file: GgufFile) -> Config:
     config = _decoder(fields, file)
     rope = _rope(fields, file, config)
     theta = rope["rope_theta"]
-    fields.only("rope.freq_base_swa", theta, why=f"all layers of Gemma 2 have that of rope.freq_base, {theta}")
+    fields.only("rope.freq_base_swa", theta, why=f"all layers of Gemma 2 use rope.freq_base, {theta}")
     return _gemma(config, 2, fields.integer("attention.sliding_window_pattern", 2)) | {
         "model_type": "gemma2",
         "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),

@@ -117,7 +117,7 @@ def find_gguf(path: Path) -> Path | None:
         models = [model for model in models if _is_model(model)]
     if len(models) > 1:
         listed = ", ".join(model.name for model in models)
-        raise InvalidArgument("model", f"folder {path} holds {len(models)} GGUF models: name one of {listed}")
+        raise InvalidArgument("model", f"folder {path} has {len(models)} GGUF models: choose one of {listed}")
     return models[0] if models else None
 
 
@@ -154,7 +154,7 @@ def open_gguf(path: Path) -> GgufFile:
     parts = parts_of(path)
     for part in parts:
         if not part.is_file():
-            raise InvalidArgument(str(path), f"is a model in {len(parts)} parts, and {part.name} is missing")
+            raise InvalidArgument(str(path), f"is a model in {len(parts)} parts, but {part.name} is missing")
     return _open(path, tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts))
 
 
@@ -167,14 +167,16 @@ def _open(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
         metadata = metadata or found
         for name, tensor in inside.items():
             if name in tensors:
-                raise InvalidArgument(str(part), f"tensor {name} is in {tensors[name].path.name} as well")
+                raise InvalidArgument(str(part), f"tensor {name} is also in {tensors[name].path.name}")
             tensors[name] = tensor
         number = found.get("split.no", 0)
         if number != index:
-            raise InvalidArgument(str(part), f"is part {number + 1} by its metadata, and part {index + 1} by its name")
+            raise InvalidArgument(str(part), f"is part {number + 1} by its metadata, but part {index + 1} by its name")
     count = metadata.get("split.tensors.count", len(tensors))
     if count != len(tensors):
-        raise InvalidArgument(str(path), f"has {len(tensors)} tensors in {len(parts)} parts; it says {count}")
+        raise InvalidArgument(
+            str(path), f"has {len(tensors)} tensors in {len(parts)} parts; its metadata requires {count}"
+        )
     return GgufFile(path, metadata, tensors)
 
 
@@ -202,7 +204,7 @@ def _read(path: Path, state: tuple[int, int]) -> tuple[dict[str, Any], dict[str,
     finally:
         file.close()
     if getattr(reader, "byte_order", "I") != "I":
-        raise InvalidArgument(str(path), "has the byte order of other machines; convert the model again")
+        raise InvalidArgument(str(path), "has the wrong byte order for this machine; convert the model again")
     return metadata, tensors
 
 
@@ -214,8 +216,8 @@ def _unreadable(path: Path) -> str:
         version = int.from_bytes(file.read(_VERSION_BYTES), "little")
     if version not in _VERSIONS and magic == _MAGIC and version & 0xFFFF:
         versions = " and ".join(map(str, _VERSIONS))
-        return f"is a GGUF file of version {version}; versions {versions} are read: convert the model again"
-    return f"is not a complete GGUF file: its {path.stat().st_size} bytes are cut off or damaged; download it again"
+        return f"is a GGUF file of version {version}; supported versions: {versions}; convert the model again"
+    return f"is not a complete GGUF file: its {path.stat().st_size} bytes are truncated or damaged; download it again"
 
 
 class _Header:
@@ -276,8 +278,8 @@ def _reader() -> Any:
                 if number not in known:
                     kind = f"type {number} ({_REMOVED.get(int(number), 'unknown')})"
                     raise Unsupported(
-                        f"{self._path}: tensor {bytes(name).decode()} is of {kind}; "
-                        f"of GGUF's types read: {', '.join(READ)}"
+                        f"{self._path}: tensor {bytes(name).decode()} has unsupported {kind}; supported GGUF types: "
+                        f"{', '.join(READ)}"
                     )
             super()._build_tensors(start_offs, fields)
 

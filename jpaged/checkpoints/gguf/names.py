@@ -21,9 +21,9 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OUTER = re.compile(r"(\w+)\.(weight|bias)")
 _OTHER_LAYOUTS = {
-    r"blk\.\d+\.attn_qkv\.\w+": "queries, keys and values in one; convert the model without --fuse-qkv",
-    r"blk\.\d+\.ffn_gate_up_exps\.\w+": "gates and ups in one; convert the model without --fuse-gate-up-exps",
-    r"blk\.\d+\.ffn_\w+\.\d+\.\w+": "one expert by itself; convert the model with a newer llama.cpp",
+    r"blk\.\d+\.attn_qkv\.\w+": "fused queries, keys and values; convert the model without --fuse-qkv",
+    r"blk\.\d+\.ffn_gate_up_exps\.\w+": "fused gate and up matrices; convert the model without --fuse-gate-up-exps",
+    r"blk\.\d+\.ffn_\w+\.\d+\.\w+": "a single expert; convert the model with a newer llama.cpp",
 }
 """Alternative layouts of an architecture's tensors by name pattern, and their content."""
 
@@ -187,7 +187,7 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
     if layer is None or layer[2] not in naming.layers:
         for pattern, content in _OTHER_LAYOUTS.items():
             if re.fullmatch(pattern, name):
-                raise Unsupported(f"{tensor.path}: tensor {name} is not read: it is {content}")
+                raise Unsupported(f"{tensor.path}: tensor {name} is not supported: it has {content}")
         yield name, Place(name)
         return
     number, stem, end = layer.groups()

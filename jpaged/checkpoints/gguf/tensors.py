@@ -50,7 +50,9 @@ class GgufTensors:
         """
         tensor = self._stored(name)
         if tensor.kind not in READ:
-            raise Unsupported(f"{tensor.path}: tensor {name} is {tensor.kind}; of GGUF's types read: {', '.join(READ)}")
+            raise Unsupported(
+                f"{tensor.path}: tensor {name} has type {tensor.kind}; supported GGUF types: {', '.join(READ)}"
+            )
         if name in self.blocks:
             return np.dtype(np.uint8)
         return FLOATS.get(tensor.kind, np.dtype(np.float32)) if not self.places[name].offset else np.dtype(np.float32)
@@ -69,7 +71,7 @@ class GgufTensors:
         if name in self.blocks:
             rows = _rows(data, place, index[:1])
             if not BLOCK_TYPES[tensor.kind].is_finite(rows):
-                raise InvalidArgument(str(tensor.path), f"tensor {name} has scales of blocks that are not finite")
+                raise InvalidArgument(str(tensor.path), f"tensor {name} has block scales that are not finite")
             return rows
         if place.is_transposed or place.is_row:
             whole = weights_of(tensor.kind, _rows(data, place, ()))

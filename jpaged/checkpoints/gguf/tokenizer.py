@@ -149,7 +149,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
     if kind in (None, "none", "no_vocab"):
         return None
     if kind not in ("gpt2", "llama"):
-        raise Unsupported(f"{path}: tokenizer.ggml.model is {kind!r}; read: gpt2, llama")
+        raise Unsupported(f"{path}: tokenizer.ggml.model is {kind!r}; supported: gpt2, llama")
     vocabulary = read_vocabulary(file)
     fast, adds_bos = _byte_level(vocabulary, file) if kind == "gpt2" else (_sentence_piece(vocabulary, file), True)
     _add_tokens(fast, vocabulary, is_sentence_piece=kind == "llama", is_phi3=file.architecture == "phi3")
@@ -184,7 +184,7 @@ def _byte_level(vocabulary: Vocabulary, file: GgufFile) -> tuple[Any, bool]:
         )
     cut = _CUTS.get(str(pre))
     if cut is None:
-        raise Unsupported(f"{file.path}: tokenizer.ggml.pre is {pre!r}; read: {', '.join(_CUTS)}")
+        raise Unsupported(f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported: {', '.join(_CUTS)}")
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     merges = _listed_merges(file, vocab)
     fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignores_merges))
@@ -207,7 +207,9 @@ def _listed_merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, 
         left, _, right = line[1:].partition(" ")
         left = line[:1] + left
         if not right or not {left, right, left + right} <= vocab.keys():
-            raise InvalidArgument(str(file.path), f"tokenizer.ggml.merges has {line!r}; each must be two tokens of one")
+            raise InvalidArgument(
+                str(file.path), f"tokenizer.ggml.merges has {line!r}; each entry must be two tokens that form one"
+            )
         merges.append((left, right))
     return merges
 
@@ -287,5 +289,5 @@ def _add_ends(fast: Any, vocabulary: Vocabulary, file: GgufFile, adds_bos: bool)
         fast.post_processor = processors.TemplateProcessing(single=one, pair=[*one, *two], special_tokens=special)
     except ValueError as error:
         raise InvalidArgument(
-            str(file.path), f"texts cannot be put between {', '.join(named.values())}: {error}"
+            str(file.path), f"text cannot be encoded with {', '.join(named.values())}: {error}"
         ) from error

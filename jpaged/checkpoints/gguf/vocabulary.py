@@ -73,7 +73,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
         raise InvalidArgument(str(file.path), "tokenizer.ggml.tokens must be a list of tokens")
     types = list(file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
     if len(types) != len(tokens):
-        raise InvalidArgument(str(file.path), f"has {len(types)} types of {len(tokens)} tokens")
+        raise InvalidArgument(str(file.path), f"has {len(types)} types for {len(tokens)} tokens")
     ids = _ids(file, len(tokens), types)
     known = {token: index for index, token in enumerate(tokens) if token in _NAMES}
     if _END_OF_SEQUENCE in known and types[known[_END_OF_SEQUENCE]] != CONTROL:

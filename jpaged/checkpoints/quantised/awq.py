@@ -78,25 +78,25 @@ def read_config(fields: JsonFields) -> Awq:
         Unsupported: a setting is not supported; it is named.
         InvalidArgument: a value is malformed.
     """
-    fields.only("bits", _BITS, why="of AWQ 4 bits are read")
-    fields.only("w_bit", _BITS, why="of AWQ 4 bits are read")
-    fields.only("version", "gemm", "GEMM", why="the layout gemm is read")
+    fields.only("bits", _BITS, why="AWQ supports only 4 bits")
+    fields.only("w_bit", _BITS, why="AWQ supports only 4 bits")
+    fields.only("version", "gemm", "GEMM", why="only the layout gemm is supported")
     for key in ("checkpoint_format", "format"):
-        fields.only(key, "gemm", why="the layout gemm is read")
-    fields.only("method", "awq", why="the method is that of AWQ")
-    fields.only("pack_dtype", "int32", why="only words of int32 are read")
-    fields.only("desc_act", False, why="groups of AWQ are not listed")
-    fields.only("zero_point", True, why="AWQ without zero points is not read")
+        fields.only(key, "gemm", why="only the layout gemm is supported")
+    fields.only("method", "awq", why="the method must be AWQ")
+    fields.only("pack_dtype", "int32", why="only int32 words are supported")
+    fields.only("desc_act", False, why="AWQ does not support listed groups")
+    fields.only("zero_point", True, why="AWQ without zero points is not supported")
     group_key = "q_group_size" if fields.has("q_group_size") else "group_size"
     group_size = fields.integer(group_key, 128, minimum=-1)
     # AutoAWQ skips a module if its name contains any of these, also within a word (awq/utils/module.py).
     left = [re.escape(name) for name in fields.names("modules_to_not_convert")]
     has_output = fields.flag("lm_head", False)
-    fields.only("data_type", "int", why="of AWQ integers are read")
+    fields.only("data_type", "int", why="AWQ supports only integers")
     fields.ignore(_HARMLESS)
 
     def read_own(own: JsonFields) -> MatrixFormat:
-        own.only("bits", _BITS, why="of AWQ 4 bits are read")
+        own.only("bits", _BITS, why="AWQ supports only 4 bits")
         own.ignore(_HARMLESS)
         return format_of_groups(own.integer("group_size", group_size, minimum=-1))
 

@@ -156,7 +156,7 @@ def _not_symmetric(zeros: np.ndarray) -> str | None:
     """Return the problem of a symmetric matrix with zero points that are not the middle; None if there is none."""
     if not zeros.any() or (zeros.dtype == np.int32 and np.isin(zeros.view(np.uint32), _MIDDLES).all()):
         return None
-    return "has zero points, and symmetric is true in quantization_config"
+    return "has zero points, but symmetric is true in quantization_config"
 
 
 def _groups_of(ids: np.ndarray | None, depth: int, form: MatrixFormat) -> np.ndarray:
@@ -174,9 +174,9 @@ def read_config(fields: JsonFields) -> CompressedTensors:
         InvalidArgument: a value is malformed.
     """
     fields.only("quantization_status", "compressed", "frozen", why="weights must be compressed")
-    fields.only("transform_config", {}, why="transforms of weights and activations are not computed")
+    fields.only("transform_config", {}, why="transforms of weights and activations are not supported")
     sparsity = JsonFields(fields.mapping("sparsity_config"), "quantization_config sparsity_config")
-    sparsity.only("format", "dense", why="sparse weights are not read")
+    sparsity.only("format", "dense", why="sparse weights are not supported")
     fields.ignore(("quant_method", "global_compression_ratio", "kv_cache_scheme", "version"))
     written = fields.text("format", "")
     rules: list[tuple[str, MatrixFormat | None]] = [(_pattern(name), None) for name in fields.names("ignore")]
@@ -195,7 +195,7 @@ def read_config(fields: JsonFields) -> CompressedTensors:
 
 def _group(fields: JsonFields, written: str) -> list[tuple[str, Layout]]:
     targets = fields.names("targets")
-    fields.only("output_activations", why="activations are rounded before products alone")
+    fields.only("output_activations", why="activations are rounded only before matrix products")
     weights = JsonFields(fields.mapping("weights"), "quantization_config weights")
     layout = _weights(weights, fields.text("format", written))
     if fields.has("input_activations"):
@@ -216,26 +216,28 @@ def _weights(fields: JsonFields, written: str) -> Layout:
     if values is None:
         known = ", ".join(f"{name} {kind}{bits}" for name, kind, bits in _WEIGHTS)
         raise Unsupported(
-            f"quantization_config: weights of format {written!r}, {kind}{bits}, are not read; read: {known}"
+            f"quantization_config: weights of format {written!r}, {kind}{bits}, are not supported; supported: {known}"
         )
     is_symmetric = fields.flag("symmetric", True)
     if not is_symmetric and kind == "float":
         raise Unsupported("quantization_config: symmetric is false; floating weights have no zero points")
-    fields.only("dynamic", False, why="weights are quantised once")
+    fields.only("dynamic", False, why="weights must be quantized once")
     group_size = fields.integer("group_size", minimum=-1) if fields.has("group_size") else None
     strategy = fields.text("strategy", "tensor" if group_size is None else "channel" if group_size < 0 else "group")
-    fields.only("actorder", False, True, *_ORDERS, why=f"of orders of groups read: {', '.join(_ORDERS)}")
+    fields.only("actorder", False, True, *_ORDERS, why=f"supported group orders: {', '.join(_ORDERS)}")
     order, blocks = fields.value("actorder"), fields.value("block_structure")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise Unsupported(
-            f"quantization_config: strategy of weights is {strategy!r}; read: tensor, channel, group, block"
+            f"quantization_config: strategy of weights is {strategy!r}; supported: tensor, channel, group, block"
         )
     fields.ignore(("group_size", *_OBSERVERS))
     fields.finish()
     form = MatrixFormat(values, has_zeros=not is_symmetric)
     if strategy == "block":
         if values != "fp8":
-            raise Unsupported(f"quantization_config: strategy is 'block' with {values}; blocks are read of float8")
+            raise Unsupported(
+                f"quantization_config: strategy is 'block' with {values}; blocks are supported only for float8"
+            )
         rows, columns = block_sizes(blocks)
         return Layout(written, dataclasses.replace(form, group_size=columns), rows)
     if strategy == "group":
@@ -243,11 +245,11 @@ def _weights(fields: JsonFields, written: str) -> Layout:
         if size == 0:
             raise fields.bad("group_size", f"is {group_size}; it must be above 0")
         if values == "mxfp4" and size != _MXFP4_BLOCK:
-            raise Unsupported(f"quantization_config: group_size is {size}; of MXFP4 it is {_MXFP4_BLOCK}")
+            raise Unsupported(f"quantization_config: group_size is {size}; MXFP4 requires {_MXFP4_BLOCK}")
         has_ids = order in (True, "group", "dynamic")
         return Layout(written, dataclasses.replace(form, group_size=size, has_group_ids=has_ids))
     if values == "mxfp4":
-        raise Unsupported(f"quantization_config: strategy is {strategy!r}; of MXFP4 it is group")
+        raise Unsupported(f"quantization_config: strategy is {strategy!r}; MXFP4 requires group")
     return Layout(written, form)
 
 
@@ -257,9 +259,9 @@ def _activations(fields: JsonFields, layout: Layout) -> tuple[Activations, bool]
     is_integer = kind == "int" and bits == 8 and values in ("int8", "int4")
     if not is_integer and not (kind == "float" and bits == 8 and values == "fp8"):
         raise Unsupported(
-            f"quantization_config: input_activations of {kind}{bits} with weights of {values} are not computed"
+            f"quantization_config: input_activations of {kind}{bits} with weights of {values} are not supported"
         )
-    fields.only("symmetric", True, why="activations with zero points are not computed")
+    fields.only("symmetric", True, why="activations with zero points are not supported")
     dynamic = fields.flag("dynamic", False)
     strategy = fields.text("strategy", "tensor")
     group_size = fields.integer("group_size") if fields.has("group_size") and strategy == "group" else None
@@ -269,8 +271,8 @@ def _activations(fields: JsonFields, layout: Layout) -> tuple[Activations, bool]
         return "fp8-groups", False
     if strategy not in (("token", "tensor") if dynamic else ("tensor",)):
         raise Unsupported(
-            f"quantization_config: strategy of input_activations is {strategy!r}, dynamic {dynamic}; computed are "
-            "token, tensor, and group as large as that of weights of float8, and static tensor"
+            f"quantization_config: strategy of input_activations is {strategy!r}, dynamic {dynamic}; supported: "
+            "token, tensor, group (of the size of the float8 weights' groups), and static tensor"
         )
     return ("int8" if is_integer else "fp8"), not dynamic
 

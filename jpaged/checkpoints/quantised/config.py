@@ -26,8 +26,8 @@ _MODEL_OPT = "modelopt"
 MODEL_OPT_FILE = "hf_quant_config.json"
 """File in which NVIDIA's ModelOpt describes its weights and their layout."""
 MODEL_OPT_PROBLEM = (
-    f"weights quantised by NVIDIA's ModelOpt ({MODEL_OPT_FILE}) are not read; take the original weights, or those of "
-    f"another method: {', '.join(_READERS)}"
+    f"weights quantized by NVIDIA's ModelOpt ({MODEL_OPT_FILE}) are not supported; use the original weights, or "
+    f"weights of another method: {', '.join(_READERS)}"
 )
 
 
@@ -48,7 +48,7 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     if method == _MODEL_OPT or "quant_algo" in given:
         raise Unsupported(MODEL_OPT_PROBLEM)
     if method not in _READERS:
-        raise Unsupported(f"config.json: quant_method is {method!r}; read: {', '.join(_READERS)}")
+        raise Unsupported(f"config.json: quant_method is {method!r}; supported: {', '.join(_READERS)}")
     scheme = _READERS[method](fields)
     fields.finish()
     return scheme

@@ -77,10 +77,10 @@ def read_config(fields: JsonFields) -> Fp8:
         Unsupported: a setting is not supported; it is named.
         InvalidArgument: a value is malformed.
     """
-    fields.only("fmt", "e4m3", why="only e4m3 is read")
+    fields.only("fmt", "e4m3", why="only e4m3 is supported")
     scheme = fields.text("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
-        raise Unsupported(f"quantization_config: activation_scheme is {scheme!r}; dynamic and static are read")
+        raise Unsupported(f"quantization_config: activation_scheme is {scheme!r}; supported: dynamic, static")
     blocks = fields.value("weight_block_size")
     left = [*fields.names("modules_to_not_convert"), *fields.names("ignored_layers")]
     rounds_rows = not fields.flag("dequantize", False)
@@ -92,7 +92,7 @@ def read_config(fields: JsonFields) -> Fp8:
         return Fp8(Quantisation("fp8", rules_of(form, within(left))), None)
     rows, columns = block_sizes(blocks)
     if scheme == "static":
-        raise Unsupported("quantization_config: activation_scheme is 'static'; blocks have dynamic ones")
+        raise Unsupported("quantization_config: activation_scheme is 'static'; blocks require dynamic")
     form = MatrixFormat("fp8", columns, activations="fp8-groups" if rounds_rows else None)
     return Fp8(Quantisation("fp8", rules_of(form, within(left))), rows)
 

@@ -111,7 +111,7 @@ class Gptq:
         if ids is not None and not form.has_group_ids:
             counted = np.arange(depth) // (form.group_size or depth)
             if not np.array_equal(ids, counted):
-                raise InvalidArgument("quantization_config desc_act", "is false, and a g_idx is not in order")
+                raise InvalidArgument("quantization_config desc_act", "is false, but a g_idx is not in order")
             ids = None
         scales = tensors["scales"].astype(np.float32).T
         return StoredMatrix(values.astype(form.dtype), scales, signed(zeros, bits).T, ids)
@@ -122,8 +122,8 @@ def _lost_zeros(bits: int, words: np.ndarray) -> str | None:
     if not (numbers[:, :-1] == 2**bits - 1).any():
         return None
     return (
-        "has zero points of 0, which AutoGPTQ writes over those behind them where sym is false, and the config's "
-        "meta names no quantizer gptqmodel: quantise it again, or name the quantizer that wrote it"
+        "has zero points of 0, which AutoGPTQ writes over the following ones if sym is false, and the config's meta "
+        "does not name a quantizer gptqmodel: quantize it again, or name the quantizer that wrote it"
     )
 
 
@@ -136,14 +136,14 @@ def read_config(fields: JsonFields) -> Gptq:
     """
     form, written = _read_form(fields), _checkpoint_format(fields)
     borrows = fields.flag("sym", True) or _is_of_gptqmodel(fields)
-    fields.only("data_type", "int", why="of GPTQ integers are read")
-    fields.only("method", "gptq", why="the method is that of GPTQ")
-    fields.only("is_marlin_format", False, why="numbers in the order of Marlin's kernel are not read")
-    fields.only("pack_dtype", "int32", why="only words of int32 are read")
+    fields.only("data_type", "int", why="GPTQ supports only integers")
+    fields.only("method", "gptq", why="the method must be GPTQ")
+    fields.only("is_marlin_format", False, why="the order of Marlin's kernel is not supported")
+    fields.only("pack_dtype", "int32", why="only int32 words are supported")
     left = fields.names("modules_to_not_convert")
 
     def read_own(own: JsonFields) -> MatrixFormat:
-        own.only("sym", fields.flag("sym", True), why="modules that differ from the others in sym are not read")
+        own.only("sym", fields.flag("sym", True), why="modules with a different sym are not supported")
         own.ignore(_HARMLESS)
         return _read_form(own, form)
 
@@ -166,10 +166,13 @@ def read_auto_round(fields: JsonFields) -> Gptq | Awq:
     """
     packing = fields.text("packing_format", _GPTQ_PACKING)
     if packing not in (_GPTQ_PACKING, _AWQ_PACKING):
-        raise Unsupported(f"{fields.name}: packing_format is {packing!r}; read: {_GPTQ_PACKING}, {_AWQ_PACKING}")
-    fields.only("data_type", "int", why="of AutoRound integers are read")
+        raise Unsupported(f"{fields.name}: packing_format is {packing!r}; supported: {_GPTQ_PACKING}, {_AWQ_PACKING}")
+    fields.only("data_type", "int", why="AutoRound supports only integers")
     if fields.integer("act_bits", _PLAIN_BITS) < _PLAIN_BITS:
-        raise Unsupported(f"{fields.name}: act_bits is {fields.value('act_bits')}; activations of AutoRound stay plain")
+        raise Unsupported(
+            f"{fields.name}: act_bits is {fields.value('act_bits')}; quantized activations of AutoRound are not "
+            "supported"
+        )
     form, is_symmetric = _read_form(fields), fields.flag("sym", True)
     if packing == _AWQ_PACKING:
         form = _awq_form(fields, form)
@@ -181,8 +184,8 @@ def read_auto_round(fields: JsonFields) -> Gptq | Awq:
         if own.integer("bits", _BITS_OF[form.values]) >= _PLAIN_BITS or own.text("data_type", "int") == "float":
             rules.append((_checked(rule), None))
             continue
-        own.only("data_type", "int", why="of AutoRound integers are read")
-        own.only("sym", is_symmetric, why="modules that differ from the others in sym are not read")
+        own.only("data_type", "int", why="AutoRound supports only integers")
+        own.only("sym", is_symmetric, why="modules with a different sym are not supported")
         own.ignore((*_HARMLESS, *_ACTIVATIONS))
         mine = _read_form(own, form)
         own.finish()
@@ -207,7 +210,7 @@ def _block_names(fields: JsonFields) -> list[str]:
 
 def _awq_form(fields: JsonFields, form: MatrixFormat) -> MatrixFormat:
     if form.values != "int4":
-        raise Unsupported(f"{fields.name}: bits is {_BITS_OF[form.values]}; of AWQ 4 bits are read")
+        raise Unsupported(f"{fields.name}: bits is {_BITS_OF[form.values]}; AWQ supports only 4 bits")
     return format_of_groups(form.group_size or -1)
 
 
@@ -225,7 +228,7 @@ def _checked(rule: str) -> str:
     try:
         re.compile(rule)
     except re.error as error:
-        raise Unsupported(f"quantization_config: {rule!r} is no regular expression: {error}") from error
+        raise Unsupported(f"quantization_config: {rule!r} is not a regular expression: {error}") from error
     return rule
 
 
@@ -233,7 +236,7 @@ def _read_form(fields: JsonFields, other: MatrixFormat | None = None) -> MatrixF
     """Parse the format of a checkpoint, or of a module whose settings override those of `other`."""
     bits = fields.integer("bits", None if other is None else _BITS_OF[other.values])
     if bits not in BITS:
-        raise Unsupported(f"{fields.name}: bits is {bits}; of GPTQ 4 and 8 are read")
+        raise Unsupported(f"{fields.name}: bits is {bits}; GPTQ supports only 4 and 8")
     group_size = fields.integer("group_size", None if other is None else other.group_size or -1, minimum=-1)
     has_ids = fields.flag("desc_act", False if other is None else other.has_group_ids)
     return MatrixFormat(
@@ -263,5 +266,5 @@ def _chosen(fields: JsonFields) -> list[str]:
 def _checkpoint_format(fields: JsonFields) -> str:
     written = fields.text("checkpoint_format", fields.text("format", "gptq"))
     if written not in ("gptq", "gptq_v2"):
-        raise Unsupported(f"quantization_config: checkpoint_format is {written!r}; gptq and gptq_v2 are read")
+        raise Unsupported(f"quantization_config: checkpoint_format is {written!r}; supported: gptq, gptq_v2")
     return written

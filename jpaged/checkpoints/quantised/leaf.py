@@ -157,7 +157,7 @@ def _group_ids(leaf: Leaf, matrices: Sequence[StoredMatrix], form: MatrixFormat)
     assert first is not None
     if any(other is None or not np.array_equal(first, other) for other in others):
         names = ", ".join(name for name, _ in leaf.tensors)
-        raise InvalidArgument("checkpoint", f"{names} have the same inputs, and list their groups in different orders")
+        raise InvalidArgument("checkpoint", f"{names} have the same inputs but list their groups in different orders")
     return first.astype(np.int32)
 
 

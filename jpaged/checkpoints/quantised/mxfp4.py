@@ -54,7 +54,7 @@ def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
 def not_a_power(exponents: np.ndarray) -> str | None:
     """Return the problem of exponents of 255, which mean NaN; None if there are none."""
     count = int(np.count_nonzero(exponents == _NAN))
-    return f"has {count} exponents of {_NAN}, which stand for no number" if count else None
+    return f"has {count} exponents of {_NAN}, which encode no number" if count else None
 
 
 def powers_of_two(exponents: np.ndarray) -> np.ndarray:

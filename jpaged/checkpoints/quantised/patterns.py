@@ -34,7 +34,7 @@ def from_start(expression: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise Unsupported(f"quantization_config: {expression!r} is no regular expression: {error}") from error
+        raise Unsupported(f"quantization_config: {expression!r} is not a regular expression: {error}") from error
     return pattern
 
 

@@ -47,7 +47,7 @@ def quantised_here(config: ModelConfig, asked: str) -> ModelConfig:
     if config.quantisation is not None:
         raise InvalidArgument(
             "quantization",
-            f"is {asked}, and the checkpoint is quantised already, by {config.quantisation.method}: leave it out",
+            f"is {asked}, but the checkpoint is already quantized with {config.quantisation.method}: remove the option",
         )
     return replace(config, quantisation=Quantisation(asked, (("", form),)))
 

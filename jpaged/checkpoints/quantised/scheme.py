@@ -148,7 +148,7 @@ def check_parts(files: TensorSource, parts: Parts, shape: Shape) -> None:
         if stored not in part.shapes:
             allowed = " or ".join(str(list(each)) for each in part.shapes)
             raise InvalidArgument(
-                where, f"tensor {part.name} has shape {list(stored)}; a weight of {list(shape)} makes it {allowed}"
+                where, f"tensor {part.name} has shape {list(stored)}; a weight of {list(shape)} requires {allowed}"
             )
         if dtype not in (part.dtypes or FLOATS):
             raise InvalidArgument(
@@ -190,6 +190,6 @@ def not_among(num_groups: int, least: int = 0) -> Callable[[np.ndarray], str | N
         low, high = int(ids.min()), int(ids.max())
         if low >= least and high < num_groups:
             return None
-        return f"lists groups from {low} to {high}; there are {num_groups}, counted from 0"
+        return f"has groups from {low} to {high}; there are {num_groups}, counted from 0"
 
     return problem

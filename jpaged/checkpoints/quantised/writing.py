@@ -59,8 +59,8 @@ class Rounded:
             for name, shape in leaf.tensors:
                 if form is not None and len(shape) > 2:
                     raise Unsupported(
-                        f"quantize: {asked}: {name} has the matrices of all experts in one tensor, of which "
-                        f"compressed-tensors has no layout; serve the model with --quantization {asked}"
+                        f"quantize: {asked}: {name} has the matrices of all experts in one tensor, which "
+                        f"compressed-tensors cannot store; serve the model with --quantization {asked}"
                     )
                 if form is not None and axis is not None:
                     matrices[name] = axis, FORMATS[cast(Asked, asked)].split(shape[axis], 1)

@@ -32,7 +32,7 @@ from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
 
-_WHAT = "what programs may use of a device of this kind"
+_WHAT = "the memory that programs may use on this kind of device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def compile_deployment(
             refusal = CompilerOutOfMemory.of(error)
             if refusal is None:
                 reason = str(error).strip().splitlines()[0]
-                raise Unsupported(f"the compiler fails for these devices: {reason}") from error
+                raise Unsupported(f"compilation for these devices failed: {reason}") from error
             return {}, refusal
 
     request, memory = served(1).pool_request(options.cache), DeviceMemory(hbm_bytes, what=_WHAT)
@@ -196,7 +196,7 @@ def compile_deployment(
         return result(plan, compiled.values(), refusal.problem, refusal)
     if save is not None:
         num_bytes = save_programs(save, Target.of(server.step, server.geometry), compiled)
-        progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs in {save}", len(specs), len(specs))
+        progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs to {save}", len(specs), len(specs))
     return result(dataclasses.replace(plan, programs=server.memory(compiled)), compiled.values(), None)
 
 

@@ -124,8 +124,8 @@ def compile_only_devices(topology: Topology) -> list[jax.Device]:
         )
     except RuntimeError as error:
         raise Unsupported(
-            f"topology {topology.name}: this process cannot compile for it: {error} (libtpu is found by "
-            "TPU_LIBRARY_PATH, which `make aot` prepares, or as an installed package)"
+            f"topology {topology.name}: this process cannot compile for it: {error} (libtpu is found through "
+            "TPU_LIBRARY_PATH, which `make aot` sets, or as an installed package)"
         ) from error
     devices: list[jax.Device] = described.devices
     return devices
@@ -144,10 +144,10 @@ def find_library(chosen: Path | None) -> Path:
     for path in places if chosen is None else [chosen]:
         if path.is_file():
             return path
-    where = "" if chosen is None else f" at {chosen}, which TPU_LIBRARY_PATH names"
+    where = "" if chosen is None else f" at {chosen} (TPU_LIBRARY_PATH)"
     raise Unsupported(
-        f"libtpu, which compiles for TPUs, is not here{where}: get it with `pip install libtpu` or `make aot`, or name "
-        "a libtpu.so by TPU_LIBRARY_PATH"
+        f"libtpu, which compiles for TPUs, was not found{where}: install it with `pip install libtpu` or `make aot`, "
+        "or set TPU_LIBRARY_PATH to a libtpu.so"
     )
 
 

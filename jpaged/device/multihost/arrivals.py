@@ -146,9 +146,9 @@ def _arrival_of(channel: Channel, hello: dict[str, Any]) -> Arrival:
     """
     process, facts = hello.get("process_id"), hello.get("facts")
     if not isinstance(process, int) or isinstance(process, bool):
-        raise EOFError("its process_id is no whole number")
+        raise EOFError("its process_id is not an integer")
     if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
-        raise EOFError("its facts are no texts by name")
+        raise EOFError("its facts are not an object of strings")
     return Arrival(channel, process, facts)
 
 

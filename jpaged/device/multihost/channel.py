@@ -100,7 +100,7 @@ class Channel:
             with self._lock:
                 self._socket.sendall(message)
         except OSError as error:
-            raise ConnectionError(f"nothing can be sent to {self.peer}: {error}") from error
+            raise ConnectionError(f"cannot send to {self.peer}: {error}") from error
 
     def send_json(self, kind: Kind, value: Mapping[str, Any]) -> None:
         """Send a message of plain values."""
@@ -115,7 +115,7 @@ class Channel:
         """
         size, kind = _HEADER.unpack(self._read(_HEADER.size))
         if size > self._max_bytes or kind not in _KINDS:
-            raise EOFError(f"what arrives from {self.peer} is no message of ours")
+            raise EOFError(f"{self.peer} sent an invalid message")
         return Kind(kind), self._read(size)
 
     def receive_json(self, kind: Kind) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Channel:
         if got is Kind.FAILED:
             raise Unavailable(payload.decode(errors="replace"))
         if got is not kind:
-            raise InternalError(f"{kind.name} was expected, {got.name} came")
+            raise InternalError(f"expected {kind.name}, received {got.name}")
         return values_of(payload)
 
     def set_timeout(self, timeout_s: float | None) -> None:
@@ -171,9 +171,9 @@ class Channel:
             except TimeoutError:
                 raise
             except OSError as error:
-                raise EOFError(f"nothing comes from {self.peer}: {error}") from error
+                raise EOFError(f"cannot receive from {self.peer}: {error}") from error
             if count == 0:
-                raise EOFError(f"the connection with {self.peer} ended")
+                raise EOFError(f"the connection to {self.peer} was closed")
             if self._until_s is not None and time.monotonic() > self._until_s:
                 raise TimeoutError("timed out")
             begin += count
@@ -189,9 +189,9 @@ def values_of(payload: bytes | bytearray) -> dict[str, Any]:
     try:
         values = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise EOFError("what arrived is no JSON") from error
+        raise EOFError("the message is not JSON") from error
     if not isinstance(values, dict):
-        raise EOFError("what arrived is no JSON object")
+        raise EOFError("the message is not a JSON object")
     return values
 
 

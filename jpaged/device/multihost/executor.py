@@ -149,8 +149,8 @@ class DigestCheck:
         own = step.digest or digest_of(step.told, step.token_ids_rn)
         if own != digest:
             raise InternalError(
-                f"step {number}: process {process} ran or sampled something else than process 0 "
-                f"(digests {digest.hex()} and {own.hex()})"
+                f"step {number}: the program or tokens of process {process} differ from those of process 0 (digests "
+                f"{digest.hex()} and {own.hex()})"
             )
         with self._news:
             step.digest = own
@@ -211,7 +211,7 @@ class MultiHostExecutor:
         Raises:
             InternalError: always.
         """
-        raise InternalError(f"several processes were given an adapter for slot {slot}; they have none")
+        raise InternalError(f"adapters are not supported with several processes: slot {slot}")
 
     def forward(self, inputs: StepInputs) -> MultiHostHandle:
         """Start a forward in every process; raises as `move_blocks`."""
@@ -254,7 +254,9 @@ class MultiHostExecutor:
         Raises:
             InternalError: always.
         """
-        raise InternalError(f"several processes were asked for {num_steps} steps at once; their limit is 1")
+        raise InternalError(
+            f"multi-step scheduling is not supported with several processes: {num_steps} steps; the limit is 1"
+        )
 
     def decode_fed(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -264,7 +266,7 @@ class MultiHostExecutor:
         Raises:
             InternalError: always.
         """
-        raise InternalError(f"several processes were asked for {num_steps} steps that wait for masks")
+        raise InternalError(f"masked multi-step is not supported with several processes: {num_steps} steps")
 
     def speculate(
         self,
@@ -280,7 +282,7 @@ class MultiHostExecutor:
         Raises:
             InternalError: always.
         """
-        raise InternalError(f"several processes were asked for {num_rounds} rounds of proposals; they have no draft")
+        raise InternalError(f"draft models are not supported with several processes: {num_rounds} rounds")
 
     def is_done(self, handle: MultiHostHandle) -> bool:
         """Return True if this process has run its part of the step."""
@@ -312,7 +314,7 @@ class MultiHostExecutor:
             is_well = is_ended and self._check.wait(0, 0.0)
         self._executor.shutdown()
         if not is_well and self._leader.failure is None:
-            raise InternalError(f"at the end, {self._check.num_unconfirmed} steps were not confirmed by every process")
+            raise InternalError(f"at shutdown, {self._check.num_unconfirmed} steps were not confirmed by every process")
         if isinstance(self._leader.failure, InternalError):
             raise self._leader.failure
 
@@ -354,7 +356,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
     in_flight: deque[MultiHostHandle] = deque()
     for kind, payload in follower.follow():
         if kind not in HEADS:
-            raise Unavailable(f"process 0 sent {kind.name}")
+            raise Unavailable(f"process 0 sent an unexpected {kind.name}")
         head, words = decode(kind, payload)
         match kind:
             case Kind.MOVES:
@@ -374,7 +376,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
             case Kind.TELL:
                 told.append(payload)
                 if not forwards or forwards[0].number != head[0]:
-                    raise Unavailable(f"process 0 asks of step {head[0]}, which did not run last")
+                    raise Unavailable(f"process 0 refers to step {head[0]}, which was not the last to run")
                 executor.tell(forwards[0].array, TellInputs.of_words(Tell(head[1]), words, head[2]))
             case Kind.COUNT:
                 told.append(payload)
@@ -390,5 +392,5 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
 def _next(steps: deque[MultiHostHandle], act: str, number: int) -> MultiHostHandle:
     """Remove and return the first step; raise InternalError if it is not step `number`."""
     if not steps or steps[0].number != number:
-        raise InternalError(f"step {number} is {act} before {[step.number for step in steps]}")
+        raise InternalError(f"step {number}: {act} out of order, before {[step.number for step in steps]}")
     return steps.popleft()

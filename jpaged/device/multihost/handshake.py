@@ -94,7 +94,7 @@ def require_same(mine: Mapping[str, Any], other: Mapping[str, Any], process_id: 
     for name in (*mine, *(name for name in other if name not in mine)):
         a, b = mine.get(name, "missing"), other.get(name, "missing")
         if a != b:
-            raise InvalidArgument(name, f"is {a} in process 0 and {b} in process {process_id}; it has to be the same")
+            raise InvalidArgument(name, f"is {a} in process 0 and {b} in process {process_id}; they must be equal")
 
 
 class Owner(Protocol):
@@ -250,7 +250,7 @@ class Leader:
                     text = payload.decode(errors="replace")
                     self.fail(ProcessLost(f"process {process} of {self.num_processes} failed: {text}"))
                 case _:
-                    self.fail(InternalError(f"process {process} sent {kind.name}"))
+                    self.fail(InternalError(f"process {process} sent an unexpected {kind.name}"))
 
     def _end_anyway(self) -> None:
         _LOG.error("all processes exit: %s", self.failure)
@@ -283,7 +283,7 @@ class Follower:
         try:
             self._channel.send(kind, *parts)
         except OSError:
-            _LOG.debug("%s was not sent: process 0 is gone", kind.name)
+            _LOG.debug("%s was not sent: process 0 is lost", kind.name)
 
     def least(self, value: int) -> int:
         """Return the minimum over all processes, for `device.executor.Least`."""
@@ -316,7 +316,7 @@ class Follower:
         def end(process: int) -> None:
             del process
             self._is_told.set()
-            self._on_end(ProcessLost.exit_code, f"{self._name} ends: process 0 is lost: {times.silence}")
+            self._on_end(ProcessLost.exit_code, f"{self._name} exits: process 0 is lost: {times.silence}")
 
         self._heartbeats = Heartbeats({0: self._channel}, times, end)
 
@@ -347,7 +347,7 @@ class Follower:
             except EOFError as error:
                 self._is_told.set()
                 if not self._is_ending:
-                    self._on_end(self.exit_code, f"{self._name} ends: process 0 is lost: {error}")
+                    self._on_end(self.exit_code, f"{self._name} exits: process 0 is lost: {error}")
                 return
             if self._heartbeats is not None:
                 self._heartbeats.heard(0)
@@ -358,12 +358,12 @@ class Follower:
                     self._settled.put(payload)
                 case Kind.FAILED:
                     self._is_told.set()
-                    self._on_end(self.exit_code, f"{self._name} ends: {payload.decode(errors='replace')}")
+                    self._on_end(self.exit_code, f"{self._name} exits: {payload.decode(errors='replace')}")
                 case Kind.END:
                     self._is_ending = True
                     self._messages.put((kind, payload))
                     if not self._is_following:
-                        self._on_end(0, f"{self._name} ends before it began")
+                        self._on_end(0, f"{self._name} exits before it started")
                 case _:
                     self._messages.put((kind, payload))
 
@@ -378,11 +378,11 @@ def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None],
     host, port = multihost.address
     secret = config.cluster_secret()
     if secret is None and interface_for(host) not in ("127.0.0.1", "::1"):
-        say("process 0 takes whoever comes first for one of its processes: cluster_secret_file would ask them")
+        say("process 0 accepts any connection as one of its processes: set cluster_secret_file to authenticate them")
     try:
         listener = listen(host, port)
     except OSError as error:
-        raise InvalidArgument("coordinator", f"{multihost.coordinator} cannot be bound: {error}") from error
+        raise InvalidArgument("coordinator", f"cannot listen on {multihost.coordinator}: {error}") from error
     with listener:
         port = listener.getsockname()[1]
         say(
@@ -428,18 +428,20 @@ def follow(
             prove(channel, secret)
         hello = json_text.dumps({"process_id": multihost.process_id, "facts": facts_of(config, multihost)}).encode()
         if secret is None and len(hello) > MAX_STRANGER_BYTES:
-            needed = f"options of {len(hello)} bytes, over {MAX_STRANGER_BYTES}, need a secret between processes"
+            needed = f"options of {len(hello)} bytes, over {MAX_STRANGER_BYTES}, require a secret between processes"
             raise InvalidArgument("cluster_secret_file", f"is missing: {needed}")
         channel.send(Kind.HELLO, hello)
         welcome_port = _port_of(channel.receive_json(Kind.WELCOME))
     except TimeoutError as error:
         channel.close()
         raise Unavailable(
-            f"process 0 at {multihost.coordinator} did not answer in {timeout_s:g} s (join_timeout)"
+            f"process 0 at {multihost.coordinator} did not answer within {timeout_s:g} s (join_timeout)"
         ) from error
     except (EOFError, OSError) as error:
         channel.close()
-        raise Unavailable(f"process 0 at {multihost.coordinator} ended before all were there: {error}") from error
+        raise Unavailable(
+            f"process 0 at {multihost.coordinator} exited before all processes joined: {error}"
+        ) from error
     except JpagedError:
         channel.close()
         raise
@@ -477,7 +479,7 @@ def gather(
                     missing = sorted(set(range(1, multihost.num_processes)) - channels.keys())
                     reasons = "".join(f"; {refused[process]}" for process in missing if process in refused)
                     raise Unavailable(
-                        f"of {multihost.num_processes} processes, {', '.join(map(str, missing))} did not come in "
+                        f"{', '.join(map(str, missing))} of {multihost.num_processes} processes did not join within "
                         f"{timeout_s:g} s (join_timeout){reasons}"
                     ) from None
                 if (problem := _problem_of(arrival, facts, multihost.num_processes)) is not None:
@@ -518,7 +520,7 @@ def _problem_of(arrival: Arrival, facts: Mapping[str, str], num_processes: int) 
     if not 1 <= arrival.process < num_processes:
         return f"process_id: {arrival.process} is not from 1 to {num_processes - 1}"
     if differing := facts.keys() ^ arrival.facts.keys():
-        return f"facts: {min(differing)} is known to one process alone; all must run the same jpaged"
+        return f"facts: only one process has {min(differing)}; all must run the same jpaged"
     return None
 
 
@@ -531,7 +533,7 @@ def _refuse(arrival: Arrival, problem: str) -> None:
 
 def _require_new(channels: Mapping[int, Channel], process: int) -> None:
     if process in channels:
-        raise InvalidArgument("process_id", f"{process} came twice; every process needs a number of its own")
+        raise InvalidArgument("process_id", f"{process} joined twice; every process must have its own number")
 
 
 def _join_devices(multihost: MultiHost, port: int) -> None:

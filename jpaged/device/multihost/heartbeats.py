@@ -34,7 +34,7 @@ class HeartbeatTimes:
     @property
     def silence(self) -> str:
         """Error message for a lost process."""
-        return f"nothing has come from it for {self.timeout_s:g} s (heartbeat_timeout)"
+        return f"no message for {self.timeout_s:g} s (heartbeat_timeout)"
 
 
 class Silences:

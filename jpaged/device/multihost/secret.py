@@ -37,7 +37,7 @@ def prove(channel: Channel, secret: bytes) -> None:
         raise Unavailable(payload.decode(errors="replace"))
     theirs, proof = bytes(payload[:_NONCE_BYTES]), bytes(payload[_NONCE_BYTES:])
     if kind is not Kind.CHALLENGE or not hmac.compare_digest(proof, _proof(secret, b"process 0", mine, theirs)):
-        raise Unavailable(f"{channel.peer} is not process 0: it does not know the secret ({_OPTION})")
+        raise Unavailable(f"{channel.peer} is not process 0: it does not have the secret ({_OPTION})")
     channel.send(Kind.PROOF, _proof(secret, b"another process", mine, theirs))
 
 
@@ -51,19 +51,19 @@ def require_proof(channel: Channel, secret: bytes | None, max_hello_bytes: int) 
     kind, payload = channel.receive()
     if kind is Kind.JOIN and secret is not None:
         if len(payload) != _NONCE_BYTES:
-            raise EOFError(f"a nonce of {len(payload)} bytes came")
+            raise EOFError(f"received a nonce of {len(payload)} bytes")
         mine, theirs = secrets.token_bytes(_NONCE_BYTES), bytes(payload)
         channel.send(Kind.CHALLENGE, mine, _proof(secret, b"process 0", theirs, mine))
         kind, payload = channel.receive()
         expected = _proof(secret, b"another process", theirs, mine)
         if kind is not Kind.PROOF or not hmac.compare_digest(bytes(payload), expected):
-            raise _told(channel, f"it does not know the secret ({_OPTION})")
+            raise _told(channel, f"it does not have the secret ({_OPTION})")
         channel.expect(max_hello_bytes)
         kind, payload = channel.receive()
     elif kind is Kind.JOIN:
-        raise _told(channel, f"it has a secret ({_OPTION}), and process 0 has none")
+        raise _told(channel, f"it has a secret ({_OPTION}), but process 0 has none")
     elif secret is not None:
-        raise _told(channel, f"process 0 wants a secret ({_OPTION}), and it brings none")
+        raise _told(channel, f"it has no secret, but process 0 requires one ({_OPTION})")
     if kind is not Kind.HELLO:
         raise EOFError(f"HELLO was expected, {kind.name} came")
     return payload

@@ -52,7 +52,7 @@ class CompilerOutOfMemory:
     def problem(self) -> str:
         """The problem, and what to change."""
         return (
-            f"the compiler finds no room on the device: {self.message}: lower num_blocks, memory_utilization or "
+            f"the compiler found too little device memory: {self.message}: lower num_blocks, memory_utilization or "
             "max_num_batched_tokens, or raise tensor_parallel_size"
         )
 

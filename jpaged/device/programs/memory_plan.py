@@ -63,14 +63,14 @@ class DeviceMemory:
         if device.platform == "cpu":
             free = available_host_bytes()
             share = f", shared by {num_devices} devices" if num_devices > 1 else ""
-            what = f"the weights, and {_in_text(free)} that this machine or its container has free{share}"
+            what = f"the weights, and {_in_text(free)} of free memory of this machine or its container{share}"
             return cls(free // num_devices + weight_bytes, is_own=False, what=what)
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return cls(None)
         others = max(0, stats.get("bytes_in_use", 0) - weight_bytes)
-        held = f", less {_in_text(others)} that others hold" if others else ""
-        return cls(stats["bytes_limit"] - others, what=f"all that the device's allocator may have{held}")
+        held = f", minus {_in_text(others)} used by others" if others else ""
+        return cls(stats["bytes_limit"] - others, what=f"all that the device's allocator may use{held}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class PoolRequest:
         if self.pool_bytes < 2 * self.bytes_per_block:
             raise InvalidArgument(
                 "kv_cache_memory_bytes",
-                f"{self.pool_bytes} is below the limit of {2 * self.bytes_per_block}: the null block and one more, of "
-                f"{self.bytes_per_block} bytes each",
+                f"{self.pool_bytes} is below the limit of {2 * self.bytes_per_block}: the null block and one more "
+                f"block of {self.bytes_per_block} bytes each",
             )
         object.__setattr__(self, "num_blocks", self.pool_bytes // self.bytes_per_block - 1)
 
@@ -205,13 +205,13 @@ class MemoryPlan:
             ("weights", request.weight_bytes),
             (f"pool of {self.num_blocks} blocks of {request.bytes_per_block} bytes", self.pool_bytes),
             ("temporaries of programs", programs.temp_bytes),
-            ("inputs, outputs and blocks on their way", programs.kept_bytes),
+            ("inputs, outputs and blocks in flight", programs.kept_bytes),
             ("code of programs", programs.code_bytes),
         ]
         if self.total_bytes is not None and self.usable_bytes is not None and self.free_bytes is not None:
-            over = "" if self.fits else " (over it)"
-            rows.append((f"not used of memory_utilization {request.memory_utilization:g}{over}", self.free_bytes))
-            rows.append(("left alone", self.total_bytes - self.usable_bytes))
+            over = "" if self.fits else " (exceeded)"
+            rows.append((f"unused within memory_utilization {request.memory_utilization:g}{over}", self.free_bytes))
+            rows.append(("outside memory_utilization", self.total_bytes - self.usable_bytes))
         return rows
 
     def lines(self) -> list[str]:
@@ -230,7 +230,7 @@ class MemoryPlan:
         plan = dataclasses.replace(self, programs=programs)
         if plan.total_bytes is not None and plan.used_bytes > plan.total_bytes:
             raise InternalError(
-                "the compiled programs need more than the memory plan has: "
+                "the compiled programs need more memory than planned: "
                 + "; ".join(f"{name}: {num_bytes}" for name, num_bytes in plan.rows())
             )
         return plan
@@ -284,11 +284,12 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
         return InvalidArgument(
             "tensor_parallel_size",
-            f"the weights alone are {request.weight_bytes / _GIB:.2f} GiB a device, and {request.memory_utilization:g} "
-            f"of {total / _GIB:.2f} GiB{what} may be used: raise it, or take devices with more memory",
+            f"the weights alone are {request.weight_bytes / _GIB:.2f} GiB per device, but only "
+            f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what} may be used: raise tensor_parallel_size, "
+            "or use devices with more memory",
         )
     spent = (
-        f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what}, less {request.weight_bytes / _GIB:.2f} GiB "
+        f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what}, minus {request.weight_bytes / _GIB:.2f} GiB "
         f"for weights and {programs.total_bytes / _GIB:.2f} GiB for programs, leaves {most} blocks of "
         f"{request.bytes_per_block} bytes"
     )
@@ -297,20 +298,19 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
         return InvalidArgument(
             "kv_cache_memory_bytes",
             f"{request.pool_bytes} bytes do not fit: {spent}; lower it to {fitting}, or raise tensor_parallel_size or "
-            "memory_utilization, keep 8 bits (kv_cache_dtype), or take devices with more memory",
+            "memory_utilization, use 8 bits (kv_cache_dtype), or use devices with more memory",
         )
     if request.num_blocks is not None and most >= 1:
         return InvalidArgument(
             "num_blocks",
             f"{request.num_blocks} blocks do not fit: {spent}; lower num_blocks to {most}, or raise "
-            "tensor_parallel_size or memory_utilization, keep 8 bits (kv_cache_dtype), or take devices with more "
-            "memory",
+            "tensor_parallel_size or memory_utilization, use 8 bits (kv_cache_dtype), or use devices with more memory",
         )
     return InvalidArgument(
         "memory_utilization",
-        f"{spent}; one sequence of max_model_len ({request.max_model_len}) needs {request.blocks_per_seq}: raise it, "
-        "or lower max_model_len or max_num_batched_tokens, or raise tensor_parallel_size, keep 8 bits "
-        "(kv_cache_dtype), or take devices with more memory",
+        f"{spent}; one sequence of max_model_len ({request.max_model_len}) needs {request.blocks_per_seq}: raise "
+        "memory_utilization or tensor_parallel_size, lower max_model_len or max_num_batched_tokens, use 8 bits "
+        "(kv_cache_dtype), or use devices with more memory",
     )
 
 

@@ -139,9 +139,9 @@ class SavedPrograms:
         try:
             manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise InvalidArgument("compiled", f"{folder} holds no saved programs: {error}") from error
+            raise InvalidArgument("compiled", f"{folder} has no saved programs: {error}") from error
         if manifest.get("format") != FORMAT:
-            raise InvalidArgument("compiled", f"{folder} is of format {manifest.get('format')}; {FORMAT} is read")
+            raise InvalidArgument("compiled", f"{folder} has format {manifest.get('format')}; supported: {FORMAT}")
         try:
             return cls(folder, Target(**manifest["target"]), manifest["programs"])
         except (KeyError, TypeError) as error:
@@ -158,8 +158,8 @@ class SavedPrograms:
             if saved != here:
                 raise InvalidArgument(
                     "compiled",
-                    f"the programs in {self.folder} are for {field.name} {saved!r}, this server has {here!r}: "
-                    "make the two the same, or save programs for this one with `jpaged plan --save`",
+                    f"the programs in {self.folder} are for {field.name} {saved!r}, but this server has {here!r}: "
+                    "make them equal, or save programs for this server with `jpaged plan --save`",
                 )
 
     def has(self, spec: ProgramSpec) -> bool:
@@ -195,7 +195,7 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, C
     """
     loaded = [str(spec) for spec, program in programs.items() if program.origin != "compiled"]
     if loaded:
-        raise InternalError(f"programs that were loaded, not compiled, cannot be saved: {', '.join(loaded)}")
+        raise InternalError(f"programs that were loaded instead of compiled cannot be saved: {', '.join(loaded)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

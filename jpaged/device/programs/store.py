@@ -100,7 +100,7 @@ class ProgramStore:
         if program is None:
             ready = self.ready
             known = ", ".join(str(one) for one in self.specs if one in ready) or "none: warm_up has not run"
-            raise InternalError(f"no program {spec} is compiled; there are {known}")
+            raise InternalError(f"program {spec} is not compiled; compiled are {known}")
         return program.executable
 
     def compile(self, specs: Collection[ProgramSpec], progress: Progress) -> None:

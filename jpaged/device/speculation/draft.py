@@ -50,8 +50,8 @@ def with_draft(
     if not sizes:
         raise InvalidArgument(
             f"{NAME}.num_speculative_tokens",
-            f"{num_tokens} proposals and a token of {wanted[0]} rows are more than the "
-            f"{geometry.max_num_batched_tokens} tokens of a step (max_num_batched_tokens)",
+            f"{num_tokens} proposals and a token of {wanted[0]} rows exceed the {geometry.max_num_batched_tokens} "
+            "tokens of a step (max_num_batched_tokens)",
         )
     geometry = dataclasses.replace(
         geometry,
@@ -129,10 +129,10 @@ def abstract_states(draft: Draft) -> jax.ShapeDtypeStruct:
 
 def _check_options(step: Step, geometry: Geometry, options: EngineConfig) -> None:
     if options.lora.enable_lora:
-        raise InvalidArgument(NAME, "a draft model does not go with adapters: enable_lora is True")
+        raise InvalidArgument(NAME, "a draft model cannot be combined with adapters: enable_lora is True")
     if None not in geometry.windows:
         raise InvalidArgument(
-            NAME, f"a draft model needs layers of the model that see everything; they see windows of {geometry.windows}"
+            NAME, f"a draft model requires model layers with full attention; they have windows of {geometry.windows}"
         )
 
 
@@ -142,16 +142,15 @@ def _check_model(step: Step, geometry: Geometry, draft: Model) -> tuple[int, ...
     if config.vocab_size != step.vocab_size:
         raise InvalidArgument(
             f"{NAME}.model",
-            f"it has a vocabulary of {config.vocab_size} tokens, and the model one of {step.vocab_size}; they have to "
-            "be the same",
+            f"its vocabulary has {config.vocab_size} tokens and the model's has {step.vocab_size}; they must be equal",
         )
     if isinstance(config, EagleConfig):
         return _check_head(config, step)
     if config.max_model_len < geometry.max_model_len:
         raise InvalidArgument(
             f"{NAME}.model",
-            f"it takes sequences of {config.max_model_len} tokens at most, and max_model_len is "
-            f"{geometry.max_model_len}: lower it, or take another draft",
+            f"its limit is {config.max_model_len} tokens, but max_model_len is {geometry.max_model_len}: lower it, or "
+            "use another draft model",
         )
     return ()
 
@@ -162,14 +161,13 @@ def _check_head(head: EagleConfig, step: Step) -> tuple[int, ...]:
     if head.target_hidden_size != config.hidden_size:
         raise InvalidArgument(
             field,
-            f"the head takes hidden states of {head.target_hidden_size} numbers, and the model's have "
+            f"the head requires hidden states of size {head.target_hidden_size}, but the model's have size "
             f"{config.hidden_size}",
         )
     if not head.has_embedding and head.hidden_size != config.hidden_size:
         raise InvalidArgument(
             field,
-            f"the head has no embed_tokens, and the model's are {config.hidden_size} numbers wide, not "
-            f"{head.hidden_size}",
+            f"the head has no embed_tokens, and the model's have size {config.hidden_size}, not {head.hidden_size}",
         )
     try:
         return head.layers_of(config.num_layers)

@@ -128,7 +128,7 @@ class HeadDrafter(Drafter):
         Raises:
             InternalError: always.
         """
-        raise InternalError(f"a head is shown {packed.num_tokens} tokens without their states")
+        raise InternalError(f"the head received {packed.num_tokens} tokens without their hidden states")
 
     def forward(self, packed: PackedForward) -> jax.Array:
         """Start the model over a step's tokens; see `Drafter`."""

@@ -35,7 +35,7 @@ def lower_speculation(
     """
     draft = step.draft
     if draft is None:
-        raise InternalError(f"{spec} without a draft model")
+        raise InternalError(f"{spec} requires a draft model")
     if spec.kind == "draft_copy" and not draft.is_head:
         return lower_move(spec, draft.step.layout, step.mesh)
     device, whole, of_pool = first_device(step.mesh), replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)

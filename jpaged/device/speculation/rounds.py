@@ -121,7 +121,7 @@ def packed_speculate(
         the pools, the tokens that the rows sampled last, and for each round the columns that `unpack_rounds` parses.
     """
     if step.draft is None:
-        raise InternalError("rounds of proposals without a draft model")
+        raise InternalError("speculative rounds require a draft model")
     (first, num_rounds, ending_rx, rows), num_left_r = unpack_words(words, packing)
     dispatch = Dispatch(step, step.draft, params, draft_params, first, ending_rx, num_left_r, RowSampling(**rows))
     proposer = HeadProposer(dispatch) if step.draft.is_head else ModelProposer(dispatch)

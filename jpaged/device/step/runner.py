@@ -62,7 +62,7 @@ class Pool:
             InternalError: a step that took it never returned it, or the pool was released.
         """
         if self._array is None:
-            raise InternalError("the KV pool is spent: a step failed after it was donated, or it was released")
+            raise InternalError("the KV pool is gone: a step failed after the pool was donated, or it was released")
         array, self._array = self._array, None
         return array
 
@@ -73,7 +73,7 @@ class Pool:
             InternalError: the array is already here.
         """
         if self._array is not None:
-            raise InternalError("the KV pool was given back twice")
+            raise InternalError("the KV pool was returned twice")
         self._array = array
 
     def wait(self) -> None:
@@ -145,7 +145,7 @@ class Packing:
                 array = np.asarray(array, np.int32)
             if array.shape != field.shape or array.dtype != field.dtype:
                 raise InternalError(
-                    f"{field.name} is {array.dtype}{array.shape}; the program takes {field.dtype}{field.shape}"
+                    f"{field.name} is {array.dtype}{array.shape}; the program expects {field.dtype}{field.shape}"
                 )
             parts.append((array.astype(np.int32) if array.dtype == np.bool_ else array.view(np.int32)).reshape(-1))
         return np.concatenate(parts)

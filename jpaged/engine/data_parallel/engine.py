@@ -45,7 +45,7 @@ class DataParallelEngine:
         buckets = self.geometry.buckets  # these grow while programs compile in the background, at different times
         alike = [dataclasses.replace(engine.geometry, buckets=buckets) for engine in engines]
         if any(one != alike[0] for one in alike):
-            raise InternalError(f"replicas are not alike: {alike}")
+            raise InternalError(f"replicas have different geometries: {alike}")
         self.clock = engines[0].clock
         self.eyes = Eyes(eye for engine in engines for eye in engine.eyes.each)
         self.max_num_in_flight = sum(engine.max_num_in_flight for engine in engines)

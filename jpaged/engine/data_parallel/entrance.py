@@ -91,7 +91,7 @@ class Entrance:
         # Each engine was at its limit when it refused; only the engines have the exact counts.
         limit = sum(engine.max_num_in_flight for engine in self._engines)
         raise QueueFull(
-            f"{limit} requests are in flight, which is the limit of {len(self._engines)} replicas "
-            "(a prefix that is being pinned is one in each)",
+            f"{limit} requests are in flight, the limit of {len(self._engines)} replicas (pinning a prefix counts as "
+            "one request on each)",
             retry_after_s=min(refusal.retry_after_s for refusal in refusals),
         )

@@ -56,8 +56,8 @@ class Foresight:
         least_s = _SHARE * times.seconds(num_tokens, num_steps)
         if least_s <= left_s:
             return None
-        what = f"{num_tokens} tokens of prompts and then {num_steps} steps take {least_s:.3f} s at the least"
-        return DeadlineExceeded(f"the request was not begun: {what}, and {left_s:.3f} s are left (refuse_late)")
+        what = f"{num_tokens} prompt tokens and then {num_steps} steps take at least {least_s:.3f} s"
+        return DeadlineExceeded(f"the request was not started: {what}, but {left_s:.3f} s are left (refuse_late)")
 
     def _ahead(self, deadline_s: float) -> list[Group]:
         """Return the groups whose prompts are computed before that of a new arrival in any case."""

@@ -184,7 +184,7 @@ class StepOutputs:
             InternalError: the step computed no log-probabilities.
         """
         if self.logprobs_rn is None:
-            raise InternalError("log-probabilities are wanted of a step that told of none")
+            raise InternalError("the step has no log-probabilities")
         return self.logprobs_rn.item(row, place)
 
     def position(self, row: int, num_top: int, place: int = 0) -> PositionLogprobs:

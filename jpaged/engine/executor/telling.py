@@ -101,7 +101,7 @@ class ToldOutputs:
         elif self.top_ids_rk is not None and self.top_logprobs_rk is not None:
             ids, values = self.top_ids_rk[row, :num_top], self.top_logprobs_rk[row, :num_top]
         else:
-            raise InternalError("the likeliest tokens are wanted of a tell of hidden states")
+            raise InternalError("aux outputs of hidden states have no top log-probabilities")
         pairs = enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)
         return tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs)
 
@@ -112,5 +112,5 @@ class ToldOutputs:
             value = values.item(token_id)
             return TokenLogprob(token_id, value, 1 + int((values > value).sum()))
         if self.logprobs_rk is None or self.ranks_r is None:
-            raise InternalError("a log-probability is wanted of a tell of hidden states")
+            raise InternalError("aux outputs of hidden states have no log-probabilities")
         return TokenLogprob(token_id, self.logprobs_rk.item(row, 0), self.ranks_r.item(row))

@@ -256,7 +256,7 @@ class BlockPool:
             InternalError: too few blocks are free; the caller must check `can_allocate` first.
         """
         if num_blocks > len(self._free):
-            raise InternalError(f"{num_blocks} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
+            raise InternalError(f"{num_blocks} blocks requested, but {len(self._free)} of {self.num_blocks} are free")
         block_ids = []
         for _ in range(num_blocks):
             block_id, _ = self._free.popitem(last=False)
@@ -285,7 +285,7 @@ class BlockPool:
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
         """Add a reference to every block of the parent to the empty child table."""
         if child.num_blocks:
-            raise InternalError(f"a table of {child.num_blocks} blocks is to become a fork")
+            raise InternalError(f"cannot fork into a table that has {child.num_blocks} blocks")
         block_ids = parent.block_ids()
         for block_id in block_ids:
             self.acquire(block_id)
@@ -360,12 +360,14 @@ class BlockPool:
             raise InternalError(f"the null block is held by {counts[NULL_BLOCK]} tables")
         for block_id, (held, counted) in enumerate(zip(counts, self._ref_counts, strict=True)):
             if held != counted:
-                raise InternalError(f"block {block_id} is held by {held} tables, its reference count is {counted}")
+                raise InternalError(f"block {block_id} is held by {held} tables, but its reference count is {counted}")
             if held and block_id in self._free:
-                raise InternalError(f"block {block_id} is free and held by {held} tables")
+                raise InternalError(f"block {block_id} is free but held by {held} tables")
         num_referenced = sum(1 for count in counts if count)
         if len(self._free) + num_referenced != self.num_blocks:
-            raise InternalError(f"{len(self._free)} free + {num_referenced} referenced are not {self.num_blocks}")
+            raise InternalError(
+                f"{len(self._free)} free + {num_referenced} referenced blocks are not {self.num_blocks}"
+            )
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class BuddyAllocator:
         order = _order(num_blocks)
         fitting = [k for k, starts in self._free.items() if k >= order and starts]
         if not fitting:
-            raise InternalError(f"there is no hole for {num_blocks} blocks")
+            raise InternalError(f"no free region has {num_blocks} blocks")
         k = min(fitting)
         start = min(self._free[k])
         self._free[k].remove(start)
@@ -250,7 +250,9 @@ class ReservedMemory:
                 raise InternalError(f"the region of {num_blocks} blocks at {first} overlaps another")
             taken |= region
         if len(taken) + self._buddies.num_free != self.num_blocks:
-            raise InternalError(f"{len(taken)} reserved + {self._buddies.num_free} free are not {self.num_blocks}")
+            raise InternalError(
+                f"{len(taken)} reserved + {self._buddies.num_free} free blocks are not {self.num_blocks}"
+            )
 
     def _num_group_blocks(self, group: Group) -> int:
         """Return the number of blocks that each sequence of a group reserves."""

@@ -37,8 +37,8 @@ def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
     if max_pinned_blocks > most:
         raise InvalidArgument(
             "max_pinned_blocks",
-            f"{max_pinned_blocks} is over {most}: of {geometry.num_blocks} blocks a request of max_model_len "
-            f"({geometry.max_model_len}) may need {geometry.num_blocks_of_longest}",
+            f"{max_pinned_blocks} is over {most}: a request of max_model_len ({geometry.max_model_len}) may need "
+            f"{geometry.num_blocks_of_longest} of {geometry.num_blocks} blocks",
         )
     return max_pinned_blocks
 
@@ -112,7 +112,7 @@ class PinnedPrefixes:
             if num_pinned + num_blocks > self._max_blocks:
                 raise InvalidArgument(
                     "token_ids",
-                    f"{num_blocks} blocks, with {num_pinned} that are pinned, are over max_pinned_blocks "
+                    f"{num_blocks} blocks, added to {num_pinned} pinned ones, exceed max_pinned_blocks "
                     f"({self._max_blocks})",
                 )
             self._num_blocks[pin] = num_blocks
@@ -165,8 +165,8 @@ class PinnedPrefixes:
             self._prefixes.unpin(pin)
             raise InvalidArgument(
                 "token_ids",
-                f"{num_pinned} pinned blocks would leave {limit - num_pinned} of {limit}; a request in "
-                f"flight may need {needed}",
+                f"{num_pinned} pinned blocks would leave {limit - num_pinned} of {limit}; a request in flight may "
+                f"need {needed}",
             )
         with self._lock:
             self._pinned.add(pin)
@@ -186,8 +186,8 @@ class PinnedPrefixes:
             raise InvalidArgument("token_ids", f"{count} tokens are not below max_model_len ({geometry.max_model_len})")
         num_blocks = self._prefixes.num_cacheable_blocks(count)
         if num_blocks == 0:
-            cause = f"fill no block of {geometry.block_size}"
+            cause = f"do not fill a block of {geometry.block_size}"
             if count >= geometry.block_size:
-                cause = f"are over max_cached_tokens ({self._prefixes.max_tokens})"
+                cause = f"exceed max_cached_tokens ({self._prefixes.max_tokens})"
             raise InvalidArgument("token_ids", f"{count} tokens {cause}: there is nothing to pin")
         return sum(len(reach.seen(num_blocks)) for reach in geometry.reaches)

@@ -267,7 +267,7 @@ class Prefixes:
         """
         num_cached = sum(self.pool.is_free(block_id) for block_id in self._cache.block_ids())
         if num_cached != self.num_cached:
-            raise InternalError(f"{num_cached} free blocks are cached, {self.num_cached} were counted")
+            raise InternalError(f"{num_cached} free blocks are cached, but {self.num_cached} were counted")
         if self._ranked is not None:
             self._ranked.check(set(self._cache.block_ids()), self.pool.is_free)
 
@@ -353,7 +353,7 @@ class Held:
         for key in keys:
             block_id = prefixes._cache.find(key)
             if block_id is None:
-                raise InternalError(f"no block of the device is known by {key.hex()}")
+                raise InternalError(f"no block on the device has the hash {key.hex()}")
             prefixes.num_cached -= prefixes.pool.acquire(block_id)
             block_ids.append(block_id)
         table = BlockTable(len(block_ids))
@@ -368,7 +368,7 @@ class Held:
             InternalError: the table is not pinned.
         """
         if table not in self._tables:
-            raise InternalError(f"blocks {table.block_ids()[:8]} are let go of, and nobody holds them")
+            raise InternalError(f"blocks {table.block_ids()[:8]} are released but not held")
         del self._tables[table]
         self._prefixes.pool.release(table)
 

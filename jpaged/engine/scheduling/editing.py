@@ -131,12 +131,12 @@ def nothing_left(
     if left - ending:
         return None
     tokens = "every token" if allowed is None else "every token of allowed_token_ids"
-    place = f"nothing can be sampled as output token {number + 1}"
+    place = f"no token can be sampled as output token {number + 1}"
     if not left:
         return InvalidArgument("sampling.bad_words", f"forbid {tokens}: {place}")
     ends = "is a stop token or an end-of-sequence token" if sampling.stop_token_ids else "is an end-of-sequence token"
     also = ", or a bad word" if banned else ""
-    problem = f"{sampling.min_tokens} forbids tokens that end the text, and {tokens} {ends}{also}: {place}"
+    problem = f"{sampling.min_tokens} forbids tokens that end the text, but {tokens} {ends}{also}: {place}"
     return InvalidArgument("sampling.min_tokens", problem)
 
 
@@ -217,7 +217,7 @@ class Editing:
         slot = self.slots.find(sequence)
         if slot is None:
             if not is_last_known:
-                raise InternalError("a sequence whose tokens are to be counted has one that the host does not know")
+                raise InternalError("a sequence whose tokens are counted has a token that the host does not have")
             slot = self.slots.take(sequence)
             due.append(CountDue(slot, list(sequence.token_ids), sequence.num_prompt_tokens))
         return slot

@@ -314,11 +314,11 @@ class DecodingRows:
             kept = self._starts_s[place], self._num_left_s[place], self._places[sequence]
             num_left = _num_left(group, sequence, self.outgrowing)
             if kept != (sequence.num_computed_tokens, num_left, place) or sequence.status is not Status.RUNNING:
-                raise InternalError(f"row {place} of a {sequence.status.value} sequence keeps {kept}, not {num_left}")
+                raise InternalError(f"row {place} of a {sequence.status.value} sequence has {kept}, not {num_left}")
             if not np.array_equal(self._block_tables_gsm[:, place], sequence.kv.ids_gm):
-                raise InternalError(f"row {place} keeps other blocks than {sequence.kv.block_ids()}")
+                raise InternalError(f"row {place} has other blocks than {sequence.kv.block_ids()}")
             if self._adapters_s[place] != group.adapter_slot:
-                raise InternalError(f"row {place} keeps adapter slot {self._adapters_s[place]}")
+                raise InternalError(f"row {place} has adapter slot {self._adapters_s[place]}")
         if len(self._places) != len(self._sequences):
             raise InternalError(f"{len(self._places)} sequences have {len(self._sequences)} rows")
 

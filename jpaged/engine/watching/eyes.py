@@ -66,7 +66,7 @@ class Eye:
     def _leave(self, num_blocks: int) -> int:
         aside = self._memory.aside
         if aside is None:
-            raise Unsupported("the pool cannot be limited: memory that reserves has all of it (kv_policy)")
+            raise Unsupported("the pool cannot be limited: contiguous allocation uses all of it (kv_policy)")
         if not 1 <= num_blocks <= self._memory.num_blocks:
             raise InvalidArgument("blocks", f"{num_blocks} is out of range: from 1 to {self._memory.num_blocks}")
         prefixes = self._memory.prefixes
@@ -74,7 +74,10 @@ class Eye:
         alone = (group.num_blocks_alone(self._geometry) for group in self._groups.values())
         needed = num_pinned + max(alone, default=0)
         if num_blocks < needed:
-            what = f"{num_blocks} are fewer than the {needed} that pins and the longest request in flight may need"
+            what = (
+                f"{num_blocks} blocks are fewer than the {needed} that pinned prefixes and the longest request in "
+                "flight may need"
+            )
             raise InvalidArgument("blocks", what)
         aside.leave(num_blocks)
         return self._memory.num_blocks - num_blocks - aside.num_blocks

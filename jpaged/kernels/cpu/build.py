@@ -76,7 +76,7 @@ def find_headers() -> Path:
         headers = Path(folder) / "include"
         if (headers / "xla" / "ffi" / "api" / "ffi.h").exists():
             return headers
-    raise BuildError("XLA's headers were not found: jaxlib is not installed here")
+    raise BuildError("XLA's headers were not found: jaxlib is not installed")
 
 
 def build(

@@ -20,8 +20,8 @@ def library() -> ctypes.CDLL | str:
     """Return the package's library, or the reason why there is none."""
     if not build.LIBRARY.exists():
         return (
-            f"{build.LIBRARY.name} was not built: it needs a C++ compiler ({', '.join(build.COMPILERS)}) when "
-            f"jpaged is installed; `python -m {build.__name__}` builds it now or says what is missing"
+            f"{build.LIBRARY.name} was not built: it requires a C++ compiler ({', '.join(build.COMPILERS)}) when "
+            f"jpaged is installed; `python -m {build.__name__}` builds it now or reports what is missing"
         )
     try:
         return ctypes.cdll.LoadLibrary(str(build.LIBRARY))
@@ -44,4 +44,4 @@ def register(*verbs: str) -> ctypes.CDLL | str:
 
 
 def _cannot_be_loaded(error: Exception) -> str:
-    return f"{build.LIBRARY.name} cannot be loaded: {error}; `python -m {build.__name__}` builds it again"
+    return f"{build.LIBRARY.name} cannot be loaded: {error}; rebuild it with `python -m {build.__name__}`"

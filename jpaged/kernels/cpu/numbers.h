@@ -38,8 +38,8 @@ static inline uint16_t encode_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// A float of `exponent` and `mantissa` bits, rounded to nearest even: the bits without the sign, and one number more
-// than the largest where x is beyond it. Below the smallest normal number the spacing stays what it is there.
+// A float of `exponent` and `mantissa` bits, rounded to nearest even: the bits without the sign, or one more than
+// the largest if x is larger. Numbers below the smallest normal one have its spacing.
 static inline uint32_t round_magnitude(float x, int exponent, int mantissa) {
   const int bias = (1 << (exponent - 1)) - 1;
   const uint32_t bits = bits_of(x) & 0x7fffffff;

@@ -1,4 +1,4 @@
-// What the processor has that this runs on. Included by each operation's kernel.cc.
+// Features of the processor. Included by each operation's kernel.cc.
 
 #pragma once
 

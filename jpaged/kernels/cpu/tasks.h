@@ -1,7 +1,7 @@
 // One call's work, taken from one counter by the caller and threads of XLA's pool.
 //
-// The caller never waits for a thread to begin, only for tasks that one has begun: a pool that is busy, or has no other
-// thread, costs time and nothing else.
+// The caller never waits for a thread to start, only for tasks that a thread has started: a pool that is busy, or has
+// no other thread, makes calls slower but not wrong.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 namespace jpaged {
 namespace {
 
-// Threads that may work at a call, the caller's among them.
+// Threads that may work on a call, including the caller's.
 inline int64_t count_threads(xla::ffi::ThreadPool& pool, int64_t max_threads) {
   const int64_t num_threads = std::max<int64_t>(pool.num_threads(), 1);
   return max_threads > 0 ? std::min(num_threads, max_threads) : num_threads;
@@ -26,11 +26,11 @@ inline int64_t count_threads(xla::ffi::ThreadPool& pool, int64_t max_threads) {
 
 constexpr int64_t kNoTask = -1;
 
-// Calls run(i) for every i below num_tasks, once each, on at most num_threads threads. A `run` of two arguments is told
-// in the second which task its thread runs after i, or kNoTask: tasks are then taken one ahead.
+// Call run(i) once for every i below num_tasks, on up to num_threads threads. If `run` has two arguments, the second is
+// the task that its thread runs after i, or kNoTask: tasks are then taken one ahead.
 template <class Run>
 void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_threads, const Run& run) {
-  // A thread that comes too late finds no task: it touches this, and nothing that ends with the call.
+  // A thread that starts too late finds no task: it accesses this object, but nothing that is destroyed with the call.
   struct Counters {
     std::atomic<int64_t> next{0}, num_done{0};
   };
@@ -65,8 +65,8 @@ void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_thread
   while (counters->num_done.load(std::memory_order_acquire) < num_tasks) std::this_thread::yield();
 }
 
-// Floats of this thread's own, aligned to a cache line; kept from call to call: fresh pages would cost as much as a
-// short row. What another call put there is lost.
+// Floats of this thread, aligned to a cache line. The memory is reused by later calls, which overwrite it: new pages
+// would cost as much as a short row.
 inline float* scratch_floats(int64_t num_floats) {
   constexpr int64_t kLine = 16;
   static thread_local std::vector<float> memory;

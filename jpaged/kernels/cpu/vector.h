@@ -1,5 +1,5 @@
 // Vectors of kWidth floats in the compiler's own notation, which every processor has: 4 (SSE, NEON), 8 (AVX2) or 16
-// (AVX-512), as JPAGED_WIDTH says. Included by core.cc alone.
+// (AVX-512), as JPAGED_WIDTH says. Included only by core.cc.
 
 #pragma once
 
@@ -29,7 +29,7 @@ inline Vector load_as(const T* from) {
 
 inline Floats load(const float* from) { return load_as<Floats>(from); }
 inline void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
-// x - 0 is x for every x, and costs nothing; 0 + x is an addition, for it makes 0 of -0.
+// The compiler removes x - 0, which is x for every x; 0 + x would be an addition, because it turns -0 into 0.
 inline Floats all(float x) { return x - Floats{}; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats floats_of(Uints bits) { return reinterpret_cast<Floats>(bits); }
@@ -44,7 +44,7 @@ const Ints kLanes = count(std::make_integer_sequence<int, kWidth>{});
 
 // --- sums over lanes ---------------------------------------------------------------------------------------------
 
-// Lane j is a's sum of lanes j and j ^ stride where j & stride is 0, and b's elsewhere.
+// Lane j is the sum of lanes j and j ^ stride: of a if j & stride is 0, else of b.
 template <int stride, int... lane>
 inline Floats fold(Floats a, Floats b, std::integer_sequence<int, lane...>) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -56,7 +56,7 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, lane...>) {
 #endif
 }
 
-// kWidth vectors -> one, whose lane i is the sum of vector i. Every sum is made in the same order.
+// kWidth vectors -> one, whose lane i is the sum of vector i. All sums have the same order.
 template <int stride = kWidth / 2>
 inline Floats lane_sums(Floats* x) {
   for (int i = 0; i < stride; ++i) {

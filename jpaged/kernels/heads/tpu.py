@@ -39,11 +39,11 @@ def unsupported_reason(head_dim: int, dtype: jnp.dtype, kv_dtype: jnp.dtype, num
         num_rows: heads in a projection, K (G + 2).
     """
     if head_dim % _LANES:
-        return f"head_dim {head_dim} is no multiple of {_LANES}"
+        return f"head_dim {head_dim} is not a multiple of {_LANES}"
     if dtype != jnp.bfloat16 or kv_dtype != jnp.bfloat16:
-        return f"heads of {dtype} whose keys are kept as {kv_dtype} are not both bfloat16"
+        return f"heads and keys must both be bfloat16; they are {dtype} and {kv_dtype}"
     if _bytes_of_tile(_TILES[-1], num_rows, head_dim) > _VMEM_BYTES:
-        return f"{num_rows} heads of {head_dim} do not fit the vector memory"
+        return f"{num_rows} heads of {head_dim} do not fit in vector memory"
     return None
 
 

@@ -146,10 +146,10 @@ def implementation(backend: Backend, spec: AttentionSpec, queries: Queries) -> I
         Unsupported: it does not, or there is none with this name.
     """
     if backend not in IMPLEMENTATIONS:
-        raise Unsupported(f"paged attention has no backend {backend!r}; it has {', '.join(get_args(Backend))}")
+        raise Unsupported(f"attention backend {backend!r} does not exist; available: {', '.join(get_args(Backend))}")
     found = IMPLEMENTATIONS[backend]
     if found.form is not None and found.form != spec.layout.form:
-        raise Unsupported(f"attention backend {backend} reads pools of form {found.form}, not {spec.layout.form}")
+        raise Unsupported(f"attention backend {backend} requires pools of form {found.form}, not {spec.layout.form}")
     if (reason := found.unsupported_reason(spec.layout, queries)) is not None:
         raise Unsupported(f"attention backend {backend}: {reason}")
     return found

@@ -155,7 +155,7 @@ def prepare_step_rows(
 
     if spec.kind.num_sink_tokens:
         if runs is not None:
-            raise InternalError("rows with sink tokens are to read a prefix together")
+            raise InternalError("rows with sink tokens cannot share a prefix")
         streaming = StreamingRows.of(rows, spec)
         own, sinks = streaming.parts(spec)
         return StreamingRows(prepare(own.rows, slots_t, own.spec), prepare(sinks.rows, None, sinks.spec))

@@ -131,7 +131,7 @@ def survey(cells: Sequence[Cell], shape_name: str, dtype_name: str, backend: str
         num_bytes = cell.num_seqs * cell.context * token_bytes
         if num_bytes > max_bytes:
             gib = num_bytes / 2**30, max_bytes / 2**30
-            left_out.append((cell, f"{gib[0]:.1f} GiB of keys and values are more than the {gib[1]:g} allowed"))
+            left_out.append((cell, f"{gib[0]:.1f} GiB of keys and values exceed the limit of {gib[1]:g} GiB"))
             continue
         try:
             rows.append(measure(cell, shape, dtype, backend, limits))

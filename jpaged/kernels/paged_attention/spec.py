@@ -137,7 +137,7 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         if self.spec.kind.num_sink_tokens:
-            raise InternalError("sink tokens are a part of the context of their own: no kernel looks for them")
+            raise InternalError("sink tokens are a separate part of the context: kernels do not support them")
         layout, q_shape = self.spec.layout, self.q_thd.shape
         if self.pool.shape != layout.shape or self.pool.dtype != layout.storage_dtype:
             raise InternalError(
@@ -148,7 +148,7 @@ class AttentionCall:
                 f"queries {q_shape} do not fit {layout.num_kv_heads} key/value heads of {layout.head_dim}"
             )
         if (self.scales_lk2 is not None) != layout.is_scaled:
-            raise InternalError(f"a pool of {layout.dtype} {'needs its' if layout.is_scaled else 'takes no'} scales")
+            raise InternalError(f"a pool of {layout.dtype} {'requires' if layout.is_scaled else 'has no'} scales")
 
     @property
     def queries(self) -> Queries:
@@ -161,7 +161,7 @@ class AttentionCall:
         """Return new keys and values as this layer of the pool stores them: divided by their scales, if any."""
         k_tkd, v_tkd, slots_t = new_kv
         if (v_tkd is None) != (self.spec.layout.value_dim is not None):
-            raise InternalError("latents are stored without values, and other keys with them")
+            raise InternalError("latents must be stored without values, and other keys with values")
         if self.scales_lk2 is None:
             return new_kv
         if v_tkd is not None:

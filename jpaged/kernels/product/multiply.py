@@ -193,5 +193,5 @@ def loaded() -> ProductKernel:
     """
     found = kernel()
     if isinstance(found, str):
-        raise InternalError(f"a matrix is packed, and nothing can read it: {found}")
+        raise InternalError(f"no kernel can read a packed matrix: {found}")
     return found

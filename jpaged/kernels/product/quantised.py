@@ -187,7 +187,7 @@ def quantise(
 def round_to(weights: np.ndarray, form: MatrixFormat, axis: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return (values, scales, zeros) of weights on the host, as in a `QuantisedMatrix`; groups divide the depth."""
     if form.has_group_ids or form.has_input_scale:
-        raise ValueError("groups that are listed and scales of inputs come with a checkpoint")
+        raise ValueError("listed groups and input scales exist only in checkpoints")
     depth = weights.shape[axis]
     num_groups = form.num_groups(depth)
     place = weights.ndim + axis

@@ -138,7 +138,7 @@ def order_of(matrix: QuantisedMatrix) -> np.ndarray:
     if (counts != matrix.group_size).any():
         raise Unsupported(
             f"linear_backend: cpu cannot multiply groups of {counts.min()} to {counts.max()} numbers in one matrix: "
-            "all of them are to have the same size; linear_backend xla can"
+            "all must have the same size; linear_backend xla supports them"
         )
     return np.argsort(group_ids, kind="stable").astype(np.int32)
 

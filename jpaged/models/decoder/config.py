@@ -65,7 +65,7 @@ class DecoderConfig(ModelConfig):
         for rope in self.ropes:
             rope.check(self.rotary_dim)
         if self.mixture is None and any(kind.is_sparse for kind in self.kinds):
-            raise InvalidArgument("mixture", "is missing, and some layers are sparse")
+            raise InvalidArgument("mixture", "is missing, but some layers are sparse")
         object.__setattr__(self, "kinds", self._without_wide_windows())
 
     def _without_wide_windows(self) -> tuple[LayerKind, ...]:

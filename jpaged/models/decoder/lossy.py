@@ -29,20 +29,20 @@ def as_asked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
     if window is None:
         return config
     if not isinstance(config, DecoderConfig):
-        raise Unsupported(f"{WINDOW}: {config.architecture} has no kinds of attention to choose from")
+        raise Unsupported(f"{WINDOW}: {config.architecture} does not support other kinds of attention")
     max_model_len = min(options.model.max_model_len or config.max_model_len, config.max_model_len)
     if window + num_sinks >= max_model_len:
         raise InvalidArgument(
             WINDOW,
-            f"{window} tokens and {num_sinks} first ones (lossy_kv_sinks) are all of a sequence of max_model_len "
-            f"({max_model_len}): leave it out",
+            f"{window} tokens and the first {num_sinks} (lossy_kv_sinks) cover a whole sequence of max_model_len "
+            f"({max_model_len}): remove the option",
         )
     widths = {kind.sliding_window for kind in config.attention_kinds}
     own = sorted(width for width in widths if width is not None and width < max_model_len)
     if own:
         told = ", ".join(map(str, own))
         raise InvalidArgument(
-            WINDOW, f"{window}: {config.architecture} has layers with windows of {told} tokens of their own"
+            WINDOW, f"{window}: {config.architecture} has layers with their own windows of {told} tokens"
         )
 
     def narrowed(kind: AttentionKind) -> AttentionKind:
@@ -59,4 +59,7 @@ def told(options: EngineConfig) -> list[str]:
     window, num_sinks = options.lossy.lossy_kv_window, options.lossy.num_sinks
     if window is None:
         return []
-    return [f"LOSSY: tokens see the first {num_sinks} and the last {window} alone; answers differ from the model's"]
+    return [
+        f"LOSSY: tokens attend only to the first {num_sinks} and the last {window} tokens; answers differ from the "
+        "model's"
+    ]

@@ -30,7 +30,7 @@ def read_choice(fields: JsonFields, default: tuple[int, int], names: tuple[str, 
     found = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in names if fields.has(name)}
     num_experts = next(iter(found.values()), default[0])
     if any(count != num_experts for count in found.values()):
-        raise fields.bad(names[1], f"is {found[names[1]]}, and {names[0]} is {num_experts}")
+        raise fields.bad(names[1], f"is {found[names[1]]}, but {names[0]} is {num_experts}")
     return num_experts, fields.integer("num_experts_per_tok", default[1], maximum=num_experts)
 
 

@@ -15,7 +15,7 @@ from jpaged.models.rope.config import RopeConfig
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
     # Falcon 2 has ff_factor in addition to the width.
     fields.ignore(("hidden_dropout", "apply_residual_connection_post_layernorm", "ff_factor"))
-    fields.only("alibi", False, why="biases on distances in place of rotary positions are not supported")
+    fields.only("alibi", False, why="ALiBi (position biases instead of rotary embedding) is not supported")
     width = fields.integer("n_embed" if fields.has("n_embed") else "hidden_size", maximum=MAX_WIDTH)
     # Names in the first checkpoints.
     num_layers = fields.integer("n_layer" if fields.has("n_layer") else "num_hidden_layers", maximum=MAX_LAYERS)
@@ -58,7 +58,7 @@ def _residual(fields: JsonFields, *, has_groups: bool) -> Residual:
     if has_groups and not is_parallel:
         raise fields.bad("parallel_attn", "is false; with new_decoder_architecture it must be true")
     if num_norms == 2 and not has_groups:
-        raise fields.bad("num_ln_in_parallel_attn", "is 2; that needs new_decoder_architecture")
+        raise fields.bad("num_ln_in_parallel_attn", "is 2; it requires new_decoder_architecture")
     if not is_parallel:
         return "sequential"
     return "parallel" if num_norms == 2 else "shared"

@@ -37,8 +37,8 @@ def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
     sizes = read_sizes(fields)
     heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=4, head_dim=256)
     max_position_embeddings = fields.integer("max_position_embeddings", _LENGTHS[version])
-    fields.only("attention_bias", False, why="biases on projections are not published for this family")
-    fields.only("use_bidirectional_attention", False, why="only causal attention is served")
+    fields.only("attention_bias", False, why="this family has no published checkpoint with projection biases")
+    fields.only("use_bidirectional_attention", False, why="only causal attention is supported")
     return DecoderConfig(
         architecture=architecture,
         **sizes,
@@ -73,10 +73,10 @@ def _cap(fields: JsonFields, key: str, missing: float | None) -> float | None:
 def _kinds(fields: JsonFields, num_layers: int, version: int) -> tuple[LayerKind, ...]:
     scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
     if version == 3:
-        fields.only("attn_logit_softcapping", why="Gemma 3 caps no scores, and transformers passes it over")
+        fields.only("attn_logit_softcapping", why="transformers ignores soft caps in Gemma 3")
     cap = _cap(fields, "attn_logit_softcapping", 50.0 if version == 2 else None)
     window = fields.integer("sliding_window", 4096)
-    fields.only("sliding_window_size", window, why=f"sliding_window, {window}, is the one that is used")
+    fields.only("sliding_window_size", window, why=f"the model uses sliding_window, {window}")
     types = _types(fields, num_layers, version)
     kinds = {
         FULL: LayerKind(AttentionKind(scale, soft_cap=cap)),
@@ -94,8 +94,8 @@ def _types(fields: JsonFields, num_layers: int, version: int) -> tuple[str, ...]
     written = fields.integer("_sliding_window_pattern", period)  # written by transformers, next to layer_types
     if written != period and not types:
         raise Unsupported(
-            f"{fields.name}: _sliding_window_pattern is {written}, and layer_types is missing; transformers reads "
-            "sliding_window_pattern alone"
+            f"{fields.name}: _sliding_window_pattern is {written}, but layer_types is missing; transformers reads "
+            "only sliding_window_pattern"
         )
     return types or tuple(SLIDING if (index + 1) % period else FULL for index in range(num_layers))
 
@@ -109,13 +109,13 @@ def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tu
         theta = fields.number("rope_theta", _GLOBAL_THETA)
         stretched = JsonFields(fields.mapping("rope_scaling"), f"{fields.name} rope_scaling")
         if not stretched.has("rope_type"):
-            stretched.only("type", "default", why="transformers reads rope_type alone in Gemma 3; call it so")
+            stretched.only("type", "default", why="transformers reads only rope_type in Gemma 3; rename it")
         local = fields.number("rope_local_base_freq", _LOCAL_THETA)
         plain = JsonFields({}, fields.name)
         return _rope(stretched, max_position_embeddings, theta), _rope(plain, max_position_embeddings, local)
     if unknown := sorted(set(sections) - {FULL, SLIDING}):
         raise Unsupported(f"{fields.name} rope_parameters: unknown setting {', '.join(unknown)}")
-    fields.only("rope_scaling", why="rope_parameters has it for each kind of layer")
+    fields.only("rope_scaling", why="rope_parameters contains it for each kind of layer")
     thetas = {
         FULL: fields.number("rope_theta", _GLOBAL_THETA),
         SLIDING: fields.number("rope_local_base_freq", _LOCAL_THETA),
@@ -128,7 +128,7 @@ def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tu
 
 
 def _rope(section: JsonFields, max_position_embeddings: int, theta: float) -> RopeConfig:
-    section.only("truncate", True, why="transformers reads it beside the kinds of layers, not in one")
+    section.only("truncate", True, why="transformers reads it next to the kinds of layers, not inside one")
     return RopeConfig.of_section(section, max_position_embeddings, theta)
 
 
@@ -188,12 +188,14 @@ def _language(whole: JsonFields) -> JsonFields:
     whole.ignore(_OF_IMAGES)
     for key, missing in _SIZES.items():
         size = text.get(key, missing)
-        whole.only(key, size, why=f"{key} is {size} in text_config, where the language model's is read")
+        whole.only(key, size, why=f"{key} is {size} in text_config, which defines the language model")
     fields = JsonFields(
         {**_SIZES, **{key: value for key, value in text.items() if key not in _OF_WHOLE}, **given},
         f"{whole.name} text_config",
     )
-    fields.only("final_logit_softcapping", why="a Gemma 3 that reads images caps no logits in transformers")
+    fields.only(
+        "final_logit_softcapping", why="transformers applies no soft cap to logits in Gemma 3 models that read images"
+    )
     return fields
 
 

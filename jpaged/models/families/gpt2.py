@@ -34,7 +34,7 @@ def _either(fields: JsonFields, own: str, usual: str, maximum: int) -> int:
     """Read a size by GPT-2's name, or by the usual one, or by both."""
     size = fields.integer(own if fields.has(own) else usual, maximum=maximum)
     if fields.integer(usual, size, maximum=maximum) != size:
-        raise fields.bad(usual, f"is {fields.integer(usual)}, and {own}, which is another name for it, is {size}")
+        raise fields.bad(usual, f"is {fields.integer(usual)}, but {own}, another name for it, is {size}")
     return size
 
 

@@ -50,7 +50,9 @@ def _named(fields: JsonFields, name: str, usual: str, missing: float) -> float:
     """Read a number by the family's name; the usual name, which transformers does not read, may only repeat it."""
     value = fields.number(name, missing)
     if fields.number(usual, value) != value:
-        raise Unsupported(f"{fields.name}: {usual} is {fields.number(usual):g}, and {name} is {value:g}; keep {name}")
+        raise Unsupported(
+            f"{fields.name}: {usual} is {fields.number(usual):g}, but {name} is {value:g}; keep only {name}"
+        )
     return value
 
 

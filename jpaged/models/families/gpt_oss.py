@@ -21,7 +21,7 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
     # The published files repeat two numbers under the names of OpenAI's own code.
     fields.ignore((*TRAINING, "experts_per_token", "initial_context_length"))
-    fields.only("hidden_act", "silu", "swish", why="experts gate with the sigmoid, whatever it is called")
+    fields.only("hidden_act", "silu", "swish", why="the experts' gates always use the sigmoid")
     sizes = read_sizes(fields)
     heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=8, head_dim=64)
     max_position_embeddings = fields.integer("max_position_embeddings", 131072)

@@ -131,8 +131,8 @@ class LlamaVariant:
             alike = (FULL if window is None else SLIDING,) * num_layers
             if types and types != alike:
                 raise Unsupported(
-                    f"{fields.name}: layer_types has {', '.join(sorted(set(types)))}, and sliding_window is {window}; "
-                    f"all layers of {self.model_type} are {alike[0]} then"
+                    f"{fields.name}: layer_types has {', '.join(sorted(set(types)))}, but sliding_window is {window}, "
+                    f"so all layers of {self.model_type} must be {alike[0]}"
                 )
             types = alike
         else:

@@ -18,7 +18,7 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
     fields.ignore(TRAINING)
     sizes = read_sizes(fields)
     heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=8)
-    fields.only("hidden_act", "silu", "swish", why="experts with another activation than silu are not supported")
+    fields.only("hidden_act", "silu", "swish", why="experts support only the activation silu")
     max_position_embeddings = fields.integer("max_position_embeddings", 131072)
     num_experts, top_k = read_choice(fields, (8, 2))
     routing = Routing(num_experts, top_k, normalises=True)

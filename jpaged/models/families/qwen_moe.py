@@ -39,7 +39,7 @@ class QwenMoe:
         fields.ignore(TRAINING)
         sizes = read_sizes(fields)
         heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=self.num_kv_heads)
-        fields.only("hidden_act", "silu", "swish", why="experts with another activation than silu are not supported")
+        fields.only("hidden_act", "silu", "swish", why="experts support only the activation silu")
         max_position_embeddings = fields.integer("max_position_embeddings", 32768)
         bias = fields.flag("qkv_bias", True) if self.has_shared_expert else fields.flag("attention_bias", False)
         return DecoderConfig(
@@ -89,7 +89,9 @@ class QwenMoe:
         # Qwen3-MoE accepts either name; for Qwen2-MoE transformers ignores the other one and uses its default.
         names = ("num_experts",) if self.has_shared_expert else NUM_EXPERTS
         num_experts, top_k = read_choice(fields, self.choice, names)
-        fields.only("num_local_experts", num_experts, why=f"{self.model_type} calls it num_experts, {num_experts} here")
+        fields.only(
+            "num_local_experts", num_experts, why=f"{self.model_type} uses the name num_experts, which is {num_experts}"
+        )
         shared = read_width(fields, "shared_expert_intermediate_size", 5632) if self.has_shared_expert else 0
         return Mixture(
             routing=Routing(num_experts, top_k, normalises=fields.flag("norm_topk_prob", False)),

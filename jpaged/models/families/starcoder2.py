@@ -19,8 +19,8 @@ _HARMLESS = (
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
     fields.ignore(_HARMLESS)
-    fields.only("norm_type", "layer_norm", why="only layer norms are supported")
-    fields.only("mlp_type", "default", why="only the feed-forward without a gate is supported")
+    fields.only("norm_type", "layer_norm", why="only layer norm is supported")
+    fields.only("mlp_type", "default", why="only a feed-forward without a gate is supported")
     sizes = read_sizes(fields)
     heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=2)
     max_position_embeddings = fields.integer("max_position_embeddings", 4096)

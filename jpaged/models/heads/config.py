@@ -64,7 +64,7 @@ class EagleConfig(DecoderConfig):
         if not all(0 <= number <= num_layers for number in found):
             raise InvalidArgument(
                 "eagle_aux_hidden_state_layer_ids",
-                f"the head watches the input of layers {', '.join(map(str, found))}, and the model has {num_layers}",
+                f"the head uses the input of layers {', '.join(map(str, found))}, but the model has {num_layers}",
             )
         return found
 
@@ -85,12 +85,12 @@ def read(fields: JsonFields, architecture: str) -> EagleConfig:
     fields.ignore(_HARMLESS)
     fields.only("use_sliding_window", False, why="heads with a window are not supported")
     fields.only("sliding_window", None, why="heads with a window are not supported")
-    fields.only("num_hidden_layers", 1, why="an EAGLE-3 head of several layers is not supported; only of 1")
+    fields.only("num_hidden_layers", 1, why="only EAGLE-3 heads with 1 layer are supported")
     base = _LLAMA.read(fields, architecture)
     vocab_size = base.vocab_size
     draft_vocab_size = fields.integer("draft_vocab_size", vocab_size, maximum=MAX_VOCAB_SIZE)
     if draft_vocab_size > vocab_size:
-        raise fields.bad("draft_vocab_size", f"is {draft_vocab_size}, more than vocab_size, {vocab_size}")
+        raise fields.bad("draft_vocab_size", f"is {draft_vocab_size}, above vocab_size, {vocab_size}")
     values = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     return EagleConfig(
         **values | {"tie_word_embeddings": False},
@@ -108,16 +108,16 @@ def _watched(fields: JsonFields) -> tuple[int, ...] | None:
     """
     key = "eagle_aux_hidden_state_layer_ids"
     inner = JsonFields(fields.mapping("eagle_config"), f"{fields.name} eagle_config")
-    inner.only("use_aux_hidden_state", True, why="a head of the last hidden state alone is not supported")
-    inner.only("use_input_layernorm_in_first_layer", True, why="only normalised embeddings are supported")
-    inner.only("use_last_layernorm", True, why="only a norm in front of the output matrix is supported")
+    inner.only("use_aux_hidden_state", True, why="heads that use only the last hidden state are not supported")
+    inner.only("use_input_layernorm_in_first_layer", True, why="only normalized embeddings are supported")
+    inner.only("use_last_layernorm", True, why="only a norm before the output matrix is supported")
     inner.only("use_mtp_layernorm", False, why="only EAGLE-3 is supported")
-    inner.only("parallel_draft_step", 1, why="only one token after another is proposed")
+    inner.only("parallel_draft_step", 1, why="parallel proposals are not supported")
     by_input, by_output = fields.token_ids(key), inner.token_ids(key)
     inner.finish()
     found = by_input or tuple(number + 1 for number in by_output)
     if not found:
         return None
     if len(found) != NUM_WATCHED or max(found) > MAX_LAYERS:
-        raise Unsupported(f"{fields.name}: {key} is {list(by_input or by_output)}; it has to name {NUM_WATCHED} layers")
+        raise Unsupported(f"{fields.name}: {key} is {list(by_input or by_output)}; it must list {NUM_WATCHED} layers")
     return found

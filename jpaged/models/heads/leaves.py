@@ -68,7 +68,7 @@ def _ids(config: EagleConfig) -> Leaf:
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         ids = tensors[0].astype(np.int64) + np.arange(size)
         if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) < size:
-            raise InvalidArgument(IDS, f"names tokens twice, or beyond the {vocab_size} of the vocabulary")
+            raise InvalidArgument(IDS, f"has duplicate token ids, or ids beyond the vocabulary of {vocab_size}")
         leaf[...] = ids
 
     return Leaf(("ids",), (None,), (size,), ((IDS, (size,)),), pack, (0,), dtype=np.dtype(np.int32))

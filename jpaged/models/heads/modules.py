@@ -73,7 +73,7 @@ class EagleEnds(DecoderEnds):
     def begin(self, tokens: TokenBatch) -> tuple[Measured, HeadShared]:
         """See `Ends`."""
         if tokens.states_te is None:
-            raise InternalError("a head is run without states")
+            raise InternalError("a head requires hidden states")
         shared = HeadShared.of(self.shared(tokens), self.embed(tokens.ids_t))
         return Measured.of(tokens.states_te, is_measured=False), shared
 

@@ -59,7 +59,8 @@ class RopeConfig:
         if self.kind in _KINDS_WITH_LENGTH and self.original_max_position_embeddings < 1:
             raise InvalidArgument(
                 "original_max_position_embeddings",
-                f"is {self.original_max_position_embeddings}; {self.kind} needs the length of pretraining, at least 1",
+                f"is {self.original_max_position_embeddings}; {self.kind} requires the length of pretraining, at "
+                "least 1",
             )
 
     def num_rotated(self, head_dim: int) -> int:
@@ -96,7 +97,7 @@ class RopeConfig:
         fraction = 1.0
         if default_fraction is None:
             for fields in (config, rope):
-                fields.only("partial_rotary_factor", 1, 1.0, why="only fully rotated heads are supported")
+                fields.only("partial_rotary_factor", 1, 1.0, why="only full rotary embedding of a head is supported")
         else:
             fraction = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_fraction))
             if fraction > 1:

@@ -116,7 +116,7 @@ def test_an_autoscaled_fleet_begins_with_the_fewest(capsys):
             "--replicas: 3 is out of range: must be from minReplicas to maxReplicas",
         ),
         (["--plot", "day.txt"], "--plot: day.txt does not end with one of"),
-        (["--max-model-len", "200000"], "max_model_len: 200000 is over 131072, which llama-3.1-8b has"),
+        (["--max-model-len", "200000"], "max_model_len: 200000 is over the limit of llama-3.1-8b, 131072"),
         (["--rate", "1e-6"], "--rate: 1e-06 requests/s is too low: no conversation starts in a day of 4 s"),
         (["--num-host-blocks", "-1"], "--num-host-blocks: -1 is out of range"),
         (

@@ -149,12 +149,12 @@ ADAPTER = "kubernetes/prometheus-adapter-config.yaml"
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        (SCALER, "name: vllm_num_requests_waiting", "name: cpu", "0 of them make cpu, which the autoscaler asks for"),
+        (SCALER, "name: vllm_num_requests_waiting", "name: cpu", "0 rules define cpu, which the autoscaler uses"),
         (SCALER, "name: vllm_num_requests_waiting", "name: 3", "metrics[0].pods.metric.name: 3 is not of type str"),
-        (ADAPTER, "as: vllm_num_requests_waiting", "as: waiting", "0 of them make vllm_num_requests_waiting"),
+        (ADAPTER, "as: vllm_num_requests_waiting", "as: waiting", "0 rules define vllm_num_requests_waiting"),
         (ADAPTER, "seriesQuery: 'vllm:num_requests_w", "seriesQuery: 'vllm:w", "'vllm:waiting' is not one of"),
-        (POD, '"60"]', '"many"]', "of --shutdown-timeout 'many'"),
-        (POD, "seconds: 5 ", "seconds: five ", "one is no number"),
+        (POD, '"60"]', '"many"]', "--shutdown-timeout 'many'"),
+        (POD, "seconds: 5 ", "seconds: five ", "must be numbers"),
         (ADAPTER, "rules:", "rule:", "rules: None is not of type list"),
         (ADAPTER, "rules:", "rules: [", "cannot be read"),
         (
@@ -163,7 +163,7 @@ ADAPTER = "kubernetes/prometheus-adapter-config.yaml"
             "type: Resource\n      pods",
             "of type Pods",
         ),
-        (SCALER, '"8"', '"0"', "no AverageValue above 0"),
+        (SCALER, '"8"', '"0"', "not an AverageValue above 0"),
         (
             "kubernetes/horizontalpodautoscaler.yaml",
             "minReplicas: 2",
@@ -171,11 +171,11 @@ ADAPTER = "kubernetes/prometheus-adapter-config.yaml"
             "9 is not from 1 to maxReplicas",
         ),
         (SCALER, "maxReplicas: 8", "maxReplicas: many", "'many' is not of type int"),
-        (SCALER, "value: 1", "value: 0", "is not at least 1"),
+        (SCALER, "value: 1", "value: 0", "a value of at least 1"),
         (SCALER, "kind: Hor", "kind: Vert", "0 documents of kind"),
         (SCALER, "spec:", "spec: [", "cannot be read"),
-        (ADAPTER, "[1m]", "[?]", "no avg_over_time"),
-        ("prometheus/kubernetes.yaml", "scrape_interval: 10s", "scrape_interval: often", "'often' is no duration"),
+        (ADAPTER, "[1m]", "[?]", "not an avg_over_time"),
+        ("prometheus/kubernetes.yaml", "scrape_interval: 10s", "scrape_interval: often", "'often' is not a duration"),
         (POD, "template:", "templates:", "deployment.yaml: spec.template"),
     ],
 )

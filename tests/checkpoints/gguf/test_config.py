@@ -40,7 +40,7 @@ def write(name: str, folder: Path, **more: Any) -> Path:
 def test_factors_that_are_listed_bear_no_scaling(name: str, kind: str | None, factor: float, tmp_path: Path) -> None:
     more = {"rope.scaling.type": kind, "rope.scaling.factor": factor}
     with pytest.raises(
-        Unsupported, match=rf"rope.scaling.type is '{kind or 'linear'}' with a factor of {factor}, beside"
+        Unsupported, match=rf"rope.scaling.type is '{kind or 'linear'}' with a factor of {factor}, in addition"
     ):
         hub.read_config(write(name, tmp_path, **more))
 
@@ -81,9 +81,13 @@ def test_what_changes_nothing_is_read(name: str, more: dict[str, Any], tmp_path:
     ("name", "more", "message"),
     [
         ("gemma2", {"rope.freq_base_swa": 20000.0}, "rope.freq_base_swa is 20000.0; all layers of Gemma 2"),
-        ("mistral_yarn", {"rope.scaling.yarn_attn_factor": 0.5}, "yarn_attn_factor is 0.5; its own factor"),
-        ("mistral_yarn", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5; only whole extrapolation"),
-        ("llama_mha", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "type says none"),
+        (
+            "mistral_yarn",
+            {"rope.scaling.yarn_attn_factor": 0.5},
+            "yarn_attn_factor is 0.5; a separate attention factor",
+        ),
+        ("mistral_yarn", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5; only full extrapolation"),
+        ("llama_mha", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "type is none"),
         ("qwen3_moe", {"expert_shared_feed_forward_length": 64}, "expert_shared_feed_forward_length is 64"),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_file_is_named_or_alone_in_its_folder(tmp_path: Path) -> None:
     assert hub.find_folder(str(file)) == hub.find_folder(str(tmp_path)) == file
     assert hub.find_local(str(file)) == file
     shutil.copyfile(file, tmp_path / "other.gguf")
-    with pytest.raises(InvalidArgument, match=r"holds 2 GGUF models: name one of other.gguf, tiny.gguf"):
+    with pytest.raises(InvalidArgument, match=r"has 2 GGUF models: choose one of other.gguf, tiny.gguf"):
         hub.find_folder(str(tmp_path))
     with pytest.raises(NotFound, match=r"missing.gguf"):
         hub.find_folder("missing.gguf")
@@ -71,10 +71,10 @@ def test_a_model_in_parts_is_one(tmp_path: Path) -> None:
     load_params(Model(hub.read_config(first), FLOAT), first, "loop")
     assert hub.fingerprint(first) != hub.fingerprint(whole)
     others[-1].unlink()
-    with pytest.raises(InvalidArgument, match=rf"and {others[-1].name} is missing"):
+    with pytest.raises(InvalidArgument, match=rf"but {others[-1].name} is missing"):
         hub.read_config(first)
     shutil.copyfile(others[0], others[-1])
-    with pytest.raises(InvalidArgument, match=r"tensor .* is in .*gguf as well"):
+    with pytest.raises(InvalidArgument, match=r"tensor .* is also in .*gguf"):
         hub.read_config(first)
 
 
@@ -84,7 +84,7 @@ def test_a_part_by_another_name_is_refused(tmp_path: Path) -> None:
     swapped = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(swapped)
-    with pytest.raises(InvalidArgument, match=rf"{first.name}: is part 2 by its metadata, and part 1 by its name"):
+    with pytest.raises(InvalidArgument, match=rf"{first.name}: is part 2 by its metadata, but part 1 by its name"):
         hub.read_config(first)
 
 
@@ -102,7 +102,7 @@ def test_a_file_that_is_cut_is_refused(kept: int, tmp_path: Path) -> None:
     cut.write_bytes(whole[:kept])
     with pytest.raises(
         InvalidArgument,
-        match=r"cut.gguf: is not a complete GGUF file: its .* bytes are cut off or damaged; download it again$",
+        match=r"cut.gguf: is not a complete GGUF file: its .* bytes are truncated or damaged; download it again$",
     ):
         hub.read_config(cut)
 
@@ -112,7 +112,7 @@ def test_a_file_of_another_version_is_not_called_damaged(version: int, tmp_path:
     whole = write(tmp_path / "tiny.gguf").read_bytes()
     other = tmp_path / "other.gguf"
     other.write_bytes(whole[:4] + version.to_bytes(4, "little") + whole[8:])
-    with pytest.raises(InvalidArgument, match=rf"is a GGUF file of version {version}; versions 2 and 3 are read"):
+    with pytest.raises(InvalidArgument, match=rf"is a GGUF file of version {version}; supported versions: 2 and 3"):
         hub.read_config(other)
 
 
@@ -131,7 +131,9 @@ def test_a_type_that_is_not_known_is_told_with_its_tensor(number: int, name: str
     (num_axes,) = struct.unpack_from("<I", stored, begin)
     struct.pack_into("<I", stored, begin + 4 + 8 * num_axes, number)
     file.write_bytes(stored)
-    message = rf"tiny.gguf: tensor blk.0.attn_q.weight is of type {number} \({name}\); of GGUF's types read: F32"
+    message = (
+        rf"tiny.gguf: tensor blk.0.attn_q.weight has unsupported type {number} \({name}\); supported GGUF types: F32"
+    )
     with pytest.raises(Unsupported, match=message):
         hub.read_config(file)
 
@@ -139,30 +141,34 @@ def test_a_type_that_is_not_known_is_told_with_its_tensor(number: int, name: str
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("attn_q.weight", "attn_qkv.weight", "queries, keys and values in one; convert the model without --fuse-qkv"),
-        ("ffn_up.weight", "ffn_gate_up_exps.weight", "gates and ups in one; convert the model without"),
-        ("ffn_up.weight", "ffn_up.3.weight", "one expert by itself; convert the model with a newer llama.cpp"),
+        ("attn_q.weight", "attn_qkv.weight", "fused queries, keys and values; convert the model without --fuse-qkv"),
+        ("ffn_up.weight", "ffn_gate_up_exps.weight", "fused gate and up matrices; convert the model without"),
+        ("ffn_up.weight", "ffn_up.3.weight", "a single expert; convert the model with a newer llama.cpp"),
     ],
 )
 def test_a_layout_that_is_not_read_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf")
     whole = open_gguf(file)
     tensors = {name.replace(old, new): tensor for name, tensor in whole.tensors.items()}
-    with pytest.raises(Unsupported, match=rf"tiny.gguf: tensor blk.0.{new} is not read: it is {message}"):
+    with pytest.raises(Unsupported, match=rf"tiny.gguf: tensor blk.0.{new} is not supported: it has {message}"):
         places(dataclasses.replace(whole, tensors=tensors), 4, 2)
 
 
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
-        ({"general.architecture": "mamba"}, Unsupported, "architectures 'mamba' is not read; read: llama"),
+        ({"general.architecture": "mamba"}, Unsupported, "architecture 'mamba' is not supported; supported: llama"),
         ({"general.type": "adapter"}, Unsupported, "general.type is 'adapter'"),
         ({"llama.attention.clamp_kqv": 8.0}, Unsupported, "unknown setting attention.clamp_kqv=8.0"),
         ({"llama.block_count": None}, InvalidArgument, "llama block_count: is missing"),
         ({"llama.attention.causal": False}, Unsupported, "attention.causal is False"),
         ({"llama.attention.value_length": 32}, Unsupported, "attention.value_length is not attention.key_length, 16"),
-        ({"llama.rope.dimension_count": 8}, Unsupported, "rope.dimension_count is 8; only whole heads"),
-        ({"llama.rope.scaling.type": "su"}, Unsupported, "rope.scaling.type is 'su', without a tensor of factors"),
+        ({"llama.rope.dimension_count": 8}, Unsupported, "rope.dimension_count is 8; only fully rotated heads"),
+        (
+            {"llama.rope.scaling.type": "su"},
+            Unsupported,
+            "rope.scaling.type is 'su', but there is no tensor of factors",
+        ),
         ({"llama.attention.head_count_kv": [4, 2]}, InvalidArgument, r"attention.head_count_kv: is \[4, 2\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

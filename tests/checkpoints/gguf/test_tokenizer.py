@@ -297,15 +297,27 @@ def test_llama3_begins_a_text_unless_the_file_says_otherwise(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
-        ({"tokenizer.ggml.model": "bert"}, Unsupported, "tokenizer.ggml.model is 'bert'; read: gpt2, llama"),
+        ({"tokenizer.ggml.model": "bert"}, Unsupported, "tokenizer.ggml.model is 'bert'; supported: gpt2, llama"),
         ({"tokenizer.ggml.pre": "viking"}, Unsupported, "tokenizer.ggml.pre is 'viking'; read: gpt-2"),
         ({"tokenizer.ggml.eos_token_id": 5000}, InvalidArgument, "eos_token_id is 5000; there are 3072 tokens"),
         ({"tokenizer.ggml.bos_token_id": 3072}, InvalidArgument, "bos_token_id is 3072; there are 3072 tokens"),
         ({"tokenizer.ggml.merges": None}, InvalidArgument, "tokenizer.ggml.merges is missing; convert the model again"),
-        ({"tokenizer.ggml.merges": ["ab"]}, InvalidArgument, "merges has 'ab'; each must be two tokens of one"),
-        ({"tokenizer.ggml.merges": ["\u00e6 \u00e7"]}, InvalidArgument, "merges has '\u00e6 \u00e7'; each must be two"),
-        ({"tokenizer.ggml.merges": ["b q"]}, InvalidArgument, "merges has 'b q'; each must be two tokens of one"),
-        ({"tokenizer.ggml.token_type": [1, 1]}, InvalidArgument, "has 2 types of 3072 tokens"),
+        (
+            {"tokenizer.ggml.merges": ["ab"]},
+            InvalidArgument,
+            "merges has 'ab'; each entry must be two tokens that form one",
+        ),
+        (
+            {"tokenizer.ggml.merges": ["\u00e6 \u00e7"]},
+            InvalidArgument,
+            "merges has '\u00e6 \u00e7'; each entry must be two",
+        ),
+        (
+            {"tokenizer.ggml.merges": ["b q"]},
+            InvalidArgument,
+            "merges has 'b q'; each entry must be two tokens that form one",
+        ),
+        ({"tokenizer.ggml.token_type": [1, 1]}, InvalidArgument, "has 2 types for 3072 tokens"),
         ({"tokenizer.ggml.model": "llama"}, InvalidArgument, "scores must have one number for each token"),
     ],
 )

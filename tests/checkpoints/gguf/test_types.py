@@ -143,7 +143,7 @@ def test_a_scale_or_a_least_that_is_no_number_is_refused(kind: str, at: int, num
     write_gguf(model, file, lambda name, shape: kind if name == "blk.0.ffn_down.weight" else "F32")
     stored = next(each for each in gguf.GGUFReader(file, "r+").tensors if each.name == "blk.0.ffn_down.weight")
     stored.data[3, at : at + 2] = np.array([number], np.float16).view(np.uint8)
-    message = r"model.gguf: tensor model.layers.0.mlp.down_proj.weight has scales of blocks that are not finite"
+    message = r"model.gguf: tensor model.layers.0.mlp.down_proj.weight has block scales that are not finite"
     with pytest.raises(InvalidArgument, match=message):
         load(file)
 
@@ -183,6 +183,6 @@ def test_another_type_is_refused_with_the_name_of_its_tensor(kind: str, tmp_path
     model = checkpoint("llama_mha", **WIDE, **HEADS)
     file = tmp_path / "model.gguf"
     write_gguf(model, file, lambda name, shape: kind if name == "blk.1.ffn_up.weight" else "F32")
-    with pytest.raises(Unsupported, match=rf"model.layers.1.mlp.up_proj.weight is {kind}; of GGUF's types read"):
+    with pytest.raises(Unsupported, match=rf"model.layers.1.mlp.up_proj.weight has type {kind}; supported GGUF types"):
         load(find_folder(str(file)))
     assert dataclasses.is_dataclass(read_config(file))

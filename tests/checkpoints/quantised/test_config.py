@@ -40,7 +40,7 @@ REFUSED = [
     ({**AUTO_ROUND, "data_type": "mx_fp"}, Unsupported, "data_type is 'mx_fp'"),
     ({**AUTO_ROUND, "act_bits": 4}, Unsupported, "act_bits is 4"),
     ({**AUTO_ROUND, "extra_config": {"a": {"bits": 2}}}, Unsupported, "quantization_config a: bits is 2"),
-    ({**CONFIGS["gptq"], "dynamic": {"-:(": {}}}, Unsupported, "'(' is no regular expression"),
+    ({**CONFIGS["gptq"], "dynamic": {"-:(": {}}}, Unsupported, "'(' is not a regular expression"),
     ({**CONFIGS["gptq"], "is_marlin_format": True}, Unsupported, "is_marlin_format is True"),
     ({**CONFIGS["gptq"], "method": "qqq"}, Unsupported, "method is 'qqq'"),
     ({**CONFIGS["gptq"], "rotation": "hadamard"}, Unsupported, "unknown setting rotation='hadamard'"),
@@ -73,7 +73,7 @@ REFUSED = [
         "float8 with weights",
     ),
     (compressed_config("int-quantized", WEIGHTS, transform_config={"a": 1}), Unsupported, "transform_config is"),
-    (compressed_config("int-quantized", WEIGHTS, ignore=["re:("]), Unsupported, "is no regular expression"),
+    (compressed_config("int-quantized", WEIGHTS, ignore=["re:("]), Unsupported, "is not a regular expression"),
     (
         compressed_config("int-quantized", WEIGHTS, quantization_status="calibration"),
         Unsupported,

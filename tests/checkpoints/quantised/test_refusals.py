@@ -46,11 +46,11 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     [
         ("gptq", ".qzeros", 0x777777F7, "qzeros has zero points of 0, which AutoGPTQ writes over"),
         ("gptq_8_bits", ".qzeros", 0x7777FF77, "qzeros has zero points of 0, which AutoGPTQ writes over"),
-        ("gptq_desc_act", ".g_idx", 99, "g_idx lists groups from 0 to 99; there are"),
-        ("gptq_desc_act", ".g_idx", -1, "g_idx lists groups from -1 to"),
-        ("w4a16_actorder", ".weight_g_idx", 99, "weight_g_idx lists groups from 0 to 99; there are"),
-        ("w4a16_actorder", ".weight_g_idx", -2, "weight_g_idx lists groups from -2 to"),
-        ("mxfp4", ".weight_scale", 255, "weight_scale has 1 exponents of 255, which stand for no number"),
+        ("gptq_desc_act", ".g_idx", 99, "g_idx has groups from 0 to 99; there are"),
+        ("gptq_desc_act", ".g_idx", -1, "g_idx has groups from -1 to"),
+        ("w4a16_actorder", ".weight_g_idx", 99, "weight_g_idx has groups from 0 to 99; there are"),
+        ("w4a16_actorder", ".weight_g_idx", -2, "weight_g_idx has groups from -2 to"),
+        ("mxfp4", ".weight_scale", 255, "weight_scale has 1 exponents of 255, which encode no number"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(
@@ -63,7 +63,7 @@ def test_numbers_that_mean_nothing_are_refused(
 
 def test_zero_points_of_symmetric_matrices_must_be_zero(tmp_path: Path) -> None:
     load(OF["w4a16_zeros"], tmp_path / "zeros")
-    with pytest.raises(InvalidArgument, match=r"weight_zero_point has zero points, and symmetric is true"):
+    with pytest.raises(InvalidArgument, match=r"weight_zero_point has zero points, but symmetric is true"):
         load(layout_with("w4a16_zeros", ".weight_zero_point", set_first(1)), tmp_path / "others")
 
 
@@ -103,7 +103,8 @@ def test_the_output_matrix_is_named_where_a_config_does_not_say_that_it_is_quant
     parts, _ = layout.write(stored.pop("lm_head.weight").astype(np.float32), np.random.default_rng(1))
     write_tensors({**stored, **{f"lm_head{suffix}": part for suffix, part in parts.items()}}, tmp_path)
     with pytest.raises(
-        Unsupported, match=r"tensor lm_head\.input_scale: lm_head is quantised, which quant_method fp8 leaves"
+        Unsupported,
+        match=r"tensor lm_head\.input_scale: lm_head is quantized, but quant_method fp8 does not quantize it",
     ):
         load_params(model_of(tmp_path), tmp_path, "loop")
 

@@ -78,7 +78,7 @@ def test_the_command_quantises(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert sizes == {8, 16, 128}
     again = ["convert", str(tmp_path / "new"), str(tmp_path / "newer"), "--to", "safetensors", "--quantize", "int8"]
     assert main(again) != 0
-    assert "--quantize: is int8, and the checkpoint is quantised already" in capsys.readouterr().err
+    assert "--quantize: is int8, but the checkpoint is already quantized" in capsys.readouterr().err
 
 
 def test_a_quantised_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
@@ -88,6 +88,6 @@ def test_a_quantised_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
     convert_folder(tmp_path / "source", tmp_path / "orbax", ConversionOptions("orbax"))
     got = load_params(model, tmp_path / "orbax", "loop")
     jax.tree.map(np.testing.assert_array_equal, got, load_params(model, tmp_path / "source", "loop"))
-    with pytest.raises(InvalidArgument, match="dtype: bfloat16 is no type for weights quantised"):
+    with pytest.raises(InvalidArgument, match="dtype: bfloat16 cannot be applied to quantized weights"):
         convert_folder(tmp_path / "source", tmp_path / "cast", ConversionOptions("safetensors", dtype="bfloat16"))
     assert not (tmp_path / "cast").exists()

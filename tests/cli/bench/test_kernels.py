@@ -39,13 +39,13 @@ def test_every_cell_is_measured_or_left_out_by_reason(tmp_path: Path, capsys: py
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "GB/s" in shown
-    assert "GiB of keys and values are more than the 0.1 allowed" in " ".join(shown.split())
+    assert "GiB of keys and values exceed the limit of 0.1 GiB" in " ".join(shown.split())
 
 
 @pytest.mark.long
 def test_a_backend_that_cannot_run_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--backend", "pallas-tpu", "--context", "64", "--block-size", "16"]) == 1
-    assert "pallas-tpu cannot run here: needs a TPU" in " ".join(capsys.readouterr().out.split())
+    assert "pallas-tpu cannot run here: requires a TPU" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_backend_that_nobody_knows_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

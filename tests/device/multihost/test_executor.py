@@ -75,10 +75,10 @@ def test_messages_keep_their_order_and_their_ends():
     assert b.receive() == (Kind.STEP, bytearray(b"onetwo"))
     assert b.receive() == (Kind.END, bytearray())
     a.close()
-    with pytest.raises(EOFError, match="the connection with a:1 ended"):
+    with pytest.raises(EOFError, match="the connection to a:1 was closed"):
         b.receive()
     b.close()
-    with pytest.raises(ConnectionError, match="nothing can be sent to a:1: "):
+    with pytest.raises(ConnectionError, match="cannot send to a:1: "):
         b.send(Kind.END)
 
 
@@ -86,7 +86,7 @@ def test_messages_keep_their_order_and_their_ends():
 def test_what_is_no_message_ends_the_line(garbage):
     a, b = pair()
     a._socket.sendall(garbage)
-    with pytest.raises(EOFError, match="what arrives from a:1 is no message of ours"):
+    with pytest.raises(EOFError, match="a:1 sent an invalid message"):
         b.receive()
     a.close()
     b.close()
@@ -133,7 +133,7 @@ def test_a_step_is_confirmed_when_all_have_sampled_the_same(is_own_first):
 @pytest.mark.parametrize("wrong", [payload(7, TOKENS + 1), payload(7, told=b"another step")])
 def test_a_difference_names_the_step_and_the_process(is_own_first, wrong):
     check = DigestCheck(2)
-    message = "step 7: process 2 ran or sampled something else than process 0"
+    message = "step 7: the program or tokens of process 2 differ from those of process 0"
     check.add(1, payload(7))
     if is_own_first:
         check.add_own(7, (b"step",), TOKENS)
@@ -173,11 +173,11 @@ def test_strangers_are_turned_away_and_the_missing_are_named(caplog):
         stranger = socket.create_connection(address)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         first = hello(address, 2, facts)
-        with pytest.raises(Unavailable, match=r"of 3 processes, 1 did not come in 0\.5 s"):
+        with pytest.raises(Unavailable, match=r"1 of 3 processes did not join within 0\.5 s"):
             gather(listener, facts, MULTIHOST, 0.5)
         kind, why = first.receive()
         assert kind is Kind.FAILED
-        assert b"1 did not come" in why
+        assert b"1 of 3 processes did not join" in why
         assert f"refused a connection from 127.0.0.1:{stranger.getsockname()[1]}, which" in caplog.text
         stranger.close()
         first.close()
@@ -195,7 +195,7 @@ def test_all_processes_come_in_any_order():
 
 @pytest.mark.parametrize(
     ("second", "facts", "message"),
-    [(1, {"x": "1"}, "process_id: 1 came twice"), (2, {"x": "2"}, "x: is 1 in process 0 and 2 in process 2")],
+    [(1, {"x": "1"}, "process_id: 1 joined twice"), (2, {"x": "2"}, "x: is 1 in process 0 and 2 in process 2")],
 )
 def test_processes_with_a_secret_that_cannot_be_together_are_all_told(second, facts, message):
     """In whichever order they have said who they are."""
@@ -219,7 +219,7 @@ def test_without_a_secret_a_process_that_differs_is_refused_and_the_right_one_aw
         wrong = hello(address, 2, {"x": "2"})
         stack.callback(wrong.close)
         kind, why = wrong.receive()
-        assert (kind, bytes(why)) == (Kind.FAILED, b"x: is 1 in process 0 and 2 in process 2; it has to be the same")
+        assert (kind, bytes(why)) == (Kind.FAILED, b"x: is 1 in process 0 and 2 in process 2; they must be equal")
         for process in (2, 1):
             stack.callback(hello(address, process, right).close)
         channels = gathering.result(60.0)
@@ -236,7 +236,7 @@ def test_without_a_secret_a_second_process_of_a_number_is_refused_and_the_others
         twice = [hello(address, 1, right) for _ in range(2)]
         for other in twice:
             stack.callback(other.close)
-        while "process_id: 1 came twice" not in caplog.text:
+        while "process_id: 1 joined twice" not in caplog.text:
             time.sleep(0.01)
         stack.callback(hello(address, 2, right).close)
         channels = gathering.result(60.0)
@@ -250,7 +250,7 @@ def test_the_reason_for_a_refusal_is_named_when_no_other_process_comes():
     with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
         for process, value in ((1, "1"), (2, "2")):
             stack.callback(hello(listener.getsockname(), process, {"x": value}).close)
-        message = "of 3 processes, 2 did not come in 0.5 s (join_timeout); x: is 1 in process 0 and 2 in process 2"
+        message = "2 of 3 processes did not join within 0.5 s (join_timeout); x: is 1 in process 0 and 2 in process 2"
         with pytest.raises(Unavailable, match=re.escape(message)):
             gather(listener, {"x": "1"}, MULTIHOST, 0.5)
 
@@ -269,7 +269,7 @@ def test_a_process_that_comes_after_one_that_cannot_be_here_is_told_too(monkeypa
         assert different.receive()[0] is Kind.FAILED
         late.send_json(Kind.HELLO, {"process_id": 1, "facts": facts})
         kind, why = late.receive()
-        assert (kind, bytes(why)) == (Kind.FAILED, b"x: is 1 in process 0 and 2 in process 2; it has to be the same")
+        assert (kind, bytes(why)) == (Kind.FAILED, b"x: is 1 in process 0 and 2 in process 2; they must be equal")
         with pytest.raises(InvalidArgument, match="x: is 1 in process 0"):
             gathering.result(10.0)
 
@@ -281,7 +281,9 @@ def test_a_process_that_process_0_hangs_up_on_is_told_its_address():
         with ThreadPoolExecutor(1) as pool:
             end = pool.submit(follow, EngineConfig(), place, lambda line: None, lambda code, why: None)
             listener.accept()[0].close()
-            with pytest.raises(Unavailable, match=rf"process 0 at 127\.0\.0\.1:{port} ended before all were there: "):
+            with pytest.raises(
+                Unavailable, match=rf"process 0 at 127\.0\.0\.1:{port} exited before all processes joined: "
+            ):
                 end.result(10.0)
 
 
@@ -323,7 +325,7 @@ def test_a_process_that_is_gone_is_named_with_its_address(has_ended_anyway):
     Leader({1: a}, owner)
     other.close()
     assert owner.has_heard.wait(10.0)
-    assert [str(failure) for failure in owner.failures] == ["process 1 of 2 is lost: the connection with b:2 ended"]
+    assert [str(failure) for failure in owner.failures] == ["process 1 of 2 is lost: the connection to b:2 was closed"]
     assert has_ended_anyway.wait(10.0)
     a.close()
 
@@ -348,7 +350,7 @@ def test_nothing_can_be_sent_to_a_process_that_says_nothing(has_ended_anyway, mo
     monkeypatch.setattr(handshake, "_BLAME_S", 0.01)
     leader = Leader({1: a}, owner)
     a._socket.shutdown(socket.SHUT_WR)
-    with pytest.raises(Unavailable, match="process 1 of 2 is lost: nothing can be sent to b:2: "):
+    with pytest.raises(Unavailable, match="process 1 of 2 is lost: cannot send to b:2: "):
         leader.send(Kind.STEP)
     assert owner.failures == [leader.failure]
     assert has_ended_anyway.wait(10.0)

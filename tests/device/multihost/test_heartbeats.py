@@ -90,7 +90,7 @@ def test_the_leader_ends_all_when_one_is_silent_and_reads_nothing(pairs, monkeyp
     assert isinstance(failure, ProcessLost)
     told = next(payload for kind, payload in iter(follower.receive, None) if kind is Kind.FAILED)
     assert told.decode() == str(failure)
-    assert str(failure) == "process 2 of 3 is lost: nothing has come from it for 1 s (heartbeat_timeout)"
+    assert str(failure) == "process 2 of 3 is lost: no message for 1 s (heartbeat_timeout)"
 
 
 def test_a_follower_ends_when_nothing_comes_from_process_0(pairs):
@@ -100,7 +100,7 @@ def test_a_follower_ends_when_nothing_comes_from_process_0(pairs):
     follower.listen_for_heartbeats(QUICK)
     assert ends.get(timeout=60) == (
         4,
-        "process 1 of 3 ends: process 0 is lost: nothing has come from it for 1 s (heartbeat_timeout)",
+        "process 1 of 3 exits: process 0 is lost: no message for 1 s (heartbeat_timeout)",
     )
     assert not follower.is_ready(1e6)
 

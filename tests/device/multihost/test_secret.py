@@ -66,8 +66,8 @@ def test_whoever_knows_the_secret_is_taken(secret: bytes | None) -> None:
 @pytest.mark.parametrize(
     ("wanted", "brought", "problem"),
     [
-        (SECRET, OTHER, "is not process 0: it does not know the secret"),
-        (None, SECRET, "it has a secret .cluster_secret_file., and process 0 has none"),
+        (SECRET, OTHER, "is not process 0: it does not have the secret"),
+        (None, SECRET, "it has a secret .cluster_secret_file., but process 0 has none"),
     ],
 )
 def test_another_secret_is_told_to_both(
@@ -88,7 +88,7 @@ def test_one_without_the_secret_is_told_what_is_wanted() -> None:
         kind, why = stranger.receive()
         assert (kind, bytes(why)) == (
             Kind.FAILED,
-            b"process 0 wants a secret (cluster_secret_file), and it brings none",
+            b"it has no secret, but process 0 requires one (cluster_secret_file)",
         )
         stranger.close()
         come(address, SECRET).close()
@@ -103,7 +103,7 @@ def test_a_proof_is_of_no_use_to_whoever_overheard_it() -> None:
             assert kind is Kind.CHALLENGE
             channel.send(Kind.PROOF, bytes(payload[32:]))
             kind, why = channel.receive()
-            assert (kind, bytes(why)) == (Kind.FAILED, b"it does not know the secret (cluster_secret_file)")
+            assert (kind, bytes(why)) == (Kind.FAILED, b"it does not have the secret (cluster_secret_file)")
         come(address, SECRET).close()
 
 
@@ -267,10 +267,10 @@ def in_place_of_process_0(answer: bytes) -> Iterator[Address]:
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (b"", r"did not answer in 1 s \(join_timeout\)"),
-        (struct.pack("<IB", 1 << 28, Kind.WELCOME), "no message of ours"),
-        (struct.pack("<IB", 4097, Kind.WELCOME), "no message of ours"),
-        (struct.pack("<IB", 10, Kind.WELCOME) + b"{", r"did not answer in 1 s \(join_timeout\)"),
+        (b"", r"did not answer within 1 s \(join_timeout\)"),
+        (struct.pack("<IB", 1 << 28, Kind.WELCOME), "sent an invalid message"),
+        (struct.pack("<IB", 4097, Kind.WELCOME), "sent an invalid message"),
+        (struct.pack("<IB", 10, Kind.WELCOME) + b"{", r"did not answer within 1 s \(join_timeout\)"),
         (struct.pack("<IB", 2, Kind.WELCOME) + b"{}", "process 0"),
     ],
 )
@@ -321,5 +321,5 @@ def test_a_long_difference_still_names_its_field(secret: bytes | None) -> None:
             channel.close()
             found.result(60)[1].close()
             return
-        with pytest.raises(InvalidArgument, match="has to be the same"):
+        with pytest.raises(InvalidArgument, match="must be equal"):
             found.result(60)

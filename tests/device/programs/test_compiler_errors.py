@@ -40,6 +40,6 @@ def test_other_errors_are_not_about_memory() -> None:
 
 
 def test_a_start_that_the_compiler_refuses_says_what_to_change() -> None:
-    message = r"^num_blocks: the compiler finds no room on the device: .*\(15\.99G\).*: lower num_blocks"
+    message = r"^num_blocks: the compiler found too little device memory: .*\(15\.99G\).*: lower num_blocks"
     with pytest.raises(InvalidArgument, match=message), memory_refusals():
         raise jax.errors.JaxRuntimeError(TOTAL)

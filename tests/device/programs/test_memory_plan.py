@@ -151,8 +151,9 @@ def test_an_accelerator_gets_its_share_less_every_consumer() -> None:
 
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     message = (
-        r"memory_utilization: 0.3 of 6.00 GiB, less 1.00 GiB for weights and 0.75 GiB for programs, leaves 50 blocks "
-        r"of 1048576 bytes; one sequence of max_model_len \(1000\) needs 63: raise it, or lower max_model_len"
+        r"memory_utilization: 0.3 of 6.00 GiB, minus 1.00 GiB for weights and 0.75 GiB for programs, leaves 50 blocks "
+        r"of 1048576 bytes; one sequence of max_model_len \(1000\) needs 63: raise "
+        r"memory_utilization or tensor_parallel_size, lower max_model_len"
     )
     with pytest.raises(InvalidArgument, match=message):
         plan(HOST, ProgramMemory(GIB * 3 // 4), memory_utilization=0.3, max_num_seqs=64)
@@ -160,7 +161,7 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
 
 def test_a_chosen_number_that_does_not_fit_is_refused_with_one_that_does() -> None:
     message = (
-        r"^num_blocks: 3000 blocks do not fit: 0.5 of 8.00 GiB, less 1.00 GiB for weights and 0.12 GiB for "
+        r"^num_blocks: 3000 blocks do not fit: 0.5 of 8.00 GiB, minus 1.00 GiB for weights and 0.12 GiB for "
         r"programs, leaves 2943 blocks of 1048576 bytes; lower num_blocks to 2943, or raise "
         r"tensor_parallel_size or memory_utilization"
     )
@@ -190,13 +191,13 @@ def test_what_a_total_is_made_of_is_told_in_tables_and_refusals(monkeypatch: pyt
     host, shared = (DeviceMemory.of(Device("cpu"), GIB, count) for count in (1, 4))
     own = DeviceMemory.of(Device("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": 3 * GIB}), GIB)
     alone = DeviceMemory.of(Device("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": GIB}), GIB)
-    free = "which is the weights, and 4.000 GiB that this machine or its container has free"
+    free = "which is the weights, and 4.000 GiB of free memory of this machine or its container"
     assert plan(host, ProgramMemory()).lines()[-1].strip() == free
     assert plan(shared, ProgramMemory(), memory_utilization=0.8).lines()[-1].strip() == f"{free}, shared by 4 devices"
-    held = "all that the device's allocator may have, less 2.000 GiB that others hold"
+    held = "all that the device's allocator may use, minus 2.000 GiB used by others"
     assert plan(own, ProgramMemory()).lines()[-1].strip() == f"which is {held}"
-    assert plan(alone, ProgramMemory()).lines()[-1].strip() == "which is all that the device's allocator may have"
-    with pytest.raises(InvalidArgument, match=r"0\.5 of 8\.00 GiB \(all that .* others hold\), less 1\.00 GiB for"):
+    assert plan(alone, ProgramMemory()).lines()[-1].strip() == "which is all that the device's allocator may use"
+    with pytest.raises(InvalidArgument, match=r"0\.5 of 8\.00 GiB \(all that .* used by others\), minus 1\.00 GiB for"):
         plan(own, ProgramMemory(), num_blocks=1 << 20)
     with pytest.raises(InvalidArgument, match=r"0\.1 of 5\.00 GiB \(the weights, and 4\.0.*\) may be used"):
         plan(host, ProgramMemory(), memory_utilization=0.1)
@@ -204,7 +205,7 @@ def test_what_a_total_is_made_of_is_told_in_tables_and_refusals(monkeypatch: pyt
 
 def test_weights_beyond_all_memory_are_refused_before_anything_is_compiled() -> None:
     with pytest.raises(
-        InvalidArgument, match=r"^tensor_parallel_size: the weights alone are 5\.00 GiB a device, and 0\.5"
+        InvalidArgument, match=r"^tensor_parallel_size: the weights alone are 5\.00 GiB per device, but only 0\.5"
     ):
         plan_memory(dataclasses.replace(REQUEST, weight_bytes=5 * GIB), OWN, unexpected_compile)
 
@@ -241,7 +242,7 @@ def test_virtual_devices_share_their_host(monkeypatch: pytest.MonkeyPatch) -> No
 def test_programs_that_take_more_than_there_is_end_the_start() -> None:
     found = plan(OWN, ProgramMemory(temp_bytes=100 * MIB))
     assert found.verified(ProgramMemory(temp_bytes=90 * MIB)).free_bytes == 10 * MIB
-    with pytest.raises(InternalError, match=r"need more than the memory plan has: weights: 1073741824; pool of"):
+    with pytest.raises(InternalError, match=r"need more memory than planned: weights: 1073741824; pool of"):
         found.verified(ProgramMemory(temp_bytes=5 * GIB))
 
 

@@ -103,7 +103,7 @@ def test_what_was_not_saved_is_compiled(warm: JaxExecutor, tmp_path: Path) -> No
 def test_what_differs_is_named(folder: Path, section: str, name: str, value: object) -> None:
     changed = dataclasses.replace(getattr(tiny_model.OPTIONS, section), **{name: value})
     shown = {"enable_cascade_attention": "cascade"}.get(name, name)
-    with pytest.raises(InvalidArgument, match=rf"compiled: the programs in .* are for {shown} .*, this server has"):
+    with pytest.raises(InvalidArgument, match=rf"compiled: the programs in .* are for {shown} .*, but this server has"):
         from_folder(folder, dataclasses.replace(tiny_model.OPTIONS, **{section: changed}))
 
 
@@ -130,7 +130,7 @@ def test_another_number_of_devices_is_another_target() -> None:
 
 
 def test_damage_is_named(folder: Path, warm: JaxExecutor, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"compiled: .*nothing holds no saved programs"):
+    with pytest.raises(InvalidArgument, match=r"compiled: .*nothing has no saved programs"):
         SavedPrograms.open(tmp_path / "nothing")
     broken = tmp_path / "broken"
     save(broken, warm, target_of())
@@ -141,7 +141,7 @@ def test_damage_is_named(folder: Path, warm: JaxExecutor, tmp_path: Path) -> Non
         executor.warm_up(tiny_model.quiet)
     executor.shutdown()
     manifest = json.loads((broken / MANIFEST).read_text())
-    for damage, said in (({"format": 7}, "is of format 7; 2 is read"), ({"target": {"jax": "1"}}, "is damaged")):
+    for damage, said in (({"format": 7}, "has format 7; supported: 2"), ({"target": {"jax": "1"}}, "is damaged")):
         (broken / MANIFEST).write_text(json.dumps({**manifest, **damage}))
         with pytest.raises(InvalidArgument, match=said):
             SavedPrograms.open(broken)
@@ -151,7 +151,7 @@ def test_what_was_loaded_is_not_saved_again(folder: Path, tmp_path: Path) -> Non
     executor = from_folder(folder)
     executor.warm_up(tiny_model.quiet)
     with pytest.raises(
-        InternalError, match=r"programs that were loaded, not compiled, cannot be saved: .*forward\[16\]"
+        InternalError, match=r"programs that were loaded instead of compiled cannot be saved: .*forward\[16\]"
     ):
         save(tmp_path / "again", executor, target_of())
     assert not (tmp_path / "again").exists()

@@ -89,7 +89,7 @@ def test_the_rest_follows_in_order_while_the_first_are_in_use() -> None:
     store.compile([FIRST], report)
     store.compile_rest(report)
     assert SECOND not in store.ready
-    with pytest.raises(InternalError, match=r"no program forward\[4\] is compiled; there are forward\[3\]"):
+    with pytest.raises(InternalError, match=r"program forward\[4\] is not compiled; compiled are forward\[3\]"):
         store.find(SECOND)
     store.find(FIRST)
     gate.set()

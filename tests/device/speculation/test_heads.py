@@ -232,17 +232,17 @@ def test_tokens_are_shown_with_their_states_alone(likely: Served) -> None:
     driver = Driver(likely.executor)
     rows = [Row(sequence, 1, prev_sampled_row=i) for i, sequence in enumerate(begin(driver))]
     inputs, sampling, left = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS), np.ones(8, np.int32)
-    with pytest.raises(InternalError, match="a head is shown 8 tokens without their states"):
+    with pytest.raises(InternalError, match="the head received 8 tokens without their hidden states"):
         likely.executor.speculate(inputs, sampling, NO_IDS, left, num_rounds=1, unseen=[inputs])
 
 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"vocab_size": 96, "draft_vocab_size": 60}, "a vocabulary of 96 tokens, and the model one of 97"),
-        ({"target_hidden_size": 64}, "hidden states of 64 numbers, and the model's have 32"),
-        ({"hidden_size": 64}, "has no embed_tokens, and the model's are 32 numbers wide, not 64"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, "input of layers 0, 2, 5, and the model has 4"),
+        ({"vocab_size": 96, "draft_vocab_size": 60}, "vocabulary has 96 tokens and the model's has 97"),
+        ({"target_hidden_size": 64}, "hidden states of size 64, but the model's have size 32"),
+        ({"hidden_size": 64}, "has no embed_tokens, and the model's have size 32, not 64"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, "input of layers 0, 2, 5, but the model has 4"),
     ],
 )
 def test_a_head_that_does_not_go_with_the_model_is_refused_by_name(config: dict[str, Any], problem: str) -> None:
@@ -258,11 +258,11 @@ def test_a_head_that_does_not_go_with_the_model_is_refused_by_name(config: dict[
     [
         ("fc.weight", None, r"tensor fc.weight \[32, 96\] is missing"),
         ("midlayer.hidden_norm.weight", None, r"tensor midlayer.hidden_norm.weight \[32\] is missing"),
-        ("midlayer.self_attn.q_proj.weight", np.zeros((64, 32)), r"shape \[64, 32\]; config.json makes it \[64, 64\]"),
+        ("midlayer.self_attn.q_proj.weight", np.zeros((64, 32)), r"shape \[64, 32\]; config.json requires \[64, 64\]"),
         ("d2t", None, r"tensor d2t \[60\] is missing"),
-        ("d2t", np.full(60, 90), "names tokens twice, or beyond the 97 of the vocabulary"),
-        ("d2t", -np.arange(60), "names tokens twice"),
-        ("d2t", np.zeros(60), "tensor d2t is float32; it has to be of integers"),
+        ("d2t", np.full(60, 90), "has duplicate token ids, or ids beyond the vocabulary of 97"),
+        ("d2t", -np.arange(60), "has duplicate token ids"),
+        ("d2t", np.zeros(60), "tensor d2t is float32; it must contain integers"),
     ],
 )
 def test_a_tensor_that_a_head_lacks_or_that_is_malformed_is_named(
@@ -277,5 +277,5 @@ def test_a_tensor_that_a_head_lacks_or_that_is_malformed_is_named(
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     write(tmp_path, HEAD, {}).joinpath("model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(Unsupported, match="only safetensors weights are read; convert the checkpoint"):
+    with pytest.raises(Unsupported, match="only safetensors weights are supported; convert the checkpoint"):
         read_head(tmp_path)

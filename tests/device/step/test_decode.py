@@ -101,5 +101,5 @@ def test_rows_of_no_program_are_refused(driver: Driver) -> None:
     rows = [Row(sequence, 1, prev_sampled_row=i) for i, sequence in enumerate(begin(driver))]
     inputs, sampling = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS)
     cut = type(sampling)(sampling.rows_r[:3])
-    with pytest.raises(InternalError, match=r"no program decode\[3\] is compiled"):
+    with pytest.raises(InternalError, match=r"program decode\[3\] is not compiled"):
         driver.executor.decode(inputs, cut, NO_IDS[:3], 2)

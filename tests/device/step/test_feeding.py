@@ -114,7 +114,7 @@ def test_steps_of_no_program_leave_no_feed_open(driver: Driver) -> None:
     rows = [Row(sequence, 1, prev_sampled_row=i) for i, sequence in enumerate(begin(driver))]
     inputs, sampling = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS)
     cut = type(sampling)(sampling.rows_r[:3])
-    with pytest.raises(InternalError, match=r"no program decode\[3\] is compiled"):
+    with pytest.raises(InternalError, match=r"program decode\[3\] is not compiled"):
         driver.executor.decode_fed(inputs, cut, NO_IDS[:3], 2)
 
 

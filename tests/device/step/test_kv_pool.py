@@ -23,7 +23,7 @@ def test_a_pool_starts_as_zeros_and_is_spent_while_a_step_has_it() -> None:
     array = pool.take()
     np.testing.assert_array_equal(array, 0)
     assert (array.shape, str(array.dtype)) == ((4, 4, 2, 8), "uint16")
-    with pytest.raises(InternalError, match="the KV pool is spent"):
+    with pytest.raises(InternalError, match="the KV pool is gone"):
         pool.take()
     pool.put(array)
     assert pool.take() is array
@@ -33,7 +33,7 @@ def test_a_pool_is_given_back_once() -> None:
     pool = _pool()
     array = pool.take()
     pool.put(array)
-    with pytest.raises(InternalError, match="given back twice"):
+    with pytest.raises(InternalError, match="returned twice"):
         pool.put(array)
 
 

@@ -46,8 +46,8 @@ def test_each_call_packs_into_a_buffer_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (Values(ids=np.zeros((3, 2), np.int32)), r"ids is int32\(3, 2\); the program takes int32\(2, 3\)"),
-        (Values(shares=np.zeros(2)), r"shares is float64\(2,\); the program takes float32\(2,\)"),
+        (Values(ids=np.zeros((3, 2), np.int32)), r"ids is int32\(3, 2\); the program expects int32\(2, 3\)"),
+        (Values(shares=np.zeros(2)), r"shares is float64\(2,\); the program expects float32\(2,\)"),
     ],
 )
 def test_other_shapes_are_refused_by_name(values: Values, message: str) -> None:

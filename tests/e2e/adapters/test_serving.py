@@ -166,7 +166,7 @@ def test_adapters_of_the_start_that_cannot_be_stop_it(folder: Path) -> None:
         LLM(str(folder / "base"), lora=[f"x={folder / 'nowhere'}"], **SIZES)
     assert error.value.field == "lora"
     ADAPTERS[0].write(folder / "dora", use_dora=True)
-    with pytest.raises(Unsupported, match=r"lora: x=.*dora: .*DoRA is not computed"):
+    with pytest.raises(Unsupported, match=r"lora: x=.*dora: .*DoRA is not supported"):
         LLM(str(folder / "base"), lora=[f"x={folder / 'dora'}"], **SIZES)
     with pytest.raises(InvalidArgument, match=r"rank 5; max_lora_rank is 4"):
         LLM(str(folder / "base"), lora=[f"c={folder / 'c'}"], max_lora_rank=4, **SIZES)

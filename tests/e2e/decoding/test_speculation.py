@@ -262,8 +262,8 @@ def test_a_draft_model_that_does_not_go_with_the_model_is_refused_by_name(tmp_pa
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokens), encoding="utf-8")
     problems = {
-        "small": "vocabulary of 131 tokens",
-        "short": "sequences of 64 tokens at most",
+        "small": "vocabulary has 131 tokens",
+        "short": "limit is 64 tokens",
         "other": "of the draft, but .* of the model",
         "nothing": "nothing",
     }
@@ -375,12 +375,12 @@ def test_a_head_that_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None
     write(tmp_path / "lacks", fits, {name: each for name, each in tensors.items() if name != "fc.weight"})
     write(tmp_path / "pickled", fits, {}).joinpath("model.safetensors").rename(tmp_path / "pickled" / "weights.bin")
     problems = {
-        "narrow": "hidden states of 128 numbers, and the model's have 256",
-        "fewer": "vocabulary of 3000 tokens, and the model one of 3072",
+        "narrow": "hidden states of size 128, but the model's have size 256",
+        "fewer": "vocabulary has 3000 tokens and the model's has 3072",
         "lacks": "tensor fc.weight .* is missing",
-        "pickled": "only safetensors weights are read",
+        "pickled": "only safetensors weights are supported",
         "nothing": "there is no folder",
-        "demo": "of several layers is not supported",
+        "demo": "only EAGLE-3 heads with 1 layer",
     }
     for name, problem in problems.items():
         model = name if name == "demo" else str(tmp_path / name)

@@ -160,7 +160,7 @@ def test_a_context_is_longer_than_the_pool_of_one_device(tmp_path: Path) -> None
         ({"context_parallel_size": 16}, r"context_parallel_size: 16 parts of 1 devices each .* 16 devices; cpu has 8"),
         ({"context_parallel_size": 4, "tensor_parallel_size": 4}, "context_parallel_size: 4 parts of 4 devices each"),
         ({"context_parallel_size": 0}, "context_parallel_size: 0 is below the limit of 1"),
-        ({"context_parallel_size": 4, "block_size": 6}, "block_size: 6 slots cannot be shared evenly by 4 devices"),
+        ({"context_parallel_size": 4, "block_size": 6}, "block_size: 6 slots cannot be divided evenly among 4 devices"),
         (
             {"context_parallel_size": 4, "data_parallel_size": 4},
             r"data_parallel_size: 4 copies of the model on 4 devices each .*context_parallel_size.* 16 devices",
@@ -183,7 +183,7 @@ def test_sizes_that_cannot_be_are_refused(options: dict[str, Any], message: str,
 def test_several_processes_do_not_share_contexts() -> None:
     options = {"context_parallel_size": 2, "coordinator": "h:1", "num_processes": 2, "process_id": 0}
     with pytest.raises(
-        InvalidArgument, match=r"context_parallel_size: 2: contexts .* one process, and num_processes is 2"
+        InvalidArgument, match=r"context_parallel_size: 2: contexts .* one process, but num_processes is 2"
     ):
         EngineConfig.load(options)
 

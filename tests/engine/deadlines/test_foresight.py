@@ -43,7 +43,7 @@ def warm(h) -> None:
 
 def is_refused(h, name: str) -> bool:
     event = h.last(name)
-    return isinstance(event.error, DeadlineExceeded) and "was not begun" in str(event.error)
+    return isinstance(event.error, DeadlineExceeded) and "was not started" in str(event.error)
 
 
 def test_nothing_is_refused_before_steps_were_measured():
@@ -62,7 +62,7 @@ def test_a_prompt_that_takes_too_long_is_refused_without_a_step():
     h.submit("late", prompt(1, 400), max_tokens=1, deadline_s=h.clock() + 1.0)  # it takes 4 s
     h.run()
     assert is_refused(h, "late")
-    assert "400 tokens of prompts and then 0 steps" not in str(h.last("late").error)  # one block may be known in part
+    assert "400 prompt tokens and then 0 steps" not in str(h.last("late").error)  # one block may be known in part
     assert h.executor.num_steps == num_steps
     assert h.engine.num_ended_by_reason()["deadline"] == 1
     h.submit("in time", prompt(1, 400), max_tokens=1, deadline_s=h.clock() + 5.0)

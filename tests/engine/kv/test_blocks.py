@@ -19,7 +19,7 @@ def test_the_null_block_is_never_handed_out():
     pool = BlockPool(num_blocks=3, block_size=4)
     assert sorted(pool.allocate(3)) == [1, 2, 3]
     assert not pool.can_allocate(1)
-    with pytest.raises(InternalError, match="1 blocks asked for, 0 of 3 are free"):
+    with pytest.raises(InternalError, match="1 blocks requested, but 0 of 3 are free"):
         pool.allocate(1)
 
 
@@ -63,7 +63,7 @@ def test_no_block_is_lost_or_held_twice(sizes):
 def test_the_check_sees_a_lost_block():
     pool = BlockPool(num_blocks=4, block_size=2)
     table_of(pool, 2)
-    with pytest.raises(InternalError, match="held by 0 tables, its reference count is 1"):
+    with pytest.raises(InternalError, match="held by 0 tables, but its reference count is 1"):
         pool.check([])
 
 
@@ -71,7 +71,7 @@ def test_the_check_sees_a_table_that_names_a_free_block():
     pool = BlockPool(num_blocks=4, block_size=2)
     stray = BlockTable(max_blocks=4)
     stray.extend([2])
-    with pytest.raises(InternalError, match="block 2 is held by 1 tables, its reference count is 0"):
+    with pytest.raises(InternalError, match="block 2 is held by 1 tables, but its reference count is 0"):
         pool.check([stray])
 
 

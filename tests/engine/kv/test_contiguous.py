@@ -173,7 +173,7 @@ def test_regions_never_overlap_and_merge_again(num_blocks, sizes):
         buddies.release(begin, count)
     assert buddies.num_free == num_blocks
     assert buddies.allocate(largest) == 1
-    with pytest.raises(InternalError, match=f"no hole for {largest} blocks"):
+    with pytest.raises(InternalError, match=f"no free region has {largest} blocks"):
         buddies.allocate(largest)
 
 

@@ -105,8 +105,8 @@ def test_a_taken_name_is_refused_while_it_is_computed_and_while_it_is_pinned():
 @pytest.mark.parametrize(
     ("token_ids", "problem"),
     [
-        ([1, 2, 3], "3 tokens fill no block of 4: there is nothing to pin"),
-        ([], "0 tokens fill no block of 4"),
+        ([1, 2, 3], "3 tokens do not fill a block of 4: there is nothing to pin"),
+        ([], "0 tokens do not fill a block of 4"),
         ([1] * 24, r"24 tokens are not below max_model_len \(24\)"),
         ([1, 2, 3, 257], "257 is not a token id from 0 to 256"),
     ],
@@ -123,7 +123,7 @@ def test_a_prefix_beyond_what_may_be_pinned_is_refused_with_the_numbers():
     assert first.result(timeout=0) == 8
     second = h.engine.pin_prefix("two", [2] * 8)
     h.run()
-    problem = r"2 blocks, with 2 that are pinned, are over max_pinned_blocks \(3\)"
+    problem = r"2 blocks, added to 2 pinned ones, exceed max_pinned_blocks \(3\)"
     with pytest.raises(InvalidArgument, match=problem):
         second.result(timeout=0)
     assert h.engine.load().num_blocks_used == 2
@@ -157,7 +157,7 @@ def test_nothing_can_be_pinned_without_a_prefix_cache():
 
 
 def test_a_prompt_over_max_cached_tokens_cannot_be_pinned():
-    with pytest.raises(InvalidArgument, match=r"10 tokens are over max_cached_tokens \(9\)"):
+    with pytest.raises(InvalidArgument, match=r"10 tokens exceed max_cached_tokens \(9\)"):
         make(max_cached_tokens=9).engine.pin_prefix("system", PREFIX).result(timeout=0)
 
 
@@ -241,7 +241,7 @@ def test_a_quarter_of_the_pool_may_be_pinned_unless_told_otherwise_and_the_longe
     geometry = FakeExecutor(block_size=4, num_blocks=40, max_model_len=24).geometry
     assert pin_limit(None, geometry) == 10
     assert pin_limit(34, geometry) == 34
-    with pytest.raises(InvalidArgument, match=r"max_pinned_blocks: 35 is over 34: of 40 blocks .* \(24\) may need 6"):
+    with pytest.raises(InvalidArgument, match=r"max_pinned_blocks: 35 is over 34: .* \(24\) may need 6 of 40 blocks"):
         pin_limit(35, geometry)
     assert pin_limit(None, FakeExecutor(block_size=4, num_blocks=7, max_model_len=24).geometry) == 1
     assert pin_limit(None, FakeExecutor(block_size=4, num_blocks=4, max_model_len=24).geometry) == 0

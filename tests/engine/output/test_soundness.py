@@ -62,7 +62,7 @@ def test_it_ends_alone_with_its_cause_and_gives_its_blocks_back(overlap, way, ca
     h.submit("after", [3, *PREFIX], max_tokens=9, n=2, temperature=1.0, seed=1)
     with caplog.at_level(logging.ERROR):
         h.run()
-    context = f"there is no token 1 for sequence 0, after {len(PREFIX) + 2} tokens of context"
+    context = f"no token 1 can be sampled for sequence 0, after {len(PREFIX) + 2} tokens of context"
     assert fails(h, "bad") == f"the model's logits are not finite: {context}"
     assert all(event.token_ids == () for event in h.events["bad"])
     is_whole(h, "before", PREFIX, 9)
@@ -83,7 +83,9 @@ def test_it_keeps_what_was_sound_before(overlap):
     h.submit("a", PREFIX, max_tokens=9)
     h.run()
     assert h.tokens("a") == tokens[:5]
-    assert fails(h, "a").endswith(f"no token 6 for sequence 0, after {len(PREFIX) + 5} tokens of context")
+    assert fails(h, "a").endswith(
+        f"no token 6 can be sampled for sequence 0, after {len(PREFIX) + 5} tokens of context"
+    )
 
 
 def test_many_of_them_are_told_once_and_counted(overlap, caplog):

@@ -186,7 +186,7 @@ def test_a_limit_leaves_room_for_what_is_in_flight_and_refuses_what_it_leaves_no
     h = Harness(executor=FakeExecutor(num_blocks=32, block_size=4, max_model_len=64))
     h.submit("needs four", [1] * 8, max_tokens=8)
     h.step()
-    for num_blocks, problem in ((3, "3 are fewer than the 4"), (0, "from 1 to 32"), (33, "from 1 to 32")):
+    for num_blocks, problem in ((3, "3 blocks are fewer than the 4"), (0, "from 1 to 32"), (33, "from 1 to 32")):
         (limited,) = h.engine.eyes.limit(num_blocks)
         h.step()
         assert isinstance(limited.exception(), InvalidArgument)

@@ -76,13 +76,16 @@ def test_a_part_of_the_routes_counts_experts_from_its_first() -> None:
     ("settings", "message"),
     [
         ({"num_experts": 0, "top_k": 1}, "num_experts: is 0"),
-        ({"num_experts": 8, "top_k": 9}, "top_k: is 9; a row may choose 1 to 8 experts"),
+        ({"num_experts": 8, "top_k": 9}, "top_k: is 9; it must be from 1 to 8 experts"),
         ({"num_experts": 8, "top_k": 0}, "top_k: is 0"),
         ({"num_experts": 8, "top_k": 2, "num_groups": 3}, "num_groups: is 3; it must divide 8 experts"),
-        ({"num_experts": 8, "top_k": 2, "num_groups": 2, "top_groups": 3}, "top_groups: is 3; it must be 1 to 2"),
-        ({"num_experts": 8, "top_k": 5, "num_groups": 2}, "top_k: is 5; a row may choose 1 to 4 experts"),
+        (
+            {"num_experts": 8, "top_k": 2, "num_groups": 2, "top_groups": 3},
+            "top_groups: is 3; it must be from 1 to the number of groups, 2",
+        ),
+        ({"num_experts": 8, "top_k": 5, "num_groups": 2}, "top_k: is 5; it must be from 1 to 4 experts"),
         ({"num_experts": 8, "top_k": 2, "num_groups": 2, "num_best": 5}, "num_best: is 5; a group has 4 experts"),
-        ({"num_experts": 8, "top_k": 2, "num_groups": 2, "scores": "chosen"}, "logits are not chosen by groups"),
+        ({"num_experts": 8, "top_k": 2, "num_groups": 2, "scores": "chosen"}, "groups are not supported for logits"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(settings: dict[str, object], message: str) -> None:

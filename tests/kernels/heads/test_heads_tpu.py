@@ -68,10 +68,10 @@ def test_queries_and_keys_are_turned_and_values_are_not(
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "kv_dtype", "num_rows", "reason"),
     [
-        (64, "bfloat16", "bfloat16", 48, "head_dim 64 is no multiple of 128"),
-        (128, "float32", "float32", 48, "heads of float32 whose keys are kept as float32 are not both bfloat16"),
-        (128, "bfloat16", "int8", 48, "heads of bfloat16 whose keys are kept as int8 are not both bfloat16"),
-        (256, "bfloat16", "bfloat16", 1024, "1024 heads of 256 do not fit the vector memory"),
+        (64, "bfloat16", "bfloat16", 48, "head_dim 64 is not a multiple of 128"),
+        (128, "float32", "float32", 48, "heads and keys must both be bfloat16; they are float32 and float32"),
+        (128, "bfloat16", "int8", 48, "heads and keys must both be bfloat16; they are bfloat16 and int8"),
+        (256, "bfloat16", "bfloat16", 1024, "1024 heads of 256 do not fit in vector memory"),
         (128, "bfloat16", "bfloat16", 48, None),
         (256, "bfloat16", "bfloat16", 96, None),
     ],

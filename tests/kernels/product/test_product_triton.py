@@ -167,10 +167,10 @@ _FRACTIONS = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
     ("matrix", "reason"),
     [
         (abstract_matrix(MatrixFormat("int4", 32), (4, 64, 7), -2, np.dtype(np.float32)), "7 columns are odd"),
-        (abstract_matrix(MatrixFormat("int8", 16), (4, 64, 8), -2, np.dtype(np.float32)), "no multiple of 32"),
+        (abstract_matrix(MatrixFormat("int8", 16), (4, 64, 8), -2, np.dtype(np.float32)), "not a multiple of 32"),
         (abstract_matrix(MatrixFormat("int8", 32, has_group_ids=True), (64, 8), -2, np.dtype(np.float32)), "listed"),
-        (abstract_matrix(MatrixFormat("int8", 32), (8, 64), -1, np.dtype(np.float32)), "columns lie in rows"),
-        (abstract_matrix(_FRACTIONS, (64, 8), -2, np.dtype(np.float32)), "no whole numbers"),
+        (abstract_matrix(MatrixFormat("int8", 32), (8, 64), -1, np.dtype(np.float32)), "columns are stored as rows"),
+        (abstract_matrix(_FRACTIONS, (64, 8), -2, np.dtype(np.float32)), "not integers"),
         (abstract_matrix(MatrixFormat("fp8"), (300, 7168, 1025), -2, np.dtype(np.float32)), "1025 columns are odd"),
     ],
 )

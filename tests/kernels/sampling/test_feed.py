@@ -160,5 +160,5 @@ def test_masks_of_other_rows_or_tokens_are_refused(feed: Feed) -> None:
     with pytest.raises(ValueError, match="masks are int64"):
         feed.give(np.zeros((NUM_ROWS, 2), np.int64), Verdict.GOES_ON)
     how = how_of(random_rows(1, 65))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="masks that are fed are of other rows or tokens"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="masks of the feed have other rows or tokens"):
         jax.block_until_ready(sample(feed, np.zeros((NUM_ROWS, 65), np.float32), how))

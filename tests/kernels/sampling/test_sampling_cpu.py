@@ -122,7 +122,7 @@ def test_rows_that_contradict_each_other_are_refused() -> None:
     how = how_of(SamplingInputs.neutral(3))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the rows' arrays differ in length"):
         jax.block_until_ready(kernel_of_cpus().sample(jnp.zeros((4, 8)), how, has_logprobs=False))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="come without log-probabilities"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="there are no log-probabilities"):
         jax.block_until_ready(kernel_of_cpus().sample(jnp.zeros((3, 8)), how, has_logprobs=False, num_top=2))
 
 

@@ -201,7 +201,7 @@ def test_it_goes_with_the_attention_of_tpus_where_a_group_fits() -> None:
     assert choose_kernel("pallas-tpu", 2, 262_144) is None
     assert choose_kernel("pallas-tpu", 1, 400_000) is None
     assert "the limit is 44 MiB" in str(plan_of(400_000, has_logprobs=False))
-    with pytest.raises(ValueError, match=r"8 rows of a vocabulary of 400000 take .* MiB of vector memory"):
+    with pytest.raises(ValueError, match=r"8 rows of a vocabulary of 400000 require .* MiB of vector memory"):
         jax.eval_shape(
             lambda logits: sampling_alone(logits, row_sampling([Params()])),
             jax.ShapeDtypeStruct((1, 400_000), jnp.float32),

@@ -328,8 +328,11 @@ def queries(num_heads: int, num_rows: int = 8, table_width: int = 8, num_tokens:
         ({"block_size": 48}, "block_size 48 is none of 8, 16, 32, 64, 128, 256"),
         ({"dtype": jnp.dtype("float16")}, "kv_dtype float16 is none of float32, bfloat16, float8_e4m3fn, int8"),
         ({"head_dim": 512}, "head_dim 512 is above the limit of 256"),
-        ({"num_shards": 2}, "the pool is of 2 shards"),
-        ({"num_kv_heads": 256}, r"256 key/value heads and 256 query heads of 128 a chip need [\d.]+ MiB of vector"),
+        ({"num_shards": 2}, "the pool has 2 shards"),
+        (
+            {"num_kv_heads": 256},
+            r"256 key/value heads and 256 query heads of 128 per chip require [\d.]+ MiB of vector",
+        ),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -362,7 +365,7 @@ def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int
 @pytest.mark.parametrize(("num_rows", "num_tokens", "kib"), [(64, 131072, 1095), (65536, 65536, 2356)])
 def test_steps_whose_lists_are_beyond_the_scalar_memory_are_refused(num_rows: int, num_tokens: int, kib: int) -> None:
     assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, 8, num_tokens)) == (
-        f"the lists of steps of {num_rows} rows and {num_tokens} tokens need {kib} KiB of scalar memory; "
+        f"the step lists of {num_rows} rows and {num_tokens} tokens require {kib} KiB of scalar memory; "
         "the limit is 1016 KiB"
     )
 
@@ -379,9 +382,7 @@ def test_the_lists_of_a_segment_are_counted() -> None:
 def test_a_call_with_too_many_tokens_is_refused() -> None:
     layout = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"), "tpu")
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((9,), (8,), (8, 4), ())))
-    with pytest.raises(
-        Unsupported, match="attention backend pallas-tpu: the lists of steps of 8 rows and 131072 tokens"
-    ):
+    with pytest.raises(Unsupported, match="attention backend pallas-tpu: the step lists of 8 rows and 131072 tokens"):
         paged_attention(
             jnp.zeros((2**17, 2, 64)),
             jnp.zeros(layout.shape),
@@ -396,14 +397,14 @@ def test_queries_of_another_type_are_refused() -> None:
     layout = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"), "tpu")
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((3,), (2,), (2, 4), ())))
     q = jnp.zeros((8, 2, 64), jnp.float16)
-    with pytest.raises(Unsupported, match="queries of float16 are none of float32, bfloat16"):
+    with pytest.raises(Unsupported, match="queries are float16; they must be float32 or bfloat16"):
         paged_attention(
             q, jnp.zeros(layout.shape), 0, rows, AttentionSpec(layout, AttentionKind(1.0)), backend="pallas-tpu"
         )
 
 
 def test_only_tpus_run_it() -> None:
-    assert tpu.unsupported_device_reason(jax.devices("cpu")[0]) == "needs a TPU; this device's platform is cpu"
+    assert tpu.unsupported_device_reason(jax.devices("cpu")[0]) == "requires a TPU; this device's platform is cpu"
     assert tpu.unsupported_device_reason(cast(jax.Device, SimpleNamespace(platform="tpu"))) is None
 
 
@@ -432,8 +433,8 @@ def test_a_measured_entry_is_used_for_its_device_and_shape_alone(tmp_path: Path)
     ("sizes", "reason"),
     [
         ({"tile": 24, "fetch_blocks": 8}, "tile 24 is none of 256, 128, 64, 32, 16"),
-        ({"tile": 16, "fetch_blocks": 3}, "fetch_blocks 3 are 96 tokens, no multiple of 128"),
-        ({"tile": 128, "fetch_blocks": 512}, r"need [\d.]+ MiB of vector memory; the limit is 52.0 MiB"),
+        ({"tile": 16, "fetch_blocks": 3}, "fetch_blocks 3 are 96 tokens, not a multiple of 128"),
+        ({"tile": 128, "fetch_blocks": 512}, r"require [\d.]+ MiB of vector memory; the limit is 52.0 MiB"),
     ],
 )
 def test_an_entry_that_cannot_be_used_is_an_error(tmp_path: Path, sizes: dict[str, int], reason: str) -> None:

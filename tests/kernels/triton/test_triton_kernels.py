@@ -123,11 +123,11 @@ def test_what_lies_around_a_part_of_a_context_never_matters() -> None:
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "num_heads", "num_blocks", "reason"),
     [
-        ("float64", 128, 8, 4, "queries are float64; they have to be float32, bfloat16, float16"),
+        ("float64", 128, 8, 4, "queries are float64; they must be float32, bfloat16, float16"),
         ("bfloat16", 72, 8, 4, "head_dim 72 is not a multiple of 16 up to 256"),
         ("bfloat16", 272, 8, 4, "head_dim 272 is not a multiple of 16 up to 256"),
         ("bfloat16", 128, 258, 4, "129 query heads share a key/value head; the limit is 128"),
-        ("bfloat16", 80, 8, 1 << 19, r"the pool has \d+ bytes in heads of 80 numbers of 8 bits; from 2147483648 to "),
+        ("bfloat16", 80, 8, 1 << 19, r"the pool has \d+ bytes in heads of 80 8-bit numbers; from 2147483648 to "),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_with_numbers(
@@ -145,7 +145,7 @@ def test_what_the_kernels_cannot_do_is_refused_with_numbers(
         ("bfloat16", 576, 512, None),
         ("bfloat16", 576, 500, "latents of 576 and 500 numbers are not multiples of 32 up to 640"),
         ("bfloat16", 1024, 512, "latents of 1024 and 512 numbers are not multiples of 32 up to 640"),
-        ("float32", 576, 512, "latents of 576 numbers need 110592 bytes of shared memory; the limit is 101376"),
+        ("float32", 576, 512, "latents of 576 numbers require 110592 bytes of shared memory; the limit is 101376"),
     ],
 )
 def test_latents_that_do_not_fit_are_refused(dtype: str, head_dim: int, value_dim: int, reason: str | None) -> None:
@@ -189,7 +189,7 @@ def test_a_jax_without_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     device: Any = Device("gpu", "NVIDIA L4", "8.9")
     reason = triton.unsupported_device_reason(device)
     triton_compiler.has_triton.cache_clear()
-    assert reason == f"is written in Pallas Triton, which jax {jax.__version__} does not have"
+    assert reason == f"requires Pallas Triton, which jax {jax.__version__} does not have"
 
 
 def test_the_kernels_are_called_in_a_traced_program() -> None:

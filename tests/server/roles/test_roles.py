@@ -474,6 +474,6 @@ async def test_a_pool_without_blocks_of_the_host_is_refused_when_it_is_there() -
     await server.start()
     assert await server.run() == 1
     assert str(server.state.failure) == (
-        "role: prefill transfers blocks of the prefix cache: prefixes cannot travel: "
-        "there is no host memory for them to pass through (swap_space has none)"
+        "role: prefill transfers blocks of the prefix cache: prefixes cannot be transferred: "
+        "no host memory is configured for the transfer (swap_space)"
     )

@@ -52,7 +52,7 @@ async def test_where_prefixes_cannot_travel_every_call_says_so(options):
         saved = await saved_by(a)
         async with AsyncClient(harness.target) as client:
             for call in (saved_by(client), client.prefixes.load(saved)):
-                with pytest.raises(Unsupported, match="prefixes cannot travel: "):
+                with pytest.raises(Unsupported, match="prefixes cannot be transferred: "):
                     await call
 
 

@@ -71,13 +71,13 @@ def read_autoscaling(folder: Path) -> Autoscaling:
 def _metric(spec: dict[str, Any], where: str) -> tuple[str, float]:
     metrics = _get(spec, "metrics", list, where)
     if len(metrics) != 1 or metrics[0].get("type") != "Pods":
-        raise InvalidArgument(f"{where}.metrics", "is not one metric of type Pods, which alone is simulated")
+        raise InvalidArgument(f"{where}.metrics", "must be one metric of type Pods; no other type is simulated")
     pods = _get(metrics[0], "pods", dict, f"{where}.metrics[0]")
     name = _get(_get(pods, "metric", dict, f"{where}.metrics[0].pods"), "name", str, f"{where}.metrics[0].pods.metric")
     target = pods.get("target", {})
     match = _QUANTITY.fullmatch(str(target.get("averageValue", "")))
     if target.get("type") != "AverageValue" or match is None or not float(match[1]):
-        raise InvalidArgument(f"{where}.metrics[0].pods.target", f"{target} is no AverageValue above 0")
+        raise InvalidArgument(f"{where}.metrics[0].pods.target", f"{target} is not an AverageValue above 0")
     return name, float(match[1]) / (1000 if match[2] else 1)
 
 
@@ -97,7 +97,7 @@ def _direction(rules: dict[str, Any], where: str, window_s: float, policies: tup
 def _policy(rule: dict[str, Any], where: str) -> Policy:
     kind, value = rule.get("type"), _get(rule, "value", int, where)
     if kind not in ("Pods", "Percent") or value < 1:
-        raise InvalidArgument(where, f"{rule} is not at least 1 of type Pods or Percent")
+        raise InvalidArgument(where, f"{rule} must have type Pods or Percent and a value of at least 1")
     return Policy(kind, value, float(_get(rule, "periodSeconds", int, where)))
 
 
@@ -115,7 +115,7 @@ def _drain_s(pod: dict[str, Any]) -> float:
         goes_on_s = float(timeout_s) + float(sleep.get("sleep", {}).get("seconds", 0))
         return min(goes_on_s, float(pod.get("terminationGracePeriodSeconds", 30)))
     except (TypeError, ValueError, AttributeError):
-        problem = f"of --shutdown-timeout {timeout_s!r}, {sleep} of preStop and the grace period, one is no number"
+        problem = f"--shutdown-timeout {timeout_s!r}, preStop {sleep} and the grace period must be numbers"
         raise InvalidArgument(where, problem) from None
 
 
@@ -133,27 +133,29 @@ def _adapted(path: Path, name: str) -> tuple[str, float]:
     rules = _get(documents[0], "rules", list, path.name) if documents else []
     made = [rule for rule in rules if isinstance(rule, dict) and (rule.get("name") or {}).get("as") == name]
     if len(made) != 1:
-        raise InvalidArgument(where, f"{len(made)} of them make {name}, which the autoscaler asks for, and not one")
+        raise InvalidArgument(
+            where, f"{len(made)} rules define {name}, which the autoscaler uses; expected exactly one"
+        )
     series = str(made[0].get("seriesQuery", "")).partition("{")[0]
     if series not in _GAUGES:
         raise InvalidArgument(f"{where}.seriesQuery", f"{series!r} is not one of {', '.join(_GAUGES)}")
     match = re.fullmatch(r"avg_over_time\(.*\[(\w+)\]\)", str(made[0].get("metricsQuery", "")))
     if match is None:
-        raise InvalidArgument(f"{where}.metricsQuery", "is no avg_over_time over a range, as in [1m]")
+        raise InvalidArgument(f"{where}.metricsQuery", "is not an avg_over_time over a range, for example [1m]")
     return series, _seconds(match[1], f"{where}.metricsQuery")
 
 
 def _seconds(text: str, where: str) -> float:
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise InvalidArgument(where, f"{text!r} is no duration, as in 10s")
+        raise InvalidArgument(where, f"{text!r} is not a duration such as 10s")
     return int(match[1]) * _SECONDS[match[2]]
 
 
 def _document(path: Path, kind: str) -> dict[str, Any]:
     found = [document for document in _documents(path) if document.get("kind") == kind]
     if len(found) != 1:
-        raise InvalidArgument(path.name, f"has {len(found)} documents of kind {kind}, and not one")
+        raise InvalidArgument(path.name, f"has {len(found)} documents of kind {kind}; expected exactly one")
     return found[0]
 
 

@@ -122,12 +122,16 @@ class RankedFreeList:
         """
         if known != self._known:
             raise InternalError(
-                f"blocks {sorted(known ^ self._known)[:8]} hold prefixes for the tier or its policy alone"
+                f"blocks {sorted(known ^ self._known)[:8]}: tier and policy disagree on whether they hold prefixes"
             )
         ranked = {place for place in known if is_free(place)}
         if ranked != self._ranked:
-            raise InternalError(f"blocks {sorted(ranked ^ self._ranked)[:8]} are free for the tier or its policy alone")
+            raise InternalError(
+                f"blocks {sorted(ranked ^ self._ranked)[:8]}: tier and policy disagree on whether they are free"
+            )
         if lost := self._ranked ^ self._policy.choices():
-            raise InternalError(f"blocks {sorted(lost)[:8]} are a choice for the free list or its policy alone")
+            raise InternalError(
+                f"blocks {sorted(lost)[:8]}: free list and policy disagree on whether they are eviction candidates"
+            )
         if twice := self._ranked & self._blank.keys():
-            raise InternalError(f"blocks {sorted(twice)[:8]} are free twice: as ones that hold something, and nothing")
+            raise InternalError(f"blocks {sorted(twice)[:8]} are free twice: as cached blocks and as empty ones")

@@ -72,7 +72,7 @@ class Arriving:
 
         def reserve() -> None:
             if self._is_closed:
-                future.set_exception(Cancelled("the prefix that arrives was given up"))
+                future.set_exception(Cancelled("the incoming prefix was canceled"))
                 return
             host = self._tiers.host
             if not self._tables:  # pin what is here already, so that reserving does not evict it
@@ -119,9 +119,9 @@ class Arriving:
         """
         with self._lock:
             if self._is_closed:
-                raise Cancelled("the prefix that arrives was given up")
+                raise Cancelled("the incoming prefix was canceled")
             if block_id not in self._reserved or start + len(contents) > self.bytes_per_block:
-                raise InternalError(f"host block {block_id} is written at {start}, which is not this prefix's")
+                raise InternalError(f"host block {block_id} is written at {start}, outside this prefix")
             self._tiers.blocks.view(block_id)[start : start + len(contents)] = contents
 
     def enter(self, places: Sequence[Place], block_ids: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ class Arriving:
             if self._is_closed:
                 return
             if not self._reserved.issuperset(block_ids):
-                raise InternalError(f"host blocks {list(block_ids)[:8]} are entered, and not all are reserved")
+                raise InternalError(f"not all of the host blocks {list(block_ids)[:8]} to insert are reserved")
             self._reserved.difference_update(block_ids)
         reaches = self._tiers.reaches
         named = [

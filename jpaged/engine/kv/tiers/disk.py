@@ -91,8 +91,8 @@ def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
     if num_blocks < 2:
         raise InvalidArgument(
             "swap_space",
-            f"host memory has {num_host_blocks} blocks of {bytes_per_block} bytes; kv_disk_space passes blocks through "
-            f"one of {_STAGING_SHARE} of them, and needs {2 * _STAGING_SHARE}",
+            f"host memory has {num_host_blocks} blocks of {bytes_per_block} bytes; kv_disk_space uses one of "
+            f"{_STAGING_SHARE} of them as staging buffers and requires at least {2 * _STAGING_SHARE}",
         )
     return num_blocks
 
@@ -291,7 +291,7 @@ class DiskTier:
             asked.append(self._noting)
         left = wait_for(asked, _END_S).not_done
         if left:
-            logger.error("disk offload: %d calls to the disk do not return and are abandoned", len(left))
+            logger.error("disk offload: abandoned %d disk calls that did not return", len(left))
             return
         self._store.close()
 

@@ -238,7 +238,9 @@ class Fetching:
         """
         wanted = {(place.key, fetch) for fetch in self._fetches.values() for place in fetch.places}
         if wanted != {(key, fetch) for key, wanting in self._wanting.items() for fetch in wanting}:
-            raise InternalError(f"{len(wanted)} blocks are waited for, and not those of {len(self._wanting)} keys")
+            raise InternalError(
+                f"{len(wanted)} blocks are pending, which do not match those of {len(self._wanting)} keys"
+            )
         self._staging.check(home for fetch in self._all() for home in fetch.homes[fetch.num_in :])
 
     def _all(self) -> Iterator[_Fetch]:

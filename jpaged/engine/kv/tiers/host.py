@@ -119,7 +119,7 @@ class HostTier:
         """
         keys = list(keys)
         if missing := [key.hex() for key in keys if key not in self._blocks]:
-            raise InternalError(f"no host block is kept under {missing[:3]}")
+            raise InternalError(f"no host block has the hashes {missing[:3]}")
         for key in keys:
             self.pool.acquire(self._blocks[key])
         table = _table_of([self._blocks[key] for key in keys])
@@ -129,7 +129,7 @@ class HostTier:
     def let_go(self, table: BlockTable) -> None:
         """Release reserved or pinned blocks; cached ones stay cached until they are evicted."""
         if table not in self._held:
-            raise InternalError(f"host blocks {table.block_ids()[:8]} are let go of, and nobody holds them")
+            raise InternalError(f"host blocks {table.block_ids()[:8]} are released but not held")
         del self._held[table]
         self.pool.release(table)
 
@@ -143,7 +143,7 @@ class HostTier:
             InternalError: the block is not reserved, or has another key.
         """
         if self.pool.is_free(block_id) or block_id in self._keys:
-            raise InternalError(f"host block {block_id} is taken in, and is not reserved")
+            raise InternalError(f"host block {block_id} is inserted but not reserved")
         if key in self._blocks:
             return False
         self._blocks[key], self._keys[block_id] = block_id, key
@@ -201,7 +201,7 @@ class HostTier:
             self._ranked.check(set(self._keys), self.pool.is_free)
         known = {key: block_id for block_id, key in self._keys.items()}
         if known != self._blocks or [*self._keys] != [b for b in self._keys if self.marks[b]]:
-            raise InternalError(f"{len(known)} host blocks are known by keys, {len(self._blocks)} keys have blocks")
+            raise InternalError(f"{len(known)} host blocks have keys, but {len(self._blocks)} keys have blocks")
 
     # --- contents -------------------------------------------------------------------------------------------------
 

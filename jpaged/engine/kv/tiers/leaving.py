@@ -167,9 +167,9 @@ class Leaving:
         one = self._parts[part]
         with self._lock:
             if self._is_closed:
-                raise Cancelled("the prefix that leaves was given up")
+                raise Cancelled("the outgoing prefix was canceled")
             if not one.is_there.done():
-                raise InternalError(f"part {part} of {len(self._parts)} is read before it is there")
+                raise InternalError(f"part {part} of {len(self._parts)} is read before it is ready")
             for place, home in zip(one.places, one.homes, strict=True):
                 take(place, self._tiers.blocks.view(home))
         self._tiers.ask(lambda: self._let_go(one))
@@ -236,7 +236,7 @@ class Leaving:
         for part in self._parts:
             self._let_go(part)
             if not part.is_there.done():
-                part.is_there.set_exception(Cancelled("the prefix that leaves was given up"))
+                part.is_there.set_exception(Cancelled("the outgoing prefix was canceled"))
 
 
 def _that_fit(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> tuple[int, tuple[Place, ...]]:

@@ -178,6 +178,7 @@ class Spilling:
         """
         if len(self._landing) + len(self._writing) != len(self._under_way):
             raise InternalError(
-                f"{len(self._landing)} blocks land and {len(self._writing)} are written: not {len(self._under_way)}"
+                f"{len(self._landing)} blocks being copied and {len(self._writing)} being written are not "
+                f"{len(self._under_way)}"
             )
         self._staging.check(spill.home for spill in self._under_way.values() if spill.held is None)

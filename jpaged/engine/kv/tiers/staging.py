@@ -49,7 +49,7 @@ class Staging:
     def give_back(self, block_id: int) -> None:
         """Release a block, which already decided moves may still read."""
         if block_id not in self._out:
-            raise InternalError(f"host block {block_id} is given back, and nobody has it")
+            raise InternalError(f"host block {block_id} is released but not held")
         self._out.remove(block_id)
         self._cooling.append((self._host.num_dispatched, block_id))
 
@@ -64,6 +64,6 @@ class Staging:
         """
         places = sorted([*self._ready, *self._out, *(block_id for _, block_id in self._cooling)])
         if places != sorted(self._table.block_ids()):
-            raise InternalError(f"blocks {places} pass others through, and {self._table.block_ids()} are reserved")
+            raise InternalError(f"blocks {places} are staging buffers, but {self._table.block_ids()} are reserved")
         if sorted(on_the_way) != sorted(self._out):
-            raise InternalError(f"blocks {sorted(on_the_way)} are on the way, and {sorted(self._out)} are lent for it")
+            raise InternalError(f"blocks {sorted(on_the_way)} are in flight, but {sorted(self._out)} are lent")

@@ -28,7 +28,7 @@ class DiskThreads(Executor):
         future: Future[Any] = Future()
         with self._lock:
             if self._is_over:
-                raise RuntimeError("no calls are taken after the end")
+                raise RuntimeError("calls are not accepted after shutdown")
             self._calls.put((future, lambda: fn(*args, **kwargs)))
         return future
 

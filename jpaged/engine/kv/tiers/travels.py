@@ -33,11 +33,13 @@ class Travel:
         self._tiers: Tiers | None = None
         self._obstacle = ""
         if memory.prefixes is None or memory.held is None:
-            self._obstacle = "nothing is cached (enable_prefix_caching, kv_policy)"
+            self._obstacle = "the prefix cache is off (enable_prefix_caching, kv_policy)"
         elif memory.host is None:
-            self._obstacle = "there is no host memory for them to pass through (swap_space has none)"
+            self._obstacle = "no host memory is configured for the transfer (swap_space)"
         elif blocks is None:
-            self._obstacle = "no process has a block whole: the model is divided among several (coordinator_address)"
+            self._obstacle = (
+                "no process holds whole blocks: the model is split over several processes (coordinator_address)"
+            )
         else:
             self._tiers = Tiers(
                 memory.prefixes,
@@ -58,7 +60,7 @@ class Travel:
             Unsupported: prefixes cannot be transferred; the message states why.
         """
         if self._tiers is None:
-            raise Unsupported(f"prefixes cannot travel: {self._obstacle}")
+            raise Unsupported(f"prefixes cannot be transferred: {self._obstacle}")
         return self._tiers
 
     def leave(self, chain: Chain, num_skipped: int, is_hurried: bool) -> Future[Leaving]:

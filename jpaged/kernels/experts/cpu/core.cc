@@ -1,7 +1,7 @@
 // Gates, and weighted sums of rows. Compiled once for each kind of processor, under its own JPAGED_CORE.
 //
-// No function of the standard library is called that is a template: compiled here for a processor with wide vectors, it
-// might be linked into code that runs on another.
+// This file calls no function templates of the standard library: an instance compiled here for a processor with wide
+// vectors could be linked into code that runs on another.
 
 #include "core.h"
 
@@ -23,7 +23,7 @@ Floats load_bias(const void* from, Number number, int64_t begin, int64_t count) 
   return load(lanes);
 }
 
-// x / (1 + e^-ax), of an exponential that is at most 1.
+// x / (1 + e^-ax), computed with an exponential of at most 1.
 Floats times_sigmoid(Floats x, float a) {
   const Floats scaled = a * x, power = exponential(scaled > 0.0f ? -scaled : scaled);
   return x * (scaled > 0.0f ? all(1.0f) : power) / (1.0f + power);
@@ -31,7 +31,7 @@ Floats times_sigmoid(Floats x, float a) {
 
 Floats smaller(Floats a, Floats b) { return a > b ? b : a; }
 
-// Comparisons are such that what is not a number stays it.
+// The comparisons preserve NaN.
 Floats join(const Gate& gate, Floats x, Floats up) {
   if (!gate.is_clamped) return times_sigmoid(x, 1.0f) * up;
   const Floats limit = all(gate.limit);

@@ -1,5 +1,5 @@
-// What the two halves of the experts on CPUs share: kernel.cc decides what is computed where and has the products made
-// by the cores of product/cpu, core.cc does what lies between them.
+// Declarations shared by kernel.cc, which divides the work of the experts and calls the products of product/cpu, and
+// core.cc, which computes everything between the products.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace jpaged::experts {
 
-// How sums of a gate and an up become one number.
+// Combines the sums of a gate and an up into one number.
 struct Gate {
   bool is_clamped;  // (up + 1) gate sigmoid(alpha gate), of clamped ones; else silu(gate) up
   float alpha, limit;
@@ -23,11 +23,11 @@ struct Tile {
   int64_t num_rows, column, num_columns;  // columns of all tiles
 };
 
-// What lies between the products, compiled for one kind of processor.
+// Functions between the products, compiled for one kind of processor.
 struct Core {
   const char* name;
   int64_t width;  // floats of a vector
-  // Stores act(gates, ups) at the tile's columns of rows that are num_columns numbers apart.
+  // Store act(gates, ups) at the tile's columns of rows that are num_columns numbers apart.
   void (*activate)(const Gate&, const Tile&, Number number, void* rows);
   // to[i] += weight * from[i]
   void (*add)(const float* from, float weight, int64_t count, float* to);

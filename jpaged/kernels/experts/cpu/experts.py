@@ -48,7 +48,7 @@ class CpuExperts:
         """
         matrices = [matrix for matrix in (weights.gate, weights.up, weights.down) if isinstance(matrix, PackedMatrix)]
         if len(matrices) != 3:
-            raise InternalError("some matrices of the experts are packed, and others are not")
+            raise InternalError("some expert matrices are packed and others are not")
         none = jnp.zeros((0,), x_te.dtype)
         biases = (none if bias is None else bias for bias in (weights.gate_bias, weights.up_bias))
         run = jax.ffi.ffi_call(f"{NAME}_experts", jax.ShapeDtypeStruct(x_te.shape, jnp.float32))
@@ -80,5 +80,5 @@ def loaded() -> CpuExperts:
     """
     found = kernel()
     if isinstance(found, str):
-        raise InternalError(f"experts are packed, and nothing can read them: {found}")
+        raise InternalError(f"no kernel can read packed experts: {found}")
     return found

@@ -1,9 +1,9 @@
-// A mixture of packed experts as an XLA custom call: what is computed where.
+// A mixture of packed experts as an XLA custom call: divides the work into tasks.
 //
 //     routes -> rows sorted by expert -> gates and ups -> act -> downs -> each row's weighted sum, in the order of its routes
 //
-// A task is some blocks of columns of some experts; an expert without rows has none, and its blocks are not read. A row's
-// results are those of the product's cores, which know no other rows.
+// A task has some blocks of columns of some experts. Blocks of experts without rows are not read. A row's results do
+// not depend on other rows.
 
 #include "core.h"
 
@@ -40,7 +40,7 @@ using Floats32 = ffi::Buffer<ffi::F32>;
 using Ints32 = ffi::Buffer<ffi::S32>;
 using product::kColumns;
 
-// Less work than this, in multiply-adds, is done before another thread wakes up.
+// Minimum work of a thread in multiply-adds: less is done before another thread wakes up.
 constexpr double kLeastShared = 4e5;
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kLine = 64;
@@ -79,10 +79,10 @@ struct Operands {
   int64_t num_experts, inner;
 };
 
-// One expert's matrices in the order in which cores read them.
+// The matrices of the experts in the order in which cores read them.
 struct Blocks {
   const char* begin;
-  int64_t num_blocks, block_bytes, depth;  // of one expert; depth as a core takes it
+  int64_t num_blocks, block_bytes, depth;  // of one expert; depth as passed to a core
 
   const void* at(int64_t expert, int64_t block) const { return begin + (expert * num_blocks + block) * block_bytes; }
 };
@@ -93,21 +93,21 @@ Blocks blocks_of(const AnyBuffer& packed, int64_t num_experts, int64_t depth, bo
           even_depth * kColumns * (is_bf16 ? 2 : 4), even_depth};
 }
 
-// Rows as a core multiplies them.
+// Rows in the form that a core multiplies.
 struct Rows {
   char* begin;
   int64_t stride, row_bytes, num_rows;
 };
 
-// A range of rows that are one expert's.
+// A range of rows of one expert.
 struct Run {
   int64_t expert, begin, end;
 };
 
-// Rows sorted by expert: each row once for each expert that it was sent to.
+// Rows sorted by expert: each row once for each of its experts.
 struct Sorted {
   std::vector<Run> runs;
-  std::vector<int64_t> tokens, places;  // of each sorted row its token; of each route its sorted row, or -1
+  std::vector<int64_t> tokens, places;  // token of each sorted row; sorted row of each route, or -1
 };
 
 Sorted sort_routes(const int32_t* ids, int64_t num_routes, int64_t top_k, int64_t num_experts) {
@@ -130,7 +130,7 @@ Sorted sort_routes(const int32_t* ids, int64_t num_routes, int64_t top_k, int64_
   return sorted;
 }
 
-// An odd number of cache lines that holds `depth` numbers: rows of a tile then fall on different lines of the cache.
+// Stride of an odd number of cache lines that holds `depth` numbers: rows of a tile then use different cache sets.
 int64_t spread_stride(int64_t depth, int64_t item_bytes) {
   return (rounded_up(depth * item_bytes, kLine) / kLine | 1) * kLine / item_bytes;
 }
@@ -145,7 +145,7 @@ const char* matrix_contradiction(const AnyBuffer& packed, const Operands& o, int
   return nullptr;
 }
 
-// Shapes that contradict each other, in words; none that experts.py makes do.
+// Return why shapes are inconsistent, or null; calls by experts.py are always consistent.
 const char* contradiction(const Operands& o, const Floats32& y) {
   const auto x = o.x.dimensions(), ids = o.ids.dimensions(), out = y.dimensions();
   if (o.x.element_type() != ffi::BF16 && o.x.element_type() != ffi::F32) return "rows are not float32 or bfloat16";
@@ -207,7 +207,7 @@ class Call {
     return {nullptr, stride, stride * bytes, num_rows()};
   }
 
-  // Rows of x's type as a core takes them.
+  // Convert rows of x's type to the form that a core multiplies.
   template <class From>
   void prepare(const Rows& rows, int64_t depth, const From& from) {
     product::Before before{};
@@ -225,7 +225,7 @@ class Call {
     });
   }
 
-  // Calls tile(run, block) for every block of columns of every expert that has rows.
+  // Call tile(run, block) for every block of columns of every expert that has rows.
   template <class Tile>
   void for_blocks(int64_t num_blocks, const Tile& tile) {
     const int64_t total = num_blocks * static_cast<int64_t>(sorted_.runs.size());

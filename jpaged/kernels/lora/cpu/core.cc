@@ -1,7 +1,7 @@
-// The two thin products of an adapter. Compiled once for each kind of processor, under its own JPAGED_CORE.
+// The two low-rank products of an adapter. Compiled once for each kind of processor, under its own JPAGED_CORE.
 //
-// No function of the standard library is called that is a template: compiled here for a processor with wide vectors, it
-// might be linked into code that runs on another.
+// This file calls no function templates of the standard library: an instance compiled here for a processor with wide
+// vectors could be linked into code that runs on another.
 
 #include "core.h"
 
@@ -10,11 +10,11 @@
 namespace jpaged::lora {
 namespace {
 
-constexpr int64_t kRanks = 4;                      // that rows are multiplied with at once
-constexpr int64_t kVectors = kWidth == 16 ? 4 : 2;  // of columns that are summed at once
+constexpr int64_t kRanks = 4;                      // ranks multiplied with a tile of rows at once
+constexpr int64_t kVectors = kWidth == 16 ? 4 : 2;  // vectors of columns summed at once
 constexpr int64_t kLine = 64;
 
-// Some numbers, and zeros behind them.
+// Loads some numbers and pads them with zeros.
 template <class Type>
 Floats load_some(const typename Type::Stored* from, int64_t count) {
   typename Type::Stored stored[kWidth] = {};
@@ -54,7 +54,7 @@ void sum_columns(const Tile& tile, const typename Type::Stored* b, int64_t strid
   Floats sums[num_rows][num_vectors] = {};
   for (int64_t i = 0; i < rank; ++i) {
     const typename Type::Stored* from = b + i * stride + at;
-    // A line of each of so many rows is more than what processors see coming by themselves.
+    // These rows are more streams than hardware prefetchers follow.
     for (int64_t v = 0; v < num_vectors; v += kLine / (kWidth * static_cast<int64_t>(sizeof *from)) + 1) {
       __builtin_prefetch(from + (num_vectors + v) * kWidth);
     }

@@ -1,4 +1,4 @@
-// What the two halves of adapters on CPUs share: kernel.cc decides what is computed where, core.cc computes it.
+// Declarations shared by kernel.cc, which divides the work into tasks, and core.cc, which computes adapters on CPUs.
 //
 //     a    [rank, in]     rows are multiplied with its rows: dot products, each with one accumulator of whole vectors
 //     b    [rank, out]    sums of its rows, each with one accumulator, in the order of the rank
@@ -13,11 +13,11 @@ namespace jpaged::lora {
 
 constexpr int64_t kRows = 4;  // of a tile
 
-// Up to kRows rows of a call that have one adapter.
+// Up to kRows rows of a call with the same adapter.
 struct Tile {
   const void* rows[kRows];
-  float* ranks[kRows];    // what `a` makes of each row
-  float* deltas[kRows];   // what `b` makes of that
+  float* ranks[kRows];    // products of each row with `a`
+  float* deltas[kRows];   // products of those with `b`
   int64_t num_rows;
 };
 

@@ -1,8 +1,8 @@
-// What adapters add to products, as an XLA custom call: what is computed where. core.cc has the arithmetic.
+// XLA custom call for the deltas of adapters: divides the work into tasks. core.cc contains the arithmetic.
 //
 //     rows -> those that have an adapter, by adapter -> tiles of up to 4 rows -> a, the rank's sums -> b, the delta
 //
-// An adapter that no row has is not read. Rows without one are left as they were, which is anything.
+// Adapters without rows are not read. Results of rows without an adapter are undefined.
 
 #include "core.h"
 
@@ -27,7 +27,7 @@ using ffi::AnyBuffer;
 using Floats32 = ffi::Buffer<ffi::F32>;
 using Ints32 = ffi::Buffer<ffi::S32>;
 
-// Less work than this, in multiply-adds, is done before another thread wakes up.
+// Minimum work of a thread in multiply-adds: less is done before another thread wakes up.
 constexpr double kLeastShared = 4e5;
 constexpr int64_t kRanksOfTask = 8, kColumnsOfTask = 1024;
 constexpr int64_t kMaxParts = 3;
@@ -41,7 +41,7 @@ const Core& choose_core(int64_t width) {
 }
 
 struct Attributes {
-  int64_t num_groups;  // in which the columns of all parts lie side by side
+  int64_t num_groups;  // groups in which the columns of all parts are adjacent
   int64_t max_width, max_threads;
 };
 
@@ -49,7 +49,7 @@ struct Operands {
   AnyBuffer x;
   Ints32 adapters, num_rows;
   AnyBuffer a;
-  AnyBuffer b[kMaxParts];  // those of fewer parts are empty
+  AnyBuffer b[kMaxParts];  // buffers of unused parts are empty
 
   int64_t num_parts() const {
     int64_t count = 0;
@@ -59,7 +59,7 @@ struct Operands {
   int64_t rank() const { return b[0].dimensions()[1]; }
 };
 
-// Shapes that contradict each other, in words; none that lora.py makes do.
+// Return why shapes are inconsistent, or null; calls by lora.py are always consistent.
 const char* contradiction(const Operands& o, const Attributes& attributes, const Floats32& y) {
   const auto x = o.x.dimensions(), a = o.a.dimensions(), out = y.dimensions();
   const ffi::DataType type = o.x.element_type();
@@ -81,7 +81,7 @@ const char* contradiction(const Operands& o, const Attributes& attributes, const
   return num_columns != out[1] ? "the result has another number of columns" : nullptr;
 }
 
-// Columns [begin, begin + count) of a part's b, and where they lie in a result.
+// Columns [begin, begin + count) of a part's b, and their position in a result.
 struct Columns {
   int64_t part, begin, count, at;
 };
@@ -102,7 +102,7 @@ std::vector<Columns> columns_of(const Operands& o, int64_t num_groups) {
   return found;
 }
 
-// A range of rows, in the order of adapters, that have one.
+// A range of rows that have an adapter, sorted by adapter.
 struct Run {
   int64_t adapter, begin, end;
 };
@@ -147,7 +147,7 @@ ffi::Error adapt(ffi::ThreadPool pool, AnyBuffer x, Ints32 adapters, Ints32 num_
   float* ranks = scratch_floats(count * num_ranks);
   const char *rows = static_cast<const char*>(x.untyped_data()), *as = static_cast<const char*>(a.untyped_data());
   float* deltas = y->typed_data();
-  // Calls run(tile) for each tile of a run's rows, with its sums from a number on, and its result from a column on.
+  // Call run(tile) for each tile of a run's rows, with its sums from a rank on and its result from a column on.
   const auto for_tiles = [&](const Run& run, int64_t first_rank, int64_t column, const auto& call) {
     for (int64_t begin = run.begin; begin < run.end; begin += kRows) {
       Tile tile{};

@@ -69,5 +69,5 @@ def loaded() -> CpuLora:
     """
     found = kernel()
     if isinstance(found, str):
-        raise InternalError(f"a matrix is packed, and nothing can add its adapters: {found}")
+        raise InternalError(f"no kernel can add adapters to a packed matrix: {found}")
     return found

@@ -1,20 +1,20 @@
 // Attention of one tile over one chunk of keys. Compiled once for each width of vectors, under its own JPAGED_CORE.
 //
 //     scores     s[row, key] = q[row] . k[key]
-//     softmax    p[row, key] = e^(s - max of the row)   what a row does not see is minus infinity before and 0 after
+//     softmax    p[row, key] = e^(s - max of the row)   keys not visible to a row are minus infinity before and 0 after
 //     values     out[row]   += p[row, key] v[key]       4 rows x some vectors of the output stay in registers
 //
-// What lies in the lanes of a vector depends on how many rows there are:
+// The contents of a vector depend on the number of rows:
 //
-//     few (decode)     parts of a head: products are summed over lanes at the end, for as many keys and rows at once
-//                      as there are lanes, and scores are kept as [row, key]
-//     many (prefill)   rows: a number of a key is multiplied with that of all rows, nothing is summed over lanes, and
-//                      scores are kept as [key, row]
+//     few (decode)     parts of a head: products are summed over lanes at the end, for one key and row per lane at
+//                      once, and scores are stored as [row, key]
+//     many (prefill)   rows: a number of a key is multiplied with that of all rows, without sums over lanes, and
+//                      scores are stored as [key, row]
 //
-// Both sum in one order, so that a query has the same bits in a chunk as alone.
+// Both use the same order of sums, so a query has the same bits in a chunk as alone.
 //
-// No function of the standard library is called that is a template: compiled here for a processor with wide vectors, it
-// might be linked into code that runs on another.
+// This file calls no function templates of the standard library: an instance compiled here for a processor with wide
+// vectors could be linked into code that runs on another.
 
 #include "core.h"
 
@@ -23,19 +23,19 @@
 namespace jpaged {
 namespace {
 
-constexpr float kLowest = -1e30f;  // start of a maximum: finite, so that a row which sees nothing leaves no NaN
+constexpr float kLowest = -1e30f;  // initial maximum: finite, so a row without visible keys does not become NaN
 constexpr float kInfinity = __builtin_inff();
-constexpr int64_t kFetch = kMaxWidth;  // keys that are asked for together
+constexpr int64_t kFetch = kMaxWidth;  // keys prefetched together
 
 inline int64_t padded(int64_t n) { return (n + kWidth - 1) / kWidth * kWidth; }
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Which keys of a chunk each row sees: first to last.
+// Keys of a chunk that are visible to each row: first to last.
 struct Sight {
   int32_t first[kTileRows], last[kTileRows];
-  int64_t begin, end;          // keys that some row sees, in whole steps of kMaxWidth
-  int32_t all_begin, all_end;  // keys that all rows see
+  int64_t begin, end;          // keys visible to some row, in whole steps of kMaxWidth
+  int32_t all_begin, all_end;  // keys visible to all rows
 
   Sight(const Call& call, const Tile& tile, int64_t chunk) : all_begin(0), all_end(kChunk) {
     const int64_t first_key = chunk * kChunk;
@@ -73,12 +73,12 @@ struct Scratch {
   }
 };
 
-// Below it more lanes would idle with rows in them than summing over lanes costs.
+// With fewer rows, idle lanes would cost more than sums over lanes.
 bool has_many_rows(const Tile& tile) { return tile.num_rows > kWidth / 2; }
 
 // --- reading -----------------------------------------------------------------------------------------------------
 
-// Numbers as float32, with zeros up to a whole vector.
+// Convert numbers to float32, padded with zeros to a whole vector.
 template <class N>
 inline void decode_row(const typename N::Stored* from, int64_t count, float* to) {
   int64_t i = 0;
@@ -96,7 +96,7 @@ void load_rows(const Call& call, const Tile& tile, int64_t kv_head, const Scratc
   const bool is_many = has_many_rows(tile);
   for (int64_t i = 0; i < num_lanes; ++i) {
     float* row = is_many ? scratch.rows : scratch.q + i * depth;
-    for (int64_t d = 0; d < depth; d += kWidth) store(row + d, Floats{});  // idle rows hold no NaN
+    for (int64_t d = 0; d < depth; d += kWidth) store(row + d, Floats{});  // idle rows must not contain NaN
     if (i < tile.num_rows) {
       const int64_t token = tile.token + (tile.first + i) / group, head = kv_head * group + (tile.first + i) % group;
       const auto* q = static_cast<const typename N::Stored*>(call.q) + (token * call.num_heads + head) * call.head_dim;
@@ -115,7 +115,7 @@ void load_queries(const Call& call, const Tile& tile, int64_t kv_head, float* me
   load_rows<F16>(call, tile, kv_head, scratch);
 }
 
-// `count` keys or values in float32: in place where they are stored so, converted into the scratch where not.
+// `count` keys or values in float32: in place if stored as float32, else converted into the scratch.
 template <class N>
 inline void decode_rows(const char* const* from, int64_t count, int64_t width, int64_t offset,
                         const Scratch& scratch, const float** to) {
@@ -136,8 +136,8 @@ inline void decode_rows(const char* const* from, int64_t count, int64_t width, i
   }
 }
 
-// Asks for memory that is read soon: heads lie apart, and no processor guesses where the next token's is. The requests
-// of a piece are spread over the arithmetic of another, for a processor has room for few at a time.
+// Prefetch memory that is read soon: heads are not adjacent, and hardware prefetchers do not predict the next token's.
+// The prefetches of a piece are spread over the arithmetic of another, because processors have few outstanding ones.
 inline void fetch(const Keys& keys, int64_t begin, int64_t end, int64_t offset, int64_t num_bytes) {
   for (int64_t i = begin; i < end; ++i) {
     if (!keys.at[i]) continue;
@@ -186,7 +186,7 @@ inline Floats cap_scores(Floats scores, float cap) {
   return cap > 0 ? cap * hyperbolic_tangent(scores / cap) : scores;
 }
 
-// Scores become weights.
+// Convert scores to weights.
 void weigh_few(const Sight& sight, int64_t num_rows, float cap, float* scores, Partial part) {
   for (int64_t i = 0; i < num_rows; ++i, scores += kChunk) {
     Floats most = all(kLowest), total = {};
@@ -209,7 +209,7 @@ void weigh_few(const Sight& sight, int64_t num_rows, float cap, float* scores, P
 
 // --- scores of many rows -----------------------------------------------------------------------------------------
 
-// The dot products of a vector full of queries with `num_keys` keys, summed in the order in which `score` sums them:
+// The dot products of a vector of queries with `num_keys` keys, summed in the order of `score`:
 // the numbers of each lane of a head first, then lanes half the width apart, and so on.
 template <int num_keys>
 inline void score_lanes(const float* q, int64_t num_lanes, const float* const* keys, int64_t head_dim, float* scores) {
@@ -262,7 +262,7 @@ void weigh_many(const Sight& sight, int64_t num_lanes, float cap, float* scores,
       most = larger(seen, most);
       if (!is_whole || cap > 0) store(row, seen);
     }
-    Floats totals[kWidth] = {};  // as the lanes of `weigh_few` sum them
+    Floats totals[kWidth] = {};  // in the order of the lanes of `weigh_few`
     for (int64_t key = sight.begin; key < sight.end; ++key) {
       float* row = scores + key * num_lanes + lane;
       const Floats weights = exponential(load(row) - most);
@@ -279,7 +279,7 @@ void weigh_many(const Sight& sight, int64_t num_lanes, float cap, float* scores,
 
 // --- values ------------------------------------------------------------------------------------------------------
 
-// Weights as they lie: [row, key] or [key, row].
+// Weights as stored: [row, key] or [key, row].
 struct Weights {
   const float* at;
   int64_t row_step, key_step;
@@ -342,7 +342,7 @@ void attend_to(const Call& call, const Piece& piece, const Keys& keys, const Key
   const Sight sight(call, tile, piece.chunk);
   constexpr int64_t kBytes = sizeof(typename N::Stored);
   const int64_t num_bytes = call.head_dim * kBytes;
-  // A latent's value came with it.
+  // A latent's value was loaded with it.
   const int64_t value_offset = call.value_offset * kBytes, value_bytes = value_offset ? call.value_dim * kBytes : 0;
 
   const float* rows[kStep];
@@ -430,7 +430,7 @@ void store_tile(const Call& call, const Tile& tile, int64_t kv_head, Partial par
   for (int64_t i = 0; i < tile.num_rows; ++i) {
     const int64_t token = tile.token + (tile.first + i) / group, head = kv_head * group + (tile.first + i) % group;
     const int64_t at = token * call.num_heads + head;
-    const bool has_keys = !(part.sum[i] <= 0);  // a NaN has
+    const bool has_keys = !(part.sum[i] <= 0);  // true for NaN
     const float factor = has_keys ? scale / part.sum[i] : 0.0f;
     store_row(part.out + i * depth, factor, call.value_dim, call.q_number, call.out, at * call.value_dim);
     call.lse[at] = has_keys ? part.max[i] + __builtin_logf(part.sum[i]) : -kInfinity;

@@ -1,11 +1,11 @@
-// What the two halves of the CPU kernel share: kernel.cc decides what is computed where, core.cc computes it.
+// Declarations shared by kernel.cc, which divides the work into tasks, and core.cc, which computes attention on CPUs.
 //
 //     rows of a tile                     keys of a row, in chunks of 256 counted from the context's beginning
 //     (query, head of the group)         | 0 ........ 255 | 256 ...... 511 | 512 ...
 //     q0 g0  q0 g1 .. q1 g0 ..       x   |    partial     |    partial     |  ...      merged in this order
 //
-// A chunk's partial result is a function of one query and the chunk's keys alone, and so is the merged one: neither
-// the tile, nor the other rows of the batch, nor the threads show in a single bit of it.
+// A chunk's partial result depends only on one query and the chunk's keys, and the merged result only on a query and
+// its keys: no bit depends on the tile, the other rows of the batch or the threads.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace jpaged {
 
 constexpr int64_t kChunk = 256;    // keys of a partial result
 constexpr int64_t kStep = 32;      // keys that are converted to float32 together
-constexpr int64_t kTileRows = 64;  // rows that share the reading of the keys
+constexpr int64_t kTileRows = 64;  // rows that share the loads of the keys
 constexpr int64_t kMaxWidth = 16;  // floats of the widest vector
 
 struct Call {
@@ -28,17 +28,17 @@ struct Call {
 
   const char* pool;  // [P, B, 2K, D], or [P, B, K, D] of latents
   Number kv_number;
-  int64_t first_place, num_places;  // the layer's blocks in the pool; none of a layer that is not there
+  int64_t first_place, num_places;  // the layer's blocks in the pool; none if there is no such layer
   const float* scales_k2;           // of the layer, or null
 
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
   int64_t value_dim;     // numbers of a value, and of an output
-  int64_t value_offset;  // from a key to its value, in numbers: 0 where a key begins with it
+  int64_t value_offset;  // from a key to its value, in numbers: 0 if a key begins with its value
   int64_t window;  // 0: all
   float scale, soft_cap;  // soft_cap 0: none
 
   int64_t group() const { return num_heads / num_kv_heads; }
-  int64_t head_stride() const { return head_dim + value_offset; }  // from a head of a token to the next
+  int64_t head_stride() const { return head_dim + value_offset; }  // between consecutive heads of a token
 };
 
 // Consecutive (query, head) pairs of one row.
@@ -46,20 +46,20 @@ struct Tile {
   const int32_t* table;      // the row's blocks
   int64_t token, position;   // of the row's first query
   int64_t first, num_rows;   // pair i of the tile is query (first + i) / G with head (first + i) % G of the group
-  int64_t begin, end;        // keys that the row has and that some pair of the tile sees
+  int64_t begin, end;        // keys of the row that are visible to some pair of the tile
 
   int64_t first_chunk() const { return begin / kChunk; }
   int64_t num_chunks() const { return begin < end ? (end + kChunk - 1) / kChunk - first_chunk() : 0; }
 };
 
-// One head's keys of one chunk for a tile: what is attended to at once.
+// One head's keys of one chunk for a tile: the unit of `attend`.
 struct Piece {
   const Tile* tile;
   int64_t kv_head, chunk;
 };
 
-// Where the keys begin to end of a piece's chunk lie; null where the row has none, or the layer not the block. The value
-// of a key follows it, or is its beginning.
+// Pointers to the keys begin to end of a piece's chunk; null if the row has no such key, or the layer no such block.
+// The value of a key follows it, or is its beginning.
 struct Keys {
   const char* at[kChunk];
   int64_t begin, end;
@@ -81,15 +81,15 @@ struct Core {
   const char* name;
   int64_t width;  // floats of a vector
   int64_t (*num_scratch_floats)(int64_t head_dim);
-  // Puts the queries of one key/value head into the scratch, for `attend`.
+  // Copy the queries of one key/value head into the scratch, for `attend`.
   void (*load)(const Call&, const Tile&, int64_t kv_head, float* scratch);
-  // The partial result of one piece. While it is computed the keys of the next one, if any, are fetched.
+  // Compute the partial result of one piece, and prefetch the keys of the next one, if any.
   void (*attend)(const Call&, const Piece&, const Keys&, const Keys* next, float* scratch, Partial);
-  // Nothing seen yet.
+  // Reset to no keys.
   void (*clear)(const Tile&, int64_t value_dim, Partial);
-  // Adds what a later chunk gave.
+  // Merge the result of a later chunk.
   void (*merge)(const Tile&, int64_t value_dim, Partial into, Partial later);
-  // Writes the tile's outputs and log-sum-exps.
+  // Write the tile's outputs and log-sum-exps.
   void (*store)(const Call&, const Tile&, int64_t kv_head, Partial);
 };
 

@@ -1,7 +1,7 @@
-// Paged attention on CPUs as an XLA custom call: what is computed where. core.cc has the arithmetic.
+// Paged attention on CPUs as an XLA custom call: divides the work into tasks. core.cc contains the arithmetic.
 //
 //     row of the batch -> tiles of up to 64 (query, head) pairs -> a task for each key/value head
-//                                                                  and, where those are few, for each chunk of keys
+//                                                                  and, if those are few, for each chunk of keys
 //
 // The caller and threads of XLA's pool take tasks from one counter (tasks.h).
 
@@ -36,12 +36,12 @@ namespace {
 namespace ffi = xla::ffi;
 using Ints32 = ffi::Buffer<ffi::S32>;
 
-// Less work than this, in multiply-adds, is done before another thread wakes up.
+// Minimum work of a thread in multiply-adds: less is done before another thread wakes up.
 constexpr double kLeastShared = 4e5;
-// Tasks for each thread, so that none is long without work when another has the longest.
+// Tasks per thread, so that no thread is idle for long if another has the longest task.
 constexpr int64_t kTasksPerThread = 4;
 
-// The widest vectors that this processor has, and at most `width`.
+// The widest vectors of this processor, up to `width`.
 const Core& choose_core(int64_t width) {
 #if defined(__x86_64__)
   if (has_avx512() && width >= kAttentionAvx512.width) return kAttentionAvx512;
@@ -50,15 +50,15 @@ const Core& choose_core(int64_t width) {
   return kAttentionBaseline;
 }
 
-// --- what there is to do -----------------------------------------------------------------------------------------
+// --- tasks -------------------------------------------------------------------------------------------------------
 
 struct Rows {
   const int32_t *query_starts_s1, *positions_s, *begins_s, *kv_lens_s, *tables_sm;
   int64_t num_rows, table_width;
 };
 
-// The tiles of the rows in use. Whatever the numbers say, a tile's queries are tokens of the call that no earlier row
-// owns, and its keys lie within its table.
+// The tiles of the rows in use. Even with invalid arguments, a tile's queries are tokens of the call that belong to no
+// earlier row, and its keys are within its table.
 std::vector<Tile> make_tiles(const Call& call, const Rows& rows) {
   std::vector<Tile> tiles;
   const int64_t group = call.group(), table_len = rows.table_width * call.block_size;
@@ -83,7 +83,7 @@ std::vector<Tile> make_tiles(const Call& call, const Rows& rows) {
   return tiles;
 }
 
-// A tile and head, whole, or one chunk of them.
+// A whole tile and head, or one chunk of it.
 struct Task {
   int64_t tile, kv_head;
   int64_t first_chunk, num_chunks;
@@ -111,7 +111,7 @@ void find_keys(const Call& call, const Piece& piece, Keys& keys) {
   }
 }
 
-// A tile and head whose chunks are tasks of their own: the last of them to end merges what all have left.
+// A tile and head whose chunks are separate tasks: the last one to finish merges all results.
 struct Split {
   std::atomic<int64_t> num_left;
   std::unique_ptr<float[]> memory;
@@ -194,7 +194,7 @@ class Work {
 
 // --- attention ---------------------------------------------------------------------------------------------------
 
-// What tokens of no row get.
+// Output of tokens that belong to no row.
 void clear_outputs(const Call& call) {
   std::memset(call.out, 0, call.num_tokens * call.num_heads * call.value_dim * bytes_of(call.q_number));
   std::fill_n(call.lse, call.num_tokens * call.num_heads, -INFINITY);
@@ -234,9 +234,9 @@ void encode_row(const void* from, Number number, int64_t begin, int64_t count, N
   }
 }
 
-// New keys and values of the packed tokens, or latents alone; a slot outside of the layer is dropped.
+// New keys and values of the packed tokens, or only latents; slots outside of the layer are dropped.
 struct NewTokens {
-  const void *k_tkd, *v_tkd;  // no values: null
+  const void *k_tkd, *v_tkd;  // null without values
   Number number;
   const int32_t* slots_t;
 };
@@ -263,7 +263,7 @@ void write_tokens(const Call& call, const NewTokens& tokens, char* pool) {
 struct Attributes {
   float scale, soft_cap;
   int64_t window, blocks_per_layer, kv_number, max_width, max_threads;
-  int64_t value_dim;  // of latents; 0: values lie behind keys
+  int64_t value_dim;  // of latents; 0: values follow keys
 
   int64_t rows_of_head() const { return value_dim ? 1 : 2; }
 };
@@ -280,7 +280,7 @@ Number query_number(ffi::DataType type) {
   return type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
 }
 
-// Shapes that contradict each other, in words; none that attention.py makes do.
+// Return why shapes are inconsistent, or null; calls by attention.py are always consistent.
 const char* contradiction(const Operands& x, const Attributes& a) {
   const auto q = x.q.dimensions(), pool = x.pool.dimensions(), tables = x.tables.dimensions();
   if (q.size() != 3 || pool.size() != 4 || tables.size() != 2) return "queries, pool or block tables have another rank";
@@ -388,7 +388,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::Attributes, xla::ffi::StructMember
 
 namespace jpaged {
 
-// Zeroes a new pool. On Linux whole pages go back to the kernel, which maps zeros when a page is first used: a pool of
+// Zero a new pool. On Linux, whole pages are returned to the operating system, which maps zeros on first use: a pool of
 // gigabytes takes no time and no memory until blocks are written.
 xla::ffi::Error blank(xla::ffi::Result<xla::ffi::AnyBuffer> pool) {
   char* const begin = static_cast<char*>(pool->untyped_data());
@@ -439,7 +439,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_update, jpaged::update,
                                   .Arg<AnyBuffer>()  // keys
                                   .Arg<AnyBuffer>()  // values
                                   .Arg<Ints32>()     // slots
-                                  .Arg<AnyBuffer>()  // pool, and from here as above
+                                  .Arg<AnyBuffer>()  // pool; the rest as above
                                   .Arg<Ints32>()
                                   .Arg<Ints32>()
                                   .Arg<Ints32>()

@@ -37,15 +37,16 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     """Return why a call cannot run here, or None. Queries must have 16 bits, and the type of a 16-bit pool."""
     group, dtype = queries.num_heads // layout.num_kv_heads, queries.dtype.name
     if layout.dtype.name not in _KV_DTYPES:
-        return f"the pool holds {layout.dtype.name}; its tensor-core products take {', '.join(_KV_DTYPES)}"
+        return f"the pool has {layout.dtype.name}; tensor-core products require {', '.join(_KV_DTYPES)}"
     if dtype not in _QUERY_DTYPES or (not layout.is_scaled and layout.dtype.name != dtype):
         return (
-            f"queries are {dtype} and the pool holds {layout.dtype.name}; queries are {' or '.join(_QUERY_DTYPES)}, "
-            "and the pool's type is theirs or one of 8 bits"
+            f"queries are {dtype} and the pool has {layout.dtype.name}; queries must be {' or '.join(_QUERY_DTYPES)}, "
+            "and the pool must have the same type or one of 8 bits"
         )
     if layout.value_dim is not None:
         return (
-            f"keys are latents of {layout.head_dim} numbers; tiles have values of their own, of up to {_MAX_HEAD_DIM}"
+            f"keys are latents of {layout.head_dim} numbers; only keys with separate values of up to {_MAX_HEAD_DIM} "
+            "are supported"
         )
     if layout.block_size % 8 or layout.block_size > _MAX_BLOCK_SIZE:
         return f"block_size {layout.block_size} is not a multiple of 8 up to {_MAX_BLOCK_SIZE}"
@@ -56,9 +57,8 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     fixed, stage = fixed_bytes(layout), stage_bytes(layout)
     if fixed + 2 * stage > SHARED_BYTES:
         return (
-            f"block_size {layout.block_size} with head_dim {layout.head_dim} in {layout.dtype.name} takes "
-            f"{fixed + 2 * stage} bytes of shared memory (twice {stage}, and {fixed}); the limit is "
-            f"{SHARED_BYTES}"
+            f"block_size {layout.block_size} with head_dim {layout.head_dim} in {layout.dtype.name} requires "
+            f"{fixed + 2 * stage} bytes of shared memory (twice {stage}, and {fixed}); the limit is {SHARED_BYTES}"
         )
     return None
 

@@ -41,13 +41,13 @@ _MAX_LATENT_DIM = 640
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     """Return why there is no kernel for it, or None. Lists of rows and tokens must fit into the small scalar memory."""
     if queries.dtype.name not in _QUERY_DTYPES:
-        return f"queries of {queries.dtype} are none of {', '.join(_QUERY_DTYPES)}"
+        return f"queries are {queries.dtype}; they must be {' or '.join(_QUERY_DTYPES)}"
     if layout.num_shards > 1:
-        return f"the pool is of {layout.num_shards} shards; each device runs its own, under jax.shard_map"
+        return f"the pool has {layout.num_shards} shards; each device must use its own, under jax.shard_map"
     if layout.dtype.name not in _KV_DTYPES:
-        return f"kv_dtype {layout.dtype.name} is none of {', '.join(_KV_DTYPES)}"
+        return f"kv_dtype {layout.dtype.name} is not one of {', '.join(_KV_DTYPES)}"
     if layout.block_size not in sizing.BLOCK_SIZES:
-        return f"block_size {layout.block_size} is none of {', '.join(map(str, sizing.BLOCK_SIZES))}"
+        return f"block_size {layout.block_size} is not one of {', '.join(map(str, sizing.BLOCK_SIZES))}"
     most = _MAX_HEAD_DIM if layout.value_dim is None else _MAX_LATENT_DIM
     if layout.head_dim > most:
         return f"head_dim {layout.head_dim} is above the limit of {most}"
@@ -60,7 +60,7 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
     """Return why a device cannot run it, or None; only TPUs can."""
-    return None if device.platform == "tpu" else f"needs a TPU; this device's platform is {device.platform}"
+    return None if device.platform == "tpu" else f"requires a TPU; this device's platform is {device.platform}"
 
 
 def attend(call: AttentionCall) -> Attended:

@@ -62,7 +62,7 @@ def lists_refusal(queries: Queries, num_kv_heads: int, num_tiles: int) -> str | 
     if (need := scalar_bytes(queries, num_kv_heads, num_tiles)) <= SMEM_BUDGET_BYTES:
         return None
     return (
-        f"the lists of steps of {queries.num_rows} rows and {queries.num_tokens} tokens need {-(-need // 1024)} KiB of "
+        f"the step lists of {queries.num_rows} rows and {queries.num_tokens} tokens require {-(-need // 1024)} KiB of "
         f"scalar memory; the limit is {SMEM_BUDGET_BYTES // 1024} KiB"
     )
 

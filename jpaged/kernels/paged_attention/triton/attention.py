@@ -32,7 +32,7 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     """Return why a call cannot run here, or None."""
     group, dtype = group_of(layout, queries.num_heads), queries.dtype.name
     if dtype not in _QUERY_DTYPES:
-        return f"queries are {dtype}; they have to be {', '.join(_QUERY_DTYPES)}"
+        return f"queries are {dtype}; they must be {', '.join(_QUERY_DTYPES)}"
     if layout.value_dim is not None:
         return _latents_reason(layout, layout.value_dim, queries)
     if layout.head_dim % 16 or layout.head_dim > _MAX_HEAD_DIM:
@@ -41,8 +41,8 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
         return f"{group} query heads share a key/value head; the limit is {_MAX_GROUP}"
     if layout.is_scaled and layout.head_dim % 32 and 1 << 31 < layout.num_bytes <= 1 << 32:
         return (
-            f"the pool has {layout.num_bytes} bytes in heads of {layout.head_dim} numbers of 8 bits; from {1 << 31} to "
-            f"{1 << 32} bytes they have to be a multiple of 32"
+            f"the pool has {layout.num_bytes} bytes in heads of {layout.head_dim} 8-bit numbers; from {1 << 31} to "
+            f"{1 << 32} bytes, heads must be a multiple of 32"
         )
     return None
 
@@ -51,7 +51,9 @@ def _latents_reason(layout: KVLayout, value_dim: int, queries: Queries) -> str |
     if layout.head_dim % 32 or value_dim % 32 or layout.head_dim > _MAX_LATENT_DIM:
         return f"latents of {layout.head_dim} and {value_dim} numbers are not multiples of 32 up to {_MAX_LATENT_DIM}"
     if (need := latent_bytes(layout, queries.dtype)) > _SHARED_BYTES:
-        return f"latents of {layout.head_dim} numbers need {need} bytes of shared memory; the limit is {_SHARED_BYTES}"
+        return (
+            f"latents of {layout.head_dim} numbers require {need} bytes of shared memory; the limit is {_SHARED_BYTES}"
+        )
     return None
 
 
@@ -65,7 +67,7 @@ def unsupported_device_reason(device: jax.Device) -> str | None:
         return f"runs on NVIDIA GPUs; this is {device.device_kind}, {capability}"
     if tuple(map(int, numbers)) < _MIN_CAPABILITY:
         return f"runs on Ampere (sm_80) and later; this is {device.device_kind}, sm_{capability.replace('.', '')}"
-    return None if has_triton() else f"is written in Pallas Triton, which jax {jax.__version__} does not have"
+    return None if has_triton() else f"requires Pallas Triton, which jax {jax.__version__} does not have"
 
 
 def attend(call: AttentionCall, cut: Cut | None = None, *, is_interpreted: bool = False) -> Attended:

@@ -1,9 +1,9 @@
 // The product of rows and a block of columns. Compiled once for each kind of processor, under its own JPAGED_CORE.
 //
-//     sums[r, c] += x[r, k] * block[k, c]      12 rows x 32 columns stay in registers, of narrow vectors 6 x 2 vectors
+//     sums[r, c] += x[r, k] * block[k, c]      12 rows x 32 columns stay in registers; 6 x 2 vectors if they are narrow
 //
-// No function of the standard library is called that is a template: compiled here for a processor with wide vectors, it
-// might be linked into code that runs on another.
+// This file calls no function templates of the standard library: an instance compiled here for a processor with wide
+// vectors could be linked into code that runs on another.
 
 #include "core.h"
 
@@ -17,10 +17,10 @@
 namespace jpaged::product {
 namespace {
 
-constexpr int kVectors = 2;                        // of a row's sums at once
+constexpr int kVectors = 2;                        // vectors of a row's sums at once
 constexpr int kStrip = kVectors * kWidth;          // columns
-constexpr int kRows = kWidth == kMaxWidth ? 12 : 6;  // that leave registers for the block and a number of x
-constexpr int kStreamedRows = 8;                   // up to which memory is what counts
+constexpr int kRows = kWidth == kMaxWidth ? 12 : 6;  // rows that leave registers for the block and a number of x
+constexpr int kStreamedRows = 8;                   // up to this number, memory is the bottleneck
 
 using TwoHalves = uint32_t;  // numbers k and k + 1 of a column
 
@@ -29,7 +29,7 @@ using TwoHalves = uint32_t;  // numbers k and k + 1 of a column
 struct Singles {
   using X = float;
   using Stored = float;
-  static constexpr int64_t kDeep = 1;  // numbers of a column that lie side by side
+  static constexpr int64_t kDeep = 1;  // adjacent numbers of a column
 
   template <int rows>
   static inline void add(const X* x, int64_t stride, const Stored* block, Floats (*sums)[kVectors]) {
@@ -93,7 +93,7 @@ struct Pairs {
 };
 #endif
 
-// Not inlined: GCC 12 would spill the sums of the largest.
+// Not inlined: otherwise GCC 12 spills the sums of the largest tile.
 template <class N, int rows>
 [[gnu::noinline]] void multiply_strip(const typename N::X* x, int64_t stride, int64_t depth,
                                       const typename N::Stored* block, float* to) {
@@ -156,7 +156,7 @@ float number_at(const void* from, Number number, int64_t i) {
   return decode_bf16(static_cast<const uint16_t*>(from)[i]);
 }
 
-// Floats with zeros up to a whole vector; returns how many those are.
+// Convert to floats, padded with zeros to a whole vector; return the padded number.
 int64_t decode(const void* from, Number number, int64_t count, float* to) {
   const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
   if (number == Number::kF32) {
@@ -204,7 +204,7 @@ void normalise_layer(const Before& before, float* x, int64_t padded) {
   }
 }
 
-// The row, in the order in which the matrix has its numbers: in `row` or behind it.
+// Return the row in the order of the matrix's depth, stored in `row` or after it.
 float* normalise(const Before& before, const void* x, float* row) {
   const int64_t whole = decode(x, before.number, before.depth, row);
   if (before.norm == Norm::kRms) normalise_rms(row, before.depth, whole, before.eps, before.scale, before.number);
@@ -220,7 +220,7 @@ void round_to_type(const Before& before, float* row) {
   for (int64_t i = 0; i < before.depth; ++i) row[i] = decode_bf16(encode_bf16(row[i]));
 }
 
-// The one step of a row's whole numbers, which is not finite where one of the row's is not.
+// The step of a row's integers; not finite if a number of the row is not finite.
 float step_of(const Before& before, const float* row) {
   const uint32_t largest = largest_bits(row, before.depth);
   if (largest >= kInfinity) return __builtin_nanf("");
@@ -228,7 +228,7 @@ float step_of(const Before& before, const float* row) {
   return largest ? jpaged::float_of(largest) / 127.0f : 1.0f;
 }
 
-// Whole numbers of one step each, as floats again.
+// Round to multiples of the step and convert them back to floats.
 void round_to_steps(const Before& before, float* row) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   const float step = step_of(before, row);
@@ -275,7 +275,7 @@ void split(const Before& before, const void* x, float* row, [[maybe_unused]] con
 
 // --- results -----------------------------------------------------------------------------------------------------
 
-// Some of a vector's numbers of a row, the others 0.
+// Load some of a vector's numbers of a row; the others are 0.
 Floats load_some(const void* from, Number number, int64_t begin, int64_t count) {
   float lanes[kWidth] = {};
   for (int64_t i = 0; i < count; ++i) lanes[i] = number_at(from, number, begin + i);
@@ -303,7 +303,7 @@ void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats
   __builtin_memcpy(static_cast<uint16_t*>(to) + begin, &halves, count < kWidth ? 2 * count : sizeof halves);
 }
 
-// x / (1 + e^-x), of an exponential that is at most 1.
+// x / (1 + e^-x), computed with an exponential of at most 1.
 Floats silu(Floats x) {
   const Floats power = exponential(x > 0.0f ? -x : x);
   return x * (x > 0.0f ? all(1.0f) : power) / (1.0f + power);
@@ -341,7 +341,7 @@ void store_head(const float* x, int64_t count, Number number, void* to, int64_t 
   }
 }
 
-// Dimension i turns against i + D/2.
+// Rotates dimension i with i + D/2.
 void turn(const float* x, const float* cos, const float* sin, int64_t half, float* to) {
   for (int64_t i = 0; i < half; ++i) {
     to[i] = x[i] * cos[i] - x[half + i] * sin[i];

@@ -1,4 +1,4 @@
-// Rows as digits of 8 bits, and their products with bytes. Included by core.cc alone.
+// Rows as digits of 8 bits, and their products with bytes. Included only by core.cc.
 
 #pragma once
 
@@ -15,12 +15,12 @@ namespace {
 
 #ifdef __AVX512VNNI__
 constexpr bool kHasDigits = true;
-constexpr int kVirtualRows = 12;  // digits of rows whose sums stay in registers
+constexpr int kVirtualRows = 12;  // number of row digits whose sums stay in registers
 
 
 // --- rows ------------------------------------------------------------------------------------------------------------
 
-// The power of two that makes whole numbers of `digits` digits of numbers up to one of these bits.
+// The power of two that scales numbers, up to the one with these bits, to integers of `digits` digits.
 template <int digits>
 float factor_for(uint32_t largest) {
   constexpr int kTop = digits == 2 ? 14 : 22, kMost = digits == 2 ? 32639 : 8355711;
@@ -51,10 +51,10 @@ void split_span(const float* x, int64_t count, float step, float unit, float fac
   rows.sums[row * rows.num_spans + span] = static_cast<float>(total) * step;
 }
 
-// A row of whole spans. Rows of one digit have one step: `whole`.
+// A row of whole spans. Rows with one digit have a single step: `whole`.
 template <int digits>
 void split_row(const Quantised& q, const float* x, float whole, const DigitRows& rows, int64_t row) {
-  const float unit = q.code == Code::kE2M1 ? 0.5f : 1;  // whole numbers of E2M1 are twice as many
+  const float unit = q.code == Code::kE2M1 ? 0.5f : 1;  // E2M1 codes are doubled to be integers
   for (int64_t group = 0, span = 0; group < q.num_groups; ++group) {
     const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
     for (int64_t i = 0; i < rows.spans_of_group; ++i, ++span) {
@@ -74,7 +74,7 @@ void split_row(const Quantised& q, const float* x, float whole, const DigitRows&
 // --- products --------------------------------------------------------------------------------------------------------
 
 struct Int8Bytes {
-  static constexpr int kParts = 1;  // of a lane: each has four numbers
+  static constexpr int kParts = 1;  // parts of a lane with four numbers
   static constexpr int32_t kOffset = 128;
   static inline Uints part(Uints lane, int) { return lane; }
 };
@@ -85,7 +85,7 @@ struct Int4Bytes {
   static inline Uints part(Uints lane, int i) { return lane >> 4 * i & 0x0f0f0f0fu; }
 };
 
-// 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign: twice as many, and 12 more.
+// 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign: doubled, plus 12.
 struct E2M1Bytes {
   static constexpr int kParts = 2;
   static constexpr int32_t kOffset = 12;
@@ -98,7 +98,7 @@ struct E2M1Bytes {
   }
 };
 
-// Whole sums of one span, of the digits of rows: [virtual_rows][2] vectors of columns.
+// Integer sums of one span for the digits of rows: [virtual_rows][2] vectors of columns.
 template <class C, int virtual_rows>
 [[gnu::always_inline]] inline void add_span(const int8_t* x, int64_t stride, const uint8_t* lanes, int64_t count,
                                             const int32_t* totals, int64_t totals_stride, __m512i (*sums)[2]) {
@@ -127,7 +127,7 @@ template <class C, int virtual_rows>
   }
 }
 
-// The same stored, [virtual_rows, 32]. Not inlined: GCC 12 would spill the sums.
+// Store the same, [virtual_rows, 32]. Not inlined: otherwise GCC 12 spills the sums.
 template <class C, int virtual_rows>
 [[gnu::noinline]] void multiply_span(const int8_t* x, int64_t stride, const uint8_t* lanes, int64_t count,
                                      const int32_t* totals, int64_t totals_stride, int32_t* to) {
@@ -140,7 +140,7 @@ template <class C, int virtual_rows>
   }
 }
 
-// A row's sums of one span, put together: sum + scale * (step * digits - zero * the row's sum).
+// Combine a row's sums of one span: sum + scale * (step * digits - zero * the row's sum).
 template <int digits>
 [[gnu::always_inline]] inline Floats add_digits(Floats sum, const Ints* parts, float step, Floats scale, bool has_zeros,
                                                 Floats zero, float row_sum) {
@@ -152,7 +152,7 @@ template <int digits>
   return sum + found * scale;
 }
 
-// Calls add(span, where it begins, how long it is, where its scales are).
+// Call add(span, its begin, its length, its scales) for each span.
 template <class Add>
 [[gnu::always_inline]] inline void for_each_step(const Quantised& q, int64_t block, const DigitRows& rows,
                                                  const Add& add) {
@@ -170,7 +170,7 @@ inline const uint8_t* lanes_at(const Quantised& q, int64_t block, int64_t k) {
   return q.values + (block * q.depth + k) * (32 / C::kParts);
 }
 
-// One row, whose sums stay in registers.
+// One row, with sums in registers.
 template <class C, int digits>
 [[gnu::noinline]] void multiply_row(const Quantised& q, int64_t block, const DigitRows& rows, int64_t row, float* sums) {
   const int8_t* x = rows.digits + row * digits * rows.stride;

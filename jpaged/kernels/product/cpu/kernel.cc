@@ -1,8 +1,9 @@
-// Products of rows with a packed matrix as an XLA custom call: what is computed where. core.cc has the arithmetic.
+// Products of rows with a packed matrix as an XLA custom call: divides the work into tasks. core.cc contains the
+// arithmetic.
 //
 //     rows in use -> prepared once (norm, type) -> a task for some blocks of columns -> tiles of up to 12 rows
 //
-// Rows that are not in use are zeros in the result, whatever lies in them.
+// Results of unused rows are zeros, whatever the rows contain.
 
 #include <algorithm>
 #include <cstring>
@@ -26,11 +27,11 @@ namespace ffi = xla::ffi;
 using ffi::AnyBuffer;
 using Ints32 = ffi::Buffer<ffi::S32>;
 
-// Less work than this, in multiply-adds, is done before another thread wakes up.
+// Minimum work of a thread in multiply-adds: less is done before another thread wakes up.
 constexpr double kLeastShared = 4e5;
-// Tasks for each thread, so that none is long without work when another is held up.
+// Tasks per thread, so that no thread is idle for long if another is delayed.
 constexpr int64_t kTasksPerThread = 4;
-// Rows so many bytes apart, or a multiple, fall on the same lines of the first cache.
+// Rows at multiples of this distance in bytes use the same sets of the L1 cache.
 constexpr int64_t kConflict = 1024;
 constexpr int64_t kLine = 64;
 
@@ -48,20 +49,20 @@ Number number_of(ffi::DataType type) { return type == ffi::F32 ? Number::kF32 : 
 const void* or_null(const AnyBuffer& x) { return x.element_count() ? x.untyped_data() : nullptr; }
 int64_t count_of(const AnyBuffer& x) { return static_cast<int64_t>(x.element_count()); }
 
-// The rows of a call as a core multiplies them.
+// The rows of a call in the form that a core multiplies.
 struct Rows {
   const char* x;
   int64_t stride;      // numbers
   int64_t row_bytes;
 };
 
-// An odd number of cache lines that holds `depth` numbers.
+// Stride of an odd number of cache lines that holds `depth` numbers.
 int64_t spread_stride(int64_t depth, int64_t item_bytes) {
   const int64_t lines = (depth * item_bytes + kLine - 1) / kLine;
   return (lines | 1) * kLine / item_bytes;
 }
 
-// Calls run(r, room for twice `depth` floats in whole vectors) for each row.
+// Call run(r, scratch for twice `depth` floats in whole vectors) for each row.
 template <class Run>
 void for_each_row(ffi::ThreadPool& pool, int64_t num_rows, int64_t depth, int64_t num_threads, const Run& run) {
   constexpr int64_t kRowsOfTask = 16;
@@ -74,7 +75,7 @@ void for_each_row(ffi::ThreadPool& pool, int64_t num_rows, int64_t depth, int64_
   });
 }
 
-// Rows of `padded` numbers each, zeros behind their own.
+// Rows padded with zeros to `padded` numbers.
 Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const void* x, int64_t num_rows,
                   int64_t padded, int64_t num_threads) {
   const int64_t depth = before.depth, stored_bytes = depth * bytes_of(before.number);
@@ -116,9 +117,9 @@ DigitRows split_rows(ffi::ThreadPool& pool, const Core& core, const Before& befo
 struct Attributes {
   float eps;
   int64_t norm, is_gated, max_width, max_threads;
-  int64_t code;      // of a quantised matrix; kPlain is another
-  int64_t group;     // numbers of a column that share a scale; more than there are is all of them
-  int64_t is_int8;   // rows become int8
+  int64_t code;      // of a quantized matrix; kPlain if it is not quantized
+  int64_t group;     // numbers of a column that share a scale; may exceed the depth
+  int64_t is_int8;   // rows are quantized to int8
 };
 
 constexpr int64_t kPlain = -1;
@@ -127,8 +128,8 @@ struct Operands {
   AnyBuffer x, matrix;
   Ints32 num_rows;
   AnyBuffer scale, norm_bias, bias, residual;
-  AnyBuffer scales, zeros, order, step;  // of a quantised matrix
-  AnyBuffer delta;                       // what rows with an adapter add to their sums
+  AnyBuffer scales, zeros, order, step;  // of a quantized matrix
+  AnyBuffer delta;                       // added to the sums of rows with an adapter
   Ints32 adapters;
 };
 
@@ -147,7 +148,7 @@ Quantised quantised_of(const Operands& o, const Attributes& a) {
           (depth + group - 1) / group};
 }
 
-// As `contradiction`, of what a quantised matrix alone has.
+// Like `contradiction`, for the arguments of quantized matrices.
 const char* quantised_contradiction(const Operands& o, const Attributes& a) {
   const auto x = o.x.dimensions(), matrix = o.matrix.dimensions();
   if (a.code < 0 || a.code > static_cast<int64_t>(Code::kE4M3)) return "no such code";
@@ -179,7 +180,7 @@ const char* plain_contradiction(const Operands& o) {
   return matrix[1] != (is_bf16 ? (x[1] + 1) / 2 : x[1]) ? "rows and matrix differ in depth" : nullptr;
 }
 
-// Shapes that contradict each other, in words; none that cpu.py makes do.
+// Return why shapes are inconsistent, or null; calls by cpu.py are always consistent.
 const char* contradiction(const Operands& o, const AnyBuffer& y, const Attributes& a) {
   const auto x = o.x.dimensions(), matrix = o.matrix.dimensions(), out = y.dimensions();
   if (!is_number(o.x.element_type()) || !is_number(y.element_type())) return "rows are not float32 or bfloat16";
@@ -209,7 +210,7 @@ const char* contradiction(const Operands& o, const AnyBuffer& y, const Attribute
   return nullptr;
 }
 
-// What rows with an adapter add to their sums before anything else is, or null: [T, N], the parts side by side.
+// Deltas of adapters, added to the sums first, or null: [T, N], with adjacent parts.
 struct Delta {
   const float* sums;
   const int32_t* adapters;  // of each row; 0 is none
@@ -226,14 +227,14 @@ struct Delta {
   }
 };
 
-// A call's product: rows that lie ready, and how a core multiplies some of them with a block of columns.
+// A call's product: prepared rows, and how a core multiplies some of them with a block of columns.
 struct Tiles {
   int64_t num_rows, num_blocks, num_threads;
-  int64_t rows_of_tile;  // that are multiplied at once
+  int64_t rows_of_tile;  // rows multiplied at once
   Delta delta;
 };
 
-// Calls sums_of(block, first row, how many, sums [rows, 32]) for each tile, and finishes it.
+// Call sums_of(block, first row, number of rows, sums [rows, 32]) for each tile, and finish it.
 template <class SumsOf>
 void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after, const Tiles& tiles,
                     const SumsOf& sums_of) {
@@ -323,12 +324,12 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
   return ffi::Error::Success();
 }
 
-// --- norms alone -------------------------------------------------------------------------------------------------
+// --- norms only --------------------------------------------------------------------------------------------------
 
 ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuffer scale, AnyBuffer norm_bias,
                      ffi::Result<AnyBuffer> y, Attributes a) {
   const auto shape = x.dimensions();
-  if (!is_number(x.element_type()) || shape.size() != 2) return ffi::Error::InvalidArgument("rows are no matrix of numbers");
+  if (!is_number(x.element_type()) || shape.size() != 2) return ffi::Error::InvalidArgument("rows are not a matrix of numbers");
   if (a.norm < 1 || a.norm > static_cast<int64_t>(Norm::kLayer)) return ffi::Error::InvalidArgument("no such norm");
   for (const AnyBuffer& per_depth : {scale, norm_bias}) {
     if (count_of(per_depth) && (count_of(per_depth) != shape[1] || per_depth.element_type() != x.element_type())) {
@@ -408,7 +409,7 @@ ffi::Error rotate(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, AnyBuffer 
 
 // --- packing -----------------------------------------------------------------------------------------------------
 
-// Number (k, n) of the matrix lies at k * k_step + n * n_step.
+// Number (k, n) of the matrix is at k * k_step + n * n_step.
 template <class T>
 void pack(const T* matrix, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step, int64_t deep, T* blocks) {
   const int64_t even_depth = (depth + deep - 1) / deep * deep;
@@ -423,7 +424,7 @@ void pack(const T* matrix, int64_t depth, int64_t num_columns, int64_t k_step, i
   }
 }
 
-// A code a number, in a byte of its own, at k * k_step + n * n_step.
+// One code per number, each in its own byte, at k * k_step + n * n_step.
 void pack_codes(const uint8_t* codes, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step, Code code,
                 uint8_t* blocks) {
   const int64_t lane = numbers_of_lane(code), num_lanes = (depth + lane - 1) / lane;
@@ -469,13 +470,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_multiply, jpaged::product::multiply,
                                   .Arg<AnyBuffer>()  // scale of the norm
                                   .Arg<AnyBuffer>()  // its bias
                                   .Arg<AnyBuffer>()  // bias of the product
-                                  .Arg<AnyBuffer>()  // what is added
-                                  .Arg<AnyBuffer>()  // scales of a quantised matrix
+                                  .Arg<AnyBuffer>()  // residual
+                                  .Arg<AnyBuffer>()  // scales of a quantized matrix
                                   .Arg<AnyBuffer>()  // its zeros
-                                  .Arg<AnyBuffer>()  // the order of its depth
-                                  .Arg<AnyBuffer>()  // the step of its rows
-                                  .Arg<AnyBuffer>()  // what adapters add
-                                  .Arg<Ints32>()     // the adapter of each row
+                                  .Arg<AnyBuffer>()  // order of its depth
+                                  .Arg<AnyBuffer>()  // step of its rows
+                                  .Arg<AnyBuffer>()  // deltas of adapters
+                                  .Arg<Ints32>()     // adapter of each row
                                   .Ret<AnyBuffer>()
                                   .Attrs<jpaged::product::Attributes>());
 

@@ -1,4 +1,5 @@
-// Spans of a quantised matrix as floats or bfloat16, for rows of those. Included by core.cc alone, behind the products.
+// Spans of a quantized matrix as floats or bfloat16, for rows of these types. Included only by core.cc, after the
+// products.
 
 #pragma once
 
@@ -67,14 +68,14 @@ void unpack_singles(Code code, const uint8_t* lanes, int64_t count, float* panel
 using Words [[gnu::vector_size(4 * kWidth)]] = int16_t;
 using Codes [[gnu::vector_size(4 * kWidth)]] = uint16_t;
 
-// The high bytes of 16 bits, numbers of E4M3, as bfloat16 if their exponent is not 0: the bias grows by 120.
+// Convert E4M3 numbers in the high bytes of 16 bits to bfloat16, if their exponent is not 0: the bias grows by 120.
 //
 //     s eeee mmm ........   ->   s 0000eeee mmm0000  + 120 << 7
 inline Codes widen_normal(Codes high) {
   return (reinterpret_cast<Codes>(reinterpret_cast<Words>(high) >> 4) & 0x87f0u) + 0x3c00u;
 }
 
-// The same of every number: m * 2^-9, where the exponent is 0, as the highest bit of m has it.
+// The same for every number: m * 2^-9 if the exponent is 0, through the highest bit of m.
 inline Codes widen_any(Codes high) {
   const Codes magnitude = high >> 8 & 0x7fu;
   const Codes one = magnitude >= 1u ? Codes{} + 0x3b00u : Codes{};
@@ -83,7 +84,7 @@ inline Codes widen_any(Codes high) {
   return magnitude < 8u ? four | (high & 0x8000u) : widen_normal(high);
 }
 
-// Whether a byte's exponent is 0: of a trained matrix that is one in thousands.
+// Return true if a byte's exponent is 0: about one in thousands in trained matrices.
 inline bool has_subnormal(Uints lane) {
 #ifdef __AVX512BW__
   return _mm512_testn_epi8_mask(reinterpret_cast<__m512i>(lane), _mm512_set1_epi8(0x78)) != 0;
@@ -93,7 +94,7 @@ inline bool has_subnormal(Uints lane) {
 #endif
 }
 
-// Numbers of E4M3 as bfloat16 [count / 2, 32, 2].
+// Convert E4M3 numbers to bfloat16 [count / 2, 32, 2].
 void unpack_pairs(const uint8_t* lanes, int64_t count, TwoHalves* panel) {
   for (int64_t k = 0; k < count; k += 4, lanes += 4 * kColumns, panel += 2 * kColumns) {
     for (int64_t c = 0; c < kColumns; c += kWidth) {
@@ -111,7 +112,7 @@ void unpack_pairs(const uint8_t* lanes, int64_t count, TwoHalves* panel) {
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// sums += scale * more, of all rows; and of panels with zeros their own have been taken away.
+// sums += scale * more for all rows; panels already have their zeros subtracted.
 inline void add_scaled(const Quantised& q, int64_t scale_at, const float* more, int64_t num_rows, float* sums) {
   for (int64_t c = 0; c < kColumns; c += kWidth) {
     const Floats scale = load_scales(q.scales, q.number, scale_at + c);
@@ -129,7 +130,7 @@ inline void subtract_zeros(const Quantised& q, int64_t scale_at, int64_t count, 
   }
 }
 
-// Calls add(panel of a span, where it begins, how long it is, where its scales are).
+// Call add(panel of a span, its begin, its length, its scales) for each span.
 template <class Add>
 inline void for_each_span(const Quantised& q, int64_t block, const Add& add) {
   const int64_t lane_numbers = numbers_of_lane(q.code);
@@ -143,12 +144,12 @@ inline void for_each_span(const Quantised& q, int64_t block, const Add& add) {
   }
 }
 
-// sums[r, 32] of rows as `prepare` leaves them times one block; up to kPanelRows rows.
+// sums[r, 32] of up to kPanelRows rows from `prepare`, times one block.
 void multiply_panels(const Quantised& q, int64_t block, const void* x, int64_t stride, Number number, int64_t num_rows,
                      float* sums) {
   alignas(64) float panel[kMaxSpan * kColumns], more[kRows * kColumns];
   for (int64_t i = 0; i < num_rows * kColumns; ++i) sums[i] = 0;
-  const bool is_pairs = sizeof(Pairs::X) == 2 && number == Number::kBF16;  // of kE4M3 alone
+  const bool is_pairs = sizeof(Pairs::X) == 2 && number == Number::kBF16;  // only kE4M3
   for_each_span(q, block, [&](const uint8_t* lanes, int64_t at, int64_t count, int64_t scale_at) {
     if (is_pairs) {
       unpack_pairs(lanes, count, reinterpret_cast<TwoHalves*>(panel));

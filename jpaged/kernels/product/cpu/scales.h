@@ -1,4 +1,4 @@
-// Scales and zeros of a quantised matrix, a vector at a time. Included by core.cc alone.
+// Scales and zeros of a quantized matrix, a vector at a time. Included only by core.cc.
 
 #pragma once
 
@@ -12,11 +12,11 @@
 namespace jpaged::product {
 namespace {
 
-constexpr int64_t kAhead = 8192;  // bytes of a block that are asked for before they are needed
+constexpr int64_t kAhead = 8192;  // bytes of a block to prefetch
 
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The largest magnitude's bits: what is not finite is larger than every number.
+// Bits of the largest magnitude; infinity and NaN compare larger than every number.
 inline uint32_t largest_bits(const float* x, int64_t count) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {

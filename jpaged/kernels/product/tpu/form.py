@@ -48,15 +48,15 @@ def unsupported_reason(matrix: QuantisedMatrix) -> str | None:
     """Return why the kernel does not support a matrix, or those of several parts or experts; None if it does."""
     columns, size = matrix.shape[-1], matrix.group_size
     if matrix.is_embedding or matrix.axis < -3:
-        return "rows are not multiplied with columns that lie beside each other"
+        return "its columns are not adjacent"
     if matrix.num_groups == 1 and matrix.values.dtype != _MXFP4:
-        return "XLA multiplies by columns with one scale as they lie"
+        return "XLA multiplies columns with one scale directly"
     if matrix.group_ids is not None:
         return "its groups are listed"
     if matrix.axis == -3 and columns % LANES:
-        return f"{columns} columns of a part are no multiple of {LANES}, so that they do not lie beside each other"
+        return f"{columns} columns of a part are not a multiple of {LANES}, so they are not adjacent"
     if size % _NUM_SUBLANES or matrix.depth % _WHOLE_TILES:
-        return f"groups of {size} and a depth of {matrix.depth} are no whole tiles"
+        return f"groups of {size} and a depth of {matrix.depth} are not whole tiles"
     return None
 
 

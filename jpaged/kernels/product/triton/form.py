@@ -144,15 +144,15 @@ def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
     lanes = 2 if has_far_numbers(matrix) else lanes_of(kind_of(matrix))
     columns = math.prod(matrix.shape[matrix.ndim + matrix.axis + 1 :])
     if matrix.is_embedding:
-        return "its columns lie in rows"
+        return "its columns are stored as rows"
     if matrix.group_ids is not None:
         return "groups are listed"
     if matrix.zeros is not None and matrix.zeros.dtype != np.int8:
-        return "zero points are no whole numbers"
+        return "zero points are not integers"
     if columns % lanes:
-        return f"{columns} columns are odd, and two share a word"
+        return f"{columns} columns are odd, but two share a word"
     if matrix.num_groups > 1 and matrix.group_size % _MIN_DEPTH:
-        return f"groups of {matrix.group_size} numbers are no multiple of {_MIN_DEPTH}"
+        return f"groups of {matrix.group_size} numbers are not a multiple of {_MIN_DEPTH}"
     return None
 
 

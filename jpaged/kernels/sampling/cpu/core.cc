@@ -1,9 +1,9 @@
 // Samples one row. Compiled once for each width of vectors, under its own JPAGED_CORE.
 //
-//     row.h      one pass over the logits: the largest of every group of columns, and whether all are below infinity
-//                greedy: the first column of the largest, looked for in one block
-//     floors.h   sampled: what temperature, min_p, top_k and top_p leave
-//     noise.h             and of that the largest of logit + noise
+//     row.h      one pass over the logits: the maximum of each group of columns, and whether all are below infinity
+//                greedy: the first column with the maximum, searched in one block
+//     floors.h   sampled: the tokens that temperature, min_p, top_k and top_p leave
+//     noise.h             and the maximum of logit + noise among them
 
 #include "core.h"
 
@@ -26,7 +26,7 @@ struct Scratch {
   }
 };
 
-// The row with minus infinity for the tokens that its mask takes from it; false where a logit is not below infinity.
+// Set the tokens that the mask forbids to minus infinity; return false if a logit is not below infinity.
 bool mask(const SamplingCall& call, int64_t r, Row& row, float* allowed) {
   const Floats infinity = all(kInfinity);
   Ints is_below = Ints{} - 1;
@@ -43,7 +43,7 @@ bool mask(const SamplingCall& call, int64_t r, Row& row, float* allowed) {
   return !any(~is_below);
 }
 
-// The row without its banned tokens, which are copied out of it; false where it has none.
+// Copy the row without its banned tokens; return false if it has none.
 bool ban(const SamplingCall& call, int64_t r, Row& row, float* allowed) {
   const int32_t* ids = call.banned_token_ids_rx + r * call.num_banned;
   bool has_any = false;
@@ -79,7 +79,7 @@ int64_t choose(const SamplingCall& call, int64_t r, const Row& row, const Scratc
   return draw_of_all(row, temperature, key, scratch.blocks);
 }
 
-// The likeliest tokens in order, of equals the lower one first.
+// The top tokens in order; of equal ones, the lower id is first.
 void tell_top(const SamplingCall& call, int64_t r, const Row& row, float log_total, Kept& kept) {
   int32_t* ids = call.top_ids_rk + r * call.num_top;
   float* values = call.top_logprobs_rk + r * call.num_top;
@@ -96,13 +96,13 @@ void tell_top(const SamplingCall& call, int64_t r, const Row& row, float log_tot
     values[place] = kept.values[i];
   }
   for (int64_t i = 0; i < num; ++i) values[i] -= log_total;
-  for (int64_t i = num; i < call.num_top; ++i) {  // of rows that are not sound
+  for (int64_t i = num; i < call.num_top; ++i) {  // for rows whose logits are not finite
     ids[i] = 0;
     values[i] = -kInfinity;
   }
 }
 
-// What the model's own distribution says, of all logits.
+// Log-probabilities of the model's distribution, over all logits.
 void tell(const SamplingCall& call, int64_t r, const Row& row, float chosen, const Scratch& scratch) {
   const float log_total = row.largest + logf(sum_of_exponentials(row, 1, row.largest));
   Ints num_larger{};

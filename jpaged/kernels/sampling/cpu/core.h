@@ -1,4 +1,4 @@
-// What the two halves of sampling on CPUs share: kernel.cc says which thread samples which rows, core.cc samples one.
+// Declarations shared by kernel.cc, which divides rows among threads, and core.cc, which samples a row on CPUs.
 
 #pragma once
 
@@ -18,13 +18,13 @@ struct SamplingCall {
 
   int32_t* token_ids_r;
   bool* is_sound_r;
-  float* logprobs_r;       // null where not wanted, as the ranks are then
+  float* logprobs_r;       // null if not requested, like the ranks
   int32_t* ranks_r;
   int32_t* top_ids_rk;
   float* top_logprobs_rk;
-  int64_t num_top;         // K; 0 where not wanted
+  int64_t num_top;         // K; 0 if not requested
 
-  const int32_t* mask_rw;  // a bit a token, set for those that a row may have, or null
+  const int32_t* mask_rw;  // one bit per token, set if the row may sample it; or null
   int64_t num_mask_words;  // W
 };
 

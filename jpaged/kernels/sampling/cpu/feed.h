@@ -1,10 +1,10 @@
-// Masks from the host for a program that runs: before each of its samples the program waits for which tokens each row
-// may have, and behind it the host waits for those that were drawn.
+// Masks from the host for a running program: before each sample, the program waits for the masks of allowed tokens;
+// after it, the host waits for the sampled tokens.
 //
 //     program   forward ─ await(0) ─ sample ─ post(0) ─ forward ─ await(1) ─ ...
 //     host          give(0) ┘                  └ wait(0) ─ masks ─ give(1) ┘
 //
-// Included by kernel.cc alone.
+// Included only by kernel.cc.
 
 #pragma once
 
@@ -31,12 +31,13 @@ class Feed {
   int64_t num_rows() const { return static_cast<int64_t>(drawn_.size()) / 2; }
   int64_t num_words() const { return num_words_; }
 
-  // Whether this is the thread that gives: a program that XLA runs on it, as it does small ones, would wait for itself.
+  // Return true on the thread that sends masks: a program that XLA runs on it, as it does small ones, would wait for
+  // itself.
   bool is_host() const { return std::this_thread::get_id() == host_; }
 
-  // --- the program's ---
+  // --- called by the program ---
 
-  // Waits for what is given for a step. The masks stay as they are until the step's tokens are posted.
+  // Wait for the masks of a step. They do not change until the step's tokens are posted.
   int32_t await(int64_t step, const int32_t** mask_rw) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return num_given_ > step || is_closed_; });
@@ -59,7 +60,7 @@ class Feed {
     return num_given_ > step || is_closed_;
   }
 
-  // --- the host's ---
+  // --- called by the host ---
 
   void give(const int32_t* mask_rw, int32_t verdict) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -69,8 +70,8 @@ class Feed {
     changed_.notify_all();
   }
 
-  // Waits for the tokens of the step that was given last: [2, R], whether they are sound behind them; false where they
-  // do not come in time.
+  // Wait for the tokens of the last step: [2, R], tokens and whether their logits were finite. Return false on a
+  // timeout.
   bool wait(int32_t* drawn, int64_t timeout_ms) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto are_there = [&] { return num_posted_ == num_given_; };
@@ -96,7 +97,7 @@ class Feed {
   bool is_closed_ = false;
 };
 
-// The feeds that are open, by number. A program may still wait for one that has just been closed.
+// The open feeds by number. A program may still wait for a feed that was just closed.
 class Feeds {
  public:
   int32_t open(int64_t num_rows, int64_t num_words) {
@@ -138,7 +139,7 @@ extern "C" {
 
 int32_t jpaged_feed_open(int64_t num_rows, int64_t num_words) { return jpaged::feeds().open(num_rows, num_words); }
 
-// False where there is no such feed; so are those below.
+// Return false if the feed does not exist, like the functions below.
 bool jpaged_feed_give(int32_t number, const int32_t* mask_rw, int32_t verdict) {
   const auto feed = jpaged::feeds().find(number);
   if (feed) feed->give(mask_rw, verdict);

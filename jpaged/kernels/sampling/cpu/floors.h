@@ -1,8 +1,8 @@
-// What temperature, min_p, top_k and top_p leave of a row: the columns that are not below a floor. Included by core.cc
-// alone.
+// The columns of a row that temperature, min_p, top_k and top_p leave: those not below a floor. Included only by
+// core.cc.
 //
-// The floor is found among few columns, and blocks all of whose groups lie below are not read again: the k largest lie
-// in k groups at most, so that no column counts which is below the k-th largest of the groups' largest.
+// The floor is searched among few columns; blocks whose groups are all below it are not read again. The k largest
+// columns are in at most k groups, so columns below the k-th largest group maximum do not count.
 
 #pragma once
 
@@ -14,8 +14,8 @@
 namespace jpaged {
 namespace {
 
-constexpr float kSmallest = 1e-30f;  // what smaller temperatures and top_p count as
-constexpr float kReaches[] = {6.0f, 12.0f, 24.0f, kInfinity};  // below the largest, in which top_p looks for its tokens
+constexpr float kSmallest = 1e-30f;  // lower bound of temperatures and top_p
+constexpr float kReaches[] = {6.0f, 12.0f, 24.0f, kInfinity};  // distances from the maximum that top_p searches
 
 inline int64_t strides(int64_t n) { return (n + kStride - 1) / kStride * kStride; }
 
@@ -23,11 +23,12 @@ inline void pad(float* values, int64_t num, float with) {
   for (int64_t i = num; i < strides(num); ++i) values[i] = with;
 }
 
-// The float whose place in the order of floats an integer is: their bits with the sign turned, of negative ones all.
+// The float at an integer position in the order of floats: the bits with the sign flipped, or all flipped if negative.
 inline float float_of_key(uint32_t key) { return float_of(key >> 31 ? key ^ 1u << 31 : ~key); }
 
-// The largest float that `num` values, or weights of theirs, are not below that sum up to `need`; minus infinity where
-// there is none. A bit is settled in each pass, the last ones left out. Arrays are padded, with minus infinity and 0.
+// The largest float such that `num` values, or values whose weights sum up to `need`, are not below it; minus infinity
+// if there is none. Each pass determines one bit; the last ones are omitted. Arrays are padded with minus infinity and
+// 0.
 float largest_threshold(const float* values, const float* weights, int64_t num, float need, uint32_t last_bit = 1) {
   uint32_t key = 0;
   for (uint32_t bit = 1u << 31; bit >= last_bit && bit; bit >>= 1) {
@@ -48,17 +49,17 @@ float largest_threshold(const float* values, const float* weights, int64_t num, 
                                 : static_cast<float>(sum_lanes((count[0] + count[1]) + (count[2] + count[3])));
     if (total >= need) key |= bit;
   }
-  constexpr uint32_t kLowest = 0x007fffff;  // below minus infinity lie only the bits of NaN
+  constexpr uint32_t kLowest = 0x007fffff;  // only NaN bits are below minus infinity
   return float_of_key(key < kLowest ? kLowest : key);
 }
 
-// Columns that are not below a floor, in their order.
+// Columns that are not below a floor, in order.
 struct Kept {
   int32_t* ids;
   float *values, *weights;  // after temperature; e^(value - largest)
   int64_t size = 0;
 
-  // Appends the lanes that the mask has.
+  // Append the lanes that are set in the mask.
   inline void keep(Ints mask, Ints its_ids, Floats its_values) {
 #if defined(__AVX512DQ__) && JPAGED_WIDTH == 16
     const __mmask16 lanes = _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
@@ -105,8 +106,8 @@ void drop_below(Kept& kept, float floor) {
   pad(kept.values, kept.size, -kInfinity);
 }
 
-// What the num largest of a row are not below, before temperature: they are in as many groups at most. A bound below
-// will do, so half of the bits are left out.
+// A lower bound of the num largest columns of a row, before temperature: they are in at most num groups. The bound need
+// not be tight, so half of the bits are omitted.
 float bound_of_largest(const Row& row, int64_t num) {
   if (num > row.num_groups()) return -kInfinity;
   return largest_threshold(row.groups, nullptr, row.num_groups(), static_cast<float>(num), 1 << 16);
@@ -122,7 +123,7 @@ float weigh(Kept& kept, float largest) {
   return sum(total);
 }
 
-// What min_p, top_k and top_p leave of a row; false where that is all of it, and nothing is gathered.
+// Gather the columns that min_p, top_k and top_p leave; return false, without gathering, if that is the whole row.
 bool truncate(const SamplingCall& call, int64_t r, const Row& row, float temperature, Kept& kept) {
   const float largest = row.largest / temperature, top_p = call.top_p_r[r];
   const int64_t top_k = call.top_k_r[r];

@@ -1,5 +1,5 @@
-// Sampling on CPUs as an XLA custom call: which thread samples which rows. core.cc samples one; feed.h says who waits for
-// whom where masks come from the host meanwhile.
+// Sampling on CPUs as an XLA custom call: divides rows among threads. core.cc samples a row; feed.h exchanges masks and
+// tokens with the host while the program runs.
 
 #include <algorithm>
 
@@ -22,8 +22,8 @@ namespace ffi = xla::ffi;
 using Floats32 = ffi::Buffer<ffi::F32>;
 using Ints32 = ffi::Buffer<ffi::S32>;
 
-constexpr int64_t kLeastShared = 1 << 18;  // logits: less is done before another thread wakes up
-constexpr int64_t kDrawCost = 4;           // of a row that is sampled at random, in rows that are greedy
+constexpr int64_t kLeastShared = 1 << 18;  // logits: fewer are done before another thread wakes up
+constexpr int64_t kDrawCost = 4;           // cost of a randomly sampled row, in greedy rows
 constexpr int64_t kTasksPerThread = 4;
 
 const SamplingCore& choose_core(int64_t width) {
@@ -48,7 +48,7 @@ void run_sampling(ffi::ThreadPool& pool, const SamplingCall& call, int64_t num_r
   });
 }
 
-// Shapes that contradict each other, in words; none that sample.py makes do.
+// Return why shapes are inconsistent, or null; calls by sample.py are always consistent.
 const char* contradiction(int64_t num_rows, int64_t vocab_size, ffi::AnyBuffer::Dimensions logits,
                           std::initializer_list<int64_t> per_row, std::initializer_list<int64_t> if_wanted) {
   if (logits.size() != 2 || num_rows < 1 || vocab_size < 1) return "logits are not [R, V]";
@@ -78,22 +78,22 @@ ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, 
   if (reason) return ffi::Error::InvalidArgument(reason);
   if (top.size() != 2 || count(*logprobs) != count(*ranks) || count(*top_ids) != count(*top_logprobs) || top[1] < 0 ||
       top[1] > vocab_size || (top[1] && (top[0] != num_rows || !count(*logprobs)))) {
-    return ffi::Error::InvalidArgument("top log-probabilities are not [R, K], or come without log-probabilities");
+    return ffi::Error::InvalidArgument("top log-probabilities are not [R, K], or there are no log-probabilities");
   }
-  if (count(fed) != 2 || count(*verdict) != 1) return ffi::Error::InvalidArgument("what is fed has no two numbers");
+  if (count(fed) != 2 || count(*verdict) != 1) return ffi::Error::InvalidArgument("the feed must have two numbers");
   const int32_t number = fed.typed_data()[0], step = fed.typed_data()[1];
   const std::shared_ptr<Feed> feed = number ? feeds().find(number) : nullptr;
-  if (number && !feed) {  // it was closed: nobody reads what comes of this
+  if (number && !feed) {  // it was closed: the result is not read
     std::fill_n(token_ids->typed_data(), num_rows, 0);
     std::fill_n(is_sound->typed_data(), num_rows, true);
     *verdict->typed_data() = kStepIsVoid;
     return ffi::Error::Success();
   }
   if (feed && (feed->num_rows() != num_rows || feed->num_words() * 32 < vocab_size)) {
-    return ffi::Error::InvalidArgument("the masks that are fed are of other rows or tokens");
+    return ffi::Error::InvalidArgument("the masks of the feed have other rows or tokens");
   }
   if (feed && feed->is_host() && !feed->has_given(step)) {
-    return ffi::Error::Internal("a program that is fed runs on the thread that feeds it, and would wait for itself");
+    return ffi::Error::Internal("the program runs on the thread that sends its masks, and would wait for itself");
   }
   const int32_t* mask_rw = nullptr;
   *verdict->typed_data() = feed ? feed->await(step, &mask_rw) : kStepIsOneOfMore;
@@ -136,11 +136,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_sample, jpaged::sample,
                                   .Arg<jpaged::Ints32>()         // banned token ids [R, X]
                                   .Arg<jpaged::Ints32>()         // feed, or 0; step of the program
                                   .Ret<jpaged::Ints32>()         // token ids [R]
-                                  .Ret<ffi::Buffer<ffi::PRED>>() // which rows are sound [R]
+                                  .Ret<ffi::Buffer<ffi::PRED>>() // rows with finite logits [R]
                                   .Ret<jpaged::Floats32>()       // log-probabilities [R] or [0]
                                   .Ret<jpaged::Ints32>()         // ranks [R] or [0]
                                   .Ret<jpaged::Ints32>()         // top ids [R, K]
                                   .Ret<jpaged::Floats32>()       // top log-probabilities [R, K]
-                                  .Ret<jpaged::Ints32>()         // verdict on the step, as it was fed [1]
+                                  .Ret<jpaged::Ints32>()         // verdict of the step, from the feed [1]
                                   .Attr<int64_t>("max_width")
                                   .Attr<int64_t>("max_threads"));

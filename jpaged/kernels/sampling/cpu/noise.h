@@ -1,9 +1,9 @@
-// Columns drawn by the largest of logit + noise. Included by core.cc alone.
+// Samples columns by the maximum of logit + noise. Included only by core.cc.
 //
-// Noise is made of the same bits as in `jpaged.device.step.noise`, and for most columns the bits are all that is made:
+// Noise uses the same bits as `jpaged.device.step.noise`, and most columns need only the bits:
 // -log(u) of a uniform u is bounded by the bits of u's float32, whose exponent and mantissa, read as one number,
-// approach its logarithm from below. Two logarithms are taken where the bound does not rule a column out, which is some
-// dozens of times a row. Where even the most noise that there is would not do for a block, no bits are made either.
+// approach its logarithm from below. Two logarithms are computed only if the bound does not exclude a column: some
+// dozens of times per row. If even the maximum noise is too small for a block, no bits are computed either.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 namespace jpaged {
 namespace {
 
-constexpr float kMostNoise = 22.9f;  // above -log(2^-33), which is as much as there is
+constexpr float kMostNoise = 22.9f;  // above -log(2^-33), the maximum
 constexpr float kLn2 = 0.69314718f;
 
 template <class Words>
@@ -43,17 +43,17 @@ inline Pair<Words> threefry(uint32_t key_x, uint32_t key_y, Words counter_x, Wor
   return {x, y};
 }
 
-// The largest of logit + noise so far; of equals the lowest column.
+// The maximum of logit + noise so far; of equal ones, the lowest column.
 class Draw {
  public:
   Draw(const float* x, float temperature) : x_(x), temperature_(temperature), inverse_(1 / temperature) {}
 
   int64_t token_id() const { return id_; }
 
-  // Whether a column of at most this much before temperature may win.
+  // Return true if a column up to this logit, before temperature, may win.
   bool can_win(float x) const { return x / temperature_ + kMostNoise >= best_; }
 
-  // Tries columns by their random bits; `logits` are theirs, or minus infinity. id_of(lane) is the column.
+  // Try columns with their random bits; `logits` are theirs, or minus infinity. id_of(lane) is the column.
   template <class IdOf>
   inline void consider(Uints bits, Floats logits, const IdOf& id_of) {
     // u >= (bits / 2 + 1 / 4) / 2^31, and log2(u) >= its bits as a number / 2^23 - 127.
@@ -80,7 +80,7 @@ class Draw {
     if (noisy < best_ || (noisy == best_ && id >= id_) || noisy != noisy) return;
     best_ = noisy;
     id_ = id;
-    // Rounding of the reciprocal and of the bound; what is left out of both is the same number for every column.
+    // Rounding of the reciprocal and of the bound; the terms omitted in both are equal for all columns.
     const float slack = 1e-3f + 1e-6f * (fabsf(best_) + kMostNoise), limit = best_ - slack - 158 * kLn2;
     limit_ = limit > -kInfinity ? limit : -kInfinity;
   }
@@ -134,7 +134,7 @@ int64_t draw_of_all(const Row& row, float temperature, Key key, float* blocks) {
                     [&](int lane) { return at + half + lane < row.size ? at + half + lane : -1; });
     }
   };
-  // The likeliest tokens first: the better the best is, the more is ruled out.
+  // The most likely tokens first: a better best column excludes more others.
   const int64_t first = likeliest * kBlock < half ? likeliest : (likeliest * kBlock - half) / kBlock;
   draw_block(first);
   for (int64_t block = 0; block < num_blocks; ++block) {

@@ -1,10 +1,10 @@
-// A row of logits, and what one pass over it leaves for those who look for something in it. Included by core.cc alone.
+// A row of logits, and the result of one pass over it for later searches. Included only by core.cc.
 //
 //     a block of 256 columns   | v0 v1 .. | v16 ..   | ..       |     kWidth groups: the columns that share a lane
 //     its groups' largest      | g0 g1 .. |
 //
-// No function of the standard library is called that is a template: compiled here for a processor with wide vectors, it
-// might be linked into code that runs on another.
+// This file calls no function templates of the standard library: an instance compiled here for a processor with wide
+// vectors could be linked into code that runs on another.
 
 #pragma once
 
@@ -22,7 +22,7 @@ namespace {
 constexpr float kInfinity = __builtin_inff();
 constexpr int64_t kBlock = 256;
 constexpr int64_t kMaskBits = 32;
-constexpr int64_t kStride = 4 * kWidth;  // what is counted at a time: arrays have so much room behind their end
+constexpr int64_t kStride = 4 * kWidth;  // columns processed at a time: arrays have this padding after their end
 
 inline bool any(Ints mask) {
 #if defined(__AVX512DQ__) && JPAGED_WIDTH == 16
@@ -46,7 +46,7 @@ inline int32_t sum_lanes(Ints x) {
   return total;
 }
 
-// Columns from `at`, and minus infinity from `end` on.
+// Load columns from `at`, with minus infinity from `end` on.
 inline Floats load_until(const float* x, int64_t at, int64_t end) {
   if (at + kWidth <= end) return load(x + at);
   float lanes[kWidth];
@@ -59,7 +59,7 @@ inline Floats load_until(const float* x, int64_t at, int64_t end) {
 struct Row {
   const float* x;
   int64_t size;
-  float* groups;  // [blocks, kWidth]: the largest of the columns of a block that share a lane
+  float* groups;  // [blocks, kWidth]: maximum of the columns of a block that share a lane
   float largest;
   bool is_below;  // neither NaN nor plus infinity
 
@@ -110,8 +110,8 @@ int64_t first_largest(const Row& row) {
   return 0;  // all are NaN
 }
 
-// A block is summed before it is added to the others: a hundred thousand small numbers one after the other would be
-// rounded the same way each time.
+// Sum a block before adding it to the others: adding a hundred thousand small numbers one by one would round each time
+// in the same direction.
 float sum_of_exponentials(const Row& row, float temperature, float largest) {
   Floats total{};
   for (int64_t block = 0; block < row.num_blocks(); ++block) {

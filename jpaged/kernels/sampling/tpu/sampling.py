@@ -66,7 +66,7 @@ def plan_of(vocab_size: int, *, has_logprobs: bool) -> kernel.Plan | str:
     plan = kernel.Plan(vocab_size, has_logprobs, _VMEM_BYTES)
     if plan.vmem_bytes > _VMEM_BUDGET_BYTES:
         need, budget = plan.vmem_bytes >> 20, _VMEM_BUDGET_BYTES >> 20
-        return f"8 rows of a vocabulary of {vocab_size} take {need} MiB of vector memory; the limit is {budget} MiB"
+        return f"8 rows of a vocabulary of {vocab_size} require {need} MiB of vector memory; the limit is {budget} MiB"
     return plan
 
 

@@ -105,11 +105,11 @@ class Variant:
 
     def _refuse(self, fields: JsonFields, num_heads: int) -> None:
         """Refuse settings that are not supported."""
-        fields.only("hidden_act", "silu", "swish", why="experts with another activation than silu are not supported")
-        fields.only("num_key_value_heads", num_heads, why="all query heads see the same latents")
+        fields.only("hidden_act", "silu", "swish", why="experts support only the activation silu")
+        fields.only("num_key_value_heads", num_heads, why="all query heads share the same latents")
         fields.only("attention_bias", False, why="biases in attention are not supported")
         fields.only("mlp_bias", False, why="biases in the feed-forward are not supported")
-        fields.only("moe_layer_freq", 1, why="every layer behind the dense ones has experts")
+        fields.only("moe_layer_freq", 1, why="every layer after the dense ones has experts")
         scores = "sigmoid" if self.has_choice_bias else "softmax"
         fields.only("scoring_func", scores, why=f"{self.model_type} scores experts by a {scores}")
 
@@ -131,9 +131,7 @@ class Variant:
                 num_best=2,
             )
         else:
-            fields.only(
-                "norm_topk_prob", False, why="weights of experts that are divided by their sum are not supported"
-            )
+            fields.only("norm_topk_prob", False, why="normalized expert weights are not supported")
             num_groups, top_groups = _groups(fields)
             routing = Routing(
                 num_experts,

@@ -208,7 +208,9 @@ def test_a_policy_that_is_not_told_of_a_block_is_found_out():
     ranked = h.engine.prefixes._ranked
     place = next(iter(ranked._ranked))
     ranked.forget(place)
-    with pytest.raises(InternalError, match=rf"blocks \[{place}\] hold prefixes for the tier or its policy alone"):
+    with pytest.raises(
+        InternalError, match=rf"blocks \[{place}\]: tier and policy disagree on whether they hold prefixes"
+    ):
         h.engine.check()
 
 

@@ -411,11 +411,11 @@ def test_a_check_sees_a_block_that_is_freed_while_it_travels(tmp_path, fault):
         staging._ready.append(block_id)
     else:
         staging.give_back(block_id)
-    with pytest.raises(InternalError, match=r"pass others through|are on the way"):
+    with pytest.raises(InternalError, match=r"are staging buffers|are in flight"):
         server.memory.check([])
     if fault == "given back":
         server.writers.release()
-        with pytest.raises(InternalError, match=f"host block {block_id} is given back, and nobody has it"):
+        with pytest.raises(InternalError, match=f"host block {block_id} is released but not held"):
             server.step(3)
     server.kill()
 
@@ -427,7 +427,7 @@ def test_a_check_sees_a_block_that_is_freed_while_it_is_read(tmp_path):
     server.step(2)
     server.memory.check([])
     server.disk._stagings[1].give_back(next(iter(server.disk._stagings[1]._out)))
-    with pytest.raises(InternalError, match="are on the way"):
+    with pytest.raises(InternalError, match="are in flight"):
         server.memory.check([])
     server.kill()
 

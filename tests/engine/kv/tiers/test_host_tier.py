@@ -70,15 +70,15 @@ def test_a_reserved_block_is_found_once_it_is_taken_in(tier):
     assert tier.take_in(KEYS[0], first)
     assert KEYS[0] in tier and tier.marks[first]
     assert not tier.take_in(KEYS[0], second)  # another holds it already
-    with pytest.raises(InternalError, match=f"host block {first} is taken in, and is not reserved"):
+    with pytest.raises(InternalError, match=f"host block {first} is inserted but not reserved"):
         tier.take_in(KEYS[1], first)
     tier.check([])
     tier.let_go(table)
     tier.check([])
     assert KEYS[0] in tier
-    with pytest.raises(InternalError, match="is taken in, and is not reserved"):
+    with pytest.raises(InternalError, match="is inserted but not reserved"):
         tier.take_in(KEYS[1], second)
-    with pytest.raises(InternalError, match="nobody holds them"):
+    with pytest.raises(InternalError, match="are released but not held"):
         tier.let_go(table)
 
 
@@ -91,7 +91,7 @@ def test_what_is_held_is_not_given_to_others(tier):
     assert set(others.block_ids()).isdisjoint(table.block_ids())
     assert [key in tier for key in KEYS[:6]] == [True, False, False, True, False, False]
     tier.check([])
-    with pytest.raises(InternalError, match="no host block is kept under"):
+    with pytest.raises(InternalError, match="no host block has the hashes"):
         tier.hold([KEYS[1]])
     tier.let_go(others)
     tier.let_go(table)

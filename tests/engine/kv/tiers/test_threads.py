@@ -17,7 +17,7 @@ def test_what_is_asked_for_is_done_and_errors_are_who_asks():
     assert threads.submit(max, 1, 2, key=lambda number: -number).result(60) == 1
     threads.shutdown()
     assert not any(thread.is_alive() for thread in threads._threads)
-    with pytest.raises(RuntimeError, match="after the end"):
+    with pytest.raises(RuntimeError, match="not accepted after shutdown"):
         threads.submit(int)
 
 

@@ -52,12 +52,14 @@ def choose(layout: KVLayout, num_heads: int, device_kind: str, folder: Path = si
     sizes = ChunkSizes(entry["tile"], entry["fetch_blocks"])
     where = f"tuned sizes of {device_kind} for {num_heads}/{layout.num_kv_heads} heads of {layout.head_dim}"
     if sizes.tile not in _TILES:
-        raise InternalError(f"{where}: tile {sizes.tile} is none of {', '.join(map(str, _TILES))}")
+        raise InternalError(f"{where}: tile {sizes.tile} is not one of {', '.join(map(str, _TILES))}")
     tokens = sizes.fetch_blocks * layout.block_size
     if tokens < 1 or tokens % _LANES:
-        raise InternalError(f"{where}: fetch_blocks {sizes.fetch_blocks} are {tokens} tokens, no multiple of {_LANES}")
+        raise InternalError(
+            f"{where}: fetch_blocks {sizes.fetch_blocks} are {tokens} tokens, not a multiple of {_LANES}"
+        )
     if (need := vmem_bytes(sizes, layout, num_heads)) > VMEM_BUDGET_BYTES:
-        raise InternalError(f"{where}: need {_mib(need)} of vector memory; the limit is {_mib(VMEM_BUDGET_BYTES)}")
+        raise InternalError(f"{where}: require {_mib(need)} of vector memory; the limit is {_mib(VMEM_BUDGET_BYTES)}")
     return sizes
 
 
@@ -67,7 +69,7 @@ def refusal(layout: KVLayout, num_heads: int) -> str | None:
     if need <= VMEM_BUDGET_BYTES:
         return None
     return (
-        f"{layout.num_kv_heads} key/value heads and {num_heads} query heads of {layout.head_dim} a chip need "
+        f"{layout.num_kv_heads} key/value heads and {num_heads} query heads of {layout.head_dim} per chip require "
         f"{_mib(need)} of vector memory; the limit is {_mib(VMEM_BUDGET_BYTES)}: split the heads over more chips"
     )
 

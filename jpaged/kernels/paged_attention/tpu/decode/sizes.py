@@ -74,11 +74,11 @@ def choose(
     tokens = entry["fetch_blocks"] * layout.block_size
     if tokens < 1 or tokens % _LANES:
         blocks = entry["fetch_blocks"]
-        raise InternalError(f"{where}: fetch_blocks {blocks} are {tokens} tokens, no multiple of {_LANES}")
+        raise InternalError(f"{where}: fetch_blocks {blocks} are {tokens} tokens, not a multiple of {_LANES}")
     sizes = rule(layout, num_heads, num_places, device_kind, tokens)
     if (need := vmem_bytes(sizes, layout, num_heads)) > VMEM_BUDGET_BYTES:
         limit = VMEM_BUDGET_BYTES / 2**20
-        raise InternalError(f"{where}: need {need / 2**20:.1f} MiB of vector memory; the limit is {limit:.1f} MiB")
+        raise InternalError(f"{where}: require {need / 2**20:.1f} MiB of vector memory; the limit is {limit:.1f} MiB")
     return sizes
 
 
@@ -88,9 +88,9 @@ def refusal(layout: KVLayout, num_heads: int) -> str | None:
     if need <= VMEM_BUDGET_BYTES:
         return None
     return (
-        f"{layout.num_kv_heads} key/value heads and {num_heads} query heads of {layout.head_dim} a chip need "
+        f"{layout.num_kv_heads} key/value heads and {num_heads} query heads of {layout.head_dim} per chip require "
         f"{need / 2**20:.1f} MiB of vector memory; the limit is {VMEM_BUDGET_BYTES / 2**20:.1f} MiB: split the heads "
-        f"over more chips"
+        "over more chips"
     )
 
 
