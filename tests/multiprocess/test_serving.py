@@ -246,7 +246,7 @@ def test_a_process_that_never_comes_is_named(model: str, programs: Path) -> None
     with running(1, words, programs, extra={0: ("--num-processes", "3")}) as group:
         (code,) = group.codes()
         assert code > 0
-        assert group.members[0].find(r"1, 2 of 3 processes did not join within 3 s \(join_timeout\)"), group.log()
+        assert group.members[0].find(r"processes 1, 2 of 3 did not join within 3 s \(join_timeout\)"), group.log()
 
 
 @pytest.mark.long

@@ -479,8 +479,8 @@ def gather(
                     missing = sorted(set(range(1, multihost.num_processes)) - channels.keys())
                     reasons = "".join(f"; {refused[process]}" for process in missing if process in refused)
                     raise Unavailable(
-                        f"{', '.join(map(str, missing))} of {multihost.num_processes} processes did not join within "
-                        f"{timeout_s:g} s (join_timeout){reasons}"
+                        f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
+                        f"{multihost.num_processes} did not join within {timeout_s:g} s (join_timeout){reasons}"
                     ) from None
                 if (problem := _problem_of(arrival, facts, multihost.num_processes)) is not None:
                     _refuse(arrival, problem)

@@ -173,11 +173,11 @@ def test_strangers_are_turned_away_and_the_missing_are_named(caplog):
         stranger = socket.create_connection(address)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         first = hello(address, 2, facts)
-        with pytest.raises(Unavailable, match=r"1 of 3 processes did not join within 0\.5 s"):
+        with pytest.raises(Unavailable, match=r"process 1 of 3 did not join within 0\.5 s"):
             gather(listener, facts, MULTIHOST, 0.5)
         kind, why = first.receive()
         assert kind is Kind.FAILED
-        assert b"1 of 3 processes did not join" in why
+        assert b"process 1 of 3 did not join" in why
         assert f"refused a connection from 127.0.0.1:{stranger.getsockname()[1]}, which" in caplog.text
         stranger.close()
         first.close()
@@ -250,7 +250,7 @@ def test_the_reason_for_a_refusal_is_named_when_no_other_process_comes():
     with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
         for process, value in ((1, "1"), (2, "2")):
             stack.callback(hello(listener.getsockname(), process, {"x": value}).close)
-        message = "2 of 3 processes did not join within 0.5 s (join_timeout); x: is 1 in process 0 and 2 in process 2"
+        message = "process 2 of 3 did not join within 0.5 s (join_timeout); x: is 1 in process 0 and 2 in process 2"
         with pytest.raises(Unavailable, match=re.escape(message)):
             gather(listener, {"x": "1"}, MULTIHOST, 0.5)
 
