@@ -39,9 +39,9 @@ from jpaged.device.step_sizes import Attention
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor, Geometry, Progress
+from jpaged.engine.executor.shapes import KeyLengths
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.kv.tiers.disk import open_disks
-from jpaged.engine.reach import KeyLengths
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder

@@ -13,10 +13,9 @@ import time
 from dataclasses import dataclass
 
 from jpaged.engine.kv.blocks import BlockPool, BlockTable
-from jpaged.engine.kv.eviction.costs import BlockCosts
-from jpaged.engine.kv.eviction.free_list import RankedFreeList
+from jpaged.engine.kv.eviction.free_list import Entry, RankedFreeList
 from jpaged.engine.kv.eviction.policies import Eviction
-from jpaged.engine.kv.eviction.policy import Entry
+from jpaged.engine.kv.eviction.worth import BlockCosts
 
 _CHAIN = 8
 _NUM_ROUNDS = 3

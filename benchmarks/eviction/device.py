@@ -9,7 +9,7 @@ from jpaged.assemble import build
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor
-from jpaged.engine.kv.eviction.costs import BlockCosts
+from jpaged.engine.kv.eviction.worth import BlockCosts
 
 
 def measured_costs(model: str) -> BlockCosts:

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.eviction.traces import BLOCK_SIZE, Coming
 from jpaged.engine.kv.blocks import block_key, root_key
-from jpaged.engine.kv.eviction.policy import Entry, EvictionPolicy, Key
+from jpaged.engine.kv.eviction.free_list import Entry, EvictionPolicy, Key
 
 _NEVER = 1 << 60
 
@@ -68,7 +68,7 @@ class Foreknowledge:
 
 
 class _Furthest:
-    """Implements `jpaged.engine.kv.eviction.policy.EvictionPolicy`."""
+    """Implements `jpaged.engine.kv.eviction.free_list.EvictionPolicy`."""
 
     def __init__(self, knowledge: Foreknowledge) -> None:
         self._knowledge = knowledge

@@ -19,8 +19,8 @@ from jpaged.capacity.simulator.executor import SimulatedExecutor
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv.eviction.costs import BlockCosts
 from jpaged.engine.kv.eviction.policies import MAKERS
+from jpaged.engine.kv.eviction.worth import BlockCosts
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.hardware import HARDWARE
 from jpaged.testing.virtual_clock import VirtualClock

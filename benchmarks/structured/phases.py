@@ -11,8 +11,8 @@ from unittest import mock
 
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine import loop
-from jpaged.engine.intake import Intake
 from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.turns import Intake
 
 _PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "decide": ((Scheduler, "schedule"), (loop, "build_step_inputs"), (loop, "build_sampling_inputs")),

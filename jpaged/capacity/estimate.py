@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.step_times import StepParts, StepTimes
-from jpaged.engine.reach import Reach
+from jpaged.engine.executor.shapes import Reach
 
 MAX_LOAD = 0.8
 """Share of the estimated tokens per second that a load may use: above it, waiting times grow without bound."""

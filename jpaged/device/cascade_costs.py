@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpaged.config import Backend
-from jpaged.engine.cascade_costs import CascadeCosts
+from jpaged.engine.executor.shapes import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS

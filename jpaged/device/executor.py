@@ -70,8 +70,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.edits import num_mask_words
-from jpaged.engine.executor.telling import TellInputs, ToldOutputs
+from jpaged.engine.executor.rows import num_mask_words
+from jpaged.engine.executor.steps import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.models.layers import Params

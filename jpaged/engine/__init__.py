@@ -2,18 +2,13 @@
 
 engine.py      thread-safe front end of the engine, and the thread that runs its loop
 loop.py        the step loop: schedule, dispatch, collect, publish; admission of requests, deadlines
-dispatches.py  records of in-flight dispatches
 turns.py       several decode steps with grammar masks between them
 adapters.py    LoRA slots of the device: which adapter is in which slot
 executor/      interface of a device: the shapes of a step, and the executor's methods
-reach.py       sliding windows in blocks: how far the layers of a KV group attend
-cascade_costs.py cost model of cascade attention (reading a shared prefix once for several rows)
 sequence.py    one request: a group and its sequences
 garbage.py     Python's garbage collector, kept out of the steps
 tokenizer.py   tokenizer interface
 grammars.py    structured output: grammar masks and forced tokens
-intake.py      processes the results of a step
-soundness.py   fails requests whose logits are not finite
 stats.py       counters and histograms of the engine
 scheduling/    the scheduler: which rows run in the next step
 watching/      snapshots of the KV pool for the dashboard

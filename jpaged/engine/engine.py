@@ -12,17 +12,17 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Executor, Geometry
+from jpaged.engine.executor.shapes import KeyLengths
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.grammars import MakeMasks
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.kv.tiers.disk import Disk, DiskTier
-from jpaged.engine.kv.tiers.travels import Travel, Travels
+from jpaged.engine.kv.tiers.leaving import Travel, Travels
 from jpaged.engine.loop import Clock, EngineLoop
-from jpaged.engine.reach import KeyLengths
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.watching.eyes import Eye, Eyes
+from jpaged.engine.watching.watch import Eye, Eyes
 from jpaged.errors import InternalError, Unavailable
 from jpaged.load import EngineLoad
 from jpaged.types import FinishReason, LoadedAdapter, Request

@@ -21,12 +21,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, SamplingInputs
-from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, num_mask_words
+from jpaged.engine.executor.rows import ANY_TOKEN, MASK_BITS, num_mask_words
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.lookahead import Lookahead
 from jpaged.engine.scheduling.rows import DecodingRows
-from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduled import Sampled
+from jpaged.engine.scheduling.schedule import Sampled, Schedule
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError, InvalidArgument, JpagedError
 from jpaged.structured import GrammarBatch, GrammarMasks, GrammarState

@@ -14,17 +14,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.deadlines.ends import Deadlines, is_over
-from jpaged.engine.deadlines.foresight import Foresight
-from jpaged.engine.dispatches import Dispatched, Fed, Started
+from jpaged.engine.deadlines.ends import Deadlines, Foresight, is_over
 from jpaged.engine.executor import Executor, StepInputs
+from jpaged.engine.executor.shapes import KeyLengths
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
-from jpaged.engine.intake import Intake
 from jpaged.engine.kv.paged import make_memory
 from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.reach import KeyLengths
 from jpaged.engine.scheduling.schedule import (
     Schedule,
     build_ending_ids,
@@ -36,13 +33,12 @@ from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
 from jpaged.engine.scheduling.tells import build_tells
 from jpaged.engine.sequence import Group, Sink
-from jpaged.engine.soundness import Soundness
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.engine.speculation.drafts import Proposals
 from jpaged.engine.speculation.rounds.rounds import Rounds
 from jpaged.engine.stats import DEADLINE, DeviceIdle, Pulse, StepStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.turns import Turns
+from jpaged.engine.turns import Dispatched, Fed, Intake, Soundness, Started, Turns
 from jpaged.engine.watching.watch import Watch
 from jpaged.errors import (
     AlreadyExists,

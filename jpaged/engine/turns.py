@@ -6,21 +6,340 @@ host       m0 ── m1 ── m2      masks alone         host       m0 ─ pro
 
 A fed dispatch is processed like any dispatch of several steps: when all its tokens have arrived and the next dispatch
 is in flight. Until then the grammars are ahead of the tokens of their sequences.
+
+Records of in-flight work: started steps, and dispatches whose results are pending.
+
+Guard against logits that are not finite: fails the requests and drops their cached blocks.
+
+Processes the results of a step: checks, counts and publishes tokens; ends finished sequences and requests.
+
+one step     several steps     drafts                 r0 r1 are rows of the step, d their sampled tokens
+r0 -> d      step 0: r0 r1     the sequence's own row: d
+r1 -> d      step 1: r0 r1     then its draft rows: d d, while drafts are accepted; draft-model rounds yield a count
+
+Steps that alternate with masks arrive one by one: `take_first` processes them, except the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpaged.engine.dispatches import Dispatched, Fed, Started
-from jpaged.engine.executor import I32, Bool, Executor, StepOutputs, Verdict
-from jpaged.engine.intake import Intake
+from jpaged.engine.executor import (
+    I32,
+    Bool,
+    Executor,
+    MaskFeed,
+    SamplingInputs,
+    Speculated,
+    StepInputs,
+    StepOutputs,
+    Verdict,
+)
+from jpaged.engine.executor.steps import ToldOutputs
+from jpaged.engine.grammars import BoundRow, Grammars
+from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.output.beam import advance_beams
+from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.editing import nothing_left
+from jpaged.engine.scheduling.schedule import Sampled, Schedule, ScheduledRow
 from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.errors import InternalError
+from jpaged.engine.scheduling.tells import StepTell
+from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.speculation.drafts import Accepted
+from jpaged.engine.stats import StepStats
+from jpaged.errors import InternalError, JpagedError
+
+
+class Dispatched(NamedTuple):
+    """A dispatch whose results have not been processed: its schedule and the executor's handles.
+
+    Attributes:
+        results: waits for the results and returns them, if they do not come from `Executor.collect`.
+    """
+
+    schedule: Schedule
+    begin_s: float
+    handle: Any
+    tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]] = ()
+    results: Callable[[], StepOutputs] | None = None
+
+
+class Started(NamedTuple):
+    """A step whose forward pass is dispatched and whose sample is not.
+
+    Attributes:
+        bound: rows whose grammar masks depend on the tokens that the previous step sampled.
+    """
+
+    schedule: Schedule
+    inputs: StepInputs
+    hidden: Any
+    sampling: SamplingInputs
+    tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]]
+    bound: list[BoundRow]
+
+
+class Fed(NamedTuple):
+    """A dispatch of several steps that wait for masks."""
+
+    schedule: Schedule
+    begin_s: float
+    handle: Any
+    feed: MaskFeed
+    sampling: SamplingInputs
+    ending_ids_rx: I32
+    bound: list[BoundRow]
+
+    @contextmanager
+    def closed_where_it_fails(self) -> Iterator[None]:
+        """Close the feed if the body raises; otherwise the program would wait forever."""
+        try:
+            yield
+        except BaseException:
+            self.feed.close()
+            raise
+
+
+logger = logging.getLogger(__name__)
+
+
+class Soundness:
+    """Checks the rows of each step. Creates last events and drops cached prefixes; the caller releases the groups.
+
+        row   finite        its token is processed as usual, independent of the other rows
+              not finite    of a live sequence that samples: its request fails, with all its sequences, and no other
+                            of a finished sequence: its prefix is dropped, which was cached before this was known
+
+    A row that computes a part of a prompt samples nothing and fails nothing: whether a request fails does not depend on
+    its chunks. NaN in its keys or values makes the last token's logits NaN.
+
+    All blocks that such a sequence has read are dropped together with those that it wrote: any of them may be the
+    cause. Requests that share those blocks continue and are checked by their own logits. Pinned prefixes stay: their
+    logits were finite when they were pinned. NaN in a free block is harmless, because slots are written before they are
+    read.
+
+    If the request's own fields ban every token, the error is the caller's: its prefix stays cached, and the request
+    does not count as one with non-finite logits.
+
+    Args:
+        eos_token_ids: EOS tokens of the model.
+        vocab_size: V, the width of the logits.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        output: OutputProcessor,
+        stats: StepStats,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+    ) -> None:
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        self._memory = memory
+        self._output = output
+        self._stats = stats
+        self._has_told = False
+
+    def fail_unsound(self, schedule: Schedule, outputs: StepOutputs, step: int = 0) -> list[Group]:
+        """Fail the requests whose rows are not finite. Return their groups, which still hold their blocks.
+
+        Rows of draft tokens fail no request: `fail_rows` checks those whose tokens are accepted.
+
+        Args:
+            outputs: of one step of the dispatch.
+            step: index of that step.
+        """
+        failed: dict[Group, None] = {}
+        for row in np.flatnonzero(~outputs.is_sound_rn[: schedule.num_rows, 0]).tolist():
+            scheduled = schedule.row_at(row, step)
+            if not scheduled.sequence.is_live:
+                self._forget(scheduled.sequence)
+            elif scheduled.samples_token and scheduled.proposed is None and scheduled.group not in failed:
+                failed[scheduled.group] = None
+                self._fail(scheduled)
+        return list(failed)
+
+    def fail_rows(self, rows: Mapping[int, ScheduledRow], outputs: StepOutputs) -> list[Group]:
+        """Like `fail_unsound` for the given rows, keyed by their index on the device."""
+        failed: dict[Group, None] = {}
+        for place, row in rows.items():
+            if not outputs.is_sound_rn[place, 0] and row.group not in failed:
+                failed[row.group] = None
+                self._fail(row)
+        return list(failed)
+
+    def _fail(self, row: ScheduledRow) -> None:
+        group = row.group
+        token_ids = row.sequence.token_ids
+        caused = nothing_left(group.request, token_ids, self._eos_token_ids, self._vocab_size)
+        if caused is not None:
+            self._output.fail(group, caused)
+            return
+        error = InternalError(
+            f"the model's logits are not finite: no token {row.output_index + 1} can be sampled for sequence "
+            f"{row.sequence.index}, after {row.start + row.num_tokens} tokens of context"
+        )
+        if not self._has_told:
+            self._has_told = True
+            logger.error("request %r: %s; later ones are counted but not logged", group.request.request_id, error)
+        for sequence in group.sequences:
+            self._forget(sequence)
+        self._stats.count_not_finite()
+        self._output.fail(group, error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._memory.prefixes is not None:
+            self._memory.prefixes.forget(sequence)
+
+
+@dataclass(slots=True)
+class Intake:
+    """Processes sampled tokens for one engine.
+
+    Args:
+        release: ends a request whose last event is known.
+    """
+
+    scheduler: Scheduler
+    output: OutputProcessor
+    soundness: Soundness
+    grammars: Grammars
+    stats: StepStats
+    release: Callable[[Group], None]
+
+    def take(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> list[int]:
+        """Process all tokens that a dispatch sampled. Return the number of accepted tokens of each draft."""
+        if outputs.speculated is not None:
+            self._take_rounds(schedule, outputs, outputs.speculated, now_s)
+            return []
+        if schedule.decodes.is_in_turn:
+            self._take_step(schedule, outputs, now_s, schedule.num_steps - 1)
+            return []
+        if schedule.num_steps > 1:  # a fed dispatch has already advanced its grammars
+            for step in range(schedule.num_steps):
+                self._take_step(schedule, outputs.at(step), now_s, step)
+            return []
+        if not schedule.drafts:
+            self._take_step(schedule, outputs, now_s)
+            return []
+        accepted = Accepted.of(schedule, outputs)
+        self._take_step(schedule, outputs, now_s, going_on=accepted.beyond(0))
+        for depth in range(1, accepted.depth + 1):
+            self._take_behind(accepted.at(depth), outputs, now_s, accepted.beyond(depth))
+        for draft, count in zip(schedule.drafts, accepted.num_accepted, strict=True):
+            self.scheduler.drafts.ran(draft.group, draft.sequence, count)
+        self.stats.count_drafts([len(draft.token_ids) for draft in schedule.drafts], accepted.num_accepted)
+        return accepted.num_accepted
+
+    def take_first(self, schedule: Schedule, step: int, outputs: StepOutputs, now_s: float) -> None:
+        """Process one of several alternating steps, before the last of them."""
+        self._take_step(schedule, outputs, now_s, step)
+
+    def narrow(self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs) -> None:
+        """Apply grammar masks to rows of a step in flight. End sequences and requests that end there."""
+        self._follow(self.grammars.narrow(schedule, rows, sampling, self.output))
+
+    def _take_rounds(self, schedule: Schedule, outputs: StepOutputs, rounds: Speculated, now_s: float) -> None:
+        """Process the tokens of draft-model rounds: each row has at least one, and up to `num_tokens_r`."""
+        decodes, counts = schedule.decodes, rounds.num_tokens_r[: schedule.num_rows].tolist()
+        first = outputs.at(0)
+        for group in self.soundness.fail_unsound(schedule, first):
+            self.release(group)
+        tokens, _ = schedule.live_tokens()
+        for row, group in zip(tokens.rows, tokens.groups, strict=True):
+            self.stats.count_tokens([group], now_s, counts[row])
+        self._publish(tokens, first, 1, ())
+        for place in range(1, max(counts)):
+            going_on = [row for row, one in enumerate(decodes.sequences) if counts[row] > place and one.is_live]
+            if not going_on:
+                break
+            self._take_behind({row: schedule.row_at(row, place) for row in going_on}, outputs.at(place), now_s, ())
+        for row, count in enumerate(counts):
+            self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1)
+        proposed, accepted = (
+            counted[: rounds.num_rounds, : len(counts)].ravel().tolist()
+            for counted in (rounds.num_proposed_nr, rounds.num_accepted_nr)
+        )
+        self.stats.count_drafts(proposed, accepted)
+
+    def _take_step(
+        self,
+        schedule: Schedule,
+        outputs: StepOutputs,
+        now_s: float,
+        step: int = 0,
+        going_on: Collection[Sequence] = (),
+    ) -> None:
+        """Process the tokens of one step of a dispatch.
+
+        Args:
+            going_on: sequences that have more tokens sampled in the same step.
+        """
+        for group in self.soundness.fail_unsound(schedule, outputs, step):
+            self.release(group)
+        tokens, beams = schedule.live_tokens(step)
+        num_at_once = 1 if schedule.decodes.is_in_turn else schedule.num_steps
+        self.stats.count_tokens([*tokens.groups, *beams.groups], now_s, num_at_once)
+        self._publish(tokens, outputs, schedule.num_steps, None if schedule.decodes.is_fed else going_on)
+        for group, rows in beams.by_group().items():
+            self._advance_beams(group, rows, outputs)
+
+    def _take_behind(
+        self, rows: dict[int, ScheduledRow], outputs: StepOutputs, now_s: float, going_on: Collection[Sequence]
+    ) -> None:
+        """Process the tokens sampled after accepted draft tokens, keyed by device row."""
+        for group in self.soundness.fail_rows(rows, outputs):
+            self.release(group)
+        tokens = Sampled()
+        for place, row in rows.items():
+            if row.sequence.is_live:
+                row.sequence.went_on()
+                tokens.add(place, row)
+        self.stats.count_tokens(tokens.groups, now_s)
+        self._publish(tokens, outputs, 1, going_on)
+
+    def _publish(
+        self, tokens: Sampled, outputs: StepOutputs, num_steps: int, going_on: Collection[Sequence] | None
+    ) -> None:
+        for group, sequence in self.output.publish(tokens, outputs):
+            if max(num_steps, sequence.num_in_flight_tokens) > 1:
+                sequence.ended_on_the_way()
+            self._end_sequence(group, sequence)
+        if going_on is not None:
+            self._follow(self.grammars.follow(tokens, self.output, going_on))
+
+    def _follow(self, ended: Iterator[tuple[Group, Sequence, JpagedError | None]]) -> None:
+        for group, sequence, error in ended:
+            if error is None:
+                self._end_sequence(group, sequence)
+            else:
+                self._give_up(group, error)
+        self.stats.count_forced(self.grammars.take_num_forced())
+
+    def _give_up(self, group: Group, error: JpagedError) -> None:
+        """Fail a running request with its own error."""
+        self.output.fail(group, error)
+        self.release(group)
+
+    def _end_sequence(self, group: Group, sequence: Sequence) -> None:
+        if len(group.live) > 1:
+            self.scheduler.finish_sequence(group, sequence)
+        else:
+            self.output.finish(group)
+            self.release(group)
+
+    def _advance_beams(self, group: Group, rows: dict[Sequence, int], outputs: StepOutputs) -> None:
+        search = self.output.search(group)
+        advance_beams(group, rows, outputs, search, self.scheduler)
+        if search.is_done:
+            self.output.finish(group)
+            self.release(group)
 
 
 @dataclass(slots=True)

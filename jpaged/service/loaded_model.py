@@ -9,11 +9,11 @@ from typing import Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv.tiers.travels import Travels
+from jpaged.engine.kv.tiers.leaving import Travels
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.watching.eyes import Eyes
+from jpaged.engine.watching.watch import Eyes
 from jpaged.load import EngineLoad
 from jpaged.service.adapters import Adapters
 from jpaged.service.grammars.compiler import ServedGrammars

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, CountDue, EditInputs
+from jpaged.engine.executor.rows import ANY_TOKEN, MASK_BITS, CountDue, EditInputs
 from jpaged.errors import InternalError
 
 

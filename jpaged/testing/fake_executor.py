@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.engine.executor import (
     I32,
     MAX_NUM_STEPS,
@@ -43,7 +42,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.telling import TellInputs, ToldOutputs
+from jpaged.engine.executor.shapes import CascadeCosts
+from jpaged.engine.executor.steps import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens

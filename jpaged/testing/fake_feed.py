@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import I32, Bool, Geometry, SamplingInputs, StepInputs, StepOutputs, Verdict
-from jpaged.engine.executor.edits import EditInputs
+from jpaged.engine.executor.rows import EditInputs
 from jpaged.errors import InternalError
 from jpaged.testing.fake_model import Seen
 from jpaged.testing.single_steps import step_at

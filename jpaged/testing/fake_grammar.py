@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor.edits import num_mask_words
+from jpaged.engine.executor.rows import num_mask_words
 from jpaged.structured import GrammarBatch, GrammarState, StatesOneByOne
 
 _NUM_CHOICES = 7

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpaged.engine.executor import TOP_WIDTH
-from jpaged.engine.executor.telling import Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.steps import Tell, TellInputs, ToldOutputs
 
 LOGPROB_STEP = -0.125
 """Sums of it are exact, so that equal sums are equal."""

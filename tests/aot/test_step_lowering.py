@@ -34,8 +34,8 @@ from jpaged.device.speculation.rounds import packed_speculate
 from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
-from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
-from jpaged.engine.executor.telling import Tell
+from jpaged.engine.executor.rows import NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.steps import Tell
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel

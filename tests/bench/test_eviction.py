@@ -13,8 +13,8 @@ from benchmarks.eviction.hindsight import bound, chain
 from benchmarks.eviction.rows import decision_table, gains, seconds_table, table
 from benchmarks.eviction.serving import HINDSIGHT, chain_s, costs_of_device, serve
 from benchmarks.eviction.traces import BLOCK_SIZE, TRACES, Coming, make_trace
-from jpaged.engine.kv.eviction.costs import BlockCosts
 from jpaged.engine.kv.eviction.policies import MAKERS
+from jpaged.engine.kv.eviction.worth import BlockCosts
 
 COSTS = BlockCosts(first_s=1.0, further_s=0.25, fetch_s=0.1)
 

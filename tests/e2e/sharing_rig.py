@@ -15,7 +15,6 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_meshes
-from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
@@ -29,8 +28,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.telling import TellInputs
-from jpaged.engine.reach import KeyLengths
+from jpaged.engine.executor.shapes import CascadeCosts, KeyLengths
+from jpaged.engine.executor.steps import TellInputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf

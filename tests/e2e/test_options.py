@@ -17,7 +17,7 @@ from jpaged.device.programs import memory_plan
 from jpaged.device.programs.saved import Target, save_programs
 from jpaged.device.programs.store import ProgramStore
 from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
-from jpaged.engine.scheduling.pace import StepTimes
+from jpaged.engine.scheduling.lookahead import StepTimes
 from jpaged.engine.sequence import Group
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS

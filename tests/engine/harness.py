@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.executor.shapes import KeyLengths
 from jpaged.engine.kv.tiers.disk import Disk
-from jpaged.engine.reach import KeyLengths
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.service.continuing import move_grammars
 from jpaged.service.input_processor import InputProcessor

@@ -5,9 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 
-from jpaged.engine.speculation.adaptation import Adaptation, State
-from jpaged.engine.speculation.costs import StepCosts
-from jpaged.engine.speculation.rounds.rule import RoundRule
+from jpaged.engine.speculation.adaptation import Adaptation, State, StepCosts
+from jpaged.engine.speculation.rounds.rounds import RoundRule
 
 
 class Guesses:

@@ -32,7 +32,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.telling import TellInputs, ToldOutputs
+from jpaged.engine.executor.steps import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.testing.single_steps import step_at
 from jpaged.testing.virtual_clock import VirtualClock

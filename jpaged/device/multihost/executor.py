@@ -40,8 +40,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.edits import CountDue
-from jpaged.engine.executor.telling import Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.rows import CountDue
+from jpaged.engine.executor.steps import Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
 

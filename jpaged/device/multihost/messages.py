@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jpaged.device.multihost.channel import Kind
 from jpaged.engine.executor import ROW_DTYPE, Detail, SamplingInputs
-from jpaged.engine.executor.edits import EDIT_DTYPE, SINGLE_DTYPE, CountDue, EditInputs
+from jpaged.engine.executor.rows import EDIT_DTYPE, SINGLE_DTYPE, CountDue, EditInputs
 
 HEADS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward

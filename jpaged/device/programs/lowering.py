@@ -38,8 +38,8 @@ from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, De
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.executor import BucketTable, Geometry
-from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
-from jpaged.engine.executor.telling import TELL_IDS, Tell
+from jpaged.engine.executor.rows import NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.steps import TELL_IDS, Tell
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.kv_groups import group_layers
 from jpaged.models.layer_kinds import stacks_of

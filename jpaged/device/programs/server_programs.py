@@ -28,8 +28,8 @@ from jpaged.device.step.runner import EDIT_WORDS, ROW_WORDS
 from jpaged.device.step.told import MOST_BYTES
 from jpaged.device.transfers import content_bytes
 from jpaged.engine.executor import Geometry, Progress
-from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
-from jpaged.engine.executor.telling import Tell
+from jpaged.engine.executor.rows import NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.steps import Tell
 from jpaged.models.layers import Params
 
 _MARGIN, _MARGIN_BYTES = 8, 16 << 20  # divisor, and bytes, for programs that are not compiled yet

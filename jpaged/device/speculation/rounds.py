@@ -9,7 +9,7 @@
         them
     continues with             y at p + 3
 
-The acceptance rule is documented in `jpaged.engine.speculation.verification`. A row writes keys only at positions for
+The acceptance rule is documented in `jpaged.engine.speculation.drafts`. A row writes keys only at positions for
 which it has blocks. Later positions write to the null block, and their samples are ignored.
 
 Missing or wrong keys of the draft, for example of tokens that only the model has run, reduce acceptance and have no

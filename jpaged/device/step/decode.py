@@ -7,7 +7,7 @@
     positions  7      └──┘  8      └──┘  9           grow by one, and so do the lengths of contexts; slots come from the
                                                      block tables, which have room for all steps
 
-Rows with grammars wait in it for their masks, if the sampling kernel supports that (`engine/executor/feed.py`).
+Rows with grammars wait in it for their masks, if the sampling kernel supports that (`engine/executor/verbs.py`).
 
 It computes what single steps compute. It pays off because on one core two dispatches and the copy of a token to the
 host take half a millisecond, while a step of a small model takes one.

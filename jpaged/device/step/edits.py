@@ -22,7 +22,7 @@ from jax import lax
 
 from jpaged.device.step.sampling import largest_threshold
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS
+from jpaged.engine.executor.rows import ANY_TOKEN, MASK_BITS
 from jpaged.kernels.sampling.rows import SMALLEST
 
 if TYPE_CHECKING:

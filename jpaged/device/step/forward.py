@@ -42,7 +42,7 @@ from jpaged.device.step.products import in_parts
 from jpaged.device.step.runner import NUM_COUNT_WORDS, Packing, unpack_edits, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, Geometry, StepInputs, Verdict
-from jpaged.engine.executor.telling import TELL_IDS, Tell
+from jpaged.engine.executor.steps import TELL_IDS, Tell
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.heads import tpu as heads
 from jpaged.kernels.kv_layout import KVLayout

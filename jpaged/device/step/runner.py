@@ -27,8 +27,8 @@ from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, TELLS, ProgramSp
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.edits import TokenCounts
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
-from jpaged.engine.executor.edits import EDIT_FIELDS, CountDue, EditInputs, no_singles, num_mask_words, words_of_singles
-from jpaged.engine.executor.telling import TELL_IDS, Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.rows import EDIT_FIELDS, CountDue, EditInputs, no_singles, num_mask_words, words_of_singles
+from jpaged.engine.executor.steps import TELL_IDS, Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.cpu.attention import blank_pool

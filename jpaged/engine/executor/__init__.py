@@ -16,23 +16,19 @@ array.
     n  tokens that a row samples in a dispatch: 1, one in each step, or the number of accepted tokens
 
 shapes.py    sizes, and measured rates of the device
-record.py    field definition of per-row records
 rows.py      sampling parameters of each row
-edits.py     logits processors of each row
-feed.py      masks for steps in flight
-telling.py   aux outputs: log-probabilities and hidden states beyond the samples
 steps.py     inputs and outputs of a step
 verbs.py     the executor's methods
 """
 
-from jpaged.engine.executor.feed import MaskFeed, Verdict
-from jpaged.engine.executor.record import BEYOND_TOKENS, RowField
 from jpaged.engine.executor.rows import (
     BANNED_WIDTH,
+    BEYOND_TOKENS,
     ROW_DTYPE,
     ROW_FIELDS,
     TOP_WIDTH,
     Detail,
+    RowField,
     SamplingInputs,
     random_columns,
     row_lists,
@@ -62,7 +58,9 @@ from jpaged.engine.executor.verbs import (
     Handle,
     Hidden,
     HostBlocks,
+    MaskFeed,
     Progress,
+    Verdict,
 )
 
 __all__ = [

@@ -2,16 +2,12 @@
 
 interface.py     protocol that the scheduler requires of any KV memory
 paged.py         paged memory: blocks on demand, shared, copied on write
-needs.py         number of blocks that groups need
 blocks.py        free blocks, reference counts, block tables, and pending copies
 eviction/        eviction order of free blocks: one policy per file
 prefixes.py      prefix cache over the device pool and host memory
 tiers/           offload of cached prefixes: host memory, disk, other servers
-prefix_cache.py  index from block hash to block, and the longest usable prefix
 changes.py       KV cache events: blocks stored and removed
 outgrowing.py    LongRoPE: sequences whose keys are recomputed past a length
-aside.py         run-time limit of the pool: blocks withheld from requests
-windows.py       frees blocks outside the sliding windows of a sequence
 swapping.py      preemption by swapping groups to host memory
 pinned.py        named prefixes that are never evicted
 contiguous.py    baselines that reserve a contiguous run of blocks

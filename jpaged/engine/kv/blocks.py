@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
-from jpaged.engine.kv.eviction.free_list import FreeList
-from jpaged.engine.kv.eviction.lru import LeastRecentlyUsed
+from jpaged.engine.kv.eviction.free_list import FreeList, LeastRecentlyUsed
 from jpaged.errors import InternalError
 from jpaged.pool import Owner
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jpaged.engine.executor import I32
-from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Held, Prefixes
-from jpaged.engine.kv.swapping import Swapping
+from jpaged.engine.kv.swapping import Aside, Swapping, Windows
 from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.nearing import Nearing
-from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
 

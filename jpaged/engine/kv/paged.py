@@ -15,19 +15,16 @@ import numpy as np
 
 from jpaged.config import CacheOptions
 from jpaged.engine.executor import I32, Executor, Geometry, HostBlocks, Move
-from jpaged.engine.kv.aside import Aside
 from jpaged.engine.kv.blocks import BlockPool, Key, MemoryOps
 from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.interface import KVMemory, MemoryUse, Shares
-from jpaged.engine.kv.needs import Needs
 from jpaged.engine.kv.prefixes import Held, Prefixes
-from jpaged.engine.kv.swapping import Swapping
+from jpaged.engine.kv.swapping import Aside, Needs, Swapping, Windows
 from jpaged.engine.kv.tiers.disk import Disk, DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.nearing import Nearing
-from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
 

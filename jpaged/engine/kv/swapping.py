@@ -2,15 +2,92 @@
 
 swap out   tables  [ 7 8 9 ] [ 7 8 4 ]   homes  7>h1 8>h2 9>h3 4>h4      a shared block has one home
 swap in    the reverse, into any free device blocks
+
+Number of blocks that groups need: to be admitted, to be swapped in, and for their current tokens.
+
+A sliding window frees blocks as it moves, so its count is limited to the blocks that it holds at once. The count is
+never too low.
+
+Sliding windows: frees the blocks of a sequence that no later query attends to.
+
+a window   [ . ][ . ][ 7 ][ 4 ][ 9 ]      its entries stay and hold the null block; sequences that share the blocks keep
+after      [ . ][ . ][ . ][ 4 ][ 9 ]      them, and their keys stay cached until they are reissued
+sinks      [ 2 ][ . ][ . ][ 4 ][ 9 ]      attention sinks, the first tokens, are always visible, and stay
+
+Run-time limit of the pool: blocks are withheld to shrink it and released to grow it again.
+
+    N = 12, limit 8    [ 7 8 9 . ][ . . . . ][ x x x x ]     free + cached + referenced + aside = N
+
+Blocks are withheld as they become free, highest ids first. A withheld block loses its cached prefix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, MemoryOps
-from jpaged.engine.kv.needs import Needs, Tables
-from jpaged.engine.kv.prefixes import Prefixes
+from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.kv.blocks import BlockPool, BlockTable, MemoryOps
+from jpaged.engine.kv.prefixes import Prefixes, PrefixMatch
 from jpaged.engine.sequence import Group
+from jpaged.engine.sequence import Sequence as TokenSequence
+
+Tables = tuple[BlockTable, ...]
+"""Block tables of one sequence, one for each KV group."""
+
+
+class Needs:
+    """Counter of needed blocks, without side effects.
+
+    Args:
+        pool: device blocks.
+        reaches: attention window of each KV group.
+    """
+
+    def __init__(self, pool: BlockPool, reaches: Sequence[Reach]) -> None:
+        self._pool = pool
+        self._reaches = reaches
+
+    def to_admit(self, group: Group, match: PrefixMatch | None) -> int:
+        """Return the number of blocks that a waiting group takes from the free list, given its prefix match."""
+        leader, lens = group.live[0], [sequence.num_tokens for sequence in group.live]
+        needed = 0
+        for kv_group, reach in enumerate(self._reaches):
+            most = reach.num_blocks(leader.num_prompt_tokens, lens)
+            if match is None:
+                needed += most
+                continue
+            num_free_matched = sum(map(self._pool.is_free, match.block_ids[kv_group]))
+            all_in_all = Reach(reach.block_size).num_blocks(leader.num_prompt_tokens, lens)
+            needed += min(most, all_in_all - match.num_blocks + num_free_matched)
+        return needed
+
+    def to_go_on(self, group: Group, tables: Sequence[Tables], pool: BlockPool) -> int:
+        """Return the number of blocks that a group still needs for the tokens it has.
+
+        Args:
+            tables: block tables of each live sequence, on the device or in host memory.
+            pool: pool that these blocks belong to.
+        """
+        live = group.live
+        if not group.is_forked:
+            lens = [sequence.num_tokens for sequence in live]
+            mosts = [reach.num_blocks(live[0].num_prompt_tokens, lens) for reach in self._reaches]
+            return sum(
+                max(0, most - (table.num_blocks if reach.num_seen is None else pool.num_owned(table)))
+                for most, reach, table in zip(mosts, self._reaches, tables[0], strict=True)
+            )
+        return sum(self._of_one(sequence, of_one, pool) for sequence, of_one in zip(live, tables, strict=True))
+
+    def _of_one(self, sequence: TokenSequence, tables: Tables, pool: BlockPool) -> int:
+        num_new = max(0, pool.num_blocks_for(sequence.num_tokens) - tables[0].num_blocks)
+        if not num_new:
+            return 0
+        needed = 0
+        for reach, table in zip(self._reaches, tables, strict=True):
+            limit = reach.max_num_held
+            needed += num_new if limit is None else min(num_new, max(0, limit - pool.num_owned(table)))
+        return needed
 
 
 class Swapping:
@@ -82,3 +159,57 @@ def _move(sources: Tables, targets: Tables, pool: BlockPool, homes: dict[int, in
             else:
                 (homes[block_id],) = pool.allocate(1)
         target.fill([homes[block_id] for block_id in source.block_ids()], source.num_dropped, source.num_sinks)
+
+
+class Windows:
+    """Release of out-of-window blocks.
+
+    Args:
+        pool: device blocks.
+        reaches: attention window of each KV group, at least one of which is a sliding window.
+    """
+
+    def __init__(self, pool: BlockPool, reaches: Sequence[Reach]) -> None:
+        self._pool = pool
+        self._reaches = reaches
+
+    def move_on(self, sequence: TokenSequence) -> None:
+        """Free the blocks of a running sequence that tokens after its computed ones cannot attend to."""
+        kv = sequence.kv
+        for reach, table in zip(self._reaches, kv.tables, strict=True):
+            first = reach.first_block(sequence.num_computed_tokens // reach.block_size)
+            if first > max(table.num_dropped, reach.num_sinks):
+                self._pool.drop(table, first, reach.num_sinks)
+
+    def can_go_back(self, sequence: TokenSequence) -> bool:
+        """Return True if all blocks that the token after the computed ones attends to are still there."""
+        return all(
+            table.num_dropped <= reach.first_block(sequence.num_computed_tokens // reach.block_size)
+            for reach, table in zip(self._reaches, sequence.kv.tables, strict=True)
+        )
+
+
+class Aside:
+    """Limiter of the usable pool, which withholds free blocks.
+
+    Attributes:
+        limit: blocks that requests may use once enough blocks have become free.
+        table: the withheld blocks.
+        num_blocks: number of withheld blocks.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.limit = pool.num_blocks
+        self.table = BlockTable(pool.num_blocks)
+        self.num_blocks = 0
+
+    def leave(self, limit: int) -> None:
+        """Set the limit: release withheld blocks above it, or withhold the free blocks that are missing."""
+        self.limit = limit
+        num_aside = self._pool.num_blocks - limit
+        if num_aside < self.num_blocks:
+            self._pool.release(self.table, num_kept=num_aside)
+        elif num_aside > self.num_blocks:
+            self.table.extend(self._pool.allocate_last(num_aside - self.num_blocks))
+        self.num_blocks = self.table.num_blocks

@@ -7,29 +7,96 @@
                               here at its place by arrival
 
 Policy only: it allocates blocks from the memory and knows no arrays, no device and no text.
+
+Alignment of the beam searches of several requests into the same steps, independent of their arrival.
+
+A beam search continues when the host has seen the samples of all its beams, so with overlap it runs in every second
+step. Searches whose prompts ran one step apart would alternate forever, in twice the number of steps:
+
+    steps     1  2  3  4  5  6           1  2  3  4  5  6
+    a         x     x     x              x        x     x        b is ready for step 3 ... and waits for a, once,
+    b            x     x     x              x     x     x        if step 3 would hold only b
+
+A step that holds anything else runs anyway, with every search that is ready.
+
+Preemption modes: a preempted group's blocks are swapped to host memory, or its tokens are recomputed.
+
+    swap        blocks out and back in        2 * blocks * bytes / copy bandwidth
+    recompute   tokens as one prefill         tokens / prefill rate
+
+"auto" takes the cheaper of the two for each group, by the rates measured when the device started.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 
-from jpaged.config import SchedulerOptions
+from jpaged.config import PreemptionMode, SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.kv.outgrowing import Outgrowing
-from jpaged.engine.scheduling.cohorts import draw_with_the_next
-from jpaged.engine.scheduling.lookahead import Lookahead
-from jpaged.engine.scheduling.pace import LeastTimes, Pace
+from jpaged.engine.scheduling.lookahead import LeastTimes, Lookahead, Pace
 from jpaged.engine.scheduling.policies import POLICIES
-from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.queues import Queues
 from jpaged.engine.scheduling.rows import DecodingRows, settle
-from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduled import ScheduledRow
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens
-from jpaged.engine.speculation.drafts import DraftRows, Proposals
-from jpaged.engine.speculation.rounds.rows import RoundRows
+from jpaged.engine.speculation.drafts import DraftRows, Proposals, RoundRows
+
+
+def draw_with_the_next(wanted: Mapping[Group, Shares]) -> bool:
+    """Return True if only decoding beams are ready and other beams become ready after the in-flight step.
+
+    After that step nothing is in flight, so no beam waits twice in a row.
+
+    Args:
+        wanted: the tokens that the sequences of each running group have to compute.
+    """
+    is_ready = is_due = False
+    for group, shares in wanted.items():
+        if not shares:
+            is_due = is_due or _goes_on(group)
+        elif not group.request.sampling.beam_width or any(num_tokens > 1 for _, num_tokens in shares):
+            return False
+        else:
+            is_ready = True
+    return is_ready and is_due
+
+
+def _goes_on(group: Group) -> bool:
+    """Return True if a group's beams, whose tokens are in flight, need more tokens after these."""
+    sampling = group.request.sampling
+    return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """Chooses between swap and recompute. The memory decides if host memory has room for a swap."""
+
+    mode: PreemptionMode
+    bytes_per_block: int
+    rates: DeviceRates
+
+    def prefers_swap(self, group: Group) -> bool:
+        """Return True if the group should be swapped, given room in host memory; otherwise it is recomputed."""
+        if self.mode == "auto":
+            return self.swap_s(group) < self.recompute_s(group)
+        return self.mode == "swap"
+
+    def swap_s(self, group: Group) -> float:
+        """Return the seconds to move a group's blocks out and back in."""
+        blocks = {block_id for sequence in group.live for block_id in sequence.kv.block_ids()}
+        num_bytes = len(blocks) * self.bytes_per_block
+        return num_bytes / self.rates.swap_out_bytes_per_s + num_bytes / self.rates.swap_in_bytes_per_s
+
+    def recompute_s(self, group: Group) -> float:
+        """Return the seconds to recompute a group: the prompt once, and the output of each sequence."""
+        live = group.live
+        num_tokens = live[0].num_prompt_tokens + sum(sequence.num_output_tokens for sequence in live)
+        return num_tokens / self.rates.prefill_tokens_per_s
 
 
 class Scheduler:

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.engine.executor import NULL_BLOCK, Geometry
-from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduled import SharedPrefixGroup
+from jpaged.engine.executor.shapes import CascadeCosts
+from jpaged.engine.scheduling.schedule import Schedule, SharedPrefixGroup
 from jpaged.engine.sequence import Sequence
 
 _WINDOW_MOVES = 64

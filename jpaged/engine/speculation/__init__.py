@@ -7,11 +7,6 @@ proposer.py     protocol of a proposer on the host
 methods.py      creates the proposer that the options name
 ngram.py        prompt lookup: what followed the same n-gram earlier in the sequence
 suffix.py       suffix decoding: what followed in this sequence and in earlier outputs
-suffix_tree.py  suffix tree with counts
-shared_texts.py earlier outputs of requests that share them, within limits
 adaptation.py   number of draft tokens for each row of a step, if any
-acceptance.py   acceptance rates of draft tokens
-costs.py        time of a step with draft tokens
-verification.py which draft tokens a step accepts
 stats.py        counters under vLLM's names
 """

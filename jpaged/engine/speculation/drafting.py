@@ -9,8 +9,7 @@ from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.scheduling.queues import Queues
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence
-from jpaged.engine.speculation.adaptation import Adaptation
-from jpaged.engine.speculation.costs import StepCosts
+from jpaged.engine.speculation.adaptation import Adaptation, StepCosts
 from jpaged.engine.speculation.drafts import Proposals, decoding_rows, takes_drafts
 from jpaged.engine.speculation.methods import make_proposer
 from jpaged.engine.speculation.proposer import Proposer

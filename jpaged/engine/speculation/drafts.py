@@ -5,30 +5,102 @@
     r + 1    a, draft           8     9        with the sequence's keys, and those of the tokens before it in this step
     r + 2    b, draft           9    10
 
-The token sampled by a draft row is the sequence's if all drafts before it equal the sampled tokens; see
-`verification.py`. So a step with drafts computes the same rows as decoding step by step. The next step waits for its
+The token sampled by a draft row is the sequence's if all drafts before it equal the sampled tokens.
+So a step with drafts computes the same rows as decoding step by step. The next step waits for its
 results, because its start positions depend on them.
 
 Blocks are allocated for draft tokens, and released for rejected ones. No group is preempted for a draft.
+
+Verification of draft tokens: a step accepts those that equal the sampled tokens.
+
+    drafts           a  b  c  d            a step runs the last token and its drafts, and samples after each of them
+    sampled       a  b  x  .  .
+                  └ accepted: 2    tokens: a b x         the sample after the last accepted draft is a token as well
+
+A sample depends on seed, position and the tokens before it. After an accepted draft token these are the same as in
+plain decoding, and so is the sample. The samples after a rejected draft token are dropped. There is no resampling or
+weighting: distribution and tokens are those of plain decoding.
+
+`RoundRows` are the decode rows that a round of a draft model schedules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as AbcSequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jpaged.engine.executor import Geometry, StepOutputs
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.scheduling.policies import SchedulingPolicy
-from jpaged.engine.scheduling.rows import DecodingRows
-from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduled import ScheduledRow
+from jpaged.engine.scheduling.queues import Queues
+from jpaged.engine.scheduling.rows import DecodingRows, settle
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence
-from jpaged.engine.speculation.verification import verify
+from jpaged.errors import InternalError
 from jpaged.structured import GrammarState
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """New tokens of the rows of a step.
+
+    Attributes:
+        num_accepted: number of accepted draft tokens of each row, those after an ending token included.
+        token_ids: accepted draft tokens of each row and the next sample, up to and including an ending token.
+    """
+
+    num_accepted: list[int]
+    token_ids: list[list[int]]
+
+
+def verify(
+    proposals_rk: I32, num_proposals_r: I32, drawn_rn: I32, ending_token_ids: AbcSequence[frozenset[int]]
+) -> Verified:
+    """Compare the draft tokens of each row with the sampled tokens.
+
+    Args:
+        proposals_rk: [R, k] draft tokens of each row, padded.
+        num_proposals_r: [R] number of draft tokens of each row, 0 to k.
+        drawn_rn: [R, k + 1] samples after the last token of each row and after each draft token.
+        ending_token_ids: token ids that end each row; empty if none does yet.
+
+    Raises:
+        InternalError: the shapes do not match.
+    """
+    num_rows, width = proposals_rk.shape
+    if drawn_rn.shape != (num_rows, width + 1) or num_proposals_r.shape != (num_rows,):
+        raise InternalError(
+            f"proposals of shape {proposals_rk.shape} have {num_proposals_r.shape} counts and {drawn_rn.shape} draws"
+        )
+    if len(ending_token_ids) != num_rows or (
+        num_rows and not 0 <= num_proposals_r.min() <= num_proposals_r.max() <= width
+    ):
+        raise InternalError(
+            f"{num_rows} rows of at most {width} proposals have {len(ending_token_ids)} sets of ending ids and "
+            f"{num_proposals_r.tolist()} proposals"
+        )
+    is_drawn_rk = (proposals_rk == drawn_rn[:, :width]) & (np.arange(width) < num_proposals_r[:, None])
+    num_accepted = np.logical_and.accumulate(is_drawn_rk, axis=1).sum(axis=1).tolist()
+    token_ids = [
+        _up_to_end(drawn[: count + 1], ending)
+        for drawn, count, ending in zip(drawn_rn.tolist(), num_accepted, ending_token_ids, strict=True)
+    ]
+    return Verified(num_accepted, token_ids)
+
+
+def _up_to_end(token_ids: list[int], ending: frozenset[int]) -> list[int]:
+    """Return the tokens up to and including the first that ends the row."""
+    if ending.isdisjoint(token_ids):
+        return token_ids
+    return token_ids[: next(place for place, token_id in enumerate(token_ids, start=1) if token_id in ending)]
+
 
 Choose = Callable[[list[Sequence], list[int], int], list[int]]
 """(decode rows, draft tokens available for each, prefill tokens in the step) -> number of draft tokens to run."""
@@ -177,3 +249,43 @@ def _cut(row: Decoding, token_ids: list[int], rows: DecodingRows) -> tuple[list[
         states.append(state)
         state = state.copy()
     return token_ids[: len(states)], states
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRows:
+    """Schedules rows for rounds, for one scheduler. `DraftRows.ran` releases unused blocks."""
+
+    memory: KVMemory
+    rows: DecodingRows
+    geometry: Geometry
+    policy: SchedulingPolicy
+
+    def may_run(self, queues: Queues, *, has_room: bool) -> bool:
+        """Return True if every running group decodes, and no waiting group could be admitted.
+
+        Args:
+            has_room: there are free rows.
+        """
+        rows, ahead = self.rows, self.rows.ahead
+        if not rows or ahead.go_singly or ahead.are_bound or (has_room and queues.num_waiting):
+            return False
+        return rows.settled.issuperset(queues.running)
+
+    def enter(self, schedule: Schedule, num_rounds: int) -> bool:
+        """Schedule every row for num_rounds rounds, halved until blocks for all tokens they may accept are free.
+
+        No group is preempted. Returns False, and schedules nothing, if blocks for one round are lacking.
+        """
+        num_in_round = self.geometry.num_speculative_tokens + 1
+        while self.rows and num_rounds and not self.memory.can_grow(self.rows.left(num_rounds * num_in_round)):
+            num_rounds //= 2
+        if not self.rows or not num_rounds:
+            return False
+        shares = self.rows.left(num_rounds * num_in_round)
+        for sequence, num_tokens in shares:
+            settle(sequence, self.memory)
+            self.memory.grow(sequence, num_tokens)
+            self.rows.grown(sequence)
+        schedule.decode(self.rows.take(rounds=(num_rounds, [num_tokens for _, num_tokens in shares])))
+        self.policy.decoded(schedule.decodes.groups)
+        return True

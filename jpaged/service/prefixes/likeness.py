@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jpaged.engine.kv.tiers.chain import Chain
-from jpaged.engine.kv.tiers.leaving import Leaving
+from jpaged.engine.kv.tiers.leaving import Chain, Leaving
 from jpaged.errors import Incompatible, InvalidArgument
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.prefixes.parts import Header

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jpaged.engine.kv.blocks import Key
-from jpaged.engine.kv.tiers.chain import Place
-from jpaged.engine.kv.tiers.leaving import Leaving
+from jpaged.engine.kv.tiers.leaving import Leaving, Place
 
 MAX_PIECES_BYTES = 256 << 10
 """Limit of a message's contents, including the overhead of each piece."""

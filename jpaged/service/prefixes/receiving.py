@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jpaged.engine.kv.blocks import Key
-from jpaged.engine.kv.tiers.arriving import Arriving
-from jpaged.engine.kv.tiers.chain import Place
+from jpaged.engine.kv.tiers.leaving import Arriving, Place
 from jpaged.errors import InvalidArgument
 from jpaged.service.prefixes.parts import Piece, hash_begin
 

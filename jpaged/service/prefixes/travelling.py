@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from jpaged.engine.kv.blocks import Key, root_key
-from jpaged.engine.kv.tiers.arriving import Arriving
-from jpaged.engine.kv.tiers.chain import Chain
-from jpaged.engine.kv.tiers.leaving import Leaving
+from jpaged.engine.kv.tiers.leaving import Arriving, Chain, Leaving
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_salt

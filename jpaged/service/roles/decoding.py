@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from jpaged.config import RoleOptions
 from jpaged.engine.kv.blocks import root_key
-from jpaged.engine.kv.tiers.arriving import Arriving
-from jpaged.engine.kv.tiers.travels import Travels
+from jpaged.engine.kv.tiers.leaving import Arriving, Travels
 from jpaged.errors import DeadlineExceeded, InternalError, JpagedError
 from jpaged.service.prefixes.receiving import Receiving
 from jpaged.service.roles.answers import PrefillAnswer, PrefillServers

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 
-from jpaged.engine.kv.tiers.chain import Chain
-from jpaged.engine.kv.tiers.leaving import Leaving
-from jpaged.engine.kv.tiers.travels import Travels
+from jpaged.engine.kv.tiers.leaving import Chain, Leaving, Travels
 from jpaged.engine.sequence import Sink
 from jpaged.errors import JpagedError
 from jpaged.types import OutputEvent

@@ -15,8 +15,8 @@ from jpaged.device.multihost.executor import MultiHostExecutor, follow
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.multihost.messages import decode, sampling_of, sizes_of, words_of
 from jpaged.engine.executor import Detail, SamplingInputs
-from jpaged.engine.executor.edits import ANY_TOKEN, CountDue, EditInputs, no_masks, no_singles
-from jpaged.engine.executor.telling import Tell, TellInputs
+from jpaged.engine.executor.rows import ANY_TOKEN, CountDue, EditInputs, no_masks, no_singles
+from jpaged.engine.executor.steps import Tell, TellInputs
 from jpaged.errors import InternalError, JpagedError, Unavailable
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row

@@ -21,8 +21,8 @@ from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, PoolReq
 from jpaged.device.programs.report import ProgramReport
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.engine.executor import TOP_WIDTH
-from jpaged.engine.executor.edits import EDIT_FIELDS, NUM_SINGLES, num_mask_words
-from jpaged.engine.executor.telling import TELL_IDS
+from jpaged.engine.executor.rows import EDIT_FIELDS, NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.steps import TELL_IDS
 from jpaged.errors import InternalError, InvalidArgument
 from tests.device import tiny_model
 

@@ -22,8 +22,8 @@ from jpaged.device.step import products
 from jpaged.device.step.edits import IN_PROMPT
 from jpaged.device.transfers import lower_move
 from jpaged.engine.executor import TOP_WIDTH, Detail
-from jpaged.engine.executor.edits import CountDue
-from jpaged.engine.executor.telling import TELL_IDS, Tell
+from jpaged.engine.executor.rows import CountDue
+from jpaged.engine.executor.steps import TELL_IDS, Tell
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.on_device import PartedMatrix
 from jpaged.models.model import Model

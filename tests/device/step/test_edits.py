@@ -22,7 +22,7 @@ from jpaged.device.step.edits import (
 )
 from jpaged.device.step.runner import unpack_edits
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor.edits import NUM_SINGLES, EditInputs, no_singles, num_mask_words, words_of_singles
+from jpaged.engine.executor.rows import NUM_SINGLES, EditInputs, no_singles, num_mask_words, words_of_singles
 from tests.device.step import edits_oracle as oracle
 from tests.device.step.edits_oracle import Edits
 

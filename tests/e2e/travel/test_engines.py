@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine.kv.blocks import root_key
-from jpaged.engine.kv.tiers.chain import Place
+from jpaged.engine.kv.tiers.leaving import Place
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.types import SamplingParams
 from tests.e2e.rig import open_llm, random_prompts, write_model

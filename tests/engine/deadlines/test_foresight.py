@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.scheduling.pace import LeastTimes
+from jpaged.engine.scheduling.lookahead import LeastTimes
 from jpaged.errors import DeadlineExceeded
 from tests.engine.timed import TimedExecutor
 

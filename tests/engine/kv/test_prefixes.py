@@ -2,9 +2,9 @@
 
 import pytest
 
+from jpaged.engine.executor.shapes import Reach
 from jpaged.engine.kv.blocks import KVHandle, block_key, root_key
-from jpaged.engine.kv.prefix_cache import PrefixCache
-from jpaged.engine.reach import Reach
+from jpaged.engine.kv.prefixes import PrefixCache
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.groups import computed, group_of, paged_memory
 from tests.engine.harness import Harness

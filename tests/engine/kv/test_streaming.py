@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
+from jpaged.engine.executor.shapes import Reach
 from jpaged.engine.kv.blocks import key_in_group
 from jpaged.engine.kv.eviction.policies import MAKERS
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.kv.tiers.chain import Chain, Place
-from jpaged.engine.reach import Reach
+from jpaged.engine.kv.tiers.leaving import Chain, Place
 from jpaged.engine.sequence import Status
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor, expected_tokens, seeing
 from tests.engine.harness import Harness

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine.executor import DeviceRates, Move
-from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.scheduler import Preemption
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor, expected_tokens, seeing
 from jpaged.types import Request, SamplingParams

@@ -8,7 +8,7 @@ import pytest
 from jpaged.engine.executor import Move
 from jpaged.engine.kv.blocks import BlockTable, root_key
 from jpaged.engine.kv.tiers import leaving as leaving_module
-from jpaged.engine.kv.tiers.chain import Chain, Place
+from jpaged.engine.kv.tiers.leaving import Chain, Place
 from jpaged.errors import Cancelled, InternalError, Unsupported
 from jpaged.testing import FakeExecutor, expected_tokens, seeing
 from tests.engine.data_parallel.fleet import Fleet

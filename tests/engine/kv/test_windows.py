@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.engine.executor import Geometry
+from jpaged.engine.executor.shapes import Reach
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.kv.prefix_cache import num_usable
-from jpaged.engine.reach import Reach
+from jpaged.engine.kv.prefixes import num_usable
 from jpaged.engine.sequence import Group, Status
 from jpaged.models.kv_groups import group_layers
 from jpaged.testing import SeveralStepsExecutor, expected_tokens, seeing

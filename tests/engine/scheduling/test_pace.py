@@ -10,7 +10,7 @@ from jpaged.capacity.simulator.simulation import simulate
 from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BucketTable, DeviceRates
-from jpaged.engine.scheduling.pace import LEAST_SHARE, LEAST_TOKENS, StepTimes
+from jpaged.engine.scheduling.lookahead import LEAST_SHARE, LEAST_TOKENS, StepTimes
 from jpaged.engine.scheduling.scheduler import _within
 from jpaged.hardware import HARDWARE
 from jpaged.testing import expected_tokens

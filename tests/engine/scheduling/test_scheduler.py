@@ -3,7 +3,7 @@
 import pytest
 
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.scheduler import Preemption
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.groups import group_of, num_swapped_blocks
 from tests.engine.harness import Harness

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.cascade_costs import CascadeCosts
+from jpaged.engine.executor.shapes import CascadeCosts
 from jpaged.engine.kv.blocks import KVHandle
 from jpaged.engine.scheduling import shared_prefixes
-from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
-from jpaged.engine.scheduling.scheduled import ScheduledRow, SharedPrefixGroup
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup, build_step_inputs
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.testing import FakeExecutor

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine.executor import TOP_WIDTH
-from jpaged.engine.scheduling.told_budget import ToldBudget
+from jpaged.engine.scheduling.rows import ToldBudget
 from jpaged.engine.sequence import Sequence
 from jpaged.testing import FakeExecutor, expected_tokens
 from jpaged.testing.fake_tells import LOGPROB_STEP

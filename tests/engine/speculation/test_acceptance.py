@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jpaged.engine.speculation.acceptance import Acceptance
+from jpaged.engine.speculation.adaptation import Acceptance
 
 
 def test_positions_are_told_apart_and_count_where_those_before_were_accepted():

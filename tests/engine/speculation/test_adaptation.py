@@ -18,8 +18,8 @@ from jpaged.engine.speculation.adaptation import (
     PROBE_TOKENS,
     Adaptation,
     State,
+    StepCosts,
 )
-from jpaged.engine.speculation.costs import StepCosts
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.engine.speculation.shared_texts import SharedTexts
-from jpaged.engine.speculation.suffix_tree import NO_MATCH, DraftRule, SuffixTree
+from jpaged.engine.speculation.suffix import NO_MATCH, DraftRule, SharedTexts, SuffixTree
 
 RULE = DraftRule(max_depth=8, max_factor=1.0, min_prob=0.1)
 

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.speculation import suffix, suffix_tree
-from jpaged.engine.speculation.shared_texts import SharedTexts
-from jpaged.engine.speculation.suffix import SuffixProposer
-from jpaged.engine.speculation.suffix_tree import SEED_LEN, DraftRule
+from jpaged.engine.speculation import suffix
+from jpaged.engine.speculation.suffix import SEED_LEN, DraftRule, SharedTexts, SuffixProposer
 
 RULE = DraftRule(max_depth=8, max_factor=1.0, min_prob=0.1)
 NO_LIMIT = 100
@@ -59,7 +57,7 @@ def best_draft(texts: Mapping[int, list[int]], context: list[int], rule: DraftRu
 @pytest.fixture
 def all_leaves(monkeypatch):
     """Nothing is dropped, so that counts are exact."""
-    monkeypatch.setattr(suffix_tree, "MAX_LEAVES", 10**9)
+    monkeypatch.setattr(suffix, "MAX_LEAVES", 10**9)
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
@@ -73,7 +71,7 @@ RULES = st.builds(
 @given(TOKENS, st.lists(TOKENS, min_size=1, max_size=6), RULES, st.integers(1, 12))
 def test_alone_it_proposes_what_a_search_finds(prompt, chunks, rule, limit):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix_tree, "MAX_LEAVES", 10**9)
+        patch.setattr(suffix, "MAX_LEAVES", 10**9)
         proposer = SuffixProposer(rule, SharedTexts(rule, 0))
         proposer.begin(3, prompt, b"")
         text = list(prompt)
@@ -89,7 +87,7 @@ def test_alone_it_proposes_what_a_search_finds(prompt, chunks, rule, limit):
 def test_with_earlier_outputs_it_proposes_what_a_search_finds(outputs, chunks, rule):
     """Others end while one reads along; it reads on before it is asked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix_tree, "MAX_LEAVES", 10**9)
+        patch.setattr(suffix, "MAX_LEAVES", 10**9)
         proposer = SuffixProposer(rule, SharedTexts(rule, 100))
         shared: dict[int, list[int]] = {}
         proposer.begin(1, [], b"x")
@@ -185,7 +183,7 @@ def test_a_long_prompt_is_looked_through_over_several_steps(monkeypatch):
 
 
 def test_a_match_goes_on_where_its_seed_is_too_common_to_be_found(monkeypatch):
-    monkeypatch.setattr(suffix_tree, "MAX_LEAVES", 2)
+    monkeypatch.setattr(suffix, "MAX_LEAVES", 2)
     proposer = SuffixProposer(RULE, SharedTexts(RULE, 0))
     common = [1, 2, 30, 1, 2, 31, 1, 2, 32]
     proposer.begin(0, [7, 8, 1, 2, 40, 41, *common, 7, 8], None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.speculation.verification import verify
+from jpaged.engine.speculation.drafts import verify
 from jpaged.errors import InternalError
 
 NONE: frozenset[int] = frozenset()

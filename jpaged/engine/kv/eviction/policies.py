@@ -1,17 +1,143 @@
-"""Registry from eviction policy names to free lists."""
+"""Registry from eviction policy names to free lists.
+
+Least frequently used: evict the block that the fewest requests have seen; ties go to the least recently used.
+
+    seen once   [ 9 4 7 ]        seen twice   [ 8 ]        seen 31 times   [ 1 2 ]
+
+Counts last as long as a block is cached. Leaves are evicted before their parents, which are hit with every leaf.
+
+Two queues: blocks seen once pass through a short queue, and only blocks seen again stay (2Q, S3-FIFO).
+
+    once      oldest ...... newest     at most a tenth of the slots, if there is a choice
+    again     oldest ...... newest     seen twice or more, here or by its key within the last evictions (ghosts)
+
+A flood of prompts that are never repeated passes through the first queue and leaves the second unchanged. Johnson and
+Shasha, "2Q", VLDB 1994; Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.kv.eviction.costs import BlockCosts
-from jpaged.engine.kv.eviction.free_list import RankedFreeList
-from jpaged.engine.kv.eviction.lfu import LeastFrequentlyUsed
-from jpaged.engine.kv.eviction.policy import EvictionPolicy, Key
-from jpaged.engine.kv.eviction.two_queues import TwoQueues
-from jpaged.engine.kv.eviction.worth import Worth
+from jpaged.engine.kv.eviction.free_list import Entry, EvictionPolicy, Key, RankedFreeList
+from jpaged.engine.kv.eviction.worth import BlockCosts, Worth
+
+
+class LeastFrequentlyUsed:
+    """Implementation of `jpaged.engine.kv.eviction.free_list.EvictionPolicy`: O(1), and O(log n) in distinct counts."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._counts: dict[int, int] = {}
+        self._free: dict[int, OrderedDict[int, None]] = {}  # times seen -> slots, the oldest first; no queue is empty
+        self._heap: list[int] = []  # these counts, and some whose queue is gone
+
+    def enter(self, place: int, entry: Entry) -> None:
+        self._entries[place] = entry
+        self._counts[place] = entry.times_seen
+
+    def found(self, places: Sequence[int]) -> None:
+        for place in places:
+            queue = self._free.get(self._counts[place])
+            is_free = queue is not None and place in queue
+            if is_free:
+                self.taken(place)
+            self._counts[place] += 1
+            if is_free:
+                self.freed(place)
+
+    def times_seen(self, place: int) -> int:
+        return self._counts[place]
+
+    def freed(self, place: int) -> None:
+        count = self._counts[place]
+        queue = self._free.get(count)
+        if queue is None:
+            queue = self._free[count] = OrderedDict()
+            if len(self._heap) > 2 * len(self._free):
+                self._heap = sorted(self._free)
+            else:
+                heapq.heappush(self._heap, count)
+        queue[place] = None
+
+    def taken(self, place: int) -> None:
+        count = self._counts[place]
+        del self._free[count][place]
+        if not self._free[count]:
+            del self._free[count]
+
+    def victim(self) -> int:
+        while self._heap[0] not in self._free:
+            heapq.heappop(self._heap)
+        place = next(iter(self._free[self._heap[0]]))
+        self.taken(place)
+        return place
+
+    def left(self, place: int, *, is_evicted: bool) -> Entry:
+        return self._entries.pop(place).seen(self._counts.pop(place))
+
+    def choices(self) -> set[int]:
+        return {place for queue in self._free.values() for place in queue}
+
+
+_SHARE_OF_ONCE = 0.1
+
+
+class TwoQueues:
+    """Implementation of `jpaged.engine.kv.eviction.free_list.EvictionPolicy`, in O(1).
+
+    Args:
+        num_places: slots of the tier; the policy remembers the same number of evicted keys.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self._num_ghosts = num_places
+        self._max_once = max(1, int(_SHARE_OF_ONCE * num_places))
+        self._entries: dict[int, Entry] = {}
+        self._counts: dict[int, int] = {}
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._ghosts: OrderedDict[Key, int] = OrderedDict()
+
+    def enter(self, place: int, entry: Entry) -> None:
+        self._entries[place] = entry
+        self._counts[place] = max(entry.times_seen, 1 + self._ghosts.pop(entry.key, 0))
+
+    def found(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._counts[place] += 1
+            if place in self._once:  # move it to the second queue, in case the request does not acquire it
+                del self._once[place]
+                self._again[place] = None
+
+    def times_seen(self, place: int) -> int:
+        return self._counts[place]
+
+    def freed(self, place: int) -> None:
+        (self._again if self._counts[place] > 1 else self._once)[place] = None
+
+    def taken(self, place: int) -> None:
+        del (self._again if place in self._again else self._once)[place]
+
+    def victim(self) -> int:
+        queue = self._once if self._once and (len(self._once) > self._max_once or not self._again) else self._again
+        return queue.popitem(last=False)[0]
+
+    def left(self, place: int, *, is_evicted: bool) -> Entry:
+        entry, count = self._entries.pop(place), self._counts.pop(place)
+        if is_evicted:
+            self._ghosts[entry.key] = count
+            if len(self._ghosts) > self._num_ghosts:
+                self._ghosts.popitem(last=False)
+        return entry.seen(count)
+
+    def choices(self) -> set[int]:
+        return {*self._once, *self._again}
+
 
 FetchTime = Callable[[Key], float | None]
 """Return the seconds to load the block of a key from the tiers below, or None if none of them stores it."""

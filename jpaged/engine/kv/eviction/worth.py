@@ -3,27 +3,302 @@
     worth = rate(class, age) * seconds to get it back
 
     class    how often it was seen, whether several conversations share it, and how many blocks of the same owner are
-             needed again; `reuse.py` learns the rate of each class
+             needed again; the rate of each class is learned
     seconds  to compute it, which grows with its index in the prompt; or to load it from the tier below, if that
-             stores it (`costs.py`)
+             stores it
 
-Free blocks are stored in buckets of about the same worth (`lots.py`). Buckets are ranked once in a while. Until the
+Free blocks are stored in buckets of about the same worth (`Lots`). Buckets are ranked once in a while. Until the
 next ranking, blocks are evicted from the bucket with the least worth, oldest first, then from the next bucket.
+
+Cost of getting an evicted block back: recompute its tokens, or load it from the tier below.
+
+    recompute(i) = B * seconds a token of a large step + pair_s * B * (i * B + B / 2)    attention grows with the index
+    fetch        = bytes of a block / transfer rate
+
+The rates are those measured on the device at startup (`DeviceRates`).
+
+Buckets of free blocks: blocks of one class and similar cost that were freed in one time span, the oldest first.
+
+    span       0          1          2
+    class 0    [ 9 4 ]    [ 7 ]      [ 3 5 6 ]
+    class 7    [ 1 ]      .          [ 2 8 ]
+
+The blocks of a bucket are worth about the same, so the policy ranks buckets. Spans grow with age: sixteen of one
+length, eight of twice that, eight of four times, and so on. A block that has cached children is passed over until they
+are evicted, because the children are unusable without it.
+
+Reuse probability of blocks, learned by class and by time since their last reference.
+
+    lives      from being freed to being hit again, or to the time when the key is no longer remembered
+    p(c, b)    of the blocks of class c that reached age b, the share that was hit within it
+    rate(c, a) max over how long they are kept of      hits until then / slots * time until then
+
+The rate is the Gittins index of an item that pays out once and may be given up at any time. It ranks blocks by the hits
+that a slot yields per unit of time, whether they are hit at any age or only after a while. Ages count freed blocks, so
+an idle server forgets nothing. Evicted blocks are remembered by their keys for a while; otherwise only
+cached blocks could prove their worth. Beckmann et al., "LHD", NSDI 2018, also ranks by hits per slot and time.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jpaged.engine.kv.eviction.costs import BlockCosts
-from jpaged.engine.kv.eviction.lots import Lot, Lots
-from jpaged.engine.kv.eviction.policy import Entry, Key
-from jpaged.engine.kv.eviction.reuse import NUM_AGES, Reuse
+from jpaged.engine.executor import DeviceRates
+from jpaged.engine.kv.eviction.free_list import Entry, Key
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCosts:
+    """Costs in seconds.
+
+    Attributes:
+        first_s: compute the first block of a prompt.
+        further_s: added for each block before it.
+        fetch_s: load a block from the tier below.
+    """
+
+    first_s: float
+    further_s: float
+    fetch_s: float
+
+    @classmethod
+    def of(cls, rates: DeviceRates, block_size: int, bytes_per_block: int) -> BlockCosts:
+        num_tokens, seconds = rates.forward_s[-1]
+        return cls(
+            first_s=block_size * (seconds / num_tokens + rates.pair_s * block_size / 2),
+            further_s=rates.pair_s * block_size**2,
+            fetch_s=bytes_per_block / rates.swap_in_bytes_per_s,
+        )
+
+    def recompute_s(self, index: int) -> float:
+        """Return the seconds to compute the block at `index` of a prompt."""
+        return self.first_s + index * self.further_s
+
+
+LotKey = tuple[int, int, int]
+"""Class, cost level and first span."""
+
+_FINE_SPANS_BITS = 4
+"""There are fewer than two to the power of this spans of the first length."""
+_MOST_MOVED = 4096
+"""Maximum number of slots moved when old buckets are merged (some milliseconds); the next call continues."""
+_MOST_LOTS = 256
+"""Empty buckets are dropped when there are more than this plus twice the number of buckets kept last time."""
+
+
+@dataclass(slots=True, eq=False)
+class Lot:
+    """Bucket of free slots that are worth the same.
+
+    Attributes:
+        kind, cost, span: class, cost level, first span.
+        places: slot -> time at which it was freed; the oldest first.
+        passed: the same for slots that were passed over.
+        ripe: (time, slot) of slots in `passed` whose last child was evicted; some may have left the bucket since.
+    """
+
+    kind: int
+    cost: int
+    span: int
+    places: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    passed: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    ripe: list[tuple[int, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.places) + len(self.passed)
+
+    def add(self, place: int, freed_at: int) -> None:
+        self.places[place] = freed_at
+
+    def remove(self, place: int) -> None:
+        if place in self.places:
+            del self.places[place]
+        else:
+            del self.passed[place]
+
+    def oldest(self) -> int | None:
+        """Return the oldest slot that was not passed over or is ripe, or None."""
+        while self.ripe and self.passed.get(self.ripe[0][1]) != self.ripe[0][0]:
+            heapq.heappop(self.ripe)
+        first = next(iter(self.places.items()), None)
+        if self.ripe and (first is None or self.ripe[0][0] < first[1]):
+            return self.ripe[0][1]
+        return None if first is None else first[0]
+
+    def pass_over(self, place: int) -> None:
+        """Defer a slot whose block has cached children."""
+        if place in self.places:
+            self.passed[place] = self.places.pop(place)
+        else:
+            heapq.heappop(self.ripe)
+
+    def ripen(self, place: int) -> None:
+        """Mark a slot as ripe because its last child was evicted; no-op if it was not passed over."""
+        if place in self.passed:
+            heapq.heappush(self.ripe, (self.passed[place], place))
+
+    def take_in(self, younger: Lot, most: int) -> tuple[list[int], int]:
+        """Move slots from a bucket of later spans to this one, in at most `most` operations.
+
+        The oldest slots move first, then the ripe ones, then the others. The rest of the other bucket is unchanged.
+
+        Returns:
+            the moved slots, and the number of operations left.
+        """
+        moved: list[int] = []
+        while younger.places and most:
+            place, freed_at = younger.places.popitem(last=False)
+            self.places[place] = freed_at
+            moved.append(place)
+            most -= 1
+        while younger.ripe and most:
+            freed_at, place = heapq.heappop(younger.ripe)
+            if younger.passed.get(place) == freed_at:
+                self.passed[place] = younger.passed.pop(place)
+                heapq.heappush(self.ripe, (freed_at, place))
+                moved.append(place)
+            most -= 1
+        while younger.passed and most:
+            place, freed_at = younger.passed.popitem(last=False)
+            self.passed[place] = freed_at
+            moved.append(place)
+            most -= 1
+        return moved, most
+
+
+class Lots:
+    """Free slots by bucket.
+
+    Args:
+        span: number of blocks freed in the shortest span.
+    """
+
+    def __init__(self, span: int) -> None:
+        self._span = span
+        self._lots: dict[LotKey, Lot] = {}
+        self._lot_of: dict[int, Lot] = {}
+        self._most = _MOST_LOTS
+
+    def __iter__(self) -> Iterator[Lot]:
+        return iter(self._lots.values())
+
+    def begin_of(self, lot: Lot) -> int:
+        """Return the time at which the first span of a bucket began."""
+        return lot.span * self._span
+
+    def lot_of(self, place: int) -> Lot | None:
+        """Return the bucket of a free slot, or None if the slot is not free."""
+        return self._lot_of.get(place)
+
+    def add(self, place: int, kind: int, cost: int, freed_at: int) -> None:
+        key = kind, cost, freed_at // self._span
+        lot = self._lots.get(key)
+        if lot is None:
+            self._drop_empty(key[2])
+            lot = self._lots[key] = Lot(*key)
+        lot.add(place, freed_at)
+        self._lot_of[place] = lot
+
+    def remove(self, place: int) -> None:
+        self._lot_of.pop(place).remove(place)
+
+    def settle(self, now: int) -> None:
+        """Drop empty buckets and merge old ones; a class and cost keeps about eight buckets per doubling of age.
+
+        A bucket that takes too long to merge at once stays separate in part until the next call.
+        """
+        now_span, old, self._lots = now // self._span, self._lots, {}
+        num_left = _MOST_MOVED
+        for lot in sorted((lot for lot in old.values() if lot), key=lambda lot: lot.span):
+            coarse = max(0, (now_span - lot.span).bit_length() - _FINE_SPANS_BITS)
+            span = lot.span >> coarse << coarse
+            older = self._lots.get((lot.kind, lot.cost, span))
+            if older is None:
+                lot.span = span
+            else:
+                moved, num_left = older.take_in(lot, num_left)
+                self._lot_of.update(dict.fromkeys(moved, older))
+            if lot:  # no other bucket has this key: earlier ones of this class and cost have earlier spans
+                self._lots[lot.kind, lot.cost, lot.span] = lot
+
+    def _drop_empty(self, now_span: int) -> None:
+        """Drop empty buckets of past spans now and then: `settle` does not run while nothing is evicted."""
+        if len(self._lots) > self._most:
+            self._lots = {key: lot for key, lot in self._lots.items() if lot or lot.span == now_span}
+            self._most = _MOST_LOTS + 2 * len(self._lots)
+
+
+F64 = NDArray[np.float64]
+
+NUM_AGES = 24
+_STEPS_PER_OCTAVE = 2
+_REUSE_FADE = 0.95
+"""Factor by which older counts are discounted each time the rates are recomputed."""
+
+
+class Reuse:
+    """Statistics of the ends of lives, and the reuse rates computed from them.
+
+    Attributes:
+        rates: [C][A] hits per slot and unit of further age, from each age on.
+
+    Args:
+        priors: of each class, the share assumed to be hit at any age before there is data.
+        unit: number of freed blocks in the first age; every second age doubles the length.
+        prior_blocks: weight of the prior of each class, in blocks.
+    """
+
+    def __init__(self, priors: Sequence[float], unit: float, prior_blocks: float) -> None:
+        num_classes = len(priors)
+        self._unit = unit
+        self._prior_blocks = prior_blocks
+        self._prior_found_c1: F64 = prior_blocks * np.array(priors)[:, None]
+        self._found_ca: F64 = np.zeros((num_classes, NUM_AGES))
+        self._ended_ca: F64 = np.zeros((num_classes, NUM_AGES))
+        edges = 2.0 ** (np.arange(NUM_AGES + 1) / _STEPS_PER_OCTAVE) - 1
+        self._widths_a: F64 = np.diff(edges)
+        self.rates: list[list[float]] = []
+        self.learn(np.zeros((num_classes, NUM_AGES)))
+
+    def age(self, num_freed: int) -> int:
+        """Return the age of a block after num_freed other blocks were freed."""
+        # 2 log2(1 + x) from the exponent of a number: off by at most one step
+        scaled = int((1 + num_freed / self._unit) ** _STEPS_PER_OCTAVE)
+        return min(scaled.bit_length() - 1, NUM_AGES - 1)
+
+    def found(self, kind: int, age: int) -> None:
+        self._found_ca[kind, age] += 1
+
+    def ended(self, kind: int, age: int) -> None:
+        self._ended_ca[kind, age] += 1
+
+    def learn(self, alive_ca: F64) -> None:
+        """Recompute the rates.
+
+        Args:
+            alive_ca: [C, A] free blocks by class and age, whose lives have not ended.
+        """
+        ends_ca = self._found_ca + self._ended_ca + alive_ca
+        later_ca = np.cumsum(ends_ca[:, ::-1], axis=1)[:, ::-1] - ends_ca
+        at_risk_ca = later_ca + self._found_ca + 0.5 * (self._ended_ca + alive_ca)
+        p_ca = (self._found_ca + self._prior_found_c1) / (at_risk_ca + self._prior_blocks)
+        rates_ca = np.zeros_like(p_ca)
+        for age in range(NUM_AGES):
+            missed = np.cumprod(1 - p_ca[:, age:], axis=1)
+            reached = np.concatenate([np.ones((len(missed), 1)), missed[:, :-1]], axis=1)
+            kept = np.cumsum(self._widths_a[age:] * (reached + missed) / 2, axis=1)
+            rates_ca[:, age] = np.max((1 - missed) / kept, axis=1)
+        self.rates = rates_ca.tolist()
+        self._found_ca *= _REUSE_FADE
+        self._ended_ca *= _REUSE_FADE
+
 
 _SPANS_PER_POOL = 8
 _AGE_UNITS_PER_POOL = 32
@@ -65,7 +340,7 @@ class _Block:
 
 
 class Worth:
-    """Implementation of `jpaged.engine.kv.eviction.policy.EvictionPolicy`.
+    """Implementation of `jpaged.engine.kv.eviction.free_list.EvictionPolicy`.
 
     A decision is O(1), except that all buckets are ranked again after every 64th of the slots. The policy remembers up
     to num_places evicted blocks.

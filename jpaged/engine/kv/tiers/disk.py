@@ -5,34 +5,575 @@
 
 Keys are those of the prefix cache, so isolation by tenant, salt and adapter holds here too. The replicas of one server
 share one store: each writes what it computes, and can load what the others wrote.
+
+Missing prefix blocks of a waiting group, and their insertion into the prefix cache.
+
+prompt   [0][1][2][3][4][5]      0 and 1 are on the device, 2 in host memory, 3 and 4 below: 3 and 4 are missing
+
+Asynchronous loads of prefixes from disk, while their groups wait and others run.
+
+    places    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that disk has
+    reads      in  in  done .. .. ..        many concurrent reads, into staging blocks
+    device    [a ][b ]                      cached and free, as after a request that computed them
+
+Valid blocks are copied to the device in order, limited per step so that running groups are not delayed. A group resumes
+when all its blocks are loaded, when a read fails, or when it has waited as long as computing would have taken. It then
+hits the loaded blocks and computes the rest. A group whose first missing block is being loaded for another group waits
+for that group first.
+
+Background writes of prefixes to disk.
+
+    due ──> staging block, or the cached block in host memory ──> written by a thread ──> in the store's index
+
+A key is due when its block enters the prefix cache, and again when it leaves the device. So disk follows memory with a
+small delay, and a killed process loses little. The tier limits how many bytes a step starts to write.
+
+KV cache events of the disk tier.
+
+    in memory, and on disk                       Stored("disk")     when it is written, and when it is loaded to memory
+    evicted, removed, forgotten; disk failed     Removed("disk")    in the next steps, up to _MAX_REMOVED in each
+
+Subscribers identify a block by the tokens in its device event. Blocks on disk from an earlier run or another replica
+are therefore published only when they are loaded to memory here.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from jpaged.blockstore.store import BlockStore, StoreCounts
 from jpaged.config import CacheOptions
-from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks
-from jpaged.engine.kv.blocks import Key, MemoryOps
-from jpaged.engine.kv.prefix_cache import PrefixCache
-from jpaged.engine.kv.prefixes import Prefixes
-from jpaged.engine.kv.tiers.bringing import Bringing
-from jpaged.engine.kv.tiers.fetching import Fetching
-from jpaged.engine.kv.tiers.host import HostTier
-from jpaged.engine.kv.tiers.spilling import Spilling
-from jpaged.engine.kv.tiers.staging import Staging
+from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks, Move
+from jpaged.engine.kv.blocks import BlockTable, Key, MemoryOps, key_in_group
+from jpaged.engine.kv.changes import Changes
+from jpaged.engine.kv.prefixes import PrefixCache, Prefixes, num_usable
+from jpaged.engine.kv.tiers.host import HostTier, Staging
 from jpaged.engine.kv.tiers.threads import DiskThreads
-from jpaged.engine.kv.tiers.told import ToldOfDisk
 from jpaged.engine.sequence import Group
-from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.errors import InternalError, InvalidArgument, Unavailable
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Block at an index of a prompt in one KV group, with its cache key."""
+
+    index: int
+    kv_group: int
+    key: Key
+
+
+class Bringing:
+    """Loader of device blocks for waiting prompts. Loaded blocks are cached and free, without a reference."""
+
+    def __init__(self, prefixes: Prefixes, ops: MemoryOps) -> None:
+        self._prefixes = prefixes
+        self._ops = ops
+
+    def missing(self, group: Group, is_below: Callable[[Key], bool]) -> list[Place]:
+        """Return the blocks that memory misses of the longest prefix there or below, in prompt order.
+
+        If the pool has too little room for the prefix, it is shortened. Blocks on the device or in host memory that the
+        prompt hits also take free blocks. The prefix's device blocks move to the end of the eviction order, so that
+        loading does not evict them.
+        """
+        prefixes, reaches = self._prefixes, self._prefixes.reaches
+        keys = prefixes.findable(group)
+        num_blocks = len(keys)
+        while num_blocks := num_usable(
+            keys[:num_blocks], reaches, lambda key: prefixes.has_prefix(key) or is_below(key)
+        ):
+            seen = [
+                Place(i, kv_group, key_in_group(keys[i], kv_group))
+                for kv_group, reach in enumerate(reaches)
+                for i in reach.seen(num_blocks)
+            ]
+            places = sorted(place for place in seen if not prefixes.has_prefix(place.key))
+            if not places:
+                return []
+            num_needed = sum(self._takes_room(place.key) for place in seen)
+            if prefixes.pool.can_allocate(num_needed):
+                prefixes.renew([place.key for place in seen])
+                return places
+            num_blocks -= max(1, (num_needed - prefixes.pool.num_free) // len(reaches))
+        return []
+
+    def _takes_room(self, key: Key) -> bool:
+        """Return True if a hit on the key takes a free block of the pool: the cached block, or one to copy it to."""
+        block_id = self._prefixes.cache.find(key)
+        return block_id is None or self._prefixes.pool.is_free(block_id)
+
+    def bring_in(self, group: Group, place: Place, home: int) -> bool:
+        """Insert a block that a reserved host block holds into the cache; return False if the pool has no room."""
+        prefixes, leader = self._prefixes, group.live[0]
+        if prefixes.cache.find(place.key) is not None:
+            return True
+        if not prefixes.pool.can_allocate(1):
+            return False
+        table = BlockTable(1)
+        table.extend(prefixes.pool.allocate(1))
+        self._ops.add(Move.SWAP_IN, home, table.block_id(0), passes=True)
+        key = prefixes.findable(group)[place.index]
+        prefixes.cache.insert_of(leader, place.index, table.block_id(0), key, place.kv_group)
+        prefixes.pool.release(table)
+        return True
+
+
+_FIRST_BYTES_PER_S = 200e6
+_LATENCY_S = 0.002
+"""Assumed rate and latency of a disk before there are measurements."""
+_BELIEF = 1.02
+"""Factor on the estimated disk rate for each group that does not wait, so that a slow disk is tried again."""
+_LEAST_WAIT_S = 0.05
+"""Minimum wait: shorter ones are within the wake-up time of threads."""
+_NUM_AT_ONCE = 16
+"""Maximum number of groups processed per step; others wait for these."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """Load for one group.
+
+    Attributes:
+        homes, reads: of the first places: the staging block of each, and whether its read was valid.
+        num_in: number of places that are finished.
+        is_over: nothing more is inserted; only pending reads are awaited.
+        began_s: time of the first step that processed it; None before that.
+        until_s: deadline at which the group resumes in any case.
+    """
+
+    group: Group
+    places: list[Place]
+    longest_s: float
+    behind: _Fetch | None = None
+    homes: list[int] = field(default_factory=list)
+    reads: list[Future[bool]] = field(default_factory=list)
+    num_in: int = 0
+    is_over: bool = False
+    has_gone_on: bool = False
+    began_s: float | None = None
+    until_s: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if the group need not wait any more."""
+        return self.is_over or (self.behind is None and self.num_in == len(self.places))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if no read is pending."""
+        return self.is_done and self.num_in == len(self.reads)
+
+
+class Fetching:
+    """Loader of the blocks that waiting groups need. Only the engine thread calls it, except `is_worth`.
+
+    Args:
+        threads: executor with one thread per concurrent read.
+        count: called with the number of loaded tokens, and whether a group resumed before its load completed.
+        came: called with each key that was loaded.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        blocks: HostBlocks,
+        staging: Staging,
+        rates: DeviceRates,
+        block_size: int,
+        threads: Executor,
+        count: Callable[[int, bool], None],
+        came: Callable[[Key], None],
+    ) -> None:
+        self._store = store
+        self._blocks = blocks
+        self._staging = staging
+        self._rates = rates
+        self._block_size = block_size
+        self._threads = threads
+        self._count = count
+        self._came = came
+        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._fetches: dict[Group, _Fetch] = {}
+        self._wanting: dict[Key, dict[_Fetch, None]] = {}  # fetches that wait for a key; none is empty
+        self._leftover: list[_Fetch] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if a group waits, or reads for a group that no longer waits are pending."""
+        return bool(self._fetches or self._leftover)
+
+    @property
+    def under_way(self) -> list[Future[bool]]:
+        """Return the reads whose results are not processed."""
+        return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
+
+    def block_s(self, key: Key) -> float | None:
+        """Return the seconds to read a block at the measured rate; None if disk does not store it."""
+        return self._blocks.bytes_per_block / self._bytes_per_s if key in self._store else None
+
+    def is_worth(self, begin: int, end: int, num_blocks: int) -> bool:
+        """Return True if reading num_blocks is faster than computing blocks `begin` to `end`. Any thread may ask."""
+        read_s = _LATENCY_S + num_blocks * self._blocks.bytes_per_block / self._bytes_per_s
+        return self._compute_s(begin, end) > read_s
+
+    def begin(self, group: Group, bringing: Bringing) -> bool:
+        """Start to load a group's prompt; return False if disk has nothing that is faster than computing."""
+        places = bringing.missing(group, self._store.__contains__)
+        if not places:
+            return False
+        begin, end = places[0].index, places[-1].index + 1
+        if not self.is_worth(begin, end, len(places)):
+            self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
+            return False
+        first = places[0].key
+        behind = next((other for other in self._wanting.get(first, ()) if other.places[0].key == first), None)
+        self._fetches[group] = fetch = _Fetch(group, places, max(self._compute_s(begin, end), _LEAST_WAIT_S), behind)
+        self._want(fetch)
+        return True
+
+    def leave(self, group: Group) -> None:
+        """Stop loading for a group that has ended."""
+        fetch = self._fetches.pop(group, None)
+        if fetch is not None:
+            self._want_no_more(fetch)
+            fetch.is_over = fetch.has_gone_on = True
+            self._leftover.append(fetch)
+
+    def forget(self, key: Key | None) -> None:
+        """Prevent pending loads from inserting a key; None stands for any key."""
+        for fetch in self._fetches.values() if key is None else self._wanting.get(key, ()):
+            fetch.is_over = True
+
+    def advance(self, now_s: float, max_bytes: int, bringing: Bringing) -> list[Group]:
+        """Insert loaded blocks, up to max_bytes, and start further reads; return the groups that resume now."""
+        going_on = []
+        for fetch in self._leftover:
+            self._clear(fetch)
+        self._leftover = [fetch for fetch in self._leftover if not fetch.is_empty]
+        for fetch in list(islice(self._fetches.values(), _NUM_AT_ONCE)):
+            if fetch.behind is not None:
+                if not fetch.behind.has_gone_on:
+                    continue
+                self._want_no_more(fetch)
+                fetch.behind, fetch.places = None, bringing.missing(fetch.group, self._store.__contains__)
+                self._want(fetch)
+            if fetch.began_s is None:
+                fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
+            max_bytes -= self._bring_in(fetch, max_bytes, bringing)
+            self._read_on(fetch)
+            if now_s > fetch.until_s:
+                fetch.is_over = True
+            if fetch.is_done:
+                self._end(fetch, now_s)
+                going_on.append(fetch.group)
+        return going_on
+
+    def _want(self, fetch: _Fetch) -> None:
+        for place in fetch.places:
+            self._wanting.setdefault(place.key, {})[fetch] = None
+
+    def _want_no_more(self, fetch: _Fetch) -> None:
+        for place in fetch.places:
+            wanting = self._wanting[place.key]
+            del wanting[fetch]
+            if not wanting:
+                del self._wanting[place.key]
+
+    def _end(self, fetch: _Fetch, now_s: float) -> None:
+        fetch.has_gone_on = True
+        del self._fetches[fetch.group]
+        self._want_no_more(fetch)
+        self._leftover.append(fetch)
+        self._count(0, fetch.is_over)
+        if fetch.began_s is not None and now_s > fetch.began_s:
+            seen = fetch.num_in * self._blocks.bytes_per_block / (now_s - fetch.began_s)
+            self._bytes_per_s = (self._bytes_per_s + seen) / 2
+
+    def _bring_in(self, fetch: _Fetch, max_bytes: int, bringing: Bringing) -> int:
+        """Insert loaded blocks in order; return the number of bytes moved."""
+        num_bytes = 0
+        while not fetch.is_over and num_bytes < max_bytes and fetch.num_in < len(fetch.reads):
+            read = fetch.reads[fetch.num_in]
+            if not read.done():
+                break
+            place, home = fetch.places[fetch.num_in], fetch.homes[fetch.num_in]
+            if read.result() and bringing.bring_in(fetch.group, place, home):
+                num_bytes += self._blocks.bytes_per_block
+                self._came(place.key)
+                self._count(0 if place.kv_group else self._block_size, False)
+            else:
+                fetch.is_over = True
+            self._staging.give_back(home)
+            fetch.num_in += 1
+        return num_bytes
+
+    def _read_on(self, fetch: _Fetch) -> None:
+        while not fetch.is_over and len(fetch.reads) < len(fetch.places):
+            home = self._staging.take()
+            if home is None:
+                return
+            key = fetch.places[len(fetch.reads)].key
+            fetch.homes.append(home)
+            fetch.reads.append(self._threads.submit(self._store.read, key, self._blocks.view(home)))
+
+    def _clear(self, fetch: _Fetch) -> None:
+        """Return the staging blocks of finished reads that no group waits for."""
+        while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].done():
+            fetch.reads[fetch.num_in].result()
+            self._staging.give_back(fetch.homes[fetch.num_in])
+            fetch.num_in += 1
+
+    def check(self) -> None:
+        """Check the bookkeeping of reads.
+
+        Raises:
+            InternalError: a block that is read into is free, or the waiting fetches of a key are wrong.
+        """
+        wanted = {(place.key, fetch) for fetch in self._fetches.values() for place in fetch.places}
+        if wanted != {(key, fetch) for key, wanting in self._wanting.items() for fetch in wanting}:
+            raise InternalError(
+                f"{len(wanted)} blocks are pending, which do not match those of {len(self._wanting)} keys"
+            )
+        self._staging.check(home for fetch in self._all() for home in fetch.homes[fetch.num_in :])
+
+    def _all(self) -> Iterator[_Fetch]:
+        yield from self._fetches.values()
+        yield from self._leftover
+
+    def _compute_s(self, begin: int, end: int) -> float:
+        """Return the seconds to compute the tokens of these blocks of a prompt."""
+        begin, end = begin * self._block_size, end * self._block_size
+        size, seconds = self._rates.forward_s[-1]
+        return (end - begin) * seconds / size + self._rates.pair_s * (end**2 - begin**2) / 2
+
+
+_MAX_LOOKS = 256
+"""Maximum number of keys examined per step: most may be on disk, or evicted."""
+
+
+@dataclass(slots=True, eq=False)
+class _Spill:
+    """Write of one block.
+
+    Attributes:
+        held: pinned cached block in host memory; None if the block is copied to the staging block `home`.
+        since: `num_dispatched` when the copy was decided.
+        is_wanted: False cancels the write; set by the engine thread, read by the writer thread.
+    """
+
+    key: Key
+    home: int
+    held: BlockTable | None
+    since: int
+    is_wanted: bool = True
+    written: Future[bool] | None = None
+
+
+class Spilling:
+    """Writer of due blocks. Only the engine thread calls it.
+
+    Args:
+        max_due: maximum number of waiting keys; beyond it the oldest, which is evicted soonest, is dropped.
+        threads: executor with one thread, which writes.
+        written: called with each written key.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        blocks: HostBlocks,
+        host: HostTier,
+        staging: Staging,
+        max_due: int,
+        threads: Executor,
+        written: Callable[[Key], None],
+    ) -> None:
+        self._store = store
+        self._blocks = blocks
+        self._host = host
+        self._staging = staging
+        self._max_due = max_due
+        self._threads = threads
+        self._written = written
+        self._due: OrderedDict[Key, None] = OrderedDict()
+        self._landing: deque[_Spill] = deque()
+        self._writing: deque[_Spill] = deque()
+        self._under_way: dict[Key, _Spill] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if keys are due or being written."""
+        return bool(self._due or self._under_way)
+
+    @property
+    def under_way(self) -> list[Future[bool]]:
+        """Return the pending calls of the writer thread."""
+        return [spill.written for spill in self._writing if spill.written is not None]
+
+    def note(self, key: Key) -> None:
+        """Mark a key as due, unless it is on disk or being written."""
+        if key in self._due or key in self._under_way or key in self._store:
+            return
+        self._due[key] = None
+        if len(self._due) > self._max_due:
+            self._due.popitem(last=False)
+
+    def forget(self, key: Key) -> None:
+        """Prevent a key from being written to disk, even if its write has started."""
+        self._due.pop(key, None)
+        if key in self._under_way:
+            self._under_way[key].is_wanted = False
+
+    def forget_all(self) -> None:
+        """Prevent all pending keys from being written."""
+        self._due.clear()
+        for spill in self._under_way.values():
+            spill.is_wanted = False
+
+    def advance(self, max_blocks: int, cache: PrefixCache) -> int:
+        """Finish completed writes, start writes of copied blocks, and begin up to max_blocks more; return that count.
+
+        Args:
+            cache: index of the device blocks.
+        """
+        while self._writing and (written := self._writing[0].written) is not None and written.done():
+            written.result()  # an error of the thread is an error of the engine
+            self._written(self._writing[0].key)
+            self._end(self._writing.popleft())
+        while self._landing and self._host.is_settled([self._landing[0].home], self._landing[0].since):
+            spill = self._landing.popleft()
+            if spill.is_wanted:
+                spill.written = self._threads.submit(self._write, spill)
+                self._writing.append(spill)
+            else:
+                self._end(spill)
+        return sum(self._begin(key, cache) for key in self._next(max_blocks))
+
+    def _next(self, max_blocks: int) -> Iterable[Key]:
+        """Yield due keys in order, up to max_blocks begun ones and while staging blocks are free."""
+        num_begun = len(self._under_way)
+        for _ in range(min(_MAX_LOOKS, len(self._due))):
+            if len(self._under_way) - num_begun >= max_blocks or self._host_is_full:
+                return
+            yield self._due.popitem(last=False)[0]
+
+    @property
+    def _host_is_full(self) -> bool:
+        """Return True if the number of pending writes has reached the number of staging blocks."""
+        return len(self._under_way) >= self._staging.num_blocks
+
+    def _begin(self, key: Key, cache: PrefixCache) -> bool:
+        """Begin to write a key; return False if it is on disk by now or evicted, or no staging block is free."""
+        if key in self._store:
+            return False
+        since, block_id = self._host.num_dispatched, cache.find(key)
+        if key in self._host:
+            held = self._host.hold([key])
+            spill = _Spill(key, held.block_id(0), held, since)
+        elif block_id is None:
+            return False
+        elif (home := self._staging.take()) is None:
+            self._due[key] = None
+            self._due.move_to_end(key, last=False)
+            return False
+        else:
+            self._host.copy_out(block_id, home)
+            spill = _Spill(key, home, None, since)
+        self._under_way[key] = spill
+        self._landing.append(spill)
+        return True
+
+    def _end(self, spill: _Spill) -> None:
+        del self._under_way[spill.key]
+        if spill.held is None:
+            self._staging.give_back(spill.home)
+        else:
+            self._host.let_go(spill.held)
+
+    def _write(self, spill: _Spill) -> bool:
+        """Write a block; runs on the writer thread."""
+        if not spill.is_wanted:
+            return False
+        return self._store.write(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
+
+    def check(self) -> None:
+        """Check the bookkeeping of writes.
+
+        Raises:
+            InternalError: a block that is being written is lost, or free.
+        """
+        if len(self._landing) + len(self._writing) != len(self._under_way):
+            raise InternalError(
+                f"{len(self._landing)} blocks being copied and {len(self._writing)} being written are not "
+                f"{len(self._under_way)}"
+            )
+        self._staging.check(spill.home for spill in self._under_way.values() if spill.held is None)
+
+
+_MAX_REMOVED = 1024
+"""Maximum number of removals published per step."""
+
+
+class ToldOfDisk:
+    """Publisher of what a store holds. The engine thread calls it; the store reports removals from any thread.
+
+    Args:
+        is_in_memory: returns True if the device or host memory has a key.
+    """
+
+    def __init__(self, store: BlockStore, changes: Changes, is_in_memory: Callable[[Key], bool]) -> None:
+        self._store = store
+        self._changes = changes
+        self._is_in_memory = is_in_memory
+        self._told: set[Key] = set()
+        self._lock = threading.Lock()
+        self._gone: set[Key] = set()
+        self._going: deque[Key] = deque()
+        store.when_gone(self._note_gone)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if removals are not yet published."""
+        return bool(self._gone or self._going)
+
+    def may_hold(self, key: Key) -> None:
+        """Publish that disk stores a key, if both disk and memory do."""
+        if not self._changes.is_on or key in self._told or key not in self._store or not self._is_in_memory(key):
+            return
+        self._told.add(key)
+        if key in self._store:  # removals from here on are recorded
+            self._changes.stored("disk", key)
+        else:
+            self._told.remove(key)
+
+    def advance(self) -> None:
+        """Publish what disk no longer stores, up to the limit per step."""
+        if self._gone:
+            with self._lock:
+                gone, self._gone = self._gone, set()
+            self._going += gone
+        if self._told and not (self._going or self._store.is_on):
+            self._going += self._told
+        for _ in range(min(_MAX_REMOVED, len(self._going))):
+            key = self._going.popleft()
+            if key in self._told and key not in self._store:
+                self._told.remove(key)
+                self._changes.removed("disk", key)
+
+    def _note_gone(self, key: Key) -> None:
+        if key in self._told:
+            with self._lock:
+                self._gone.add(key)
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,24 +7,83 @@
 Parts are staged in sequence, one per step, whether or not they are read. Device blocks are therefore pinned for one
 step per part, and a slow reader does not extend that. Requests that need these blocks wait for no more than these
 steps. An export next to others is truncated if more than half of the pool would be pinned.
+
+Full blocks of a prompt and their hashes: the identity of a prefix that is transferred.
+
+Import of a prefix from another server: written to host memory, and hit by the next request.
+
+    reserve(n)              host blocks without pending copies, exclusive to the import; fewer if there is no room
+    write(block_id, ...)    their bytes, on the receiver's thread
+    enter(places, ids)      insert complete, verified blocks into the cache
+    read(places, ids)       write and enter blocks from disk, before a prefix that memory has in part is exported
+
+Blocks that were entered or already in host memory are pinned until `close`, so no part of a prefix evicts another. The
+prefix's device blocks move to the end of the eviction order, and are evicted to host memory.
+
+Thread-safe front end of prefix transfers, for one pool or the pools of all replicas.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
-from jpaged.engine.executor import HostBlocks
-from jpaged.engine.kv.blocks import BlockTable
-from jpaged.engine.kv.prefix_cache import num_usable
-from jpaged.engine.kv.prefixes import Held, Prefixes
-from jpaged.engine.kv.tiers.chain import Chain, Place
+from jpaged.engine.executor import Geometry, HostBlocks
+from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.kv.blocks import BlockTable, Key, block_key, key_in_group
+from jpaged.engine.kv.eviction.free_list import Entry
+from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.kv.prefixes import Held, Prefixes, num_usable
 from jpaged.engine.kv.tiers.disk import DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
-from jpaged.engine.reach import Reach
-from jpaged.errors import Cancelled, InternalError
+from jpaged.errors import Cancelled, InternalError, JpagedError, Unavailable, Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Leading full blocks of a prompt.
+
+    Attributes:
+        root: parent hash of the first block.
+        token_ids: tokens of exactly these blocks.
+        keys: hash of each block.
+    """
+
+    root: Key
+    token_ids: tuple[int, ...]
+    keys: tuple[Key, ...]
+
+    @classmethod
+    def of(cls, root: Key, token_ids: Sequence[int], block_size: int, num_blocks: int | None = None) -> Chain:
+        """Return the chain of the first full blocks of some tokens; takes 1 to 3 microseconds per block."""
+        most = len(token_ids) // block_size
+        num_blocks = most if num_blocks is None else min(num_blocks, most)
+        keys, parent = [], root
+        for start in range(0, num_blocks * block_size, block_size):
+            parent = block_key(parent, token_ids[start : start + block_size])
+            keys.append(parent)
+        return cls(root, tuple(token_ids[: num_blocks * block_size]), tuple(keys))
+
+    def key(self, place: Place) -> Key:
+        """Return the cache key of a block."""
+        return key_in_group(self.keys[place.index], place.kv_group)
+
+    def entry(self, place: Place, reaches: Sequence[Reach]) -> Entry:
+        """Return the eviction entry of a block; in a sliding window its only parents are attention sinks."""
+        needed = reaches[place.kv_group].above(place.index)
+        above = None if needed is None else key_in_group(self.keys[needed], place.kv_group)
+        return Entry(self.key(place), above, place.index, self.root)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Position of a block: index in a chain, and KV group."""
+
+    index: int
+    kv_group: int
+
 
 MAX_STAGED_BYTES, MAX_STAGED_BLOCKS = 4 << 20, 64
 """Maximum copied to host memory per step, next to the step's rows."""
@@ -253,3 +312,302 @@ def _that_fit(tiers: Tiers, chain: Chain, num_blocks: int, num_skipped: int) -> 
             return num_blocks, places
         fewer = max(0, num_blocks - max(1, num_short // num_kv_groups))
         num_blocks = tiers.num_known(Chain(chain.root, chain.token_ids, chain.keys[:fewer]))
+
+
+class Arriving:
+    """Host blocks that a prefix is written to. Any thread may call; writes are serialized.
+
+    Attributes:
+        num_blocks_at_once: number of blocks to reserve per call.
+    """
+
+    def __init__(self, tiers: Tiers, chain: Chain) -> None:
+        self.chain = chain
+        self.num_blocks_at_once = tiers.num_blocks_at_once
+        self._tiers = tiers
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._tables: list[BlockTable] = []
+        self._reserved: set[int] = set()
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Return the required size of each block."""
+        return self._tiers.blocks.bytes_per_block
+
+    @property
+    def num_kv_groups(self) -> int:
+        """Return the number of KV groups: blocks per token range."""
+        return len(self._tiers.reaches)
+
+    def missing(self, num_skipped: int) -> tuple[Place, ...]:
+        """Return the missing blocks from index num_skipped on that a request would need after the whole prefix."""
+        places = self._tiers.places(self.chain, len(self.chain.keys), num_skipped)
+        return tuple(place for place in places if not self.is_known(place))
+
+    def on_disk(self, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
+        """Return the length of the longest prefix here or on disk, and its disk-only blocks from num_skipped on."""
+        return self._tiers.on_disk(self.chain, num_skipped)
+
+    def is_known(self, place: Place) -> bool:
+        """Return True if the block is already here, so that receiving it is unnecessary."""
+        return self._tiers.has(self.chain, place)
+
+    def reserve(self, num_blocks: int, *, is_early: bool = False) -> Future[list[int]]:
+        """Reserve up to num_blocks host blocks, as available; an empty list means there is no room.
+
+        Args:
+            is_early: no data arrives yet, so half of host memory is left free.
+        """
+        future: Future[list[int]] = Future()
+        future.set_running_or_notify_cancel()
+
+        def reserve() -> None:
+            if self._is_closed:
+                future.set_exception(Cancelled("the incoming prefix was canceled"))
+                return
+            host = self._tiers.host
+            if not self._tables:  # pin what is here already, so that reserving does not evict it
+                self._tables.append(host.hold(self._kept()))
+                self._tiers.prefixes.renew(self._keys())
+            num_left = host.pool.num_blocks // 2 if is_early else 0
+            table = host.reserve(min(num_blocks, max(0, host.pool.num_free - num_left)))
+            self._tables.append(table)
+            block_ids = table.block_ids()
+            host.when_settled(table, lambda: self._reserve(block_ids, future))
+
+        self._tiers.ask(reserve)
+        return future
+
+    def read(self, places: Sequence[Place], block_ids: Sequence[int]) -> int:
+        """Load blocks from disk and insert them, up to the first invalid one; return their number. Blocks the thread.
+
+        Raises:
+            Cancelled: the import was closed.
+            Unavailable: the engine has ended.
+        """
+        disk = self._tiers.disk
+        found = [bytearray(self.bytes_per_block) for _ in places]
+        num_read = 0
+        if disk is not None:
+            reads = [
+                disk.read(self.chain.key(place), memoryview(one)) for place, one in zip(places, found, strict=True)
+            ]
+            try:
+                while num_read < len(reads) and reads[num_read].result():
+                    self.write(block_ids[num_read], 0, found[num_read])
+                    num_read += 1
+            except CancelledError:
+                raise Unavailable("the server is shutting down") from None
+        self.enter(places[:num_read], block_ids[:num_read])
+        return num_read
+
+    def write(self, block_id: int, start: int, contents: bytes | bytearray) -> None:
+        """Write a part of a reserved block at a byte offset.
+
+        Raises:
+            Cancelled: the import was closed, and the block may have been reallocated.
+            InternalError: the block is not reserved, was already entered, or the write exceeds it.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the incoming prefix was canceled")
+            if block_id not in self._reserved or start + len(contents) > self.bytes_per_block:
+                raise InternalError(f"host block {block_id} is written at {start}, outside this prefix")
+            self._tiers.blocks.view(block_id)[start : start + len(contents)] = contents
+
+    def enter(self, places: Sequence[Place], block_ids: Sequence[int]) -> None:
+        """Insert written blocks into the cache, after which they must not be written. Blocks cached since then stay."""
+        with self._lock:
+            if self._is_closed:
+                return
+            if not self._reserved.issuperset(block_ids):
+                raise InternalError(f"not all of the host blocks {list(block_ids)[:8]} to insert are reserved")
+            self._reserved.difference_update(block_ids)
+        reaches = self._tiers.reaches
+        named = [
+            (self.chain.entry(place, reaches), block_id) for place, block_id in zip(places, block_ids, strict=True)
+        ]
+        self._tiers.ask(lambda: self._enter(named))
+
+    def num_known(self) -> Future[int]:
+        """Return the length of the cached prefix once the entered blocks are inserted."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        self._tiers.ask(lambda: future.set_result(self._tiers.num_known(self.chain)))
+        return future
+
+    def close(self) -> Future[int]:
+        """Release all blocks; return the length of the cached prefix. Any thread may call it, repeatedly."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            self._is_closed = True
+            self._reserved.clear()
+
+        def close() -> None:
+            tables, self._tables = self._tables, []
+            for table in tables:
+                self._tiers.host.let_go(table)
+            future.set_result(self._tiers.num_known(self.chain))
+
+        self._tiers.ask(close)
+        return future
+
+    # --- on the engine thread ---------------------------------------------------------------------------------------
+
+    def _kept(self) -> list[Key]:
+        """Return the keys of the prefix that host memory stores."""
+        return [key for key in self._keys() if key in self._tiers.host]
+
+    def _keys(self) -> list[Key]:
+        """Return the keys of all blocks, of every KV group."""
+        return [key_in_group(key, group) for key in self.chain.keys for group in range(self.num_kv_groups)]
+
+    def _reserve(self, block_ids: list[int], future: Future[list[int]]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._reserved.update(block_ids)
+        future.set_result(block_ids)
+
+    def _enter(self, named: Sequence[tuple[Entry, int]]) -> None:
+        if self._tables:  # not closed: the blocks still belong to this import
+            for entry, block_id in named:
+                self._tiers.host.take_in(entry.key, block_id, entry)
+
+
+class Travel:
+    """Transfers to and from one pool.
+
+    Args:
+        ask: posts a callable to the engine thread, to run between two steps.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        geometry: Geometry,
+        blocks: HostBlocks | None,
+        ask: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.geometry = geometry
+        self._ask = ask
+        self._tiers: Tiers | None = None
+        self._obstacle = ""
+        if memory.prefixes is None or memory.held is None:
+            self._obstacle = "the prefix cache is off (enable_prefix_caching, kv_policy)"
+        elif memory.host is None:
+            self._obstacle = "no host memory is configured for the transfer (swap_space)"
+        elif blocks is None:
+            self._obstacle = (
+                "no process holds whole blocks: the model is split over several processes (coordinator_address)"
+            )
+        else:
+            self._tiers = Tiers(
+                memory.prefixes,
+                memory.held,
+                memory.host,
+                blocks,
+                geometry.reaches,
+                lambda: memory.limit,
+                ask,
+                memory.disk,
+            )
+
+    @property
+    def tiers(self) -> Tiers:
+        """Return the memory tiers.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred; the message states why.
+        """
+        if self._tiers is None:
+            raise Unsupported(f"prefixes cannot be transferred: {self._obstacle}")
+        return self._tiers
+
+    def leave(self, chain: Chain, num_skipped: int, is_hurried: bool) -> Future[Leaving]:
+        """Find a prefix and pin it for export; see `Leaving`."""
+        tiers, future = self.tiers, Future[Leaving]()
+        future.set_running_or_notify_cancel()
+
+        def leave() -> None:
+            try:
+                future.set_result(Leaving(tiers, chain, num_skipped, is_hurried))
+            except JpagedError as error:
+                future.set_exception(error)
+                raise
+
+        self._ask(leave)
+        return future
+
+
+class Travels:
+    """Transfers to and from every pool of a server: one, or one per replica.
+
+    Args:
+        place: returns the index of the pool that a request with these block hashes would go to.
+    """
+
+    def __init__(self, each: Iterable[Travel], place: Callable[[Sequence[Key]], int] = lambda keys: 0) -> None:
+        self.each = tuple(each)
+        self._place = place
+
+    @property
+    def block_size(self) -> int:
+        """Return the number of tokens per block."""
+        return self.each[0].geometry.block_size
+
+    @property
+    def num_kv_groups(self) -> int:
+        """Return the number of KV groups: blocks per token range."""
+        return len(self.each[0].geometry.windows)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Return the size of a transferred block.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        return self.each[0].tiers.blocks.bytes_per_block
+
+    def kv_identity(self) -> bytes:
+        """Return what the bytes of a block depend on; slow on the first call, see `HostBlocks.kv_identity`."""
+        return self.each[0].tiers.blocks.kv_identity()
+
+    def chain(self, root: Key, token_ids: Sequence[int]) -> Chain:
+        """Return the full blocks of a prompt that may be cached; takes a few microseconds per block.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        num_blocks = self.each[0].tiers.prefixes.num_cacheable_blocks(len(token_ids))
+        return Chain.of(root, token_ids, self.block_size, num_blocks)
+
+    def num_known(self, chain: Chain) -> int:
+        """Return the length of the longest cached prefix, in the pool that has most of it."""
+        return max(one.tiers.num_known(chain) for one in self.each)
+
+    def num_findable(self, chain: Chain) -> int:
+        """Return the same, with disk blocks included if loading is faster than computing. Any thread may ask."""
+        return max(one.tiers.num_findable(chain) for one in self.each)
+
+    def leave(self, chain: Chain, num_skipped: int = 0, *, is_hurried: bool = False) -> Future[Leaving]:
+        """Find a prefix in the pool that has most of it, and pin it while it is read.
+
+        Args:
+            num_skipped: leading blocks that the receiver has, which are not exported.
+            is_hurried: a client waits for the export, so more blocks are staged per step.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped, is_hurried)
+
+    def arrive(self, chain: Chain) -> Arriving:
+        """Start the import of a prefix, into the pool that requests with it would go to.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        return Arriving(self.each[self._place(chain.keys)].tiers, chain)

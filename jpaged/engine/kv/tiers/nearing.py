@@ -8,8 +8,7 @@ step 2                        [h6 h7]   few enough for one step: the group is ad
 from __future__ import annotations
 
 from jpaged.engine.kv.blocks import BlockTable, MemoryOps, key_in_group
-from jpaged.engine.kv.prefix_cache import keys_seen, num_usable
-from jpaged.engine.kv.prefixes import Prefixes
+from jpaged.engine.kv.prefixes import Prefixes, keys_seen, num_usable
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.sequence import Group
 

@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 
 from jpaged.engine.kv.eviction import worth
-from jpaged.engine.kv.eviction.reuse import NUM_AGES, Reuse
+from jpaged.engine.kv.eviction.worth import NUM_AGES, Reuse
 
 
 class Slow:

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.kv.eviction.costs import BlockCosts
-from jpaged.engine.kv.eviction.free_list import RankedFreeList
-from jpaged.engine.kv.eviction.lots import Lots
+from jpaged.engine.kv.eviction.free_list import Entry, RankedFreeList
 from jpaged.engine.kv.eviction.policies import MAKERS, Eviction
-from jpaged.engine.kv.eviction.policy import Entry
+from jpaged.engine.kv.eviction.worth import BlockCosts, Lots
 from tests.engine.kv.eviction.slow import SlowLfu, SlowTwoQueues, SlowWorth
 
 COSTS = BlockCosts(first_s=1.0, further_s=0.4, fetch_s=0.3)
@@ -187,7 +185,7 @@ SPANS = (0, 8, 16, 24, 32)
 @pytest.mark.parametrize("most", [1, 7, 10_000])
 def test_old_lots_are_put_together_a_bounded_part_at_a_time(monkeypatch, most):
     """Whatever is moved when, none is lost, the oldest stay in front, and in the end it is as if it were at once."""
-    monkeypatch.setattr("jpaged.engine.kv.eviction.lots._MOST_MOVED", most)
+    monkeypatch.setattr("jpaged.engine.kv.eviction.worth._MOST_MOVED", most)
     choose = random.Random(0)
     lots: Any = Lots(span=4)
     freed_at = {place: place for place in range(160)}

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.kv.eviction.costs import BlockCosts
-from jpaged.engine.kv.eviction.reuse import NUM_AGES, Reuse
+from jpaged.engine.kv.eviction.worth import NUM_AGES, BlockCosts, Reuse
 
 NOBODY = np.zeros((2, NUM_AGES))
 

@@ -4,9 +4,9 @@ import pytest
 
 from jpaged.engine.executor import Move
 from jpaged.engine.kv.blocks import MemoryOps
-from jpaged.engine.kv.eviction.costs import BlockCosts
+from jpaged.engine.kv.eviction.free_list import Entry
 from jpaged.engine.kv.eviction.policies import MAKERS, Eviction
-from jpaged.engine.kv.eviction.policy import Entry
+from jpaged.engine.kv.eviction.worth import BlockCosts
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor

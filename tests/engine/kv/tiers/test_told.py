@@ -8,8 +8,8 @@ import pytest
 from jpaged.blockstore.store import BlockStore
 from jpaged.engine.kv.blocks import block_key, root_key
 from jpaged.engine.kv.changes import Changes
-from jpaged.engine.kv.tiers import told as tellings
-from jpaged.engine.kv.tiers.told import ToldOfDisk
+from jpaged.engine.kv.tiers import disk as tellings
+from jpaged.engine.kv.tiers.disk import ToldOfDisk
 from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Encoder, decode
 from jpaged.pool import Change, Removed
