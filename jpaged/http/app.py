@@ -18,27 +18,33 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jpaged.access.gate import Gate
 from jpaged.errors import JpagedError, NotFound, Unsupported
-from jpaged.http import models, operator, responses, scoring, tokens
 from jpaged.http.access import Guarded, with_permission
 from jpaged.http.batching.batches import batch_routes
 from jpaged.http.batching.runner import Runner
 from jpaged.http.errors import error_for, response_of
-from jpaged.http.generate import paths
-from jpaged.http.page import paths as page
+from jpaged.http.generate.paths import completion_routes
+from jpaged.http.models import model_routes
+from jpaged.http.operator import operator_routes
+from jpaged.http.page.paths import page_routes
 from jpaged.http.requests import REQUEST_ID_HEADER
+from jpaged.http.responses import response_routes
+from jpaged.http.scoring import scoring_routes
+from jpaged.http.tokens import token_routes
 from jpaged.service.names import is_name
 from jpaged.service.service import Service
+
+_ROUTES = (
+    *(operator_routes, model_routes, completion_routes, response_routes),
+    *(scoring_routes, token_routes, page_routes),
+)
+"""Functions that return the routes of a service, except those of batches."""
 
 
 def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App:
     """Return the ASGI application for a service, with authentication by the gate."""
     app = Starlette(
         routes=[
-            *(
-                with_permission(route)
-                for part in (operator, models, paths, responses, scoring, tokens, page)
-                for route in part.routes(service)
-            ),
+            *(with_permission(route) for make in _ROUTES for route in make(service)),
             *map(with_permission, batch_routes(service, batches)),
         ],
         exception_handlers={JpagedError: _refuse, HTTPException: _refuse_path, Exception: _refuse},

@@ -13,8 +13,8 @@ from jpaged.http.errors import JSON
 from jpaged.service.service import Service
 
 
-def routes(service: Service) -> list[Route]:
-    """Return the routes of this module."""
+def model_routes(service: Service) -> list[Route]:
+    """Return the routes of /v1/models."""
 
     def listed() -> list[dict[str, Any]]:
         model = service.state.loaded()

@@ -13,8 +13,8 @@ from jpaged.telemetry.metrics import EngineCollector
 from jpaged.version import __version__
 
 
-def routes(service: Service) -> list[Route]:
-    """Return the routes of this module."""
+def operator_routes(service: Service) -> list[Route]:
+    """Return the routes of health, version and metrics."""
     state = service.state
 
     async def health(request: Request) -> Response:

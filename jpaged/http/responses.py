@@ -24,8 +24,8 @@ from jpaged.service.service import Service
 from jpaged.types import Prompt
 
 
-def routes(service: Service) -> list[Route]:
-    """Return the routes of this module."""
+def response_routes(service: Service) -> list[Route]:
+    """Return the routes of /v1/responses."""
     texts = TokenTexts()
 
     async def create(request: Request) -> Response | EventStream:

@@ -19,8 +19,8 @@ from jpaged.openai.scoring import ScoringJob, embed_job, score_job
 from jpaged.service.service import Service
 
 
-def routes(service: Service) -> list[Route]:
-    """Return the routes of this module."""
+def scoring_routes(service: Service) -> list[Route]:
+    """Return the routes of /v1/embeddings and /v1/score."""
 
     def answering(url: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

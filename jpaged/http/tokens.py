@@ -13,8 +13,8 @@ from jpaged.service.service import Service
 from jpaged.types import MAX_DETOKENIZE_IDS
 
 
-def routes(service: Service) -> list[Route]:
-    """Return the routes of this module."""
+def token_routes(service: Service) -> list[Route]:
+    """Return the routes of /tokenize and /detokenize."""
 
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await body_in(service, request)

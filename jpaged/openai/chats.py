@@ -47,15 +47,15 @@ def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
 
 
 def _reasoning_in(body: Mapping[str, Any]) -> Any:
-    others = {field: body[name] for name, field in _OF_REASONING.items() if name in body}
+    others = {key: body[name] for name, key in _OF_REASONING.items() if name in body}
     value = body.get("reasoning")
     if not others:
         return value
     if value is not None and not isinstance(value, Mapping):
         raise InvalidArgument("reasoning", "must be a JSON object")
-    for name, field in _OF_REASONING.items():
-        if name in body and field in (value or {}):
-            raise InvalidArgument(name, f"conflicts with reasoning.{field}: give only one of them")
+    for name, key in _OF_REASONING.items():
+        if name in body and key in (value or {}):
+            raise InvalidArgument(name, f"conflicts with reasoning.{key}: give only one of them")
     return {**(value or {}), **others}
 
 

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from jpaged.access.entry import current
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.http.batching import files
+from jpaged.http.batching.files import file_routes
 from jpaged.http.batching.pages import page_of
 from jpaged.http.batching.runner import Runner
 from jpaged.http.batching.values import Batch, metadata_of, new_id, window_s_of
@@ -33,7 +33,7 @@ def batch_routes(service: Service, runner: Runner | None) -> list[Route]:
             Route(path, _refuse, methods=["GET", "POST", "DELETE"])
             for path in ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
         ]
-    return [*files.routes(service, runner), *_routes(service, runner)]
+    return [*file_routes(service, runner), *_routes(service, runner)]
 
 
 async def _refuse(request: Request) -> Response:

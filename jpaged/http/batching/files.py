@@ -41,8 +41,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _PURPOSES = ("batch", "batch_output")
 
 
-def routes(service: Service, runner: Runner) -> list[Route]:
-    """Return the routes of this module."""
+def file_routes(service: Service, runner: Runner) -> list[Route]:
+    """Return the routes of /v1/files."""
     store, read = runner.store, runner.threads.read
     max_bytes = int(service.state.config.http.max_batch_file_size * 2**20)
     share = service.state.config.http.tenant_batch_share if service.state.config.server.isolate_tenants else 1.0

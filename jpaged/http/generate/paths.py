@@ -22,8 +22,8 @@ from jpaged.service.service import Service
 from jpaged.types import PositionLogprobs, RequestOutput
 
 
-def routes(service: Service) -> list[Route]:
-    """Return the routes of this module."""
+def completion_routes(service: Service) -> list[Route]:
+    """Return the routes of /v1/completions and /v1/chat/completions."""
     texts = TokenTexts()
 
     def answering(read: Callable[[Mapping[str, Any]], Job]) -> Callable[[Request], Awaitable[Any]]:

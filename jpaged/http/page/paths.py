@@ -42,8 +42,8 @@ _HEADERS = {
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-def routes(service: Service) -> list[Route]:
-    """Return the routes of this module."""
+def page_routes(service: Service) -> list[Route]:
+    """Return the routes of the dashboard."""
     hub, limits = Hub(service), Limits(service)
 
     async def about(request: Request) -> Response:

@@ -96,7 +96,7 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelMetadata(
         self, request: inference_pb2.ModelMetadataRequest, context: CallContext
     ) -> inference_pb2.ModelMetadataResponse:
-        """Return the tensors of `model.py`."""
+        """Return the tensors of the model: `INPUTS` and `OUTPUTS`."""
         async with answering(context):
             return metadata_of(self._named(request.name, request.version))
 
